@@ -1,0 +1,37 @@
+"""Every error that PipeShift raises on purpose.
+
+One root, so that a user can catch them all; one type for each kind of remedy, so that a program can tell them apart.
+A message names what was found, what is allowed, and what to change.
+"""
+
+
+class PipeShiftError(RuntimeError):
+    """The root of the package's errors."""
+
+
+class ConfigurationError(PipeShiftError):
+    """An argument, or a combination of settings, that PipeShift cannot honour."""
+
+
+class PartitionError(ConfigurationError):
+    """A partition that does not fit the model or the stages."""
+
+
+class ScheduleError(ConfigurationError):
+    """An unknown schedule, or one that would deadlock or leak."""
+
+
+class PlanError(ConfigurationError):
+    """A plan that is damaged, or that was made for another model or another set of stages."""
+
+
+class LayerError(PipeShiftError):
+    """A model whose layers cannot be told apart, placed or skipped."""
+
+
+class BatchError(PipeShiftError):
+    """A batch that cannot be cut into microbatches, or that differs between the stages of a virtual machine."""
+
+
+class StageFailedError(PipeShiftError):
+    """Another stage failed first; the message is that stage's."""
