@@ -1,0 +1,96 @@
+"""The gate in front of a layer: the only place where PipeShift touches one.
+
+A gate replaces the layer's ``forward``. While a pass is under way it asks the pass what to do; outside of one the layer
+is the user's own, unchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from torch import nn
+
+from lightning_pipeshift.errors import LayerError
+
+
+class StageDone(BaseException):
+    """Ends a stage's part of a step: everything after this point belongs to later stages.
+
+    Not an ``Exception``, so that user code that handles errors lets it through.
+    """
+
+
+class Pass(Protocol):
+    """One run of the user's step, as the gates see it."""
+
+    def visit(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answers a call of the gate's layer."""
+
+
+class Switch:
+    """What the gates of one model have in common: the pass under way, if any."""
+
+    def __init__(self) -> None:
+        self.current: Pass | None = None
+
+
+class Gate:
+    """Stands in front of one layer.
+
+    Args:
+        name: the layer's qualified name.
+        layer: the module.
+        index: the layer's place in the call order.
+        switch: shared with the model's other gates.
+    """
+
+    def __init__(self, name: str, layer: nn.Module, index: int, switch: Switch) -> None:
+        self.name = name
+        self.layer = layer
+        self.index = index
+        self._switch = switch
+        self._installed: Callable[..., Any] | None = None
+        self._had_own_forward = "forward" in layer.__dict__
+        self.original: Callable[..., Any] = layer.forward
+
+    def install(self) -> None:
+        """Puts the gate in front of the layer."""
+        if hasattr(self.original, "__pipeshift__"):
+            raise LayerError(
+                f"The layer {self.name!r} already has a gate: an earlier run of the same model was not ended."
+            )
+
+        @functools.wraps(self.original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            current = self._switch.current
+            if current is None:
+                return self.original(*args, **kwargs)
+            return current.visit(self, args, kwargs)
+
+        forward.__pipeshift__ = self  # type: ignore[attr-defined]
+        self._installed = forward
+        self.layer.__dict__["forward"] = forward
+
+    def remove(self) -> None:
+        """Gives the layer its own ``forward`` back."""
+        if self._installed is None:
+            return
+        if self._had_own_forward:
+            self.layer.__dict__["forward"] = self.original
+        else:
+            self.layer.__dict__.pop("forward", None)
+        self._installed = None
+
+
+def install(gates: Iterable[Gate]) -> None:
+    """Puts all gates in place."""
+    for gate in gates:
+        gate.install()
+
+
+def remove(gates: Iterable[Gate]) -> None:
+    """Takes all gates away."""
+    for gate in gates:
+        gate.remove()

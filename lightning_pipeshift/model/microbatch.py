@@ -1,0 +1,142 @@
+"""Cuts a batch into microbatches, and puts what they gave together as one batch would have given it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeshift.errors import BatchError
+from lightning_pipeshift.model.trees import flatten
+
+
+def batch_size_of(batch: Any) -> int:
+    """The number of samples: the length of the first tensor in the batch.
+
+    Raises:
+        BatchError: the batch holds no tensor with a dimension.
+    """
+    for leaf in flatten(batch)[0]:
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return leaf.size(0)
+    raise BatchError(
+        f"A batch of type {type(batch).__name__} holds no tensor with a batch dimension, so it cannot be cut into"
+        " microbatches. Let the DataLoader return tensors whose first dimension counts the samples, or set"
+        " `microbatches=1`."
+    )
+
+
+def split(batch: Any, num_microbatches: int) -> list[tuple[Any, int]]:
+    """Cuts a batch along its first dimension into at most ``num_microbatches`` slices of nearly equal size.
+
+    Tensors are cut, and lists and tuples of strings of the same length; what has no batch dimension goes into every
+    slice. The first slices are one sample larger where the count does not divide; no slice is empty.
+
+    Args:
+        batch: a nested structure of tensors.
+        num_microbatches: the most slices; a batch of fewer samples gives as many slices as it has samples.
+
+    Returns:
+        The slices, and how many samples each holds.
+
+    Raises:
+        BatchError: tensors of the batch differ in their first dimension.
+    """
+    if num_microbatches == 1:
+        leaves = flatten(batch)[0]
+        sized = any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves)
+        return [(batch, batch_size_of(batch) if sized else 1)]
+    size = batch_size_of(batch)
+    leaves, rebuild = flatten(batch)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.dim() and leaf.size(0) != size:
+            raise BatchError(
+                f"The batch holds tensors of {size} and of {leaf.size(0)} samples (shape {tuple(leaf.shape)}), so it is"
+                " not clear how to cut it into microbatches. The first dimension of every tensor in a batch has to"
+                " count the samples: move what is common to all samples out of the batch (a buffer of the"
+                " LightningModule, say), or set `microbatches=1`."
+            )
+    count = max(1, min(num_microbatches, size))
+    pieces = [torch.tensor_split(leaf, count) if _is_cut(leaf) else None for leaf in leaves]
+    sizes = [len(part) for part in torch.tensor_split(torch.empty(size, 0), count)]
+    slices = []
+    for number in range(count):
+        parts = [
+            leaf if piece is None else piece[number] for leaf, piece in zip(leaves, pieces, strict=True)
+        ]
+        slices.append((rebuild(parts), sizes[number]))
+    return _cut_lists(batch, slices, size)
+
+
+def _is_cut(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
+
+
+def _cut_lists(batch: Any, slices: list[tuple[Any, int]], size: int) -> list[tuple[Any, int]]:
+    """Cuts lists of plain things (strings, numbers), one for each sample, in a batch that is a mapping or sequence."""
+    keys: Sequence[Any]
+    if isinstance(batch, Mapping):
+        keys = list(batch)
+    elif isinstance(batch, list):
+        keys = range(len(batch))
+    else:
+        return slices
+    for key in keys:
+        entry = batch[key]
+        if (
+            isinstance(entry, list | tuple)
+            and len(entry) == size
+            and not any(isinstance(leaf, Tensor) for leaf in flatten(entry)[0])
+        ):
+            start = 0
+            for part, count in slices:
+                part[key] = entry[start : start + count]
+                start += count
+    return slices
+
+
+def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """The mean of scalars or equal-shaped tensors, each counted with its weight.
+
+    A single value comes back as it is, with the very same bits.
+    """
+    if len(values) == 1:
+        return values[0]
+    total = sum(weights)
+    if not total:
+        return values[0]
+    mean = values[0] * (weights[0] / total)
+    for value, weight in zip(values[1:], weights[1:], strict=True):
+        mean = mean + value * (weight / total)
+    return mean
+
+
+def merge(results: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
+    """One batch's result out of its microbatches' results.
+
+    Tensors with the samples in their first dimension are joined; scalars are averaged with the microbatches' weights;
+    anything else becomes a list with one entry for each microbatch.
+    """
+    if len(results) == 1:
+        return results[0]
+    flat = [flatten(result) for result in results]
+    if len({len(leaves) for leaves, _ in flat}) != 1:
+        return list(results)
+    merged = [
+        _merge_leaf(list(column), sizes, weights)
+        for column in zip(*(leaves for leaves, _ in flat), strict=True)
+    ]
+    return flat[0][1](merged)
+
+
+def _merge_leaf(leaves: list[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
+    if all(isinstance(leaf, Tensor) for leaf in leaves):
+        if all(leaf.dim() and leaf.size(0) == size for leaf, size in zip(leaves, sizes, strict=True)):
+            return torch.cat(leaves)
+        if all(leaf.dim() == 0 and leaf.is_floating_point() for leaf in leaves):
+            return weighted_mean(leaves, weights)
+    if all(leaf is leaves[0] or (not isinstance(leaf, Tensor) and leaf == leaves[0]) for leaf in leaves):
+        return leaves[0]
+    return leaves

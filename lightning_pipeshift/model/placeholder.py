@@ -1,0 +1,287 @@
+"""Stand-ins for tensors that live on another stage.
+
+A placeholder has the shape, type and device of the tensor it stands for, no memory, and remembers which layers' outputs
+it was made from. User code between layers runs on placeholders as on tensors; the results are placeholders. Following
+the tensors and skipping the layers of other stages are therefore the same thing, and a placeholder that turns up where a
+value is needed is found at once: a silent wrong number is impossible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.plan.flow import TensorSpec, Value
+
+META = torch.device("meta")
+_INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
+
+
+class Origin:
+    """What the placeholders of one memory were made from; views share it.
+
+    Args:
+        values: the layer outputs that went in.
+        inside: the call whose forward pass made it, ``None`` for user code between layers.
+    """
+
+    __slots__ = ("inside", "values", "written_by")
+
+    def __init__(self, values: Iterable[Value], inside: object = None) -> None:
+        self.values = set(values)
+        self.inside = inside
+        self.written_by: object = None
+
+
+class Watcher:
+    """Who is told what happens to placeholders; while a flow is being recorded, the recorder.
+
+    The default watcher is a stage that skips layers: nothing may depend on a placeholder's values.
+    """
+
+    inside: object = None
+
+    def read(self, function: str, values: set[Value]) -> None:
+        """User code reads values on the host, or makes a shape of them."""
+        raise LayerError(
+            f"`{function}` needs the values of {_sources(values)}, which lives on another stage and was not sent here."
+            " The code between the layers took another way than when it was first followed. Let what it decides"
+            " depend on the batch only, or name the layers in `configure_layers()` so that this code is inside one."
+        )
+
+    def written(self, values: set[Value]) -> None:
+        """Values are written into a tensor that is no placeholder."""
+
+    def used(self, origin: Origin) -> None:
+        """An operation takes a placeholder."""
+
+
+_watcher: list[Watcher] = [Watcher()]
+
+
+def watcher() -> Watcher:
+    """The watcher in force."""
+    return _watcher[-1]
+
+
+class watching:
+    """Context in which ``new`` is told what happens to placeholders."""
+
+    def __init__(self, new: Watcher) -> None:
+        self._new = new
+
+    def __enter__(self) -> None:
+        _watcher.append(self._new)
+
+    def __exit__(self, *_: object) -> None:
+        _watcher.pop()
+
+
+class Placeholder(torch.Tensor):
+    """A tensor without memory that remembers its origin.
+
+    Args:
+        inner: what computes its shape: a meta tensor, or the value itself while a flow is recorded on real values.
+        device: the device it claims to be on.
+        origin: what it was made from.
+    """
+
+    inner: torch.Tensor
+    origin: Origin
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls, inner: torch.Tensor, device: torch.device, origin: Origin, requires_grad: bool = False
+    ) -> Placeholder:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.size(),
+            strides=inner.stride() if inner.layout == torch.strided else None,
+            storage_offset=inner.storage_offset() if inner.layout == torch.strided else None,
+            dtype=inner.dtype,
+            layout=inner.layout,
+            device=device,
+            requires_grad=requires_grad,
+        )
+        self.inner = inner
+        self.origin = origin
+        return self
+
+    @classmethod
+    def of(
+        cls, spec: TensorSpec, device: torch.device, values: Iterable[Value], inside: object = None
+    ) -> Placeholder:
+        """A placeholder for a tensor that was seen before."""
+        inner = torch.empty_strided(
+            spec.shape, spec.stride, dtype=dtype_named(spec.dtype), device=META
+        )
+        return cls(inner, device, Origin(values, inside))
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"Placeholder({tuple(self.shape)}, {self.dtype}, from {_sources(self.origin.values)})"
+
+    def tolist(self) -> Any:
+        """Reads the values, as ``Tensor.tolist`` does."""
+        return _estimate("tolist", self).tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Reads the values, as ``Tensor.numpy`` does."""
+        return _estimate("numpy", self).numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        array = self.numpy(force=True)
+        return array if dtype is None else array.astype(dtype)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+
+def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    seen = [leaf for leaf in leaves if isinstance(leaf, Placeholder)]
+    told = watcher()
+    for leaf in seen:
+        told.used(leaf.origin)
+    values = set().union(*(leaf.origin.values for leaf in seen))
+    real = any(leaf.inner.device != META for leaf in seen)
+
+    device = kwargs.get("device") or seen[0].device
+    indexing = func._schema.name in _INDEXING
+    plain = [_plain(leaf, real, indexing) for leaf in leaves]
+    plain_args, plain_kwargs = pytree.tree_unflatten(plain, spec)
+    if not real and plain_kwargs.get("device") is not None:
+        plain_kwargs["device"] = META
+    try:
+        if real and _reads_values(func):
+            told.read(func._schema.name, values)
+        result = func(*plain_args, **plain_kwargs)
+    except (NotImplementedError, RuntimeError) as error:
+        if real or not _needs_values(error, func):
+            raise
+        told.read(func._schema.name, values)
+        estimates = [_ones(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        estimate_args, estimate_kwargs = pytree.tree_unflatten(estimates, spec)
+        result = pytree.tree_map_only(
+            torch.Tensor, lambda t: t.to(META), func(*estimate_args, **estimate_kwargs)
+        )
+
+    written = _written_arguments(func, args, kwargs)
+    for argument in written:
+        if isinstance(argument, Placeholder):
+            argument.origin.values |= values
+            argument.origin.written_by = told.inside
+        elif told.inside is None:
+            told.written(values)
+    if written and isinstance(result, torch.Tensor):
+        # An in-place operation returns what it wrote to.
+        return written[0]
+    aliased = _aliased_argument(func, args)
+    origin = aliased.origin if isinstance(aliased, Placeholder) else Origin(values, told.inside)
+    return pytree.tree_map_only(
+        torch.Tensor, lambda tensor: Placeholder(tensor, torch.device(device), origin), result
+    )
+
+
+def _plain(leaf: Any, real: bool, indexing: bool) -> Any:
+    if isinstance(leaf, Placeholder):
+        return leaf.inner
+    if not isinstance(leaf, torch.Tensor) or real:
+        return leaf
+    if indexing and leaf.dtype in (torch.bool, torch.uint8) and leaf.device != META:
+        # A mask that is really there decides the shape: as an index of integers it does so without values.
+        # `index` takes one index for each dimension of the mask; only one-dimensional masks stay one argument.
+        if leaf.dim() == 1:
+            return leaf.nonzero()[:, 0].to(META)
+        return leaf
+    return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=META)
+
+
+def _needs_values(error: Exception, func: Any) -> bool:
+    return (
+        isinstance(error, NotImplementedError)
+        or _reads_values(func)
+        or "meta" in str(error).lower()
+    )
+
+
+def _reads_values(func: Any) -> bool:
+    return (
+        torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+    )
+
+
+def _ones(tensor: torch.Tensor) -> torch.Tensor:
+    """A guess that upsets little user code: numbers are one (a logarithm, a division), conditions are false."""
+    if not isinstance(tensor, Placeholder):
+        return tensor.detach().cpu() if tensor.device != META else torch.ones_like(tensor, device="cpu")
+    if tensor.dtype == torch.bool:
+        return torch.zeros(tensor.shape, dtype=torch.bool)
+    return torch.ones(tensor.shape, dtype=tensor.dtype)
+
+
+def _estimate(function: str, placeholder: Placeholder) -> torch.Tensor:
+    watcher().read(function, placeholder.origin.values)
+    if placeholder.inner.device != META:
+        return placeholder.inner.detach()
+    return _ones(placeholder)
+
+
+def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    written: list[torch.Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        values = value if isinstance(value, list | tuple) else [value]
+        written.extend(v for v in values if isinstance(v, torch.Tensor))
+    return written
+
+
+def _aliased_argument(func: Any, args: tuple[Any, ...]) -> Any:
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and position < len(args):
+            return args[position]
+    return None
+
+
+def _sources(values: Iterable[Value]) -> str:
+    layers = sorted({value.layer for value in values})
+    return "the output of layer " + ", ".join(map(str, layers)) if layers else "another stage's value"
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The type that ``str(dtype)`` names."""
+    dtype = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
+
+
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    """Shape, strides and type of a tensor.
+
+    A tensor with gaps or overlaps (a slice, an expanded tensor) travels without them, so its strides are those of a
+    contiguous one.
+    """
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    if not _is_dense(shape, stride):
+        stride = tuple(accumulate((1, *shape[:0:-1]), lambda step, size: step * max(size, 1)))[::-1]
+    return TensorSpec(shape, stride if shape else (), str(tensor.dtype), tensor.itemsize)
+
+
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    expected = 1
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True

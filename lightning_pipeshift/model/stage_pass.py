@@ -1,0 +1,202 @@
+"""One microbatch's forward pass on one stage, as the gates see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.cut import GradientBox, SharedParameters
+from lightning_pipeshift.model.gate import Gate, StageDone
+from lightning_pipeshift.model.parameters import Segment
+from lightning_pipeshift.model.placeholder import Placeholder, spec_of
+from lightning_pipeshift.model.streams import Streams
+from lightning_pipeshift.model.trace import Trace
+from lightning_pipeshift.model.trees import flatten, leaves_of
+from lightning_pipeshift.plan.flow import Call, Value
+
+
+@dataclass
+class Outgoing:
+    """A value on its way to the next stage.
+
+    Args:
+        data: what is sent, out of reach of user code that writes in place.
+        edge: where its gradient enters this stage's graph, ``None`` where no gradient flows.
+    """
+
+    data: Tensor
+    edge: Any = None
+
+
+@dataclass
+class StagePass:
+    """Runs the stage's own layers, answers for the earlier ones, and ends the step at the later ones.
+
+    Args:
+        trace: the flow of this microbatch.
+        layers: the stage's own layers.
+        is_last: whether this is the virtual machine's last stage, which runs the code after the last layer too.
+        received: the payload of the boundary in front of ``layers``.
+        device: the stage's device.
+        streams: the generators to switch.
+        key: what the random streams of this microbatch depend on.
+        shared: the shared parameters held here.
+    """
+
+    trace: Trace
+    layers: range
+    is_last: bool
+    received: Mapping[Value, Tensor]
+    device: torch.device
+    streams: Streams
+    key: tuple[int | str, ...]
+    shared: SharedParameters
+    sent: dict[Value, Outgoing] = field(default_factory=dict)
+    boxes: dict[Value, GradientBox] = field(default_factory=dict)
+    result: Any = None
+
+    def __post_init__(self) -> None:
+        flow = self.trace.flow
+        self._own = flow.positions(self.layers)
+        self._position = 0
+        self._ended = False
+        self._wanted = frozenset(() if self.is_last else flow.payload(self.layers.stop))
+        self._handed_out: dict[Value, Tensor] = {}
+        for value, tensor in self.received.items():
+            self._receive(value, tensor)
+
+    def _receive(self, value: Value, tensor: Tensor) -> None:
+        handed_out = tensor
+        passed_on = value in self._wanted
+        if passed_on and self._runs_user_code:
+            # What crosses a boundary is the value that left the layer: user code here may write to its own copy.
+            handed_out = tensor.clone()
+        if value in self.trace.flow.differentiable and torch.is_grad_enabled():
+            box = self.boxes[value] = GradientBox(handed_out)
+            handed_out = box.open()
+        self._handed_out[value] = handed_out
+        if passed_on:
+            self.sent[value] = Outgoing(tensor, _edge(handed_out))
+
+    @property
+    def _runs_user_code(self) -> bool:
+        return self.is_last or len(self._own) > 0
+
+    def run(self, step: Callable[[], Any]) -> None:
+        """Runs the stage's part of ``step``; a stage without layers only passes its payload on."""
+        if not self._runs_user_code:
+            return
+        try:
+            self.shared.enter(Segment(0, False))
+            self.result = step()
+            if not self.is_last:
+                raise LayerError(
+                    "The step ended before it called the layers of the later stages. Let the step call the same layers"
+                    " for every batch."
+                )
+            self._require_values(self.result, "the step's result")
+        except StageDone:
+            pass
+        finally:
+            self._ended = True
+            self.shared.restore()
+            self._handed_out.clear()
+
+    # --- the gates ---
+
+    def visit(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._ended:
+            return self._again(gate, args, kwargs)
+        calls = self.trace.flow.calls
+        if self._position >= len(calls) or calls[self._position].layer != gate.index:
+            raise LayerError(
+                f"The layer {gate.name!r} is called out of turn: when the step was first followed, another layer was"
+                " called here. Let the step call the same layers in the same order for every batch of a shape."
+            )
+        position = self._position
+        self._position += 1
+        if position < self._own.start:
+            self.streams.pass_by()
+            return self._skip(position, calls[position])
+        if position >= self._own.stop:
+            raise StageDone
+        return self._run(gate, calls[position], args, kwargs)
+
+    def _skip(self, position: int, call: Call) -> Any:
+        template = self.trace.templates[position]
+        leaves: list[Any] = []
+        for number, spec in enumerate(call.leaves):
+            value = Value(call.layer, call.call, number)
+            if spec is None:
+                leaves.append(template.constants[number])
+            elif value in self._handed_out:
+                leaves.append(self._handed_out[value])
+            else:
+                leaves.append(Placeholder.of(spec, self.device, (value,)))
+        return template.rebuild(leaves)
+
+    def _run(self, gate: Gate, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self.streams.switched(*self.key, call.layer, call.call):
+            self.shared.enter(Segment(call.layer, True))
+            output = gate.original(*args, **kwargs)
+        self.shared.enter(Segment(call.layer + 1, False))
+        leaves, rebuild = flatten(output)
+        for leaf in leaves:
+            if isinstance(leaf, Placeholder):
+                raise LayerError(
+                    f"The layer {gate.name!r} was given a value that another stage holds ({leaf!r}): when the step was"
+                    " first followed it did not need it. Let the step pass the same values on for every batch."
+                )
+        # At its last layer a stage has nothing left to do; a region that checkpoints has to be left in good order.
+        ends = (
+            not self.is_last
+            and self._position == self._own.stop
+            and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        )
+        for number, leaf in enumerate(leaves):
+            value = Value(call.layer, call.call, number)
+            if value in self._wanted:
+                self._check(gate, call, number, leaf)
+                data = leaf.detach()
+                self.sent[value] = Outgoing(data if ends else data.clone(), _edge(leaf))
+        if ends:
+            raise StageDone
+        return rebuild(leaves)
+
+    def _check(self, gate: Gate, call: Call, number: int, leaf: Any) -> None:
+        expected = call.leaves[number] if number < len(call.leaves) else None
+        if expected is None or not isinstance(leaf, Tensor) or spec_of(leaf) != expected:
+            found = spec_of(leaf) if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise LayerError(
+                f"The layer {gate.name!r} returned {found}, but {expected} was worked out for this batch."
+                " The shape of what a layer returns may depend on the shapes of its inputs only."
+            )
+
+    def _again(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A layer runs again in the backward (activation checkpointing in the user's model), with the same numbers."""
+        calls = [call for call in self.trace.flow.calls if call.layer == gate.index]
+        if len(calls) != 1:
+            raise LayerError(
+                f"The layer {gate.name!r} is called several times in a pass and checkpointed by the model."
+                " Checkpoint inside the layer instead."
+            )
+        with self.streams.switched(*self.key, gate.index, 0):
+            return gate.original(*args, **kwargs)
+
+    @staticmethod
+    def _require_values(tree: Any, what: str) -> None:
+        for leaf in leaves_of(tree):
+            if isinstance(leaf, Placeholder):
+                raise LayerError(
+                    f"{what} depends on a value that another stage holds ({leaf!r}): when the step was first followed"
+                    " it did not. Let the step compute the same things for every batch."
+                )
+
+
+def _edge(tensor: Tensor) -> Any:
+    return torch.autograd.graph.get_gradient_edge(tensor) if tensor.requires_grad else None

@@ -1,0 +1,78 @@
+"""Nested structures of tensors: what batches are made of, and what layers return.
+
+``torch.utils._pytree`` knows dicts, lists, tuples, named tuples and whatever a library registered (Hugging Face
+registers its outputs); dataclasses and dict-like classes that nobody registered are opened here.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+Rebuild = Callable[[list[Any]], Any]
+
+
+def flatten(tree: Any) -> tuple[list[Any], Rebuild]:
+    """Returns the leaves of a structure, and a function that makes an equal structure of other leaves."""
+    outer, spec = pytree.tree_flatten(tree)
+    parts: list[tuple[int, Rebuild | None]] = []
+    leaves: list[Any] = []
+    for leaf in outer:
+        fields = _fields(leaf)
+        if fields is None:
+            parts.append((1, None))
+            leaves.append(leaf)
+        else:
+            inner, rebuild_inner = flatten(fields)
+            parts.append((len(inner), _rebuilder(leaf, rebuild_inner)))
+            leaves.extend(inner)
+
+    def rebuild(values: list[Any]) -> Any:
+        assert len(values) == len(leaves)
+        outer_values, position = [], 0
+        for count, rebuild_part in parts:
+            part = values[position : position + count]
+            outer_values.append(part[0] if rebuild_part is None else rebuild_part(part))
+            position += count
+        return pytree.tree_unflatten(outer_values, spec)
+
+    return leaves, rebuild
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """The leaves of a structure."""
+    return flatten(tree)[0]
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """An equal structure with ``function`` applied to every leaf."""
+    leaves, rebuild = flatten(tree)
+    return rebuild([function(leaf) for leaf in leaves])
+
+
+def _fields(leaf: Any) -> dict[str, Any] | None:
+    if isinstance(leaf, UserDict):
+        return dict(leaf.data)
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
+    return None
+
+
+def _rebuilder(original: Any, rebuild_fields: Rebuild) -> Rebuild:
+    def rebuild(values: list[Any]) -> Any:
+        fields = rebuild_fields(values)
+        # Copying and then setting fields works for frozen classes and for those with an __init__ of their own.
+        fresh = copy.copy(original)
+        if isinstance(fresh, UserDict):
+            fresh.data = fields
+        else:
+            for name, value in fields.items():
+                object.__setattr__(fresh, name, value)
+        return fresh
+
+    return rebuild
