@@ -1,0 +1,149 @@
+"""Draws a plan as text: who holds what, and what a step will look like.
+
+It is the first thing a user sees of PipeShift, in a terminal or a log file: plain text, no colour,
+at most 100 columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from lightning_pipeshift.plan.timeline_row import Scale, draw_row
+
+if TYPE_CHECKING:  # A plan draws itself with this module, so this one can't import it when it runs.
+    from lightning_pipeshift.plan.plan import LayerRecord, Plan
+
+_WIDTH: Final = 100
+_NAMES_WIDTH: Final = 47
+_BAR_WIDTH: Final = 12
+_GRID_WIDTH: Final = 82
+_EIGHTHS: Final = " ▏▎▍▌▋▊▉"
+_NOT_MEASURED: Final = "no layer is measured yet: drawn as if all took equal time"
+_LEGEND: Final = (
+    "       2──  forward of microbatch 2    2━━  its backward    ···  idle    time runs right"
+)
+
+
+def draw(plan: Plan) -> str:
+    """The plan as lines of text: for each virtual machine a table of its stages, then a step."""
+    measured = plan.is_measured
+    if not measured:
+        # Something to look at before the first profile: layers of equal time.
+        layers = tuple(replace(layer, forward_seconds=1.0) for layer in plan.layers)
+        plan = replace(plan, layers=layers)
+    timelines = {vms: plan.timeline(vms[0]) for vms in _equal_machines(plan)}
+    step_seconds = max(timeline.step_seconds for timeline in timelines.values())
+    scale = Scale.fitting(timelines.values(), _GRID_WIDTH)
+
+    lines = [_headline(plan), _prediction(step_seconds) if measured else _NOT_MEASURED]
+    for vms, timeline in timelines.items():
+        lines += ["", _rule(_machine_names(vms)), *_stage_table(plan, vms[0]), ""]
+        for stage, row in enumerate(timeline.rows):
+            busy_seconds = sum(span.end - span.start for span in row)
+            drawing = draw_row(row, step_seconds, scale, _GRID_WIDTH)
+            lines.append(f"{stage:>5} │{drawing}│ {1 - busy_seconds / step_seconds:4.0%} idle")
+    lines += ["", _LEGEND]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _headline(plan: Plan) -> str:
+    return "PipeShift plan: " + ", ".join(
+        [
+            _count(len(plan.layers), "layer"),
+            _count(plan.placement.num_virtual_machines, "virtual machine"),
+            f"schedule {plan.schedule}",
+            _count(plan.microbatches, "microbatch", "microbatches"),
+        ]
+    )
+
+
+def _prediction(step_seconds: float) -> str:
+    return f"predicted step: {_seconds(step_seconds)} (a backward as 2 forwards, transfers as free)"
+
+
+def _stage_table(plan: Plan, vm: int) -> list[str]:
+    seconds = plan.stage_forward_seconds(vm)
+    parameters = plan.stage_parameter_bytes(vm)
+    payloads = [*map(_bytes, plan.stage_payload_bytes(vm)), "-"]
+    rows = [("stage", "layers", "parameters", "forward time", "payload out")]
+    for stage, layers in enumerate(plan.stage_layers(vm)):
+        share = seconds[stage] / sum(seconds)
+        bar = f"{_bar(share)} {share:4.0%}"
+        rows.append(
+            (str(stage), _layer_names(layers), _bytes(parameters[stage]), bar, payloads[stage])
+        )
+    return [
+        f"{stage:>5}  {names:<{_NAMES_WIDTH}}  {held:>10}  {bar:<{_BAR_WIDTH + 5}}  {payload:>11}"
+        for stage, names, held, bar, payload in rows
+    ]
+
+
+def _equal_machines(plan: Plan) -> list[tuple[int, ...]]:
+    """The virtual machines, those with equal cuts together: one drawing serves them all."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for vm, counts in enumerate(plan.placement.counts):
+        groups.setdefault(counts, []).append(vm)
+    return [tuple(vms) for vms in groups.values()]
+
+
+def _machine_names(vms: Sequence[int]) -> str:
+    if len(vms) == 1:
+        return f"virtual machine {vms[0]}"
+    if len(vms) > 2 and vms[-1] - vms[0] == len(vms) - 1:
+        return f"virtual machines {vms[0]} to {vms[-1]}"
+    return f"virtual machines {', '.join(map(str, vms[:-1]))} and {vms[-1]}"[: _WIDTH - 8]
+
+
+def _layer_names(layers: Sequence[LayerRecord]) -> str:
+    """The first and the last name, with as much of each as there is room for."""
+    if not layers:
+        return "(none: passes the payload on)"
+    if len(layers) == 1:
+        return _shortened(layers[0].name, _NAMES_WIDTH)
+    joint = " … "
+    tail = f" ({len(layers)} layers)"
+    room = _NAMES_WIDTH - len(joint) - len(tail)
+    first, last = layers[0].name, layers[-1].name
+    # What one of them leaves free, the other may have.
+    first = _shortened(first, max(room // 2, room - len(last)))
+    last = _shortened(last, room - len(first))
+    return first + joint + last + tail
+
+
+def _shortened(name: str, width: int) -> str:
+    """The end of a name tells it from its neighbours, so that is what stays."""
+    if len(name) <= width:
+        return name
+    end = name[1 - width :]
+    # Whole words between the dots, where one fits.
+    return "…" + (end.partition(".")[2] or end)
+
+
+def _bar(share: float) -> str:
+    full, rest = divmod(round(share * _BAR_WIDTH * 8), 8)
+    return ("█" * full + _EIGHTHS[rest])[:_BAR_WIDTH].ljust(_BAR_WIDTH)
+
+
+def _rule(title: str) -> str:
+    return f"── {title} ".ljust(_WIDTH, "─")
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def _bytes(number: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6)):
+        # Megabytes up to ten thousand of them, so that the column compares at a glance.
+        if number >= size * (10 if unit == "GB" else 0.1):
+            return f"{number / size:.1f} {unit}"
+    return f"{number / 1000:.1f} kB" if number else "0"
+
+
+def _seconds(number: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number / 1e-6:.3g} µs"

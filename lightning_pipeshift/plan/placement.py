@@ -1,0 +1,142 @@
+"""Who owns a layer.
+
+A placement is the answer at one time. Ownership is the answer over a whole run: a function of the
+microbatch, so that a layer can change its owner while microbatches of before the change are still
+in flight (CN115454655A: new forwards take the new structure while backwards in flight take the
+old).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
+
+from lightning_pipeshift.errors import PartitionError
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """For every virtual machine, how many layers each stage owns.
+
+    A stage's layers are contiguous, in the order in which they are called. Zero is legal: a drained
+    stage, which only passes the payload on. Raises PartitionError for an impossible one.
+    """
+
+    counts: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.counts:
+            raise PartitionError("a placement of no virtual machine; it needs at least 1")
+        for vm, counts in enumerate(self.counts):
+            if not counts:
+                raise PartitionError(f"virtual machine {vm} has no stage; it needs at least 1")
+            for stage, count in enumerate(counts):
+                if type(count) is not int or count < 0:
+                    raise PartitionError(
+                        f"virtual machine {vm} places {count!r} layers on stage {stage}; "
+                        "a count is a whole number, 0 or more"
+                    )
+            if sum(counts) != sum(self.counts[0]):
+                raise PartitionError(
+                    f"virtual machine {vm} places {sum(counts)} layers {counts}, virtual machine 0 "
+                    f"{sum(self.counts[0])} {self.counts[0]}; each holds the whole model, so make "
+                    "them add up to the same number"
+                )
+        if sum(self.counts[0]) < 1:
+            raise PartitionError("a placement of 0 layers; it needs at least 1")
+
+    @property
+    def num_virtual_machines(self) -> int:
+        return len(self.counts)
+
+    @property
+    def num_layers(self) -> int:
+        return sum(self.counts[0])
+
+    def num_stages(self, vm: int) -> int:
+        return len(self.counts[vm])
+
+    def bounds(self, vm: int) -> tuple[int, ...]:
+        """The first layer of every stage; an empty stage has that of the next."""
+        return tuple(accumulate(self.counts[vm][:-1], initial=0))
+
+    def stage_of(self, vm: int, layer: int) -> int:
+        """The stage that owns a layer."""
+        if not 0 <= layer < self.num_layers:
+            raise PartitionError(
+                f"layer {layer} of a placement with {self.num_layers} layers; "
+                f"they are 0 to {self.num_layers - 1}"
+            )
+        # Of stages that begin at one layer, all but the last are empty: hence the rightmost.
+        return bisect_right(self.bounds(vm), layer) - 1
+
+    def layers_of(self, vm: int, stage: int) -> range:
+        """The layers that a stage owns."""
+        first = self.bounds(vm)[stage]
+        return range(first, first + self.counts[vm][stage])
+
+
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """Placements, and from which microbatch each holds.
+
+    Microbatches are counted over the whole run."""
+
+    history: tuple[tuple[int, Placement], ...]
+
+    def __post_init__(self) -> None:
+        starts = [start for start, _ in self.history]
+        if not starts or starts[0] != 0 or starts != sorted(set(starts)):
+            raise PartitionError(
+                f"an ownership whose placements hold from microbatches {starts}; "
+                "they begin at 0 and ascend"
+            )
+        for _, placement in self.history:
+            _require_same_shape(self.history[0][1], placement)
+
+    @classmethod
+    def of(cls, placement: Placement) -> Ownership:
+        """A placement that holds from the start."""
+        return cls(((0, placement),))
+
+    def moved(self, placement: Placement, from_microbatch: int) -> Ownership:
+        """Below the cut-over index the old owner, from it on the new one.
+
+        A second change at the same cut-over replaces the first, as no microbatch would lie between
+        them. Raises PartitionError for an earlier one: what has been announced to other stages
+        cannot be taken back.
+        """
+        last = self.history[-1][0]
+        if from_microbatch < last:
+            raise PartitionError(
+                f"a placement from microbatch {from_microbatch}, but the last begins at {last}; "
+                f"choose a cut-over at {last} or later"
+            )
+        kept = self.history[:-1] if from_microbatch == last else self.history
+        return Ownership((*kept, (from_microbatch, placement)))
+
+    def placement(self, microbatch: int) -> Placement:
+        """The placement that a microbatch runs under, forward and backward."""
+        if microbatch < 0:
+            raise PartitionError(f"microbatch {microbatch}; they are counted from 0")
+        index = bisect_right(self.history, microbatch, key=lambda entry: entry[0]) - 1
+        return self.history[index][1]
+
+    def stage_of(self, vm: int, layer: int, microbatch: int) -> int:
+        return self.placement(microbatch).stage_of(vm, layer)
+
+    def layers_of(self, vm: int, stage: int, microbatch: int) -> range:
+        return self.placement(microbatch).layers_of(vm, stage)
+
+
+def _require_same_shape(old: Placement, new: Placement) -> None:
+    """Layers move between the stages there are; stages don't come and go while training runs."""
+    shapes = [(p.num_layers, tuple(map(len, p.counts))) for p in (old, new)]
+    if shapes[0] != shapes[1]:
+        (old_layers, old_stages), (new_layers, new_stages) = shapes
+        raise PartitionError(
+            f"a placement of {new_layers} layers on {new_stages} stages replaces one of "
+            f"{old_layers} layers on {old_stages}; keep the layers, and the stages of every "
+            "virtual machine (0 layers drain a stage)"
+        )

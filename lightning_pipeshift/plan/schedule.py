@@ -1,0 +1,101 @@
+"""Which stage computes what, in which order.
+
+A schedule is a pure function of the number of stages and of microbatches. It has compute actions
+only: what is sent and received follows from them (``lowering``), and when things happen follows
+from the costs (``simulator``).
+
+In every schedule a stage runs its backwards in ASCENDING microbatch order. Gradients accumulate in
+the order of the backwards, and float addition is not associative: one order everywhere is what
+makes the schedules bitwise equal to each other, and to one device that runs the microbatches one
+after another.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+from lightning_pipeshift.errors import ScheduleError
+from lightning_pipeshift.plan.action import Action, Kind, Row, Schedule
+
+
+def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
+    """All forwards, then all backwards (Huang et al., GPipe, NeurIPS 2019).
+
+    ::
+
+        stage 0   F0 F1 F2 B0 B1 B2
+        stage 1   F0 F1 F2 B0 B1 B2
+
+    GPipe itself runs the backwards last microbatch first, see above why we don't. It costs no time:
+    the bubble is as large, since the backward of microbatch 0 is ready on the last stage as soon as
+    that of any other.
+    """
+    _require_counts(num_stages, num_microbatches)
+    row = _actions(Kind.FORWARD, num_microbatches) + _actions(Kind.BACKWARD, num_microbatches)
+    return (row,) * num_stages
+
+
+def one_forward_one_backward(num_stages: int, num_microbatches: int) -> Schedule:
+    """Fill the pipeline, then one backward, one forward in turn.
+
+    Narayanan et al., PipeDream, SOSP 2019; here it is flushed at the end of each step.
+
+    ::
+
+        stage 0   F0 F1 F2 B0 F3 B1 B2 B3
+        stage 1   F0 F1 B0 F2 B1 F3 B2 B3
+        stage 2   F0 B0 F1 B1 F2 B2 F3 B3
+
+    Stage s has at most ``num_stages - s`` microbatches in flight, however many there are: that is
+    what it is for.
+    """
+    _require_counts(num_stages, num_microbatches)
+    forwards = _actions(Kind.FORWARD, num_microbatches)
+    backwards = _actions(Kind.BACKWARD, num_microbatches)
+    rows = []
+    for stage in range(num_stages):
+        num_warm_up = min(num_stages - stage, num_microbatches)
+        row = list(forwards[:num_warm_up])
+        for microbatch, backward in enumerate(backwards):
+            row.append(backward)
+            row.extend(forwards[num_warm_up + microbatch :][:1])
+        rows.append(tuple(row))
+    return tuple(rows)
+
+
+def forward_only(num_stages: int, num_microbatches: int) -> Schedule:
+    """For validation, test and prediction.
+
+    ::
+
+        stage 0   F0 F1 F2
+        stage 1   F0 F1 F2
+    """
+    _require_counts(num_stages, num_microbatches)
+    return (_actions(Kind.FORWARD, num_microbatches),) * num_stages
+
+
+ScheduleFunction = Callable[[int, int], Schedule]
+
+SCHEDULES: Final[dict[str, ScheduleFunction]] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+}
+"""The schedules that a user can name."""
+
+
+def schedule_named(name: str) -> ScheduleFunction:
+    """The schedule that a user named. Raises ScheduleError for an unknown name."""
+    if name not in SCHEDULES:
+        known = ", ".join(map(repr, SCHEDULES))
+        raise ScheduleError(f"unknown schedule {name!r}; choose one of {known}")
+    return SCHEDULES[name]
+
+
+def _actions(kind: Kind, num_microbatches: int) -> Row:
+    return tuple(Action(kind, microbatch) for microbatch in range(num_microbatches))
+
+
+def _require_counts(num_stages: int, num_microbatches: int) -> None:
+    for found, what in ((num_stages, "stages"), (num_microbatches, "microbatches")):
+        if found < 1:
+            raise ScheduleError(f"a schedule for {found} {what}; it needs at least 1")

@@ -1,0 +1,69 @@
+import pytest
+
+from lightning_pipeshift.errors import ScheduleError
+from lightning_pipeshift.plan.action import Kind, format_row
+from lightning_pipeshift.plan.schedule import (
+    SCHEDULES,
+    forward_only,
+    gpipe,
+    one_forward_one_backward,
+    schedule_named,
+)
+
+
+def table(schedule):
+    return [format_row(row) for row in schedule]
+
+
+def test_gpipe():
+    assert table(gpipe(2, 3)) == [
+        "F0 F1 F2 B0 B1 B2",
+        "F0 F1 F2 B0 B1 B2",
+    ]
+
+
+def test_1f1b():
+    assert table(one_forward_one_backward(3, 4)) == [
+        "F0 F1 F2 B0 F3 B1 B2 B3",
+        "F0 F1 B0 F2 B1 F3 B2 B3",
+        "F0 B0 F1 B1 F2 B2 F3 B3",
+    ]
+
+
+def test_1f1b_with_fewer_microbatches_than_stages():
+    assert table(one_forward_one_backward(3, 2)) == [
+        "F0 F1 B0 B1",
+        "F0 F1 B0 B1",
+        "F0 B0 F1 B1",
+    ]
+
+
+def test_1f1b_on_one_stage():
+    assert table(one_forward_one_backward(1, 2)) == ["F0 B0 F1 B1"]
+
+
+def test_forward_only():
+    assert table(forward_only(2, 3)) == ["F0 F1 F2", "F0 F1 F2"]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("num_stages", range(1, 6))
+@pytest.mark.parametrize("num_microbatches", range(1, 8))
+def test_backwards_accumulate_in_one_order(name, num_stages, num_microbatches):
+    for row in schedule_named(name)(num_stages, num_microbatches):
+        for kind in (Kind.FORWARD, Kind.BACKWARD):
+            order = [action.microbatch for action in row if action.kind is kind]
+            assert order == list(range(num_microbatches))
+
+
+def test_unknown_name():
+    with pytest.raises(ScheduleError, match=r"'zigzag'.*'gpipe', '1f1b'"):
+        schedule_named("zigzag")
+
+
+@pytest.mark.parametrize("schedule", [gpipe, one_forward_one_backward, forward_only])
+def test_counts_are_positive(schedule):
+    with pytest.raises(ScheduleError, match="0 stages"):
+        schedule(0, 1)
+    with pytest.raises(ScheduleError, match="0 microbatches"):
+        schedule(1, 0)
