@@ -21,6 +21,7 @@ from torchmetrics import Metric
 
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.gate import Gate, Switch
+from lightning_pipeshift.model.measure import Stopwatch
 from lightning_pipeshift.model.parameters import Segment, slots_of, substituted
 from lightning_pipeshift.model.placeholder import (
     META,
@@ -64,7 +65,13 @@ class Trace:
 
 
 def record(
-    step: Step, root: nn.Module, gates: Sequence[Gate], switch: Switch, device: torch.device, real: bool
+    step: Step,
+    root: nn.Module,
+    gates: Sequence[Gate],
+    switch: Switch,
+    device: torch.device,
+    real: bool = False,
+    stopwatch: Stopwatch | None = None,
 ) -> Trace:
     """Runs ``step`` once and returns what it does.
 
@@ -76,12 +83,13 @@ def record(
         switch: the gates' switch.
         device: the device on which the stage's layers live.
         real: follow real values; needs every layer's parameters here.
+        stopwatch: times every layer on the way.
 
     Raises:
         LayerError: a layer is called twice in another way than directly in a row on independent inputs, or its inner
             tensors leave it in another way than by its return value.
     """
-    recorder = _Recorder(root, gates, device, real)
+    recorder = _Recorder(root, gates, device, real, stopwatch)
     switch.current = recorder
     try:
         with watching(recorder), _TouchedParameters(recorder):
@@ -116,7 +124,12 @@ class _Inside:
 
 class _Recorder(Watcher):
     def __init__(
-        self, root: nn.Module, gates: Sequence[Gate], device: torch.device, real: bool
+        self,
+        root: nn.Module,
+        gates: Sequence[Gate],
+        device: torch.device,
+        real: bool,
+        stopwatch: Stopwatch | None,
     ) -> None:
         self.inside: _Inside | None = None
         self.calls: list[Call] = []
@@ -129,6 +142,7 @@ class _Recorder(Watcher):
         self._gates = gates
         self._device = device
         self._real = real
+        self._stopwatch = stopwatch
         self._parameter_ids = {id(parameter) for parameter in root.parameters()}
 
     # --- what the gates ask ---
@@ -142,6 +156,8 @@ class _Recorder(Watcher):
                 " shared part outside."
             )
         call = self._count(gate)
+        if self._stopwatch is not None:
+            self._stopwatch.observe(gate, args, kwargs)
         inputs, rebuild_inputs = flatten((args, kwargs))
         slots = slots_of(gate.layer)
         needs: set[Value] = set()

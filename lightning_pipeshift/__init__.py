@@ -1,0 +1,41 @@
+"""PipeShift: one model trained across unlike machines, from inside PyTorch Lightning.
+
+Importing the package registers the strategy, so that ``Trainer(strategy="pipeshift")`` finds it.
+"""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_pipeshift.errors import (
+    BatchError,
+    ConfigurationError,
+    LayerError,
+    PartitionError,
+    PipeShiftError,
+    PlanError,
+    ScheduleError,
+    StageFailedError,
+)
+from lightning_pipeshift.plan.plan import Plan
+from lightning_pipeshift.strategy import PipeShiftStrategy
+
+__all__ = [
+    "BatchError",
+    "ConfigurationError",
+    "LayerError",
+    "PartitionError",
+    "PipeShiftError",
+    "PipeShiftStrategy",
+    "Plan",
+    "PlanError",
+    "ScheduleError",
+    "StageFailedError",
+]
+
+__version__ = "0.1.0.dev0"
+
+if "pipeshift" not in StrategyRegistry:
+    StrategyRegistry.register(
+        "pipeshift",
+        PipeShiftStrategy,
+        description="Pipeline parallelism for unmodified LightningModules, over unlike devices",
+    )

@@ -1,0 +1,117 @@
+"""Evaluation: forward only, the stages working on successive batches at once.
+
+Lightning's loop asks for one batch's result before it fetches the next. Where nobody needs the results in between, a stage
+goes on with the next batch at once, and what the last stage logged and returned is fetched at the end of the data.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BasePredictionWriter
+from torch import nn
+
+from lightning_pipeshift.model.tail import say_again
+from lightning_pipeshift.model.trace import Trace
+from lightning_pipeshift.model.trees import map_leaves
+from lightning_pipeshift.runtime.pipeline import Pipeline, Report
+from lightning_pipeshift.runtime.step_run import UserStep
+
+
+class EvaluationSteps:
+    """The evaluation steps of one run on one rank.
+
+    Args:
+        trainer: the Trainer.
+        pipeline: this rank's pipeline.
+    """
+
+    def __init__(self, trainer: pl.Trainer, pipeline: Pipeline) -> None:
+        self._trainer = trainer
+        self._pipeline = pipeline
+        # Where each result that was not there yet has to go: a list of the predict loop, and the place in it.
+        self._awaited: list[tuple[list[Any], int]] = []
+
+    def run(self, name: str, batch: Any, rest: tuple[Any, ...], step: UserStep, optimizers: Any) -> Any:
+        """Runs one evaluation step.
+
+        Args:
+            name: ``"validation_step"``, ``"test_step"`` or ``"predict_step"``.
+            batch: the batch.
+            rest: what else the step takes: the batch index, and the index of the dataloader.
+            step: runs the user's step on a module and the batch.
+            optimizers: whose state follows the parameters.
+
+        Returns:
+            the step's result, or ``None`` where it comes later and nobody needs it now.
+        """
+        trainer = self._trainer
+        fitting = trainer.state.fn == "fit"
+        loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+        progress = loop.batch_progress
+        batch_idx = rest[0] if rest else progress.current.ready - 1
+        dataloader_idx = rest[1] if len(rest) > 1 else 0
+        trace = self._pipeline.evaluation_step(
+            batch,
+            batch_idx,
+            step,
+            f"{name}/{dataloader_idx}",
+            batch_idx,
+            optimizers,
+            # Until the first training step has shown the whole flow, the sanity check lets go of nothing.
+            final=not fitting,
+        )
+        if name == "predict_step":
+            self._await_prediction(loop, dataloader_idx)
+        at_end = bool(progress.is_last_batch) or batch_idx + 1 >= loop.max_batches[dataloader_idx]
+        if not (at_end or self._is_needed_now(name, trace, loop)):
+            return None
+        reports = self._pipeline.fetch_reports()
+        return self._deliver(reports, name)
+
+    def _is_needed_now(self, name: str, trace: Trace, loop: Any) -> bool:
+        # The end of one of several dataloaders cannot be seen coming where its length is unknown.
+        unknown_end = len(loop.max_batches) > 1 and any(map(math.isinf, loop.max_batches))
+        return (
+            trace.logs_each_step
+            or unknown_end
+            or (trace.returns_something and self._somebody_looks_at_results(name))
+        )
+
+    def _somebody_looks_at_results(self, name: str) -> bool:
+        hook = f"on_{name.removesuffix('_step')}_batch_end"
+        module = self._pipeline.root
+        parts: list[Any] = [module, *self._trainer.callbacks]  # type: ignore[attr-defined]
+        for part in parts:
+            if isinstance(part, BasePredictionWriter) and part.interval.on_batch:
+                return True
+            function = getattr(type(part), hook, None)
+            # Lightning's own callbacks (progress bars, timers) only count batches.
+            if function is not None and not inspect.getmodule(function).__name__.startswith(  # type: ignore[union-attr]
+                "lightning.pytorch."
+            ):
+                return True
+        return False
+
+    def _await_prediction(self, loop: Any, dataloader_idx: int) -> None:
+        predictions = loop._predictions
+        if dataloader_idx < len(predictions):
+            self._awaited.append((predictions[dataloader_idx], len(predictions[dataloader_idx])))
+
+    def _deliver(self, reports: list[Report], name: str) -> Any:
+        root: nn.Module = self._pipeline.root
+        device = self._pipeline.channels.device
+        for report in reports:
+            say_again(report.logs, root.log, root, device)  # type: ignore[arg-type]
+        *earlier, last = reports
+        awaited, self._awaited = self._awaited, []
+        if name == "predict_step":
+            for report, (predictions, place) in zip(earlier, awaited, strict=False):
+                if place < len(predictions):
+                    predictions[place] = report.result
+        return map_leaves(
+            lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf, last.result
+        )

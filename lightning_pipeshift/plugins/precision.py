@@ -1,0 +1,78 @@
+"""Makes any precision plugin see all stages where it decides: one gradient norm, one overflow decision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch import Tensor
+from torch.optim import Optimizer
+
+# Given the optimizer's parameters and the kind of norm: the norm of each parameter of the model, over all stages.
+GradientNorms = Callable[[list[Tensor], float], Tensor]
+# Given a flag tensor of this stage: whether any stage raised it.
+AnyStage = Callable[[Tensor], Tensor]
+
+
+class _OverStages(Precision):
+    """Mixed into the class of the user's precision plugin, so that the plugin stays an instance of its own class."""
+
+    gradient_norms: GradientNorms
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clips by the norm over the parameters of all stages, each counted once."""
+        parameters = [p for p in self.main_params(optimizer) if isinstance(p, Tensor)]
+        norms = self.gradient_norms(parameters, 2.0)
+        total = torch.linalg.vector_norm(norms.float(), 2.0)
+        held = [parameter for parameter in parameters if parameter.grad is not None]
+        if held:
+            torch.nn.utils.clip_grads_with_norm_(held, clip_val, total.to(held[0].device))
+
+
+class _ScalerOverStages(torch.amp.GradScaler):
+    """A gradient scaler that skips a step on every stage when any stage found an overflow."""
+
+    any_stage: AnyStage
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        super().unscale_(optimizer)
+        state = self._per_optimizer_states[id(optimizer)]
+        found = state["found_inf_per_device"]
+        mine = torch.zeros(1)
+        for flag in found.values():
+            mine += flag.detach().cpu()
+        verdict = self.any_stage(mine)
+        scale = self._scale
+        device = scale.device if scale is not None else torch.device(self._device)
+        # A stage without gradients recorded nothing; the scaler insists on an entry.
+        for key in list(found) or [device]:
+            found[key] = verdict.to(key)
+
+
+def over_stages(plugin: Precision, gradient_norms: GradientNorms, any_stage: AnyStage) -> Precision:
+    """The user's precision plugin, deciding over all stages.
+
+    The plugin keeps its state, its class's name (checkpoints store its state under it) and ``isinstance``.
+    """
+    if not isinstance(plugin, _OverStages):
+        kind = type(plugin)
+        combined = type(kind.__name__, (_OverStages, kind), {"__qualname__": kind.__qualname__})
+        plugin.__class__ = combined
+    plugin.gradient_norms = gradient_norms  # type: ignore[attr-defined]
+    if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+        if not isinstance(plugin.scaler, _ScalerOverStages):
+            plugin.scaler.__class__ = _ScalerOverStages
+        plugin.scaler.any_stage = any_stage  # type: ignore[attr-defined]
+    return plugin
+
+
+def loss_scale_of(plugin: Precision) -> float:
+    """What the plugin multiplies a loss with before its backward."""
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is None or not scaler.is_enabled():
+        return 1.0
+    # The first `scale` makes the scaler's state.
+    device = torch.device(scaler._device)
+    return float(scaler.scale(torch.ones((), device=device)))

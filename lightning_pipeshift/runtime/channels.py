@@ -1,0 +1,266 @@
+"""The connections between the stages of one virtual machine.
+
+Payloads and their gradients travel in two directions between neighbours. On gloo, one group carries everything and tags
+keep the tensors apart. NCCL has no tags and matches by order, and an operation that waits would block the ones behind
+it; so each direction between two neighbours has a communicator of its own, on which both ends go in microbatch order.
+Small objects (results, plans, checkpoints' parts) travel on the CPU.
+"""
+
+from __future__ import annotations
+
+import enum
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipeshift.model.placeholder import dtype_named, spec_of
+from lightning_pipeshift.plan.flow import TensorSpec
+
+# A context around communication, which turns a broken connection into its reason.
+Watched = Callable[[], AbstractContextManager[None]]
+
+_OBJECT_TAG = 1 << 20
+_TENSOR_TAG = _OBJECT_TAG + 1
+_HEADER_BYTES = 8
+# What fits in the first message of an object, so that a step's usual report takes one.
+_INLINE_BYTES = 4096
+
+
+class Direction(enum.IntEnum):
+    """Which way a tensor travels between neighbours."""
+
+    PAYLOAD = 0
+    GRADIENT = 1
+
+
+@dataclass
+class Receipt:
+    """A posted receive."""
+
+    buffer: Tensor
+    work: Any
+    watched: Watched
+    staging: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """The tensor, once it is there."""
+        if self.work is not None:
+            with self.watched():
+                self.work.wait()
+        if self.staging is not None:
+            _flat(self.buffer).copy_(self.staging)
+        return self.buffer
+
+
+@dataclass
+class Sent:
+    """A send under way; it keeps the tensor alive."""
+
+    watched: Watched
+    works: list[tuple[Any, Tensor]] = field(default_factory=list)
+
+    def wait(self) -> None:
+        """Returns when the tensors may be reused."""
+        with self.watched():
+            for work, _ in self.works:
+                work.wait()
+        self.works.clear()
+
+
+class Channels:
+    """One stage's connections.
+
+    Args:
+        ranks: the global ranks of the virtual machine's stages, in stage order.
+        stage: this stage.
+        device: where tensors live.
+        backend: ``"gloo"`` or ``"nccl"``. Tensors on a GPU go through host memory with gloo.
+        watched: the context to communicate in.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        stage: int,
+        device: torch.device,
+        backend: str,
+        watched: Watched,
+    ) -> None:
+        self.ranks = list(ranks)
+        self.stage = stage
+        self.device = device
+        self.backend = backend
+        self.watched = watched
+        self._staged = backend == "gloo" and device.type != "cpu"
+        self._object_sends: list[Sent] = []
+        # Every rank of the job creates every group, in the same order, whether it is a member or not.
+        self.control = dist.new_group(self.ranks, backend="gloo")
+        self._neighbours: dict[tuple[int, Direction], Any] = {}
+        if backend == "nccl":
+            for left in range(len(self.ranks) - 1):
+                for direction in Direction:
+                    self._neighbours[left, direction] = dist.new_group(
+                        self.ranks[left : left + 2], backend="nccl"
+                    )
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the virtual machine has."""
+        return len(self.ranks)
+
+    def close(self) -> None:
+        """Lets go of the connections; peers that wait on them see an error at once."""
+        self._object_sends.clear()
+        self._neighbours.clear()
+        self.control = None
+
+    # --- payloads and gradients ---
+
+    def send(self, tensors: Sequence[Tensor], specs: Sequence[TensorSpec], direction: Direction) -> Sent:
+        """Sends tensors to the neighbour that ``direction`` leads to, without waiting."""
+        to = self.stage + 1 if direction is Direction.PAYLOAD else self.stage - 1
+        sent = Sent(self.watched)
+        for number, (tensor, spec) in enumerate(zip(tensors, specs, strict=True)):
+            if spec.num_bytes == 0:
+                continue
+            flat = _flat(_laid_out(tensor, spec))
+            if self._staged:
+                flat = flat.cpu()
+            work = dist.isend(
+                flat.view(torch.uint8),
+                self.ranks[to],
+                group=self._group(to, direction),
+                tag=_tag(direction, number),
+            )
+            sent.works.append((work, flat))
+        return sent
+
+    def post_receive(self, specs: Sequence[TensorSpec], direction: Direction) -> list[Receipt]:
+        """Posts the receives of what the neighbour sends in ``direction``."""
+        source = self.stage - 1 if direction is Direction.PAYLOAD else self.stage + 1
+        receipts = []
+        for number, spec in enumerate(specs):
+            buffer = torch.empty_strided(
+                spec.shape, spec.stride, dtype=dtype_named(spec.dtype), device=self.device
+            )
+            flat = _flat(buffer)
+            staging = torch.empty_like(flat, device="cpu") if self._staged else None
+            work = None
+            if spec.num_bytes:
+                work = dist.irecv(
+                    (flat if staging is None else staging).view(torch.uint8),
+                    self.ranks[source],
+                    group=self._group(source, direction),
+                    tag=_tag(direction, number),
+                )
+            receipts.append(Receipt(buffer, work, self.watched, staging))
+        return receipts
+
+    def _group(self, neighbour: int, direction: Direction) -> Any:
+        if self.backend == "gloo":
+            return self.control
+        return self._neighbours[min(self.stage, neighbour), direction]
+
+    # --- small things, on the CPU ---
+
+    def send_object(self, obj: Any, to: int) -> None:
+        """Sends a picklable object to stage ``to``, without waiting."""
+        buffer = io.BytesIO()
+        pickle.dump(obj, buffer, protocol=pickle.HIGHEST_PROTOCOL)
+        data = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+        first = torch.zeros(_HEADER_BYTES + _INLINE_BYTES, dtype=torch.uint8)
+        first[:_HEADER_BYTES].view(torch.int64)[0] = len(data)
+        inline = data[:_INLINE_BYTES]
+        first[_HEADER_BYTES : _HEADER_BYTES + len(inline)] = inline
+        sent = Sent(self.watched)
+        for part in (first, data[_INLINE_BYTES:]):
+            if len(part):
+                work = dist.isend(part, self.ranks[to], group=self.control, tag=_OBJECT_TAG)
+                sent.works.append((work, part))
+        self._object_sends.append(sent)
+
+    def receive_object(self, source: int) -> Any:
+        """Waits for an object from stage ``source``."""
+        first = torch.empty(_HEADER_BYTES + _INLINE_BYTES, dtype=torch.uint8)
+        self._receive(first, source, _OBJECT_TAG)
+        size = int(first[:_HEADER_BYTES].view(torch.int64)[0])
+        data = first[_HEADER_BYTES : _HEADER_BYTES + min(size, _INLINE_BYTES)]
+        if size > _INLINE_BYTES:
+            rest = torch.empty(size - _INLINE_BYTES, dtype=torch.uint8)
+            self._receive(rest, source, _OBJECT_TAG)
+            data = torch.cat([data, rest])
+        return pickle.loads(data.numpy().tobytes())
+
+    def send_tensor(self, tensor: Tensor, to: int) -> None:
+        """Sends one tensor to stage ``to`` by way of the CPU, and waits until it is on its way out of memory."""
+        flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+        if flat.numel():
+            with self.watched():
+                dist.send(flat, self.ranks[to], group=self.control, tag=_TENSOR_TAG)
+
+    def receive_tensor(self, like: Tensor, source: int) -> Tensor:
+        """Waits for a tensor of the shape and type of ``like``; returns it on the CPU."""
+        tensor = torch.empty(like.shape, dtype=like.dtype)
+        flat = tensor.reshape(-1).view(torch.uint8)
+        if flat.numel():
+            self._receive(flat, source, _TENSOR_TAG)
+        return tensor
+
+    def _receive(self, buffer: Tensor, source: int, tag: int) -> None:
+        with self.watched():
+            dist.recv(buffer, self.ranks[source], group=self.control, tag=tag)
+
+    def share_object(self, obj: Any, source: int) -> Any:
+        """Every stage calls this; every stage gets what ``source`` passed."""
+        if self.stage != source:
+            return self.receive_object(source)
+        self.settle()
+        for to in range(self.num_stages):
+            if to != source:
+                self.send_object(obj, to)
+        return obj
+
+    def sum(self, vector: Tensor) -> Tensor:
+        """The sum of a CPU vector over the stages, with the same bits on each."""
+        if self.num_stages > 1:
+            with self.watched():
+                dist.all_reduce(vector, group=self.control)
+        return vector
+
+    def gather_int(self, value: int) -> list[int]:
+        """Every stage's value, in stage order."""
+        if self.num_stages == 1:
+            return [value]
+        parts = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
+        with self.watched():
+            dist.all_gather(parts, torch.tensor([value], dtype=torch.int64), group=self.control)
+        return [int(part) for part in parts]
+
+    def settle(self) -> None:
+        """Waits for the objects that are still under way."""
+        sends, self._object_sends = self._object_sends, []
+        for sent in sends:
+            sent.wait()
+
+
+def _tag(direction: Direction, number: int) -> int:
+    return 2 * number + int(direction)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The memory of a dense tensor as a vector, whatever the order of its dimensions."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def _laid_out(tensor: Tensor, spec: TensorSpec) -> Tensor:
+    if spec_of(tensor) == spec and tensor.stride() == spec.stride:
+        return tensor
+    laid_out = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device)
+    return laid_out.copy_(tensor)

@@ -1,0 +1,105 @@
+"""Ends the run on every rank when one fails, with the first failure's reason.
+
+The failing rank writes its reason on a board that all ranks can read, and closes its connections. Whoever waits on one
+gets an error at once, looks at the board, and shows what is written there instead of the broken connection.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_pipeshift.errors import StageFailedError
+
+_KEY = "first"
+_READ = "read"
+# How long a rank whose connection broke waits for the reason, and the failing one for its readers.
+_PATIENCE_SECONDS = 3.0
+
+
+class FailureBoard:
+    """Where the first failure of a run is written.
+
+    Args:
+        store: the process group's key-value store.
+        rank: this rank.
+        world_size: how many ranks read the board.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, run: int) -> None:
+        self._store = dist.PrefixStore(f"pipeshift/failure/{run}", store)
+        self._store.set_timeout(timedelta(seconds=_PATIENCE_SECONDS))
+        self._rank = rank
+        self._world_size = world_size
+
+    def publish(self, where: str, error: BaseException) -> bool:
+        """Writes down a failure, unless another came first; returns whether it was the first."""
+        text = "".join(traceback.format_exception(error))
+        entry = json.dumps(
+            {
+                "rank": self._rank,
+                "where": where,
+                "type": type(error).__name__,
+                "message": str(error),
+                "traceback": text[-6000:],
+            }
+        )
+        try:
+            written = self._store.compare_set(_KEY, "", entry).decode()
+        except Exception:
+            # The store is gone: so is the rank that kept it, and the others notice that by themselves.
+            return False
+        return bool(written == entry)
+
+    def wait_for_readers(self) -> None:
+        """Gives the other ranks time to read, as the board may end with this process."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                if self._store.add(_READ, 0) >= self._world_size - 1:
+                    return
+            except Exception:
+                return
+            time.sleep(0.02)
+
+    def read(self) -> dict[str, Any] | None:
+        """The first failure, if it was another rank's."""
+        try:
+            deadline = time.monotonic() + _PATIENCE_SECONDS
+            while not self._store.check([_KEY]):
+                if time.monotonic() > deadline:
+                    return None
+                time.sleep(0.02)
+            entry: dict[str, Any] = json.loads(self._store.get(_KEY))
+            self._store.add(_READ, 1)
+        except Exception:
+            return None
+        return None if entry["rank"] == self._rank else entry
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Context for communication alone, in which a broken connection is replaced by its reason.
+
+        Raises:
+            StageFailedError: another rank failed, or ended without a word.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            entry = self.read()
+            if entry is None:
+                raise StageFailedError(
+                    "Another rank ended without a word (killed, out of memory, or its host is gone): its connection"
+                    " closed. Look at the end of that rank's own output."
+                ) from error
+            raise StageFailedError(
+                f"{entry['where']} failed first: {entry['type']}: {entry['message']}\n\n{entry['traceback']}"
+            ) from None
+

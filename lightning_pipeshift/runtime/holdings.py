@@ -1,0 +1,244 @@
+"""What a stage holds: the parameters and buffers of its own layers, and the shared ones; and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_pipeshift.model.cut import SharedParameters
+from lightning_pipeshift.model.parameters import (
+    ParameterUse,
+    flat_weights_forgotten,
+    hold,
+    release,
+    slots_of,
+)
+from lightning_pipeshift.model.placeholder import META
+from lightning_pipeshift.runtime.channels import Channels
+
+
+class Holdings:
+    """The parameters and buffers of one stage.
+
+    Args:
+        root: the LightningModule.
+        uses: all its parameters.
+        layers: its layers, in call order.
+        stage_of: the stage of each layer.
+        channels: the stage's connections.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        uses: list[ParameterUse],
+        layers: Sequence[nn.Module],
+        stage_of: list[int],
+        channels: Channels,
+    ) -> None:
+        self.uses = uses
+        self._root = root
+        self._channels = channels
+        self._stage = channels.stage
+        num_stages = channels.num_stages
+        # By identity: the tensor, and the stages that hold it, lowest first.
+        self._holders: dict[int, tuple[Tensor, list[int]]] = {}
+        for use in uses:
+            self._holders[id(use.parameter)] = (use.parameter, use.holders(stage_of, num_stages))
+        for index, layer in enumerate(layers):
+            for buffer in layer.buffers():
+                self._holders.setdefault(id(buffer), (buffer, [stage_of[index]]))
+        self.held = [use for use in uses if self._stage in self.holders_of(use.parameter)]
+        self.shared = SharedParameters([use for use in self.held if use.is_shared])
+        self._fresh: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        self._aside: list[tuple[nn.Parameter, Tensor]] = []
+
+    def holders_of(self, tensor: Tensor) -> list[int]:
+        """The stages that hold a parameter or buffer, lowest first; one in no layer is held by all."""
+        _, holders = self._holders.get(id(tensor), (None, None))
+        return list(range(self._channels.num_stages)) if holders is None else holders
+
+    # --- where the values are ---
+
+    def settle(self, optimizers: Iterable[Optimizer], final: bool) -> None:
+        """Brings what this stage holds to its device; with ``final``, lets go of everything else."""
+        device = self._channels.device
+        with torch.no_grad(), flat_weights_forgotten(self._root):
+            for tensor, holders in self._holders.values():
+                if self._stage in holders:
+                    if tensor.device != device and tensor.device != META:
+                        tensor.data = tensor.data.to(device)
+                elif final:
+                    release(tensor)
+        if final:
+            for optimizer in optimizers:
+                for parameter in list(optimizer.state):
+                    if self._stage not in self.holders_of(parameter):
+                        del optimizer.state[parameter]
+
+    def make_whole(self) -> None:
+        """Gives every stage the whole model again, on the CPU, one tensor at a time. Every stage calls this."""
+        with torch.no_grad(), flat_weights_forgotten(self._root):
+            for tensor, holders in self._holders.values():
+                if len(holders) == self._channels.num_stages:
+                    continue
+                if self._stage == holders[0]:
+                    for to in range(self._channels.num_stages):
+                        if to not in holders:
+                            self._channels.send_tensor(tensor, to)
+                elif self._stage not in holders:
+                    hold(tensor, self._channels.receive_tensor(tensor, holders[0]))
+        self.to_cpu()
+
+    def to_cpu(self) -> None:
+        """Brings what is held to the CPU."""
+        for slot in slots_of(self._root):
+            tensor = slot.get()
+            if tensor is not None and tensor.device.type not in ("cpu", "meta"):
+                tensor.data = tensor.data.cpu()
+
+    def match_shared(self) -> None:
+        """Gives every holder of a shared parameter the lowest holder's values. Every stage calls this."""
+        for use in self.uses:
+            holders = self.holders_of(use.parameter)
+            if not use.is_shared or len(holders) < 2 or self._stage not in holders:
+                continue
+            if self._stage == holders[0]:
+                for to in holders[1:]:
+                    self._channels.send_tensor(use.parameter, to)
+            else:
+                values = self._channels.receive_tensor(use.parameter, holders[0])
+                with torch.no_grad():
+                    use.parameter.copy_(values)
+
+    # --- gradients ---
+
+    def set_gradients_aside(self) -> None:
+        """Makes room for a step's gradients beside those that are being accumulated."""
+        self._aside = []
+        self.shared.sums.clear()
+        for use in self.held:
+            if use.parameter.grad is not None:
+                self._aside.append((use.parameter, use.parameter.grad))
+                use.parameter.grad = None
+
+    def collect_gradients(self, correction: float) -> None:
+        """Takes the step's gradients, and puts those back that were there before.
+
+        Shared parameters get the sum over all stages. Every stage calls this.
+
+        Args:
+            correction: what to multiply with; 0 where the whole step counts nothing, so that no gradient remains.
+        """
+        self._sum_shared()
+        self._fresh = {}
+        for use in self.held:
+            gradient, use.parameter.grad = use.parameter.grad, None
+            if gradient is not None and correction:
+                fresh = gradient if correction == 1.0 else gradient.mul_(correction)
+                self._fresh[id(use.parameter)] = (use.parameter, fresh)
+        for parameter, gradient in self._aside:
+            parameter.grad = gradient
+        self._aside = []
+
+    def hand_gradients_over(self) -> None:
+        """Adds the step's gradients to the parameters' own."""
+        for parameter, gradient in self._fresh.values():
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad += gradient
+        self._fresh = {}
+
+    def _sum_shared(self) -> None:
+        """Adds up the segments' gradients in their order, from stage to stage; the last holder sends the sum around.
+
+        A running sum in one fixed order has the same bits however the segments are spread over stages.
+        """
+        for use in self.shared.uses:
+            if not use.parameter.requires_grad:
+                continue
+            holders = self.holders_of(use.parameter)
+            place = holders.index(self._stage)
+            start = self._receive_optional(use, holders[place - 1]) if place else None
+            total = self.shared.total(use, start)
+            if place + 1 < len(holders):
+                self._send_optional(total, holders[place + 1])
+                total = self._receive_optional(use, holders[-1])
+            else:
+                for to in holders[:-1]:
+                    self._send_optional(total, to)
+            use.parameter.grad = None if total is None else total.clone()
+        self._channels.settle()
+        self.shared.sums.clear()
+
+    def _send_optional(self, tensor: Tensor | None, to: int) -> None:
+        self._channels.send_object(tensor is not None, to)
+        if tensor is not None:
+            self._channels.send_tensor(tensor, to)
+
+    def _receive_optional(self, use: ParameterUse, source: int) -> Tensor | None:
+        if not self._channels.receive_object(source):
+            return None
+        return self._channels.receive_tensor(use.parameter, source).to(self._channels.device)
+
+    def gradient_norms(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
+        """The norm of every parameter's gradient, in the model's order, with the same bits on every stage.
+
+        A parameter that several stages hold counts once; one without a gradient has norm 0. Every stage calls this.
+        """
+        chosen = {id(parameter) for parameter in parameters}
+        norms = torch.zeros(len(self.uses), dtype=torch.float64)
+        for number, use in enumerate(self.uses):
+            gradient = use.parameter.grad
+            counted = self._stage == self.holders_of(use.parameter)[0]
+            if counted and gradient is not None and id(use.parameter) in chosen:
+                norms[number] = torch.linalg.vector_norm(gradient.detach(), norm_type).double().cpu()
+        # Each entry is one stage's value plus zeros: the sum is exact in any order.
+        return self._channels.sum(norms)
+
+    # --- checkpoints ---
+
+    def gather_state(self, items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """Named tensors with their values, on stage 0; elsewhere as they are. Every stage runs through all of it."""
+        for name, tensor in items:
+            if not isinstance(tensor, Tensor):
+                yield name, tensor
+                continue
+            source = self.holders_of(tensor)[0]
+            plain = tensor.detach()
+            if source and self._stage == source:
+                self._channels.send_tensor(plain, 0)
+            elif source and self._stage == 0:
+                plain = self._channels.receive_tensor(plain, source)
+            yield name, plain
+
+    def gather_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """``optimizer.state_dict()`` with the state of all parameters, on stage 0. Every stage calls this."""
+        state_dict: dict[str, Any] = optimizer.state_dict()
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        state: dict[int, Any] = {}
+        for index, parameter in enumerate(parameters):
+            source = self.holders_of(parameter)[0]
+            entry = state_dict["state"].get(index)
+            if source and self._stage == source:
+                self._channels.send_object(_on_cpu(entry), 0)
+                self._channels.settle()
+            elif source and self._stage == 0:
+                entry = self._channels.receive_object(source)
+            if entry is not None:
+                state[index] = entry
+        state_dict["state"] = state
+        return state_dict
+
+
+def _on_cpu(entry: Any) -> Any:
+    if isinstance(entry, Tensor):
+        return entry.detach().cpu()
+    if isinstance(entry, dict):
+        return {key: _on_cpu(value) for key, value in entry.items()}
+    return entry

@@ -1,0 +1,496 @@
+"""One rank's part of a pipeline: follows the user's step, plans, and runs its stage."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_pipeshift.errors import LayerError, PipeShiftError, PlanError
+from lightning_pipeshift.model.gate import Gate, Switch, install, remove
+from lightning_pipeshift.model.layers import find_layers
+from lightning_pipeshift.model.measure import Stopwatch
+from lightning_pipeshift.model.microbatch import batch_size_of, merge, split, weighted_mean
+from lightning_pipeshift.model.parameters import Segment, parameter_uses
+from lightning_pipeshift.model.signature import batch_signature, module_signature
+from lightning_pipeshift.model.streams import Streams
+from lightning_pipeshift.model.tail import (
+    BatchMetrics,
+    LoggedValue,
+    LogRecorder,
+    TailState,
+    merge_logs,
+)
+from lightning_pipeshift.model.trace import Trace, record
+from lightning_pipeshift.model.trees import map_leaves
+from lightning_pipeshift.plan.action import Row, Schedule
+from lightning_pipeshift.plan.check import check
+from lightning_pipeshift.plan.flow import Flow, call_order
+from lightning_pipeshift.plan.lowering import with_communication
+from lightning_pipeshift.plan.partition import PartitionSpec, resolve
+from lightning_pipeshift.plan.placement import Ownership
+from lightning_pipeshift.plan.plan import LayerRecord, Plan
+from lightning_pipeshift.plan.schedule import forward_only, schedule_named
+from lightning_pipeshift.runtime.channels import Channels, Sent
+from lightning_pipeshift.runtime.checksum import is_checked, require_same_batch
+from lightning_pipeshift.runtime.holdings import Holdings
+from lightning_pipeshift.runtime.step_run import Microbatch, StepRun, UserStep
+
+log = logging.getLogger(__name__)
+
+_MOST_TRACES = 256
+# How many batches a stage may run ahead of the next in an evaluation.
+_AHEAD = 4
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked for.
+
+    Args:
+        microbatches: slices of a batch; ``"auto"``: four for each stage.
+        schedule: the name of the training schedule.
+        partition: see :func:`lightning_pipeshift.plan.partition.resolve`.
+        plan: a plan to use instead of all that.
+        seed: what all random streams depend on.
+    """
+
+    microbatches: int | str
+    schedule: str
+    partition: PartitionSpec
+    plan: Plan | None
+    seed: int
+
+
+@dataclass
+class Report:
+    """What the last stage knows of a step, for every rank.
+
+    Args:
+        result: the step's result.
+        logs: what it logged.
+        changes: what it changed on the LightningModule.
+        loss: the batch's loss, ``None`` where no microbatch gave one.
+        correction: see :meth:`StepRun.correction`.
+    """
+
+    result: Any
+    logs: list[LoggedValue]
+    changes: dict[tuple[str, str], Any]
+    loss: Tensor | None = None
+    correction: float = 1.0
+
+
+@lru_cache(maxsize=512)
+def _lowered(name: str, num_stages: int, num_microbatches: int) -> Schedule:
+    make = forward_only if name == "forward" else schedule_named(name)
+    schedule = with_communication(make(num_stages, num_microbatches))
+    check(schedule)
+    return schedule
+
+
+class Pipeline:
+    """One rank's part of one virtual machine's pipeline, from ``setup`` to ``teardown``.
+
+    Args:
+        root: the LightningModule, whole.
+        channels: this stage's connections.
+        virtual_machine: the index of this rank's virtual machine.
+        settings: what the user asked for.
+        ignored: names of attributes that belong to the framework.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        channels: Channels,
+        virtual_machine: int,
+        settings: Settings,
+        ignored: frozenset[str],
+    ) -> None:
+        self.root = root
+        self.channels = channels
+        self.vm = virtual_machine
+        self.settings = settings
+        self.streams = Streams(channels.device)
+        self._switch = Switch()
+        self._gates: list[Gate] = [
+            Gate(name, layer, index, self._switch)
+            for index, (name, layer) in enumerate(find_layers(root, channels.num_stages).items())
+        ]
+        install(self._gates)
+        self._recorder = LogRecorder(root)
+        self._tail = TailState(self._modules_outside_layers(), ignored)
+        self._metrics = BatchMetrics(root)
+        self._traces: OrderedDict[Hashable, Trace] = OrderedDict()
+        self._touched: dict[int, set[Segment]] = {}
+        self._plan: Plan | None = None
+        self._ownership: Ownership | None = None
+        self.holdings: Holdings | None = None
+        self._is_final = False
+        self._num_microbatches_done = 0
+        self._pending: list[tuple[StepRun, Any]] = []
+        self._under_way: list[Sent] = []
+
+    # --- the plan ---
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        if self._plan is None:
+            raise PlanError(
+                "There is no plan yet: it is made when the first batch comes. Read `trainer.strategy.plan` from"
+                " `on_train_batch_end` on, or after the run."
+            )
+        return self._plan
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last stage."""
+        return self.channels.stage == self.channels.num_stages - 1
+
+    @property
+    def num_microbatches(self) -> int:
+        """Into how many slices a training batch is cut."""
+        if self._plan is not None:
+            return self._plan.microbatches
+        if self.settings.plan is not None:
+            return self.settings.plan.microbatches
+        if isinstance(self.settings.microbatches, int):
+            return self.settings.microbatches
+        # Enough that filling and draining costs a fifth at most, with slices that are still worth computing.
+        return 4 * self.channels.num_stages if self.channels.num_stages > 1 else 1
+
+    def _modules_outside_layers(self) -> dict[str, nn.Module]:
+        inside = {id(part) for gate in self._gates for part in gate.layer.modules()}
+        return {
+            name: module for name, module in self.root.named_modules() if id(module) not in inside
+        }
+
+    def _trace(self, key: tuple[int | str, ...], step: UserStep, batch: Any) -> Trace:
+        signature = (key[1], batch_signature(batch), module_signature(self.root))
+        trace = self._traces.get(signature)
+        if trace is None:
+            trace = self._follow(key, step, batch)
+            self._traces[signature] = trace
+            if len(self._traces) > _MOST_TRACES:
+                self._traces.popitem(last=False)
+            if self._plan is not None:
+                self._require_order(trace.flow)
+                self._require_known_uses(trace)
+        return trace
+
+    def _follow(
+        self,
+        key: tuple[int | str, ...],
+        step: UserStep,
+        batch: Any,
+        stopwatch: Stopwatch | None = None,
+    ) -> Trace:
+        def run(root: nn.Module) -> Any:
+            return step(root, batch)
+
+        device = self.channels.device
+        with self.streams.switched(*key):
+            try:
+                return record(run, self.root, self._gates, self._switch, device, False, stopwatch)
+            except PipeShiftError:
+                raise
+            except Exception as error:
+                if self._is_final:
+                    raise LayerError(
+                        f"Following the step on a batch of a new shape failed: {type(error).__name__}: {error}."
+                        " Code between the layers that needs real values can be followed only on the first batch of"
+                        " a run. Keep the shapes of the batches the same, or move that code into a layer."
+                    ) from error
+                log.debug("Following on placeholders failed, so on values: %s", error)
+        with self.streams.switched(*key):
+            return record(run, self.root, self._gates, self._switch, device, real=True)
+
+    def _settle(
+        self,
+        key: tuple[int | str, ...],
+        step: UserStep,
+        batch: Any,
+        optimizers: Iterable[Optimizer],
+        final: bool,
+    ) -> None:
+        """Makes the plan on the first batch, and takes this stage's place in it.
+
+        The sanity check before training makes a provisional plan of what validation calls; the first training batch
+        makes the final one, and only then does a stage let go of what it does not own.
+        """
+        if self._plan is not None and (self._is_final or not final):
+            return
+        stopwatch = None
+        if self.settings.partition == "auto" and self.channels.num_stages > 1:
+            stopwatch = Stopwatch(self.channels.device, self.streams)
+        trace = self._follow(key, step, batch)
+        order = call_order([trace.flow], len(self._gates))
+        self._gates = [self._gates[index] for index in order]
+        for index, gate in enumerate(self._gates):
+            gate.index = index
+        self._traces.clear()
+        trace = self._follow(key, step, batch, stopwatch)
+        plan = self._make_plan(trace.flow, stopwatch)
+        plan = Plan.from_json(self.channels.share_object(plan.to_json(), source=0))
+        plan.require_layers([gate.name for gate in self._gates])
+        self._plan = plan
+        self._ownership = Ownership.of(plan.placement)
+        self._require_order(trace.flow)
+        # What the sanity check's validation steps touched stays touched: every stage has to hold it.
+        behind = Segment(len(self._gates), False)
+        touched = {key: trace.touched.get(key, {behind}) for key in self._touched | trace.touched}
+        self._touched = touched
+        placement = plan.placement
+        stage_of = [placement.stage_of(self.vm, layer) for layer in range(placement.num_layers)]
+        layers = [gate.layer for gate in self._gates]
+        uses = parameter_uses(self.root, layers, touched)
+        self.holdings = Holdings(self.root, uses, layers, stage_of, self.channels)
+        self.holdings.match_shared()
+        self.holdings.settle(optimizers, final)
+        self._is_final = final
+
+    def _make_plan(self, flow: Flow, stopwatch: Stopwatch | None) -> Plan:
+        if self.settings.plan is not None:
+            return self.settings.plan
+        num_layers = len(self._gates)
+        payload_bytes = [flow.payload_bytes(boundary) for boundary in range(num_layers + 1)]
+        parameter_bytes = [
+            sum(p.numel() * p.element_size() for p in gate.layer.parameters()) for gate in self._gates
+        ]
+        seconds = _estimated(stopwatch.seconds if stopwatch else {}, parameter_bytes)
+        placement = resolve(
+            self.settings.partition,
+            num_layers=num_layers,
+            stages_per_vm=(self.channels.num_stages,),
+            seconds=seconds,
+            payload_bytes=payload_bytes,
+        )
+        return Plan(
+            layers=tuple(
+                LayerRecord(gate.name, parameter_bytes[i], seconds[i], payload_bytes[i + 1])
+                for i, gate in enumerate(self._gates)
+            ),
+            placement=placement,
+            schedule=self.settings.schedule,
+            microbatches=self.num_microbatches,
+        )
+
+    def _require_order(self, flow: Flow) -> None:
+        placement = self.plan.placement
+        for before, after in zip(flow.calls, flow.calls[1:], strict=False):
+            first = placement.stage_of(self.vm, before.layer)
+            second = placement.stage_of(self.vm, after.layer)
+            if second < first:
+                raise LayerError(
+                    f"The layer {self._gates[after.layer].name!r} (stage {second}) is called after"
+                    f" {self._gates[before.layer].name!r} (stage {first}): this step calls the layers in another order"
+                    " than the one that the plan was made for. Call them in one order in training and evaluation, or"
+                    " choose a `partition` that has both in one stage."
+                )
+
+    def _require_known_uses(self, trace: Trace) -> None:
+        for use in self.holdings.uses if self.holdings is not None else ():
+            if id(use.parameter) in trace.touched and not use.everywhere:
+                if not self._is_final:
+                    self._touched.setdefault(id(use.parameter), set()).update(
+                        trace.touched[id(use.parameter)]
+                    )
+                    continue
+                raise LayerError(
+                    f"The parameter {use.name!r} is used outside of its layer in this step but not in the first one."
+                    " Use it through its layer, or in every step."
+                )
+
+    # --- training ---
+
+    def training_step(
+        self,
+        batch: Any,
+        batch_idx: int,
+        step: UserStep,
+        step_number: int,
+        loss_scale: float,
+        optimizers: Sequence[Optimizer],
+    ) -> Report:
+        """Runs a whole training step, forwards and backwards, and sets its gradients aside.
+
+        Args:
+            batch: the virtual machine's batch.
+            batch_idx: its index in the epoch.
+            step: runs the user's ``training_step`` on a module and a slice.
+            step_number: counts batches over the whole run; the random streams depend on it.
+            loss_scale: what the losses are multiplied with.
+            optimizers: whose state follows the parameters.
+        """
+        if is_checked(batch_idx):
+            require_same_batch(batch, batch_idx, self.channels)
+        slices = split(batch, self.num_microbatches)
+        keys = [self._key("train", step_number, number) for number in range(len(slices))]
+        self._settle(keys[0], step, slices[0][0], optimizers, final=True)
+        assert self.holdings is not None
+        total = sum(size for _, size in slices)
+        microbatches = [
+            self._microbatch(key, step, part, size, size / total if total else 0.0)
+            for key, (part, size) in zip(keys, slices, strict=True)
+        ]
+        row = self._row(self.plan.schedule, len(slices))
+        self._tail.remember()
+        self.holdings.set_gradients_aside()
+        run = self._run_of(step, microbatches, loss_scale)
+        if self.is_last and len(microbatches) > 1:
+            self._metrics.begin()
+        run.run(row)
+        report = self._training_report(run, microbatches) if self.is_last else None
+        report = self.channels.share_object(report, source=self.channels.num_stages - 1)
+        assert report is not None
+        run.settle()
+        self.holdings.collect_gradients(report.correction)
+        self._num_microbatches_done += len(microbatches)
+        if not self.is_last:
+            self._tail.apply(report.changes, self.channels.device)
+        return report
+
+    def _training_report(self, run: StepRun, microbatches: Sequence[Microbatch]) -> Report:
+        if len(microbatches) > 1:
+            self._metrics.end()
+        weights = run.weights()
+        sizes = [microbatch.size for microbatch in microbatches]
+        losses = [(o.loss, w) for o, w in zip(run.outcomes, weights, strict=True) if o.loss is not None]
+        loss = None
+        if losses and sum(weights):
+            loss = weighted_mean([x.detach() for x, _ in losses], [w for _, w in losses]).cpu()
+        logs = merge_logs([outcome.logs for outcome in run.outcomes], sizes, weights)
+        result = merge([outcome.result for outcome in run.outcomes], sizes, weights)
+        return Report(_on_cpu(result), _logs_on_cpu(logs), self._tail.changes(), loss, run.correction())
+
+    def _key(self, purpose: str, step_number: int, microbatch: int) -> tuple[int | str, ...]:
+        return (self.settings.seed, purpose, step_number, microbatch, self.vm)
+
+    def _microbatch(
+        self, key: tuple[int | str, ...], step: UserStep, part: Any, size: int, share: float
+    ) -> Microbatch:
+        assert self._ownership is not None
+        number = self._num_microbatches_done + int(key[3])
+        layers = self._ownership.layers_of(self.vm, self.channels.stage, number)
+        return Microbatch(part, size, share, self._trace(key, step, part), layers, key)
+
+    def _row(self, schedule: str, num_microbatches: int) -> Row:
+        return _lowered(schedule, self.channels.num_stages, num_microbatches)[self.channels.stage]
+
+    def _run_of(
+        self, step: UserStep, microbatches: Sequence[Microbatch], loss_scale: float = 1.0
+    ) -> StepRun:
+        assert self.holdings is not None
+        return StepRun(
+            self.root,
+            step,
+            microbatches,
+            self.channels,
+            self._switch,
+            self.streams,
+            self.holdings.shared,
+            self._recorder,
+            loss_scale,
+        )
+
+    @property
+    def recorder(self) -> LogRecorder:
+        """What stands in for the LightningModule's ``log`` while a step runs."""
+        return self._recorder
+
+    # --- evaluation ---
+
+    def evaluation_step(
+        self,
+        batch: Any,
+        batch_idx: int,
+        step: UserStep,
+        purpose: str,
+        step_number: int,
+        optimizers: Sequence[Optimizer],
+        final: bool,
+    ) -> Trace:
+        """Runs this stage's part of a forward-only step. What it gave is fetched by :meth:`fetch_reports`.
+
+        A stage does not wait for the later ones: while they work on this batch it goes on to the next.
+        """
+        if is_checked(batch_idx):
+            require_same_batch(batch, batch_idx, self.channels)
+        key = self._key(purpose, step_number, 0)
+        self._settle(key, step, batch, optimizers, final)
+        microbatch = self._microbatch(key, step, batch, 1, 1.0)
+        if not self._pending:
+            self._tail.remember()
+        run = self._run_of(step, [microbatch])
+        run.run(self._row("forward", 1))
+        self._pending.append((run, batch))
+        self._under_way.extend(run.unsettled())
+        while len(self._under_way) > _AHEAD:
+            self._under_way.pop(0).wait()
+        return microbatch.trace
+
+    def fetch_reports(self) -> list[Report]:
+        """The reports of all evaluation steps since the last time, on every stage; waits for the last stage."""
+        pending, self._pending = self._pending, []
+        reports: list[Report] | None = None
+        if self.is_last:
+            reports = []
+            for run, batch in pending:
+                (outcome,) = run.outcomes
+                size = _size_or_one(batch)
+                logs = merge_logs([outcome.logs], [size], [float(size)])
+                reports.append(Report(_on_cpu(outcome.result), _logs_on_cpu(logs), {}))
+            if reports:
+                reports[-1].changes = self._tail.changes()
+        reports = self.channels.share_object(reports, source=self.channels.num_stages - 1)
+        assert reports is not None
+        for sent in self._under_way:
+            sent.wait()
+        self._under_way.clear()
+        if not self.is_last and reports:
+            self._tail.apply(reports[-1].changes, self.channels.device)
+        return reports
+
+    # --- the end ---
+
+    def release_gates(self) -> None:
+        """Gives the layers their own ``forward`` back."""
+        remove(self._gates)
+        self._switch.current = None
+
+    def make_whole(self) -> None:
+        """Gives every rank the whole model again. Every stage calls this."""
+        if self.holdings is not None:
+            self.holdings.make_whole()
+
+
+def _estimated(seconds: dict[int, float], parameter_bytes: Sequence[int]) -> list[float]:
+    """Measured seconds, and where there are none, seconds in proportion to the parameters' bytes."""
+    measured = sum(seconds.values())
+    bytes_measured = sum(parameter_bytes[layer] for layer in seconds)
+    per_byte = measured / bytes_measured if measured and bytes_measured else 0.0
+    return [seconds.get(layer, per_byte * size) for layer, size in enumerate(parameter_bytes)]
+
+
+def _size_or_one(batch: Any) -> int:
+    try:
+        return batch_size_of(batch)
+    except PipeShiftError:
+        return 1
+
+
+def _on_cpu(tree: Any) -> Any:
+    return map_leaves(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def _logs_on_cpu(logs: list[LoggedValue]) -> list[LoggedValue]:
+    return [LoggedValue(entry.name, _on_cpu(entry.value), entry.options) for entry in logs]

@@ -1,0 +1,308 @@
+"""Runs one stage's actions of one step. It knows no schedule: the row says what comes next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeshift.errors import BatchError, LayerError
+from lightning_pipeshift.model.cut import SharedParameters
+from lightning_pipeshift.model.gate import Switch
+from lightning_pipeshift.model.stage_pass import StagePass
+from lightning_pipeshift.model.streams import Streams
+from lightning_pipeshift.model.tail import LoggedValue, LogRecorder
+from lightning_pipeshift.model.trace import Trace
+from lightning_pipeshift.plan.action import Kind, Row
+from lightning_pipeshift.plan.flow import TensorSpec, Value
+from lightning_pipeshift.runtime.channels import Channels, Direction, Receipt, Sent
+
+UserStep = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One microbatch of a step.
+
+    Args:
+        batch: the slice.
+        size: its number of samples.
+        share: its part of the batch's samples, 0 to 1.
+        trace: the flow of a slice of this shape.
+        layers: the layers that this stage owns for it.
+        key: what its random streams depend on.
+    """
+
+    batch: Any
+    size: int
+    share: float
+    trace: Trace
+    layers: range
+    key: tuple[int | str, ...]
+
+
+@dataclass
+class Outcome:
+    """What the last stage got from one microbatch."""
+
+    result: Any
+    logs: list[LoggedValue]
+    loss: Tensor | None = None
+    weight: float | None = None
+
+
+class StepRun:
+    """The state of one step on one stage, and one method for each kind of action.
+
+    Args:
+        root: the LightningModule.
+        step: runs the user's step on a module and a slice, in the user's precision.
+        microbatches: the step's microbatches.
+        channels: the stage's connections.
+        switch: the gates' switch.
+        streams: the random generators.
+        shared: the shared parameters held here.
+        recorder: stands in for ``LightningModule.log``.
+        loss_scale: what every loss is multiplied with before its backward.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        step: UserStep,
+        microbatches: Sequence[Microbatch],
+        channels: Channels,
+        switch: Switch,
+        streams: Streams,
+        shared: SharedParameters,
+        recorder: LogRecorder,
+        loss_scale: float = 1.0,
+    ) -> None:
+        self.outcomes: list[Outcome] = []
+        self._root = root
+        self._step = step
+        self._microbatches = microbatches
+        self._channels = channels
+        self._switch = switch
+        self._streams = streams
+        self._shared = shared
+        self._recorder = recorder
+        self._loss_scale = loss_scale
+        self._is_last = channels.stage == channels.num_stages - 1
+        self._passes: dict[int, StagePass] = {}
+        self._payloads: dict[int, list[Receipt]] = {}
+        self._gradients: dict[int, list[Receipt]] = {}
+        self._outgoing: dict[int, dict[Value, Tensor]] = {}
+        self._sent: dict[tuple[Kind, int], Sent] = {}
+        # The denominator that user-given weights are divided by before it is known: see `correction`.
+        self._expected_weight: float | None = None
+        self._actions: dict[Kind, Callable[[int], None]] = {
+            Kind.RECEIVE_PAYLOAD: self.receive_payload,
+            Kind.FORWARD: self.forward,
+            Kind.SEND_PAYLOAD: self.send_payload,
+            Kind.RECEIVE_GRADIENT: self.receive_gradient,
+            Kind.BACKWARD: self.backward,
+            Kind.SEND_GRADIENT: self.send_gradient,
+        }
+
+    def run(self, row: Row) -> None:
+        """Carries out the stage's actions in order."""
+        for action in row:
+            self._actions[action.kind](action.microbatch)
+
+    def settle(self) -> None:
+        """Waits for everything that is still being sent."""
+        for sent in self._sent.values():
+            sent.wait()
+        self._sent.clear()
+
+    def unsettled(self) -> list[Sent]:
+        """What is still being sent, for a caller that waits later."""
+        return list(self._sent.values())
+
+    # --- forward ---
+
+    def receive_payload(self, number: int) -> None:
+        """Posts the receive of the payload in front of this stage's layers."""
+        microbatch = self._microbatches[number]
+        specs = [spec for _, spec in _payload(microbatch.trace, microbatch.layers.start)]
+        self._payloads[number] = self._channels.post_receive(specs, Direction.PAYLOAD)
+
+    def forward(self, number: int) -> None:
+        """Runs this stage's part of the user's step."""
+        microbatch = self._microbatches[number]
+        values = [value for value, _ in _payload(microbatch.trace, microbatch.layers.start)]
+        receipts = self._payloads.pop(number, [])
+        received = {value: receipt.wait() for value, receipt in zip(values, receipts, strict=True)}
+        with self._streams.switched(*microbatch.key):
+            current = StagePass(
+                trace=microbatch.trace,
+                layers=microbatch.layers,
+                is_last=self._is_last,
+                received=received,
+                device=self._channels.device,
+                streams=self._streams,
+                key=microbatch.key,
+                shared=self._shared,
+            )
+            self._switch.current = current
+            try:
+                current.run(lambda: self._step(self._root, microbatch.batch))
+            finally:
+                self._switch.current = None
+        logs = self._recorder.take()
+        self._passes[number] = current
+        if self._is_last:
+            self.outcomes.append(self._outcome(current.result, logs))
+            current.result = None
+
+    def _outcome(self, result: Any, logs: list[LoggedValue]) -> Outcome:
+        if not torch.is_grad_enabled():
+            return Outcome(result, logs)
+        loss, weight = result, None
+        if isinstance(result, Mapping):
+            if "loss" not in result:
+                raise LayerError(
+                    f"`training_step` returned a dict without a 'loss' (it has {sorted(map(str, result))})."
+                    " Return the loss itself, a dict with the key 'loss', or None to leave the microbatch out."
+                )
+            loss, weight = result["loss"], result.get("weight")
+        if loss is not None and (not isinstance(loss, Tensor) or loss.numel() != 1):
+            raise LayerError(
+                f"`training_step` returned {type(loss).__name__} as its loss; it has to be a tensor with one element,"
+                " or None to leave the microbatch out."
+            )
+        outcome = Outcome(result, logs, loss, None if weight is None else float(weight))
+        if outcome.loss is not None and self.outcomes:
+            others = [o for o in self.outcomes if o.loss is not None]
+            if others and (others[0].weight is None) != (outcome.weight is None):
+                raise BatchError(
+                    "`training_step` returned a 'weight' for some microbatches of a batch and none for others."
+                    " Return it for every microbatch, or never."
+                )
+        return outcome
+
+    def send_payload(self, number: int) -> None:
+        """Sends the payload behind this stage's layers."""
+        microbatch, current = self._microbatches[number], self._passes[number]
+        payload = _payload(microbatch.trace, microbatch.layers.stop)
+        for value, _ in payload:
+            if value not in current.sent:
+                raise LayerError(
+                    f"The step did not produce a value that the next stage needs (layer {value.layer}):"
+                    " it ended early. Let the step call the same layers for every batch."
+                )
+        tensors = [current.sent[value].data for value, _ in payload]
+        specs = [spec for _, spec in payload]
+        self._sent[Kind.SEND_PAYLOAD, number] = self._channels.send(tensors, specs, Direction.PAYLOAD)
+
+    # --- backward ---
+
+    def receive_gradient(self, number: int) -> None:
+        """Posts the receive of the gradients of what was sent on."""
+        microbatch = self._microbatches[number]
+        specs = [spec for _, spec in _differentiable(microbatch.trace, microbatch.layers.stop)]
+        self._gradients[number] = self._channels.post_receive(specs, Direction.GRADIENT)
+
+    def backward(self, number: int) -> None:
+        """Runs this stage's part of the backward."""
+        microbatch, current = self._microbatches[number], self._passes.pop(number)
+        roots: list[Any] = []
+        gradients: list[Tensor | None] = []
+        if self._is_last:
+            outcome = self.outcomes[number]
+            if outcome.loss is not None:
+                roots.append(outcome.loss)
+                gradients.append(torch.full_like(outcome.loss, self._scale(outcome, microbatch)))
+                outcome.loss = outcome.loss.detach()
+        else:
+            receipts = self._gradients.pop(number)
+            # The next stage has used the payload: the memory that was sent is free.
+            self._sent.pop((Kind.SEND_PAYLOAD, number)).wait()
+            values = [value for value, _ in _differentiable(microbatch.trace, microbatch.layers.stop)]
+            for value, receipt in zip(values, receipts, strict=True):
+                gradient = receipt.wait()
+                if current.sent[value].edge is not None:
+                    roots.append(current.sent[value].edge)
+                    gradients.append(gradient)
+        if roots:
+            self._switch.current = current
+            try:
+                torch.autograd.backward(roots, gradients)
+            finally:
+                self._switch.current = None
+        if self._is_last:
+            self.outcomes[number].result = _detached(self.outcomes[number].result)
+        self._outgoing[number] = {}
+        for value, spec in _differentiable(microbatch.trace, microbatch.layers.start):
+            gradient = current.boxes[value].gradient
+            if gradient is None:
+                gradient = torch.zeros(spec.shape, dtype=current.received[value].dtype, device=self._channels.device)
+            self._outgoing[number][value] = gradient
+
+    def _scale(self, outcome: Outcome, microbatch: Microbatch) -> float:
+        if outcome.weight is None:
+            return microbatch.share * self._loss_scale
+        if not outcome.weight:
+            return 0.0
+        if self._expected_weight is None:
+            self._expected_weight = outcome.weight * len(self._microbatches)
+        return outcome.weight / self._expected_weight * self._loss_scale
+
+    def send_gradient(self, number: int) -> None:
+        """Sends the gradients of the received payload back."""
+        microbatch = self._microbatches[number]
+        gradients = self._outgoing.pop(number)
+        payload = _differentiable(microbatch.trace, microbatch.layers.start)
+        tensors = [gradients[value] for value, _ in payload]
+        specs = [spec for _, spec in payload]
+        self._sent[Kind.SEND_GRADIENT, number] = self._channels.send(tensors, specs, Direction.GRADIENT)
+
+    # --- what the last stage knows at the end ---
+
+    def weights(self) -> list[float]:
+        """What each microbatch counts; one without a loss counts nothing."""
+        return [
+            0.0
+            if outcome.loss is None
+            else float(microbatch.size)
+            if outcome.weight is None
+            else outcome.weight
+            for outcome, microbatch in zip(self.outcomes, self._microbatches, strict=True)
+        ]
+
+    def correction(self) -> float:
+        """What the gradients still have to be multiplied with.
+
+        The weights that ``training_step`` returns are known only as the microbatches come, and the first backward runs
+        before the last forward. So each loss is divided by what the weights' sum would be if all were like the first,
+        which is right for equal ones, and the rest is made up for here; so is a microbatch without a loss.
+        """
+        counted = sum(self.weights())
+        if not counted:
+            return 0.0
+        expected = self._expected_weight
+        if expected is None:
+            expected = float(sum(microbatch.size for microbatch in self._microbatches))
+        return expected / counted
+
+
+def _payload(trace: Trace, boundary: int) -> list[tuple[Value, TensorSpec]]:
+    return [(value, trace.flow.spec(value)) for value in trace.flow.payload(boundary)]
+
+
+def _differentiable(trace: Trace, boundary: int) -> list[tuple[Value, TensorSpec]]:
+    return [
+        (value, spec) for value, spec in _payload(trace, boundary) if value in trace.flow.differentiable
+    ]
+
+
+def _detached(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return result.detach()
+    if isinstance(result, Mapping):
+        return {key: _detached(value) for key, value in result.items()}
+    return result
