@@ -8,7 +8,7 @@ value is needed is found at once: a silent wrong number is impossible.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -56,6 +56,9 @@ class Watcher:
 
     def written(self, values: set[Value]) -> None:
         """Values are written into a tensor that is no placeholder."""
+
+    def draws(self, draw: Callable[[], object]) -> None:
+        """A random operation is applied to placeholders; ``draw`` applies it to as many real numbers."""
 
     def used(self, origin: Origin) -> None:
         """An operation takes a placeholder."""
@@ -161,6 +164,14 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     plain_args, plain_kwargs = pytree.tree_unflatten(plain, spec)
     if not real and plain_kwargs.get("device") is not None:
         plain_kwargs["device"] = META
+
+    def estimate(on: torch.device) -> Any:
+        guesses = [_ones(leaf, on) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        guessed_args, guessed_kwargs = pytree.tree_unflatten(guesses, spec)
+        return func(*guessed_args, **guessed_kwargs)
+
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        told.draws(lambda: estimate(seen[0].device))
     try:
         if real and _reads_values(func):
             told.read(func._schema.name, values)
@@ -169,10 +180,8 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if real or not _needs_values(error, func):
             raise
         told.read(func._schema.name, values)
-        estimates = [_ones(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        estimate_args, estimate_kwargs = pytree.tree_unflatten(estimates, spec)
         result = pytree.tree_map_only(
-            torch.Tensor, lambda t: t.to(META), func(*estimate_args, **estimate_kwargs)
+            torch.Tensor, lambda t: t.to(META), estimate(torch.device("cpu"))
         )
 
     written = _written_arguments(func, args, kwargs)
@@ -220,20 +229,22 @@ def _reads_values(func: Any) -> bool:
     )
 
 
-def _ones(tensor: torch.Tensor) -> torch.Tensor:
+def _ones(tensor: torch.Tensor, on: torch.device) -> torch.Tensor:
     """A guess that upsets little user code: numbers are one (a logarithm, a division), conditions are false."""
     if not isinstance(tensor, Placeholder):
-        return tensor.detach().cpu() if tensor.device != META else torch.ones_like(tensor, device="cpu")
+        if tensor.device == META:
+            return torch.ones_like(tensor, device=on)
+        return tensor.detach().to(on, copy=True)
     if tensor.dtype == torch.bool:
-        return torch.zeros(tensor.shape, dtype=torch.bool)
-    return torch.ones(tensor.shape, dtype=tensor.dtype)
+        return torch.zeros(tensor.shape, dtype=torch.bool, device=on)
+    return torch.ones(tensor.shape, dtype=tensor.dtype, device=on)
 
 
 def _estimate(function: str, placeholder: Placeholder) -> torch.Tensor:
     watcher().read(function, placeholder.origin.values)
     if placeholder.inner.device != META:
         return placeholder.inner.detach()
-    return _ones(placeholder)
+    return _ones(placeholder, torch.device("cpu"))
 
 
 def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

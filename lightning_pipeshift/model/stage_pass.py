@@ -13,7 +13,7 @@ from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.cut import GradientBox, SharedParameters
 from lightning_pipeshift.model.gate import Gate, StageDone
 from lightning_pipeshift.model.parameters import Segment
-from lightning_pipeshift.model.placeholder import Placeholder, spec_of
+from lightning_pipeshift.model.placeholder import Placeholder, Watcher, spec_of, watching
 from lightning_pipeshift.model.streams import Streams
 from lightning_pipeshift.model.trace import Trace
 from lightning_pipeshift.model.trees import flatten, leaves_of
@@ -34,7 +34,7 @@ class Outgoing:
 
 
 @dataclass
-class StagePass:
+class StagePass(Watcher):
     """Runs the stage's own layers, answers for the earlier ones, and ends the step at the later ones.
 
     Args:
@@ -64,6 +64,7 @@ class StagePass:
         flow = self.trace.flow
         self._own = flow.positions(self.layers)
         self._position = 0
+        self._gap = 0
         self._ended = False
         self._wanted = frozenset(() if self.is_last else flow.payload(self.layers.stop))
         self._handed_out: dict[Value, Tensor] = {}
@@ -92,8 +93,9 @@ class StagePass:
         if not self._runs_user_code:
             return
         try:
-            self.shared.enter(Segment(0, False))
-            self.result = step()
+            self._enter_gap(0)
+            with watching(self):
+                self.result = step()
             if not self.is_last:
                 raise LayerError(
                     "The step ended before it called the layers of the later stages. Let the step call the same layers"
@@ -106,6 +108,10 @@ class StagePass:
             self._ended = True
             self.shared.restore()
             self._handed_out.clear()
+
+    def draws(self, draw: Callable[[], object]) -> None:
+        if self._gap in self.trace.drawing_gaps:
+            draw()
 
     # --- the gates ---
 
@@ -120,12 +126,20 @@ class StagePass:
             )
         position = self._position
         self._position += 1
-        if position < self._own.start:
-            self.streams.pass_by()
-            return self._skip(position, calls[position])
         if position >= self._own.stop:
             raise StageDone
-        return self._run(gate, calls[position], args, kwargs)
+        if position < self._own.start:
+            output = self._skip(position, calls[position])
+        else:
+            output = self._run(gate, calls[position], args, kwargs)
+        self._enter_gap(gate.index + 1)
+        return output
+
+    def _enter_gap(self, layer: int) -> None:
+        """From here on, user code in front of ``layer`` runs."""
+        self._gap = layer
+        self.streams.go_to(*self.key, "gap", layer, self._position)
+        self.shared.enter(Segment(layer, False))
 
     def _skip(self, position: int, call: Call) -> Any:
         template = self.trace.templates[position]
@@ -141,10 +155,9 @@ class StagePass:
         return template.rebuild(leaves)
 
     def _run(self, gate: Gate, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self.streams.switched(*self.key, call.layer, call.call):
-            self.shared.enter(Segment(call.layer, True))
-            output = gate.original(*args, **kwargs)
-        self.shared.enter(Segment(call.layer + 1, False))
+        self.streams.go_to(*self.key, "layer", call.layer, call.call)
+        self.shared.enter(Segment(call.layer, True))
+        output = gate.original(*args, **kwargs)
         leaves, rebuild = flatten(output)
         for leaf in leaves:
             if isinstance(leaf, Placeholder):
@@ -185,7 +198,7 @@ class StagePass:
                 f"The layer {gate.name!r} is called several times in a pass and checkpointed by the model."
                 " Checkpoint inside the layer instead."
             )
-        with self.streams.switched(*self.key, gate.index, 0):
+        with self.streams.switched(*self.key, "layer", gate.index, 0):
             return gate.original(*args, **kwargs)
 
     @staticmethod

@@ -1,8 +1,12 @@
 """Random streams that do not depend on where a layer lives.
 
-User code draws from one stream per (seed, purpose, step, microbatch, virtual machine), the same on every stage; a layer
-draws from its own. So a mask drawn in ``training_step`` is the same everywhere, and dropout is the same on every split
-and across every migration. Covered are torch on the CPU and on the stage's device, NumPy and Python's ``random``.
+Everything that a step draws comes from a stream per (seed, purpose, step, microbatch, virtual machine) and place in the
+forward pass: a layer has its own stream, and so has the user code in front of each layer, which runs on every stage. So a
+mask drawn in ``training_step`` is the same everywhere, and dropout is the same on every split and across every migration.
+Covered are torch on the CPU and on the stage's device, NumPy and Python's ``random``.
+
+The user code has a stream for each gap between layers, and not one for the whole pass, because a stage that runs it on
+placeholders draws less: what a gap draws must not depend on what was drawn before it.
 """
 
 from __future__ import annotations
@@ -50,18 +54,12 @@ class Streams:
     @contextmanager
     def switched(self, *key: int | str) -> Iterator[None]:
         """Draws come from the key's stream inside the context; outside, everything goes on as if nothing happened."""
-        seed = stream_seed(*key)
         torch_states = [generator.get_state() for generator in self._generators]
         python_state = random.getstate()
         outer = np.random.get_bit_generator()
-        inner: Any = self._numpy_generators[self._depth]
-        inner._legacy_seeding(seed & _MASK_32)
         self._depth += 1
-        for generator in self._generators:
-            generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.set_bit_generator(inner)
         try:
+            self.go_to(*key)
             yield
         finally:
             self._depth -= 1
@@ -70,14 +68,16 @@ class Streams:
             for generator, state in zip(self._generators, torch_states, strict=True):
                 generator.set_state(state)
 
-    @staticmethod
-    def pass_by() -> None:
-        """Leaves NumPy's stream as running a layer would leave it.
-
-        NumPy's legacy normal draws come in pairs, and switching streams forgets the spare one. A stage that skips a
-        layer has to forget it too, or the user's stream would depend on where layers live.
-        """
-        np.random.set_bit_generator(np.random.get_bit_generator())
+    def go_to(self, *key: int | str) -> None:
+        """Inside :meth:`switched`: from here on, draws come from another key's stream, from its beginning."""
+        seed = stream_seed(*key)
+        for generator in self._generators:
+            generator.manual_seed(seed)
+        random.seed(seed)
+        numpy_generator: Any = self._numpy_generators[self._depth - 1]
+        numpy_generator._legacy_seeding(seed & _MASK_32)
+        # Putting it in place anew also forgets the spare one of NumPy's paired normal draws.
+        np.random.set_bit_generator(numpy_generator)
 
 
 def global_state() -> dict[str, Any]:

@@ -55,6 +55,8 @@ class Trace:
         touched: by identity of a parameter, the segments in which it is used other than through its own layer.
         logs_each_step: whether anything is logged with ``on_step=True``.
         returns_something: whether the step returned anything but ``None``.
+        drawing_gaps: the layers in front of which user code draws more than once, and not only for tensors that are
+            on every stage: there, random operations on placeholders have to use up what they would have drawn.
     """
 
     flow: Flow
@@ -62,6 +64,7 @@ class Trace:
     touched: dict[int, set[Segment]] = field(default_factory=dict)
     logs_each_step: bool = False
     returns_something: bool = False
+    drawing_gaps: frozenset[int] = frozenset()
 
 
 def record(
@@ -143,6 +146,7 @@ class _Recorder(Watcher):
         self._device = device
         self._real = real
         self._stopwatch = stopwatch
+        self._draws_in_gap: dict[int, int] = {}
         self._parameter_ids = {id(parameter) for parameter in root.parameters()}
 
     # --- what the gates ask ---
@@ -253,6 +257,19 @@ class _Recorder(Watcher):
     def written(self, values: set[Value]) -> None:
         self.tail |= values
 
+    def draws(self, draw: Callable[[], object]) -> None:
+        if self.inside is None:
+            self._draws_in_gap[self._gap] = self._draws_in_gap.get(self._gap, 0) + 1
+
+    @property
+    def _gap(self) -> int:
+        return self.calls[-1].layer + 1 if self.calls else 0
+
+    def drew(self) -> None:
+        """A random function was called on real tensors."""
+        if self.inside is None and self._draws_in_gap.get(self._gap):
+            self._draws_in_gap[self._gap] += 1
+
     def used(self, origin: Origin) -> None:
         if origin.inside is self.inside:
             if self.inside is None and isinstance(origin.written_by, _Inside):
@@ -295,7 +312,7 @@ class _Recorder(Watcher):
                 return
             segment = Segment(self.inside.gate.index, True)
         else:
-            segment = Segment(self.calls[-1].layer + 1 if self.calls else 0, False)
+            segment = Segment(self._gap, False)
         self.touched.setdefault(id(parameter), set()).add(segment)
 
     def is_parameter(self, tensor: object) -> bool:
@@ -316,7 +333,14 @@ class _Recorder(Watcher):
                 f" ({', '.join(gate.name for gate in self._gates[:5])} ...). Name the modules that it calls in"
                 " `configure_layers()`."
             )
-        return Trace(flow, self.templates, self.touched, self.logs_each_step, result is not None)
+        return Trace(
+            flow,
+            self.templates,
+            self.touched,
+            self.logs_each_step,
+            result is not None,
+            frozenset(gap for gap, count in self._draws_in_gap.items() if count > 1),
+        )
 
 
 def _reached_from(loss: Any) -> set[Value]:
@@ -356,7 +380,11 @@ class _TouchedParameters(TorchFunctionMode):
         for leaf in leaves_of((args, kwargs)):
             if self._recorder.is_parameter(leaf) and not self._is_harmless(func):
                 self._recorder.touch(leaf)
-        return func(*args, **kwargs)
+        before = torch.default_generator.get_state() if self._recorder.inside is None else None
+        result = func(*args, **kwargs)
+        if before is not None and not torch.equal(before, torch.default_generator.get_state()):
+            self._recorder.drew()
+        return result
 
     def _is_harmless(self, func: Any) -> bool:
         name = getattr(func, "__name__", "")

@@ -1,0 +1,687 @@
+"""Run a test's function as the ranks of one job, or a script as a user would, with a hard limit.
+
+A pipeline that goes wrong likes to hang: one rank waits for what another will never send. So every
+run here ends: a rank that raises ends the others after a short grace, a run that outlasts its limit
+is killed, and the error shows what every rank was doing: its traceback, its stack, the last lines
+it printed. One test fails and the suite goes on.
+
+``run_ranks`` forks its ranks from a server that has imported torch and Lightning already, so that a
+rank starts in milliseconds rather than in ten seconds. What this cannot show is what differs
+between freshly started interpreters (the order of a set of strings, say): ``launch_script`` and
+``launch_torchrun`` start real ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import multiprocessing
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import connection as mp_connection
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, NoReturn, overload
+
+ROOT = Path(__file__).resolve().parent.parent
+
+OUTPUT_TAIL_LINES = 40
+STACK_SIGNAL = signal.SIGUSR2
+
+# What a launcher sets. A test may itself run under one, whose ranks are none of ours.
+RANK_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "NODE_RANK",
+    "ROLE_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+)
+
+# What every rank imports before it is forked. Missing ones are skipped (transformers is only a test
+# extra).
+PRELOADED_MODULES = [
+    "pytest",
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "lightning.pytorch",
+    "lightning.pytorch.demos.boring_classes",
+    "torchmetrics",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.t5.modeling_t5",
+    "transformers.models.vit.modeling_vit",
+    "lightning_pipeshift",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one rank ended."""
+
+    rank: int
+    value: Any = None
+    #: The name of the exception's class; ``"Died"`` for a process that ended without one,
+    #: ``"Killed"`` for a rank that was still running when its grace or the limit was over; None for
+    #: a rank that returned.
+    error_type: str | None = None
+    message: str = ""
+    #: The exception's traceback; for a rank that was killed, the stack of each of its threads.
+    traceback: str = ""
+    #: What the rank wrote to stdout and stderr.
+    output: str = ""
+    seconds: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        return self.error_type is not None
+
+    def __str__(self) -> str:
+        if not self.failed:
+            headline = f"rank {self.rank} returned after {self.seconds:.1f} s"
+        else:
+            headline = f"rank {self.rank} failed after {self.seconds:.1f} s with {self.error_type}"
+            headline += f": {self.message}"
+        return _sections(headline, self.traceback, self.output)
+
+
+class RanksFailed(Exception):
+    """A rank raised, died or hung. The message tells all; ``outcomes`` holds it in parts."""
+
+    def __init__(self, headline: str, outcomes: Sequence[Outcome]) -> None:
+        self.outcomes = list(outcomes)
+        first_failures_first = sorted(outcomes, key=lambda o: (not o.failed, o.seconds, o.rank))
+        super().__init__("\n".join([headline, *map(str, first_failures_first)]))
+
+
+class LaunchFailed(Exception):
+    """A launched script ended with an error, or had to be killed."""
+
+    def __init__(self, headline: str, launched: Launched) -> None:
+        self.launched = launched
+        super().__init__(_sections(headline, "", launched.output, max_lines=400))
+
+
+def _sections(headline: str, trace: str, output: str, max_lines: int = OUTPUT_TAIL_LINES) -> str:
+    text = f"==== {headline}\n"
+    if trace:
+        text += trace.rstrip() + "\n"
+    if output.strip():
+        lines = output.rstrip().splitlines()
+        text += f"---- its output (the last {min(max_lines, len(lines))} lines)\n"
+        text += "\n".join(lines[-max_lines:]) + "\n"
+    return text
+
+
+# --------------------------------------------------------------------------------------------------
+# A function as the ranks of one job
+# --------------------------------------------------------------------------------------------------
+
+
+@overload
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = ...,
+    grace: float = ...,
+    cwd: Path | None = ...,
+    env: Mapping[str, str] | None = ...,
+    expect_failure: Literal[False] = ...,
+    **kwargs: Any,
+) -> list[Any]: ...
+
+
+@overload
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = ...,
+    grace: float = ...,
+    cwd: Path | None = ...,
+    env: Mapping[str, str] | None = ...,
+    expect_failure: Literal[True],
+    **kwargs: Any,
+) -> list[Outcome]: ...
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    grace: float = 5.0,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    expect_failure: bool = False,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call ``function(*args, **kwargs)`` as ``world_size`` ranks of one job, as torchrun would.
+
+    Args:
+        function: A function of a module (it is pickled by name), as are its arguments' and its
+            result's types.
+        world_size: How many ranks.
+        timeout: Seconds after which the run counts as hung. Every rank is killed then, and its
+            stack shown.
+        grace: Seconds that the other ranks have to end by themselves, once one has failed.
+        cwd: The folder that all ranks run in. By default a temporary one, which is deleted
+            afterwards.
+        env: Environment variables for the ranks, on top of the caller's.
+        expect_failure: Return every rank's :class:`Outcome` instead of raising when some fail. A
+            run that hangs raises even so.
+
+    Returns:
+        What each rank returned, in the order of the ranks (or the outcomes, with
+        ``expect_failure``).
+
+    Raises:
+        RanksFailed: A rank raised, died or hung.
+    """
+    call = pickle.dumps((function, args, kwargs))
+    _warm_server()
+    scratch = Path(tempfile.mkdtemp(prefix="ranks-"))
+    job = _Job(call=call, world_size=world_size, scratch=scratch, cwd=cwd, env=dict(env or {}))
+    try:
+        with _running(job) as ranks:
+            hung = not _await_outcomes(ranks, timeout, grace)
+            outcomes = [rank.outcome for rank in ranks if rank.outcome is not None]
+            if hung:
+                headline = f"{_name(function)} was still running after {timeout:g} s: killed"
+                raise RanksFailed(headline, outcomes)
+            if not expect_failure and any(outcome.failed for outcome in outcomes):
+                raise RanksFailed(f"{_name(function)} failed on {world_size} ranks", outcomes)
+            _await_exits(ranks, limit=10.0)
+            return outcomes if expect_failure else [outcome.value for outcome in outcomes]
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", repr(function))
+
+
+class _Job(NamedTuple):
+    """What a rank must know to play its part; it is pickled on its way there."""
+
+    call: bytes
+    world_size: int
+    scratch: Path
+    cwd: Path | None
+    env: dict[str, str]
+
+    def output_path(self, rank: int) -> Path:
+        return self.scratch / f"rank{rank}.output"
+
+    def stack_path(self, rank: int) -> Path:
+        return self.scratch / f"rank{rank}.stack"
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One rank as its parent sees it."""
+
+    rank: int
+    process: multiprocessing.process.BaseProcess
+    connection: mp_connection.Connection
+    job: _Job
+    started: float = field(default_factory=time.monotonic)
+    outcome: Outcome | None = None
+
+    def pump(self) -> None:
+        """Take in the outcome, if the rank has sent one or has died without."""
+        died = not self.process.is_alive()
+        try:
+            if self.connection.poll():
+                self.finish(**pickle.loads(self.connection.recv_bytes()))
+                return
+        except EOFError:
+            self.process.join(timeout=1.0)
+            died = True
+        if died:
+            code = self.process.exitcode
+            self.finish(
+                error_type="Died",
+                message=f"the process ended by itself, exit code {code}",
+                traceback=self.stack(),
+                seconds=time.monotonic() - self.started,
+            )
+
+    def finish(self, **fields: Any) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            fields["output"] = self.job.output_path(self.rank).read_text(errors="replace")
+        self.outcome = Outcome(self.rank, **fields)
+
+    def stack(self) -> str:
+        try:
+            return self.job.stack_path(self.rank).read_text(errors="replace")
+        except FileNotFoundError:
+            return ""
+
+    def kill(self) -> None:
+        """End the rank and what it started."""
+        if self.process.pid is not None and not self.connection.closed:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.kill()  # it may not lead its group yet
+            self.process.join(timeout=10.0)
+        self.connection.close()
+
+
+@contextlib.contextmanager
+def _running(job: _Job) -> Iterator[list[_Rank]]:
+    """The started ranks; on leaving, however it comes to that, none is left."""
+    context = multiprocessing.get_context("forkserver")
+    port = free_port()
+    ranks: list[_Rank] = []
+    try:
+        for rank in range(job.world_size):
+            ours, theirs = context.Pipe()
+            environment = (
+                _clean_environment() | _rank_variables(rank, job.world_size, port) | job.env
+            )
+            process = context.Process(target=_rank_main, args=(theirs, rank, environment, job))
+            ranks.append(_Rank(rank, process, ours, job))
+            process.start()
+            theirs.close()
+        yield ranks
+    finally:
+        for each in ranks:
+            each.kill()
+
+
+def _await_outcomes(ranks: Sequence[_Rank], timeout: float, grace: float) -> bool:
+    """Wait until every rank has an outcome, or is killed as too late. False if the run hung."""
+    started = time.monotonic()
+    deadline = started + timeout
+    first_failure: Outcome | None = None
+    while True:
+        waiting = [rank for rank in ranks if rank.outcome is None]
+        if not waiting:
+            return True
+        now = time.monotonic()
+        if now >= deadline:
+            break
+        handles: list[Any] = []
+        for rank in waiting:
+            handles += [rank.connection, rank.process.sentinel]
+        mp_connection.wait(handles, timeout=deadline - now)
+        for rank in waiting:
+            rank.pump()
+            if first_failure is None and rank.outcome is not None and rank.outcome.failed:
+                first_failure = rank.outcome
+                deadline = min(deadline, time.monotonic() + grace)
+
+    _request_stacks(waiting)
+    seconds = time.monotonic() - started
+    for rank in waiting:
+        if first_failure is None:
+            message = f"still running at the limit of {timeout:g} s"
+        else:
+            message = f"still running {grace:g} s after rank {first_failure.rank} failed"
+        trace = rank.stack() or "(it gave no stack)"
+        rank.finish(error_type="Killed", message=message, traceback=trace, seconds=seconds)
+        rank.kill()
+    return first_failure is not None
+
+
+def _request_stacks(ranks: Sequence[_Rank], limit: float = 3.0) -> None:
+    """Have every rank write the stacks of its threads, and wait until they have stopped writing."""
+    for rank in ranks:
+        if rank.process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.process.pid, STACK_SIGNAL)
+    deadline = time.monotonic() + limit
+    previous: list[str] = []
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        stacks = [rank.stack() for rank in ranks]
+        if all(stacks) and stacks == previous:
+            return
+        previous = stacks
+
+
+def _await_exits(ranks: Sequence[_Rank], limit: float) -> None:
+    """Let the ranks, which have all reported, take down their process groups and leave."""
+    for rank in ranks:
+        with contextlib.suppress(OSError):  # a rank that died, or was killed, hears nothing
+            rank.connection.send_bytes(b"leave")
+    deadline = time.monotonic() + limit
+    for rank in ranks:
+        rank.process.join(timeout=max(0.0, deadline - time.monotonic()))
+    stuck = [rank for rank in ranks if rank.process.is_alive()]
+    if stuck and not any(rank.outcome is not None and rank.outcome.failed for rank in ranks):
+        _request_stacks(stuck)
+        message = "it could not destroy its process group"
+        raise RanksFailed(
+            "the function returned on every rank, but not every rank could leave",
+            [
+                Outcome(rank.rank, error_type="Stuck", message=message, traceback=rank.stack())
+                for rank in stuck
+            ],
+        )
+
+
+def _clean_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+
+
+def _rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun tells a worker, on one host."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "ROLE_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "ROLE_WORLD_SIZE": str(world_size),
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": f"harness-{port}",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def free_port() -> int:
+    """A free port, below those that the kernel gives to outgoing connections: none takes it."""
+    dice = random.SystemRandom()
+    while True:
+        port = dice.randrange(20_000, 32_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+
+
+@functools.cache
+def _warm_server() -> None:
+    """Start the server that ranks are forked from, and wait until it has imported what they need.
+
+    It must not initialise CUDA, nor start threads: neither survives a fork.
+    """
+    overrides = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED_MODULES)
+    before = {name: os.environ.get(name) for name in overrides}
+    os.environ.update(overrides)
+    try:
+        process = context.Process(target=_do_nothing)
+        process.start()
+        process.join()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def _rank_main(
+    connection: mp_connection.Connection, rank: int, environment: dict[str, str], job: _Job
+) -> NoReturn:
+    """The life of a rank: set the stage, call the function, report, wait for the others, leave."""
+    started = time.monotonic()
+    _lead_own_group_and_die_with_parent()
+    _write_output_to(job.output_path(rank))
+    with job.stack_path(rank).open("w") as stack_file:
+        faulthandler.enable(file=stack_file, all_threads=True)
+        faulthandler.register(STACK_SIGNAL, file=stack_file, all_threads=True)
+        os.environ.clear()
+        os.environ.update(environment)
+
+        report: dict[str, Any]
+        try:
+            value = _call_in_place(job)
+            report = {"value": value, "seconds": time.monotonic() - started}
+            pickled = pickle.dumps(report)
+        except (
+            BaseException
+        ) as error:  # SystemExit and KeyboardInterrupt are failures of a rank as well
+            report = {
+                "error_type": type(error).__name__,
+                "message": str(error),
+                "traceback": traceback.format_exc(),
+                "seconds": time.monotonic() - started,
+            }
+            pickled = pickle.dumps(report)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        connection.send_bytes(pickled)
+
+        # Rank 0 serves the store of the process group: it may not go before the others are done.
+        with contextlib.suppress(EOFError, OSError):
+            connection.recv_bytes()
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Whatever the function left behind (threads, loader workers) must not hold up the exit.
+        os._exit(1 if "error_type" in report else 0)
+
+
+def _call_in_place(job: _Job) -> Any:
+    import numpy as np
+    import torch
+
+    cwd = job.cwd or job.scratch / "cwd"
+    cwd.mkdir(parents=True, exist_ok=True)
+    os.chdir(cwd)
+    torch.set_num_threads(1)
+    # A fork inherits NumPy's state; fresh processes would each have drawn one of their own.
+    np.random.seed()
+    function, args, kwargs = pickle.loads(job.call)
+    return function(*args, **kwargs)
+
+
+def _lead_own_group_and_die_with_parent() -> None:
+    os.setsid()
+    if sys.platform == "linux":
+        # The fork server ends when pytest does, however pytest ends; the ranks end with the server.
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _write_output_to(path: Path) -> None:
+    """Send stdout and stderr to a file, those of libraries and child processes included."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    sys.stdout = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
+
+
+# --------------------------------------------------------------------------------------------------
+# A script, as a user starts it
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A script's run that has ended."""
+
+    command: list[str]
+    returncode: int
+    #: stdout and stderr of the script and of all that it started, as they came.
+    output: str
+    seconds: float
+
+
+def launch_script(
+    script: Path | str,
+    *argv: str,
+    timeout: float = 120.0,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    check: bool = True,
+) -> Launched:
+    """Run ``python script argv...`` in a fresh interpreter; Lightning may launch further ranks.
+
+    Args:
+        script: The path of a script, or (as a string) its code.
+        argv: The script's arguments.
+        timeout: Seconds after which every process that the script started prints its stack and is
+            killed.
+        env: Environment variables on top of the caller's.
+        cwd: Where it runs. By default a temporary folder, which is deleted afterwards.
+        check: Raise when the script ends with an error.
+
+    Raises:
+        LaunchFailed: The script hung, or, with ``check``, ended with an error. The message holds
+            its output.
+    """
+    return _launch([sys.executable], script, argv, timeout, env, cwd, check)
+
+
+def launch_torchrun(
+    script: Path | str,
+    nproc_per_node: int,
+    *argv: str,
+    timeout: float = 120.0,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    check: bool = True,
+) -> Launched:
+    """Run ``torchrun --nproc-per-node N script argv...``; otherwise as :func:`launch_script`."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--master-addr", "127.0.0.1"]
+    launcher += ["--master-port", str(free_port()), "--nproc-per-node", str(nproc_per_node)]
+    return _launch(launcher, script, argv, timeout, env, cwd, check)
+
+
+def _launch(
+    launcher: list[str],
+    script: Path | str,
+    argv: Sequence[str],
+    timeout: float,
+    env: Mapping[str, str] | None,
+    cwd: Path | None,
+    check: bool,
+) -> Launched:
+    scratch = Path(tempfile.mkdtemp(prefix="launch-"))
+    try:
+        if isinstance(script, str):
+            (scratch / "script.py").write_text(script)
+            script = scratch / "script.py"
+        if cwd is None:
+            cwd = scratch / "cwd"
+            cwd.mkdir()
+        command = [*launcher, str(script), *argv]
+        launched = _run_to_the_end(command, scratch / "output", timeout, env or {}, cwd)
+        if launched.returncode != 0 and check:
+            seconds = f"{launched.seconds:.1f} s"
+            headline = f"exit code {launched.returncode} after {seconds}: {' '.join(command)}"
+            raise LaunchFailed(headline, launched)
+        return launched
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _run_to_the_end(
+    command: list[str], output_path: Path, timeout: float, env: Mapping[str, str], cwd: Path
+) -> Launched:
+    mark = f"PIPESHIFT_TEST_LAUNCH_{uuid.uuid4().hex}"
+    python_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = _clean_environment() | {
+        mark: "1",
+        "PYTHONPATH": python_path,
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",  # SIGABRT then prints the stack of every thread
+        "OMP_NUM_THREADS": "1",
+        **env,
+    }
+    started = time.monotonic()
+    with output_path.open("wb") as output_file:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output_file,
+            stderr=subprocess.STDOUT,
+            cwd=cwd,
+            env=environment,
+            start_new_session=True,
+        )
+    hung = False
+    try:
+        with contextlib.suppress(AttributeError, ProcessLookupError):
+            resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            hung = True
+            _signal_all(process, mark, signal.SIGABRT)
+            time.sleep(2.0)
+    finally:
+        # torchrun gives its workers sessions of their own: look for the mark, not only for the
+        # group.
+        deadline = time.monotonic() + 10.0
+        while _signal_all(process, mark, signal.SIGKILL) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.wait()
+    launched = Launched(
+        command=command,
+        returncode=process.returncode,
+        output=output_path.read_text(errors="replace"),
+        seconds=time.monotonic() - started,
+    )
+    if hung:
+        raise LaunchFailed(
+            f"still running after {timeout:g} s, killed: {' '.join(command)}", launched
+        )
+    return launched
+
+
+def _signal_all(process: subprocess.Popen[bytes], mark: str, signal_number: int) -> bool:
+    """Signal the process, its group, and all that inherited the mark. True if there were any."""
+    found = process.poll() is None
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal_number)
+    needle = mark.encode() + b"="
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            marked = needle in environ.read_bytes()
+            pid = int(environ.parent.name)
+            if marked and pid != process.pid and os.getpgid(pid) != process.pid:
+                os.kill(pid, signal_number)
+        except OSError:  # it has ended, or is not ours
+            continue
+        found = found or marked
+    return found

@@ -1,0 +1,285 @@
+"""The harness itself: results in order, a failure's traceback, a hang that costs one test only."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+
+from tests.harness import LaunchFailed, RanksFailed, launch_script, launch_torchrun, run_ranks
+
+
+def own_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def describe(prefix: str, *, suffix: str) -> dict[str, Any]:
+    environment = TorchElasticEnvironment()
+    return {
+        "text": f"{prefix}{own_rank()}{suffix}",
+        "detected": environment.detect(),
+        "ranks": (
+            environment.global_rank(),
+            environment.local_rank(),
+            environment.node_rank(),
+            environment.world_size(),
+        ),
+        "threads": torch.get_num_threads(),
+        "cwd": os.getcwd(),
+        "tensor": torch.full((3,), float(own_rank())),
+    }
+
+
+def test_results_come_back_in_the_order_of_the_ranks() -> None:
+    results = run_ranks(describe, 3, "<", suffix=">")
+    assert [result["text"] for result in results] == ["<0>", "<1>", "<2>"]
+    assert [result["ranks"] for result in results] == [(rank, rank, 0, 3) for rank in range(3)]
+    assert all(result["detected"] and result["threads"] == 1 for result in results)
+    for rank, result in enumerate(results):
+        assert torch.equal(result["tensor"], torch.full((3,), float(rank)))
+
+
+def test_ranks_share_one_folder_which_is_gone_afterwards(tmp_path: Path) -> None:
+    folders = {result["cwd"] for result in run_ranks(describe, 2, "", suffix="")}
+    assert len(folders) == 1
+    assert not Path(folders.pop()).exists()
+
+    kept = run_ranks(describe, 2, "", suffix="", cwd=tmp_path)
+    assert {result["cwd"] for result in kept} == {str(tmp_path)}
+
+
+def test_four_ranks_start_in_well_under_a_second() -> None:
+    run_ranks(own_rank, 1)  # the fork server may have to start first
+    seconds = []
+    for _ in range(5):
+        started = time.monotonic()
+        assert run_ranks(own_rank, 4) == [0, 1, 2, 3]
+        seconds.append(time.monotonic() - started)
+    assert min(seconds) < 0.8, seconds
+
+
+def sum_of_ranks(*, destroy: bool) -> float:
+    dist.init_process_group("gloo")
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total)
+    if destroy:
+        dist.destroy_process_group()
+    return total.item()
+
+
+@pytest.mark.parametrize("destroy", [True, False])
+def test_ranks_can_form_a_process_group(destroy: bool) -> None:
+    assert run_ranks(sum_of_ranks, 3, destroy=destroy) == [3.0, 3.0, 3.0]
+
+
+def environment_variable(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def test_ranks_see_the_environment_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HARNESS_TEST", "from the test")
+    monkeypatch.setenv("WORLD_SIZE", "97")
+    assert run_ranks(environment_variable, 1, "HARNESS_TEST") == ["from the test"]
+    assert run_ranks(environment_variable, 2, "WORLD_SIZE") == ["2", "2"]
+    assert run_ranks(environment_variable, 1, "HARNESS_TEST", env={"HARNESS_TEST": "mine"}) == [
+        "mine"
+    ]
+
+
+def fail_on_rank_one() -> str:
+    print(f"rank {own_rank()} was here", flush=True)
+    if own_rank() == 1:
+        raise ZeroDivisionError("a stage that divides by zero")
+    return "fine"
+
+
+def test_a_failing_ranks_traceback_is_shown() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(fail_on_rank_one, 2)
+    message = str(caught.value)
+    assert "ZeroDivisionError: a stage that divides by zero" in message
+    assert "in fail_on_rank_one" in message
+    assert "rank 0 was here" in message
+    assert "rank 1 was here" in message
+    assert message.index("rank 1 failed") < message.index("rank 0 returned")
+
+
+def test_an_expected_failure_comes_back_as_outcomes() -> None:
+    zero, one = run_ranks(fail_on_rank_one, 2, expect_failure=True)
+    assert (zero.rank, zero.value, zero.error_type, zero.failed) == (0, "fine", None, False)
+    assert (one.rank, one.value, one.error_type) == (1, None, "ZeroDivisionError")
+    assert one.message == "a stage that divides by zero"
+    assert "in fail_on_rank_one" in one.traceback
+    assert one.output == "rank 1 was here\n"
+    assert one.seconds < 5
+
+
+def wait_for_godot() -> None:
+    (Path.cwd() / f"{own_rank()}.pid").write_text(str(os.getpid()))
+    while True:
+        time.sleep(0.1)
+
+
+def fail_while_others_wait() -> None:
+    if own_rank() == 0:
+        raise ValueError("the first failure")
+    wait_for_godot()
+
+
+def test_the_others_of_a_failed_rank_are_killed_after_a_grace() -> None:
+    started = time.monotonic()
+    zero, one = run_ranks(fail_while_others_wait, 2, grace=1.0, expect_failure=True)
+    assert time.monotonic() - started < 6.0
+    assert zero.error_type == "ValueError"
+    assert one.error_type == "Killed"
+    assert "1 s after rank 0 failed" in one.message
+    assert "wait_for_godot" in one.traceback
+
+
+def die_on_rank_zero() -> None:
+    if own_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_dies_is_a_failure() -> None:
+    zero, one = run_ranks(die_on_rank_zero, 2, expect_failure=True)
+    assert zero.error_type == "Died"
+    assert "exit code -9" in zero.message
+    assert not one.failed
+
+
+def return_a_lambda() -> Any:
+    return lambda: None
+
+
+def leave_early() -> None:
+    sys.exit(0)
+
+
+def test_a_result_that_cannot_be_pickled_and_an_early_exit_are_failures() -> None:
+    (outcome,) = run_ranks(return_a_lambda, 1, expect_failure=True)
+    assert outcome.failed
+    assert "pickle" in outcome.message
+    (outcome,) = run_ranks(leave_early, 1, expect_failure=True)
+    assert outcome.error_type == "SystemExit"
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process is there and not merely waiting to be buried."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def hang_in_a_child_too() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    (Path.cwd() / f"child{own_rank()}.pid").write_text(str(child.pid))
+    wait_for_godot()
+
+
+@pytest.mark.parametrize("expect_failure", [False, True])
+def test_a_hang_is_killed_in_time_with_every_ranks_stack(
+    tmp_path: Path, expect_failure: bool
+) -> None:
+    options: dict[str, Any] = {"expect_failure": expect_failure}
+    started = time.monotonic()
+    with pytest.raises(
+        RanksFailed, match="hang_in_a_child_too was still running after 2 s"
+    ) as caught:
+        run_ranks(hang_in_a_child_too, 3, timeout=2.0, cwd=tmp_path, **options)
+    assert time.monotonic() - started < 8.0
+    for outcome in caught.value.outcomes:
+        assert outcome.error_type == "Killed"
+        assert "in wait_for_godot" in outcome.traceback
+        assert "in hang_in_a_child_too" in outcome.traceback
+        assert outcome.traceback in str(caught.value)
+    pids = [int(file.read_text()) for file in tmp_path.glob("*.pid")]
+    assert len(pids) == 6
+    assert not [pid for pid in pids if is_running(pid)]
+
+
+def test_nothing_is_left_after_an_interrupt(tmp_path: Path) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    run_ranks(own_rank, 1)
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 2.0)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_ranks(wait_for_godot, 2, cwd=tmp_path)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    pids = [int(file.read_text()) for file in tmp_path.glob("*.pid")]
+    assert len(pids) == 2
+    assert not [pid for pid in pids if is_running(pid)]
+
+
+SCRIPT = """
+import os, sys
+print("rank", os.environ.get("RANK"), "of", os.environ.get("WORLD_SIZE"), "with", sys.argv[1:])
+"""
+
+HANGING_SCRIPT = """
+import os, time
+from pathlib import Path
+
+def hang_for_ever():
+    Path(f"{os.getpid()}.pid").touch()
+    time.sleep(1000)
+
+hang_for_ever()
+"""
+
+
+def test_a_script_runs_in_a_fresh_interpreter(tmp_path: Path) -> None:
+    launched = launch_script(SCRIPT, "--depth", "3")
+    assert launched.returncode == 0
+    assert launched.output == "rank None of None with ['--depth', '3']\n"
+
+    (tmp_path / "named.py").write_text(SCRIPT)
+    assert launch_script(tmp_path / "named.py").output == "rank None of None with []\n"
+
+
+def test_a_script_runs_under_torchrun() -> None:
+    lines = launch_torchrun(SCRIPT, 2, "x").output.splitlines()
+    assert sorted(line for line in lines if line.startswith("rank")) == [
+        "rank 0 of 2 with ['x']",
+        "rank 1 of 2 with ['x']",
+    ]
+
+
+def test_a_failing_scripts_output_is_shown() -> None:
+    with pytest.raises(LaunchFailed, match="ValueError: the reason"):
+        launch_script("raise ValueError('the reason')")
+    launched = launch_script("raise SystemExit(3)", check=False)
+    assert launched.returncode == 3
+
+
+def test_a_script_that_hangs_is_killed_with_its_stack(tmp_path: Path) -> None:
+    with pytest.raises(LaunchFailed, match="still running after 3 s") as caught:
+        launch_script(HANGING_SCRIPT, timeout=3.0, cwd=tmp_path)
+    (pid,) = [int(file.stem) for file in tmp_path.glob("*.pid")]
+    assert "in hang_for_ever" in str(caught.value)
+    assert not is_running(pid)
+
+
+def test_the_workers_of_a_hanging_torchrun_are_killed_with_their_stacks(tmp_path: Path) -> None:
+    with pytest.raises(LaunchFailed, match="still running after 15 s") as caught:
+        launch_torchrun(HANGING_SCRIPT, 2, timeout=15.0, cwd=tmp_path)
+    pids = [int(file.stem) for file in tmp_path.glob("*.pid")]
+    assert len(pids) == 2
+    assert str(caught.value).count("in hang_for_ever") == 2
+    assert not [pid for pid in pids if is_running(pid)]
