@@ -7,16 +7,18 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch import callbacks
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_pipeshift.errors import ConfigurationError
 
-try:
-    from lightning.pytorch.callbacks import WeightAveraging
-except ImportError:  # pragma: no cover - Lightning before 2.6
-    WeightAveraging = StochasticWeightAveraging
+# Weight averaging by a callback came with Lightning 2.6.
+_AVERAGING = tuple(
+    getattr(callbacks, name)
+    for name in ("StochasticWeightAveraging", "WeightAveraging")
+    if hasattr(callbacks, name)
+)
 
 
 def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -24,48 +26,56 @@ def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     _check_packages(trainer, module)
     if not module.automatic_optimization:
         raise ConfigurationError(
-            f"`{type(module).__name__}` sets `automatic_optimization = False`. A pipeline runs forwards and backwards"
-            " of several microbatches in an order of its own, so it needs automatic optimization: return the loss from"
-            " `training_step` and leave `backward` and `step` to the Trainer, or use another strategy."
+            f"`{type(module).__name__}` sets `automatic_optimization = False`. A pipeline runs"
+            " forwards and backwards of several microbatches in an order of its own, so it needs"
+            " automatic optimization: return the loss from `training_step` and leave `backward`"
+            " and `step` to the Trainer, or use another strategy."
         )
     for name in ("training_step", "validation_step", "test_step", "predict_step"):
         step = getattr(module, name, None)
         if step is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
             raise ConfigurationError(
-                f"`{name}` takes a `dataloader_iter`. Every stage has to see each batch: take `batch` instead."
+                f"`{name}` takes a `dataloader_iter`. Every stage has to see each batch: take"
+                " `batch` instead."
             )
     if is_overridden("backward", module):
         raise ConfigurationError(
-            f"`{type(module).__name__}` overrides `backward`. Each stage runs its own part of the backward, for every"
-            " microbatch, so the override would not be called. Remove it; use `on_before_backward`, or tensor hooks in"
-            " `training_step`."
+            f"`{type(module).__name__}` overrides `backward`. Each stage runs its own part of the"
+            " backward, for every microbatch, so the override would not be called. Remove it; use"
+            " `on_before_backward`, or tensor hooks in `training_step`."
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+        if isinstance(callback, _AVERAGING):
             raise ConfigurationError(
-                f"`{type(callback).__name__}` averages a copy of the whole model, and a stage holds only its own"
-                " layers. Remove the callback, and average checkpoints after training instead."
+                f"`{type(callback).__name__}` averages a copy of the whole model, and a stage holds"
+                " only its own layers. Remove the callback, and average checkpoints after training"
+                " instead."
             )
 
 
 def check_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Raises ConfigurationError for optimizers that cannot step one stage's parameters by themselves."""
+    """Raises ConfigurationError for optimizers that cannot step one stage's parameters by
+    themselves.
+    """
     optimizers = list(optimizers)
     if len(optimizers) > 1:
         raise ConfigurationError(
-            f"`configure_optimizers` returned {len(optimizers)} optimizers; automatic optimization takes one."
-            " Use one optimizer with several parameter groups."
+            f"`configure_optimizers` returned {len(optimizers)} optimizers; automatic optimization"
+            " takes one. Use one optimizer with several parameter groups."
         )
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigurationError(
-                "LBFGS runs the step several times and looks at all parameters at once, which no stage holds."
-                " Use an optimizer that updates each parameter by itself (SGD, Adam, AdamW, ...)."
+                "LBFGS runs the step several times and looks at all parameters at once, which no"
+                " stage holds. Use an optimizer that updates each parameter by itself (SGD, Adam,"
+                " AdamW, ...)."
             )
 
 
 def _check_packages(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """``pytorch_lightning`` and ``lightning.pytorch`` are two packages whose classes do not know each other."""
+    """``pytorch_lightning`` and ``lightning.pytorch`` are two packages whose classes do not know
+    each other.
+    """
     parts: list[Any] = [module, *trainer.callbacks, *trainer.loggers]  # type: ignore[attr-defined]
     datamodule = getattr(trainer, "datamodule", None)
     if datamodule is not None:
@@ -75,7 +85,8 @@ def _check_packages(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             if base.__module__.split(".")[0] == "pytorch_lightning":
                 raise ConfigurationError(
                     f"`{type(part).__name__}` comes from the package `pytorch_lightning`"
-                    f" (`{base.__module__}.{base.__qualname__}`), and the Trainer from `lightning.pytorch`."
-                    " The two do not work together: import everything from `lightning` (`import lightning as L`,"
-                    " `from lightning.pytorch.callbacks import ...`)."
+                    f" (`{base.__module__}.{base.__qualname__}`), and the Trainer from"
+                    " `lightning.pytorch`. The two do not work together: import everything from"
+                    " `lightning` (`import lightning as L`, `from lightning.pytorch.callbacks"
+                    " import ...`)."
                 )

@@ -14,19 +14,21 @@ import lightning_pipeshift  # noqa: F401  registers the strategy
 class PipeShiftCLI(LightningCLI):
     """A LightningCLI whose Trainer uses ``strategy="pipeshift"`` unless it is told otherwise.
 
-    Takes what ``LightningCLI`` takes. The model and the data come from the configuration (``class_path`` and
-    ``init_args``) unless classes are passed.
+    Takes what ``LightningCLI`` takes. The model and the data come from the configuration
+    (``class_path`` and ``init_args``) unless classes are passed.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         defaults = {"strategy": "pipeshift", **(kwargs.pop("trainer_defaults", None) or {})}
         kwargs.setdefault("save_config_kwargs", {"overwrite": True})
-        super().__init__(*args, trainer_defaults=defaults, **kwargs)
+        kwargs["trainer_defaults"] = defaults
+        super().__init__(*args, **kwargs)
 
 
 def main() -> None:
     """Runs the ``pipeshift`` command."""
-    # A configuration names classes by their path from where the user stands, as `python script.py` would find them.
+    # A configuration names classes by their path from where the user stands, as `python script.py`
+    # would find them.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     PipeShiftCLI()

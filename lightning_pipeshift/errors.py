@@ -1,7 +1,7 @@
 """Every error that PipeShift raises on purpose.
 
-One root, so that a user can catch them all; one type for each kind of remedy, so that a program can tell them apart.
-A message names what was found, what is allowed, and what to change.
+One root, so that a user can catch them all; one type for each kind of remedy, so that a program can
+tell them apart. A message names what was found, what is allowed, and what to change.
 """
 
 
@@ -30,7 +30,9 @@ class LayerError(PipeShiftError):
 
 
 class BatchError(PipeShiftError):
-    """A batch that cannot be cut into microbatches, or that differs between the stages of a virtual machine."""
+    """A batch that cannot be cut into microbatches, or that differs between the stages of a virtual
+    machine.
+    """
 
 
 class StageFailedError(PipeShiftError):

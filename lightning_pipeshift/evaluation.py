@@ -1,7 +1,8 @@
 """Evaluation: forward only, the stages working on successive batches at once.
 
-Lightning's loop asks for one batch's result before it fetches the next. Where nobody needs the results in between, a stage
-goes on with the next batch at once, and what the last stage logged and returned is fetched at the end of the data.
+Lightning's loop asks for one batch's result before it fetches the next. Where nobody needs the
+results in between, a stage goes on with the next batch at once, and what the last stage logged and
+returned is fetched at the end of the data.
 """
 
 from __future__ import annotations
@@ -32,10 +33,13 @@ class EvaluationSteps:
     def __init__(self, trainer: pl.Trainer, pipeline: Pipeline) -> None:
         self._trainer = trainer
         self._pipeline = pipeline
-        # Where each result that was not there yet has to go: a list of the predict loop, and the place in it.
+        # Where each result that was not there yet has to go: a list of the predict loop, and the
+        # place in it.
         self._awaited: list[tuple[list[Any], int]] = []
 
-    def run(self, name: str, batch: Any, rest: tuple[Any, ...], step: UserStep, optimizers: Any) -> Any:
+    def run(
+        self, name: str, batch: Any, rest: tuple[Any, ...], step: UserStep, optimizers: Any
+    ) -> Any:
         """Runs one evaluation step.
 
         Args:
@@ -51,7 +55,7 @@ class EvaluationSteps:
         trainer = self._trainer
         fitting = trainer.state.fn == "fit"
         loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
-        progress = loop.batch_progress
+        progress: Any = loop.batch_progress
         batch_idx = rest[0] if rest else progress.current.ready - 1
         dataloader_idx = rest[1] if len(rest) > 1 else 0
         trace = self._pipeline.evaluation_step(
@@ -61,7 +65,8 @@ class EvaluationSteps:
             f"{name}/{dataloader_idx}",
             batch_idx,
             optimizers,
-            # Until the first training step has shown the whole flow, the sanity check lets go of nothing.
+            # Until the first training step has shown the whole flow, the sanity check lets go of
+            # nothing.
             final=not fitting,
         )
         if name == "predict_step":

@@ -1,9 +1,8 @@
-"""``PipeShiftStrategy``: where Lightning's hooks meet the pipeline. Each does little and delegates."""
+"""``PipeShiftStrategy``: where Lightning's hooks meet the pipeline. Each delegates."""
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -32,7 +31,10 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_pipeshift.checks import check_optimizers, check_run
-from lightning_pipeshift.errors import ConfigurationError, PipeShiftError, ScheduleError, StageFailedError
+from lightning_pipeshift.errors import (
+    ConfigurationError,
+    StageFailedError,
+)
 from lightning_pipeshift.evaluation import EvaluationSteps
 from lightning_pipeshift.model.streams import global_state, set_global_state
 from lightning_pipeshift.model.tail import say_again
@@ -54,20 +56,26 @@ _FRAMEWORK_ATTRIBUTES = frozenset(vars(pl.LightningModule())) | {"log", "log_dic
 class PipeShiftStrategy(ParallelStrategy):
     """Trains one model as a pipeline over all devices, from an unmodified LightningModule.
 
-    Every stage runs the user's own ``training_step``; a gate in front of each layer skips those that live on other
-    stages. Schedules: GPipe (Huang et al. 2019, section 2.3) and 1F1B (Narayanan et al., PipeDream-Flush, 2021,
-    section 3.2).
+    Every stage runs the user's own ``training_step``; a gate in front of each layer skips those
+    that live on other stages. Schedules: GPipe (Huang et al. 2019, section 2.3) and 1F1B (Narayanan
+    et al., PipeDream-Flush, 2021, section 3.2).
 
     Args:
         virtual_machines: how many replicas of the model train in parallel. This version runs one.
         microbatches: into how many slices a batch is cut; ``"auto"`` takes four for each stage.
         schedule: ``"1f1b"`` or ``"gpipe"``.
-        partition: who owns which layers. ``"auto"`` balances the measured forward times, ``"uniform"`` the number of
-            layers, a list gives the number of layers of each stage.
-        plan: a :class:`~lightning_pipeshift.Plan`, or the path of one, that overrides the three above.
-        process_group_backend: ``"nccl"`` or ``"gloo"``; by default what the devices allow. With gloo, tensors on a GPU
-            go through host memory.
+        partition: who owns which layers. ``"auto"`` balances the measured forward times,
+            ``"uniform"`` the number of layers, a list gives the number of layers of each stage.
+        plan: a :class:`~lightning_pipeshift.Plan`, or the path of one, that overrides the three
+            above.
+        process_group_backend: ``"nccl"`` or ``"gloo"``; by default what the devices allow. With
+            gloo, tensors on a GPU go through host memory.
         timeout: how long a rank waits for another before it gives up.
+        accelerator: as in every Lightning strategy; the Trainer's argument is the usual way.
+        parallel_devices: this host's devices, likewise.
+        cluster_environment: who tells a process its rank, likewise.
+        checkpoint_io: how checkpoints are written, likewise.
+        precision_plugin: the precision, likewise.
 
     Raises:
         ConfigurationError: an argument has a value that is not allowed; the message says what is.
@@ -93,8 +101,8 @@ class PipeShiftStrategy(ParallelStrategy):
         )
         if virtual_machines not in (1, "auto"):
             raise ConfigurationError(
-                f"virtual_machines={virtual_machines!r}: this version trains one virtual machine, that is one pipeline"
-                " over all devices. Leave the argument out, or pass 1."
+                f"virtual_machines={virtual_machines!r}: this version trains one virtual machine,"
+                " that is one pipeline over all devices. Leave the argument out, or pass 1."
             )
         if microbatches != "auto" and (
             isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1
@@ -149,8 +157,8 @@ class PipeShiftStrategy(ParallelStrategy):
         if self.local_rank >= len(self.parallel_devices):
             raise ConfigurationError(
                 f"This is process {self.local_rank} on its host, and the Trainer was given"
-                f" {len(self.parallel_devices)} device(s). Set `Trainer(devices=...)` to the number of processes that"
-                " the launcher starts on each host."
+                f" {len(self.parallel_devices)} device(s). Set `Trainer(devices=...)` to the number"
+                " of processes that the launcher starts on each host."
             )
         return self.parallel_devices[self.local_rank]
 
@@ -189,13 +197,16 @@ class PipeShiftStrategy(ParallelStrategy):
             )
 
     def set_world_ranks(self) -> None:
-        """Takes rank and world size from the launcher where it gives them; computes them otherwise."""
+        """Takes rank and world size from the launcher, and computes them where it gives none."""
         assert self.cluster_environment is not None
-        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-            rank = self.node_rank * self.num_processes + self.local_rank
-            self.cluster_environment.set_global_rank(rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank
+        rank = self.node_rank * self.num_processes + self.local_rank
+        world_size = self.num_nodes * self.num_processes
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        # Environments that know better (torchrun, SLURM) ignore this.
+        self.cluster_environment.set_global_rank(rank)
+        self.cluster_environment.set_world_size(world_size)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -225,7 +236,9 @@ class PipeShiftStrategy(ParallelStrategy):
         return "gloo"
 
     def _payload_backend(self) -> str:
-        """NCCL where every stage has a GPU of its own of the same vendor, gloo by way of the host otherwise."""
+        """NCCL where every stage has a GPU of its own of the same vendor, gloo by way of the host
+        otherwise.
+        """
         if self.root_device.type != "cuda" or self._process_group_backend == "gloo":
             return "gloo"
         properties = torch.cuda.get_device_properties(self.root_device)
@@ -235,7 +248,10 @@ class PipeShiftStrategy(ParallelStrategy):
         shared = len({uuid for uuid, _ in devices}) < len(devices)
         mixed = len({is_hip for _, is_hip in devices}) > 1
         if (shared or mixed) and self._process_group_backend is None:
-            log.info("PipeShift: stages share a device or vendors differ, so payloads go through host memory.")
+            log.info(
+                "PipeShift: stages share a device or vendors differ, so payloads go through host"
+                " memory."
+            )
         return "gloo" if shared or mixed else "nccl"
 
     def _require_channels(self) -> Channels:
@@ -248,19 +264,21 @@ class PipeShiftStrategy(ParallelStrategy):
     def _require_pipeline(self) -> Pipeline:
         if self._pipeline is None:
             raise ConfigurationError(
-                "There is no pipeline yet: it is built when `fit`, `validate`, `test` or `predict` begins."
+                "There is no pipeline yet: it is built when `fit`, `validate`, `test` or `predict`"
+                " begins."
             )
         return self._pipeline
 
     # --- setup ---
 
     def setup(self, trainer: pl.Trainer) -> None:
-        assert self.accelerator is not None and self.lightning_module is not None
-        module = self.lightning_module
+        module = self._require_module()
+        assert self.accelerator is not None
         check_run(trainer, module)
         self.accelerator.setup(trainer)
         channels = self._require_channels()
-        # Everything that draws outside of a step (shuffling, workers' seeds) draws the same on every stage.
+        # Everything that draws outside of a step (shuffling, workers' seeds) draws the same on
+        # every stage.
         set_global_state(channels.share_object(global_state(), source=0))
         self.precision_plugin = over_stages(
             self.precision_plugin, self._gradient_norms, channels.sum
@@ -269,7 +287,8 @@ class PipeShiftStrategy(ParallelStrategy):
         for metric in module.modules():
             if isinstance(metric, Metric):
                 metric.to(self.root_device)
-                # The states are the same on every stage: gathering them would count each several times.
+                # The states are the same on every stage: gathering them would count each several
+                # times.
                 metric.distributed_available_fn = _never
         self._pipeline = Pipeline(
             root=module,
@@ -312,7 +331,7 @@ class PipeShiftStrategy(ParallelStrategy):
         trainer = module.trainer
         batch, *rest = args or tuple(kwargs.values())
 
-        def step(root: nn.Module, part: Any) -> Any:
+        def step(root: Any, part: Any) -> Any:
             with self.precision_plugin.train_step_context():
                 return root.training_step(part, *rest)
 
@@ -328,7 +347,8 @@ class PipeShiftStrategy(ParallelStrategy):
             )
         say_again(report.logs, module.log, module, self.root_device)
         if report.loss is None:
-            # Lightning takes `None` from a single process only. Nothing has a gradient, so nothing is stepped.
+            # Lightning takes `None` from a single process only. Nothing has a gradient, so nothing
+            # is stepped.
             return torch.zeros((), device=self.root_device)
         loss = report.loss.to(self.root_device)
         if isinstance(report.result, Mapping):
@@ -349,7 +369,9 @@ class PipeShiftStrategy(ParallelStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Hands over the gradients that the step has made, between the hooks that belong to a backward."""
+        """Hands over the gradients that the step has made, between the hooks that belong to a
+        backward.
+        """
         module, pipeline = self._require_module(), self._require_pipeline()
         assert pipeline.holdings is not None
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
@@ -357,13 +379,17 @@ class PipeShiftStrategy(ParallelStrategy):
         return self.precision_plugin.post_backward(closure_loss, module)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("validation_step", self.precision_plugin.val_step_context, *args, **kwargs)
+        return self._evaluate(
+            "validation_step", self.precision_plugin.val_step_context, *args, **kwargs
+        )
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate("test_step", self.precision_plugin.test_step_context, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("predict_step", self.precision_plugin.predict_step_context, *args, **kwargs)
+        return self._evaluate(
+            "predict_step", self.precision_plugin.predict_step_context, *args, **kwargs
+        )
 
     def _evaluate(self, name: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         assert self._evaluation is not None
@@ -419,7 +445,7 @@ class PipeShiftStrategy(ParallelStrategy):
     # --- checkpoints ---
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole state on rank 0; on other ranks, what they do not hold is on the meta device."""
+        """The whole state on rank 0; elsewhere, what is not held is on the meta device."""
         module = self._require_module()
         holdings = self._pipeline.holdings if self._pipeline is not None else None
         if holdings is None:
@@ -439,7 +465,9 @@ class PipeShiftStrategy(ParallelStrategy):
     # --- the end ---
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tells the other ranks why, and closes the connections, so that none of them waits for this one."""
+        """Tells the other ranks why, and closes the connections, so that none of them waits for
+        this one.
+        """
         if self._failed or not dist.is_initialized():
             return
         self._failed = True
@@ -457,7 +485,7 @@ class PipeShiftStrategy(ParallelStrategy):
             self._board.wait_for_readers()
 
     def teardown(self) -> None:
-        """Makes the model whole again on every rank, and gives everything back that the run took."""
+        """Makes the model whole again on every rank, and gives back what the run took."""
         pipeline = self._pipeline
         if pipeline is not None:
             pipeline.release_gates()
@@ -469,7 +497,8 @@ class PipeShiftStrategy(ParallelStrategy):
             if isinstance(metric, Metric):
                 metric.cpu()
         _optimizers_to_device(self.optimizers, torch.device("cpu"))
-        assert self.cluster_environment is not None and self.accelerator is not None
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -483,6 +512,6 @@ def _never() -> bool:
 def _require_partition(partition: Any) -> None:
     if isinstance(partition, str) and partition not in ("auto", "uniform"):
         raise ConfigurationError(
-            f"partition={partition!r}: allowed are 'auto', 'uniform', a list with the number of layers of each stage"
-            " ([5, 4]), or one such list for each virtual machine."
+            f"partition={partition!r}: allowed are 'auto', 'uniform', a list with the number of"
+            " layers of each stage ([5, 4]), or one such list for each virtual machine."
         )

@@ -1,7 +1,7 @@
 """Where a stage's autograd graph begins: at received payloads, and at shared parameters.
 
-Both hand out a tensor whose gradient goes into a box instead of into a leaf. Such a tensor is no leaf, so user code may
-modify it in place; it is no view and no copy either.
+Both hand out a tensor whose gradient goes into a box instead of into a leaf. Such a tensor is no
+leaf, so user code may modify it in place; it is no view and no copy either.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class GradientBox:
             with torch.inference_mode(False):
                 anchor = torch.zeros((), device=self.source.device, requires_grad=True)
             _anchors[self.source.device] = anchor
-        tensor: Tensor = _Open.apply(anchor, self)
+        tensor: Tensor = _Open.apply(anchor, self)  # type: ignore[no-untyped-call]
         return tensor
 
     def take(self, gradient: Tensor) -> None:
@@ -94,7 +94,8 @@ class SharedParameters:
             return
         for use in self._by_segment.get(segment, ()):
             if use.parameter.requires_grad:
-                # `detach` shares memory and version counter, so autograd still notices a parameter that changes.
+                # `detach` shares memory and version counter, so autograd still notices a parameter
+                # that changes.
                 box = _SegmentBox(use.parameter.detach(), self.sums, (use.name, segment))
                 alias = box.open()
                 for slot in use.slots:
@@ -107,7 +108,9 @@ class SharedParameters:
                 slot.put(use.parameter)
 
     def total(self, use: ParameterUse, start: Tensor | None) -> Tensor | None:
-        """``start`` plus the gradients of this stage's segments, in order; ``None`` where there is neither."""
+        """``start`` plus the gradients of this stage's segments, in order; ``None`` where there is
+        neither.
+        """
         for segment in use.segments:
             part = self.sums.get((use.name, segment))
             if part is not None:

@@ -1,7 +1,7 @@
 """The gate in front of a layer: the only place where PipeShift touches one.
 
-A gate replaces the layer's ``forward``. While a pass is under way it asks the pass what to do; outside of one the layer
-is the user's own, unchanged.
+A gate replaces the layer's ``forward``. While a pass is under way it asks the pass what to do;
+outside of one the layer is the user's own, unchanged.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Gate:
         """Puts the gate in front of the layer."""
         if hasattr(self.original, "__pipeshift__"):
             raise LayerError(
-                f"The layer {self.name!r} already has a gate: an earlier run of the same model was not ended."
+                f"The layer {self.name!r} already has a gate: an earlier run of the same model was"
+                " not ended."
             )
 
         @functools.wraps(self.original)

@@ -1,7 +1,8 @@
 """Finds the layers of a LightningModule: the modules that are placed, measured and moved.
 
-Containers, and modules that hold a list of like blocks, are opened; what remains and has parameters is a layer. An
-element of such a list is never opened by itself: inside it the boundaries carry more than between the elements.
+Containers, and modules that hold a list of like blocks, are opened; what remains and has parameters
+is a layer. An element of such a list is never opened by itself: inside it the boundaries carry more
+than between the elements.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ def find_layers(root: nn.Module, at_least: int = 1) -> dict[str, nn.Module]:
 
     Args:
         root: the LightningModule; it is always opened.
-        at_least: while there are fewer layers than this, the largest is opened (a wrapper around the whole network,
-            say), as long as it has parts with parameters.
+        at_least: while there are fewer layers than this, the largest is opened (a wrapper around
+            the whole network, say), as long as it has parts with parameters.
 
     Raises:
-        LayerError: nothing has parameters, or ``configure_layers`` returned something that is no list of separate
-            modules of ``root``.
+        LayerError: nothing has parameters, or ``configure_layers`` returned something that is no
+            list of separate modules of ``root``.
     """
     configure = getattr(root, "configure_layers", None)
     if callable(configure):
@@ -50,8 +51,8 @@ def find_layers(root: nn.Module, at_least: int = 1) -> dict[str, nn.Module]:
         layers = opened
     if not layers:
         raise LayerError(
-            f"`{type(root).__name__}` has no module with parameters, so there is nothing to place on stages."
-            " Build the network in `__init__`, before `Trainer.fit` is called."
+            f"`{type(root).__name__}` has no module with parameters, so there is nothing to place"
+            " on stages. Build the network in `__init__`, before `Trainer.fit` is called."
         )
     return layers
 
@@ -63,7 +64,7 @@ def _open(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
             elements = isinstance(child, nn.ModuleList | nn.ModuleDict)
             for element_name, element in child.named_children():
                 element_path = f"{path}.{element_name}"
-                if isinstance(element, _CONTAINERS) or not elements and _holds_blocks(element):
+                if isinstance(element, _CONTAINERS) or (not elements and _holds_blocks(element)):
                     yield from _open(element, element_path)
                 else:
                     yield element_path, element
@@ -89,8 +90,8 @@ def _holds_blocks(module: nn.Module) -> bool:
 def _are_like_blocks(container: nn.Module) -> bool:
     kinds: dict[type, int] = {}
     for element in container.children():
-        # A run of plain Linear modules in a Sequential is what the inside of a block looks like; in a ModuleList, which
-        # has no forward of its own, it is a list of layers.
+        # A run of plain Linear modules in a Sequential is what the inside of a block looks like; in
+        # a ModuleList, which has no forward of its own, it is a list of layers.
         composite = bool(_parts(element)) or isinstance(container, nn.ModuleList)
         if composite and _num_parameters(element):
             kinds[type(element)] = kinds.get(type(element), 0) + 1
@@ -109,15 +110,15 @@ def _named_by_user(root: nn.Module, chosen: object) -> dict[str, nn.Module]:
     name_of = {module: name for name, module in root.named_modules()}
     if not isinstance(chosen, Sequence) or not chosen:
         raise LayerError(
-            f"`configure_layers` returned {type(chosen).__name__}; it has to return a non-empty list of modules of"
-            " this LightningModule, in the order in which they are called."
+            f"`configure_layers` returned {type(chosen).__name__}; it has to return a non-empty"
+            " list of modules of this LightningModule, in the order in which they are called."
         )
     layers: dict[str, nn.Module] = {}
     for module in chosen:
         if not isinstance(module, nn.Module) or module not in name_of or module is root:
             raise LayerError(
-                f"`configure_layers` returned {module!r:.200}, which is not a module inside this LightningModule."
-                " Return modules that are reachable as its attributes."
+                f"`configure_layers` returned {module!r:.200}, which is not a module inside this"
+                " LightningModule. Return modules that are reachable as its attributes."
             )
         if name_of[module] in layers:
             raise LayerError(

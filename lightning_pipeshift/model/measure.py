@@ -21,8 +21,9 @@ _REPEATS = 3
 class Stopwatch:
     """Times every layer once while a flow is recorded.
 
-    Each layer runs by itself on made-up inputs of the recorded shapes, so no other layer has to be here, and nothing in
-    the model changes. Layers of the same class, shapes and inputs are timed once.
+    Each layer runs by itself on made-up inputs of the recorded shapes, so no other layer has to be
+    here, and nothing in the model changes. Layers of the same class, shapes and inputs are timed
+    once.
 
     Args:
         device: where to run.
@@ -72,7 +73,8 @@ class Stopwatch:
                     self._wait()
                     best = min(best, time.perf_counter() - start)
         except Exception:
-            # Any error says only that this layer needs real inputs; the planner goes by its parameters instead.
+            # Any error says only that this layer needs real inputs; the planner goes by its
+            # parameters instead.
             return None
         return best
 

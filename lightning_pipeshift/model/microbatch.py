@@ -1,4 +1,6 @@
-"""Cuts a batch into microbatches, and puts what they gave together as one batch would have given it."""
+"""Cuts a batch into microbatches, and puts what they gave together as one batch would have given
+it.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +24,24 @@ def batch_size_of(batch: Any) -> int:
         if isinstance(leaf, Tensor) and leaf.dim():
             return leaf.size(0)
     raise BatchError(
-        f"A batch of type {type(batch).__name__} holds no tensor with a batch dimension, so it cannot be cut into"
-        " microbatches. Let the DataLoader return tensors whose first dimension counts the samples, or set"
-        " `microbatches=1`."
+        f"A batch of type {type(batch).__name__} holds no tensor with a batch dimension, so it"
+        " cannot be cut into microbatches. Let the DataLoader return tensors whose first dimension"
+        " counts the samples, or set `microbatches=1`."
     )
 
 
 def split(batch: Any, num_microbatches: int) -> list[tuple[Any, int]]:
-    """Cuts a batch along its first dimension into at most ``num_microbatches`` slices of nearly equal size.
+    """Cuts a batch along its first dimension into at most ``num_microbatches`` slices of nearly
+    equal size.
 
-    Tensors are cut, and lists and tuples of strings of the same length; what has no batch dimension goes into every
-    slice. The first slices are one sample larger where the count does not divide; no slice is empty.
+    Tensors are cut, and lists and tuples of strings of the same length; what has no batch dimension
+    goes into every slice. The first slices are one sample larger where the count does not divide;
+    no slice is empty.
 
     Args:
         batch: a nested structure of tensors.
-        num_microbatches: the most slices; a batch of fewer samples gives as many slices as it has samples.
+        num_microbatches: the most slices; a batch of fewer samples gives as many slices as it has
+            samples.
 
     Returns:
         The slices, and how many samples each holds.
@@ -53,10 +58,11 @@ def split(batch: Any, num_microbatches: int) -> list[tuple[Any, int]]:
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.dim() and leaf.size(0) != size:
             raise BatchError(
-                f"The batch holds tensors of {size} and of {leaf.size(0)} samples (shape {tuple(leaf.shape)}), so it is"
-                " not clear how to cut it into microbatches. The first dimension of every tensor in a batch has to"
-                " count the samples: move what is common to all samples out of the batch (a buffer of the"
-                " LightningModule, say), or set `microbatches=1`."
+                f"The batch holds tensors of {size} and of {leaf.size(0)} samples (shape"
+                f" {tuple(leaf.shape)}), so it is not clear how to cut it into microbatches. The"
+                " first dimension of every tensor in a batch has to count the samples: move what"
+                " is common to all samples out of the batch (a buffer of the LightningModule,"
+                " say), or set `microbatches=1`."
             )
     count = max(1, min(num_microbatches, size))
     pieces = [torch.tensor_split(leaf, count) if _is_cut(leaf) else None for leaf in leaves]
@@ -64,7 +70,8 @@ def split(batch: Any, num_microbatches: int) -> list[tuple[Any, int]]:
     slices = []
     for number in range(count):
         parts = [
-            leaf if piece is None else piece[number] for leaf, piece in zip(leaves, pieces, strict=True)
+            leaf if piece is None else piece[number]
+            for leaf, piece in zip(leaves, pieces, strict=True)
         ]
         slices.append((rebuild(parts), sizes[number]))
     return _cut_lists(batch, slices, size)
@@ -75,7 +82,9 @@ def _is_cut(leaf: Any) -> bool:
 
 
 def _cut_lists(batch: Any, slices: list[tuple[Any, int]], size: int) -> list[tuple[Any, int]]:
-    """Cuts lists of plain things (strings, numbers), one for each sample, in a batch that is a mapping or sequence."""
+    """Cuts lists of plain things (strings, numbers), one for each sample, in a batch that is a
+    mapping or sequence.
+    """
     keys: Sequence[Any]
     if isinstance(batch, Mapping):
         keys = list(batch)
@@ -116,8 +125,8 @@ def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
 def merge(results: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
     """One batch's result out of its microbatches' results.
 
-    Tensors with the samples in their first dimension are joined; scalars are averaged with the microbatches' weights;
-    anything else becomes a list with one entry for each microbatch.
+    Tensors with the samples in their first dimension are joined; scalars are averaged with the
+    microbatches' weights; anything else becomes a list with one entry for each microbatch.
     """
     if len(results) == 1:
         return results[0]
@@ -133,10 +142,14 @@ def merge(results: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]
 
 def _merge_leaf(leaves: list[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
     if all(isinstance(leaf, Tensor) for leaf in leaves):
-        if all(leaf.dim() and leaf.size(0) == size for leaf, size in zip(leaves, sizes, strict=True)):
+        if all(
+            leaf.dim() and leaf.size(0) == size for leaf, size in zip(leaves, sizes, strict=True)
+        ):
             return torch.cat(leaves)
         if all(leaf.dim() == 0 and leaf.is_floating_point() for leaf in leaves):
             return weighted_mean(leaves, weights)
-    if all(leaf is leaves[0] or (not isinstance(leaf, Tensor) and leaf == leaves[0]) for leaf in leaves):
+    if all(
+        leaf is leaves[0] or (not isinstance(leaf, Tensor) and leaf == leaves[0]) for leaf in leaves
+    ):
         return leaves[0]
     return leaves

@@ -1,9 +1,10 @@
 """Who uses which parameter, and how a stage lets go of those that it does not need.
 
-A parameter that exactly one layer uses moves with that layer. All others are *shared*: loose parameters (in no layer),
-tied ones (in several), and those that user code touches directly (``F.linear(h, self.embed.weight)``). A shared
-parameter is used in *segments*: the inside of one layer, or the user code in front of one. Its gradient is collected
-for each segment apart and summed in the order of the segments, so the sum has the same bits on every split.
+A parameter that exactly one layer uses moves with that layer. All others are *shared*: loose
+parameters (in no layer), tied ones (in several), and those that user code touches directly
+(``F.linear(h, self.embed.weight)``). A shared parameter is used in *segments*: the inside of one
+layer, or the user code in front of one. Its gradient is collected for each segment apart and summed
+in the order of the segments, so the sum has the same bits on every split.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def slots_of(module: nn.Module) -> list[Slot]:
 
 @contextmanager
 def substituted(slots: Iterable[Slot], tensor_of: Mapping[int, Tensor]) -> Iterator[None]:
-    """Context in which the places refer to other tensors, chosen by the identity of what they refer to."""
+    """Context in which the places refer to other tensors, chosen by the identity of what they refer
+    to.
+    """
     before = [(slot, slot.get()) for slot in slots]
     try:
         for slot, tensor in before:
@@ -76,7 +79,8 @@ class ParameterUse:
         parameter: the tensor; the same object for the whole run, wherever its data is.
         slots: all places that refer to it.
         layers: the indices of the layers whose modules refer to it.
-        segments: where a shared parameter is used, in order; empty for one that moves with its only layer.
+        segments: where a shared parameter is used, in order; empty for one that moves with its only
+            layer.
         everywhere: whether user code touches it, so that every stage has to hold it.
     """
 
@@ -107,7 +111,8 @@ def parameter_uses(
     Args:
         root: the LightningModule.
         layers: its layers, in call order.
-        touched: by the identity of a parameter, the segments that use it other than through its own layer.
+        touched: by the identity of a parameter, the segments that use it other than through its own
+            layer.
     """
     members = [{id(parameter) for parameter in layer.parameters()} for layer in layers]
     slots: dict[int, list[Slot]] = {}
@@ -128,14 +133,19 @@ def parameter_uses(
 
 
 def hold(tensor: Tensor, data: Tensor) -> None:
-    """Gives a parameter or buffer, of which only the name was here, its values; the object stays the same."""
+    """Gives a parameter or buffer, of which only the name was here, its values; the object stays
+    the same.
+    """
     _swap(tensor, data)
 
 
 def release(tensor: Tensor) -> None:
     """Lets go of the values of a parameter or buffer; the object, its shape and its type stay."""
     if tensor.device != META:
-        _swap(tensor, torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META))
+        _swap(
+            tensor,
+            torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META),
+        )
     tensor.grad = None
 
 
@@ -143,8 +153,8 @@ def _swap(tensor: Tensor, data: Tensor) -> None:
     if data.device.type == tensor.device.type:
         tensor.data = data
         return
-    # `tensor.data = ...` refuses another backend. Swapping keeps the object, so optimizers, schedulers and the user's own
-    # references stay valid.
+    # `tensor.data = ...` refuses another backend. Swapping keeps the object, so optimizers,
+    # schedulers and the user's own references stay valid.
     fresh: Tensor = data
     if isinstance(tensor, nn.Parameter):
         fresh = nn.Parameter(data, requires_grad=tensor.requires_grad)
@@ -156,7 +166,8 @@ def _swap(tensor: Tensor, data: Tensor) -> None:
 class flat_weights_forgotten:
     """Context in which recurrent modules hold no weak references to their parameters.
 
-    ``nn.LSTM`` and its kind keep weak references for a fast path, and a tensor with weak references cannot be swapped.
+    ``nn.LSTM`` and its kind keep weak references for a fast path, and a tensor with weak references
+    cannot be swapped.
     """
 
     def __init__(self, root: nn.Module) -> None:

@@ -1,9 +1,10 @@
 """Stand-ins for tensors that live on another stage.
 
-A placeholder has the shape, type and device of the tensor it stands for, no memory, and remembers which layers' outputs
-it was made from. User code between layers runs on placeholders as on tensors; the results are placeholders. Following
-the tensors and skipping the layers of other stages are therefore the same thing, and a placeholder that turns up where a
-value is needed is found at once: a silent wrong number is impossible.
+A placeholder has the shape, type and device of the tensor it stands for, no memory, and remembers
+which layers' outputs it was made from. User code between layers runs on placeholders as on tensors;
+the results are placeholders. Following the tensors and skipping the layers of other stages are
+therefore the same thing, and a placeholder that turns up where a value is needed is found at once:
+a silent wrong number is impossible.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.plan.flow import TensorSpec, Value
 
 META = torch.device("meta")
-_INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
+_INDEXING = frozenset(
+    {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+)
 
 
 class Origin:
@@ -49,16 +52,19 @@ class Watcher:
     def read(self, function: str, values: set[Value]) -> None:
         """User code reads values on the host, or makes a shape of them."""
         raise LayerError(
-            f"`{function}` needs the values of {_sources(values)}, which lives on another stage and was not sent here."
-            " The code between the layers took another way than when it was first followed. Let what it decides"
-            " depend on the batch only, or name the layers in `configure_layers()` so that this code is inside one."
+            f"`{function}` needs the values of {_sources(values)}, which lives on another stage and"
+            " was not sent here. The code between the layers took another way than when it was"
+            " first followed. Let what it decides depend on the batch only, or name the layers in"
+            " `configure_layers()` so that this code is inside one."
         )
 
     def written(self, values: set[Value]) -> None:
         """Values are written into a tensor that is no placeholder."""
 
     def draws(self, draw: Callable[[], object]) -> None:
-        """A random operation is applied to placeholders; ``draw`` applies it to as many real numbers."""
+        """A random operation is applied to placeholders; ``draw`` applies it to as many real
+        numbers.
+        """
 
     def used(self, origin: Origin) -> None:
         """An operation takes a placeholder."""
@@ -89,31 +95,32 @@ class Placeholder(torch.Tensor):
     """A tensor without memory that remembers its origin.
 
     Args:
-        inner: what computes its shape: a meta tensor, or the value itself while a flow is recorded on real values.
+        shadow: what computes its shape: a meta tensor, or the value itself while a flow is recorded
+            on real values.
         device: the device it claims to be on.
         origin: what it was made from.
     """
 
-    inner: torch.Tensor
+    shadow: torch.Tensor
     origin: Origin
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
-        cls, inner: torch.Tensor, device: torch.device, origin: Origin, requires_grad: bool = False
+        cls, shadow: torch.Tensor, device: torch.device, origin: Origin, requires_grad: bool = False
     ) -> Placeholder:
         self = torch.Tensor._make_wrapper_subclass(
             cls,
-            inner.size(),
-            strides=inner.stride() if inner.layout == torch.strided else None,
-            storage_offset=inner.storage_offset() if inner.layout == torch.strided else None,
-            dtype=inner.dtype,
-            layout=inner.layout,
+            shadow.size(),
+            strides=shadow.stride() if shadow.layout == torch.strided else None,
+            storage_offset=shadow.storage_offset() if shadow.layout == torch.strided else None,
+            dtype=shadow.dtype,
+            layout=shadow.layout,
             device=device,
             requires_grad=requires_grad,
         )
-        self.inner = inner
+        self.shadow = shadow
         self.origin = origin
         return self
 
@@ -127,8 +134,10 @@ class Placeholder(torch.Tensor):
         )
         return cls(inner, device, Origin(values, inside))
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"Placeholder({tuple(self.shape)}, {self.dtype}, from {_sources(self.origin.values)})"
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return (
+            f"Placeholder({tuple(self.shape)}, {self.dtype}, from {_sources(self.origin.values)})"
+        )
 
     def tolist(self) -> Any:
         """Reads the values, as ``Tensor.tolist`` does."""
@@ -143,7 +152,7 @@ class Placeholder(torch.Tensor):
         return array if dtype is None else array.astype(dtype)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return _dispatch(func, args, kwargs or {})
@@ -156,7 +165,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for leaf in seen:
         told.used(leaf.origin)
     values = set().union(*(leaf.origin.values for leaf in seen))
-    real = any(leaf.inner.device != META for leaf in seen)
+    real = any(leaf.shadow.device != META for leaf in seen)
 
     device = kwargs.get("device") or seen[0].device
     indexing = func._schema.name in _INDEXING
@@ -203,12 +212,13 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _plain(leaf: Any, real: bool, indexing: bool) -> Any:
     if isinstance(leaf, Placeholder):
-        return leaf.inner
+        return leaf.shadow
     if not isinstance(leaf, torch.Tensor) or real:
         return leaf
     if indexing and leaf.dtype in (torch.bool, torch.uint8) and leaf.device != META:
-        # A mask that is really there decides the shape: as an index of integers it does so without values.
-        # `index` takes one index for each dimension of the mask; only one-dimensional masks stay one argument.
+        # A mask that is really there decides the shape: as an index of integers it does so without
+        # values. `index` takes one index for each dimension of the mask; only one-dimensional masks
+        # stay one argument.
         if leaf.dim() == 1:
             return leaf.nonzero()[:, 0].to(META)
         return leaf
@@ -230,7 +240,9 @@ def _reads_values(func: Any) -> bool:
 
 
 def _ones(tensor: torch.Tensor, on: torch.device) -> torch.Tensor:
-    """A guess that upsets little user code: numbers are one (a logarithm, a division), conditions are false."""
+    """A guess that upsets little user code: numbers are one (a logarithm, a division), conditions
+    are false.
+    """
     if not isinstance(tensor, Placeholder):
         if tensor.device == META:
             return torch.ones_like(tensor, device=on)
@@ -242,12 +254,14 @@ def _ones(tensor: torch.Tensor, on: torch.device) -> torch.Tensor:
 
 def _estimate(function: str, placeholder: Placeholder) -> torch.Tensor:
     watcher().read(function, placeholder.origin.values)
-    if placeholder.inner.device != META:
-        return placeholder.inner.detach()
+    if placeholder.shadow.device != META:
+        return placeholder.shadow.detach()
     return _ones(placeholder, torch.device("cpu"))
 
 
-def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def _written_arguments(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[torch.Tensor]:
     written: list[torch.Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
@@ -267,7 +281,9 @@ def _aliased_argument(func: Any, args: tuple[Any, ...]) -> Any:
 
 def _sources(values: Iterable[Value]) -> str:
     layers = sorted({value.layer for value in values})
-    return "the output of layer " + ", ".join(map(str, layers)) if layers else "another stage's value"
+    return (
+        "the output of layer " + ", ".join(map(str, layers)) if layers else "another stage's value"
+    )
 
 
 def dtype_named(name: str) -> torch.dtype:
@@ -280,8 +296,8 @@ def dtype_named(name: str) -> torch.dtype:
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
     """Shape, strides and type of a tensor.
 
-    A tensor with gaps or overlaps (a slice, an expanded tensor) travels without them, so its strides are those of a
-    contiguous one.
+    A tensor with gaps or overlaps (a slice, an expanded tensor) travels without them, so its
+    strides are those of a contiguous one.
     """
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     if not _is_dense(shape, stride):
@@ -291,7 +307,9 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
 
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     expected = 1
-    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
+    for step, size in sorted(
+        (step, size) for step, size in zip(stride, shape, strict=True) if size != 1
+    ):
         if step != expected:
             return False
         expected *= size

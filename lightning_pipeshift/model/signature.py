@@ -13,7 +13,7 @@ from lightning_pipeshift.model.trees import flatten
 
 
 def batch_signature(batch: Any) -> Hashable:
-    """Structure, shapes and types of a batch, and those of its plain entries that code branches on."""
+    """Structure, shapes and types of a batch, and the plain entries that code branches on."""
     leaves, _ = flatten(batch)
     described = tuple(
         (tuple(leaf.shape), leaf.dtype)

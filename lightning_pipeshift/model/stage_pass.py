@@ -35,12 +35,14 @@ class Outgoing:
 
 @dataclass
 class StagePass(Watcher):
-    """Runs the stage's own layers, answers for the earlier ones, and ends the step at the later ones.
+    """Runs the stage's own layers, answers for the earlier ones, and ends the step at the later
+    ones.
 
     Args:
         trace: the flow of this microbatch.
         layers: the stage's own layers.
-        is_last: whether this is the virtual machine's last stage, which runs the code after the last layer too.
+        is_last: whether this is the virtual machine's last stage, which runs the code after the
+            last layer too.
         received: the payload of the boundary in front of ``layers``.
         device: the stage's device.
         streams: the generators to switch.
@@ -75,7 +77,8 @@ class StagePass(Watcher):
         handed_out = tensor
         passed_on = value in self._wanted
         if passed_on and self._runs_user_code:
-            # What crosses a boundary is the value that left the layer: user code here may write to its own copy.
+            # What crosses a boundary is the value that left the layer: user code here may write to
+            # its own copy.
             handed_out = tensor.clone()
         if value in self.trace.flow.differentiable and torch.is_grad_enabled():
             box = self.boxes[value] = GradientBox(handed_out)
@@ -98,8 +101,8 @@ class StagePass(Watcher):
                 self.result = step()
             if not self.is_last:
                 raise LayerError(
-                    "The step ended before it called the layers of the later stages. Let the step call the same layers"
-                    " for every batch."
+                    "The step ended before it called the layers of the later stages. Let the step"
+                    " call the same layers for every batch."
                 )
             self._require_values(self.result, "the step's result")
         except StageDone:
@@ -121,8 +124,9 @@ class StagePass(Watcher):
         calls = self.trace.flow.calls
         if self._position >= len(calls) or calls[self._position].layer != gate.index:
             raise LayerError(
-                f"The layer {gate.name!r} is called out of turn: when the step was first followed, another layer was"
-                " called here. Let the step call the same layers in the same order for every batch of a shape."
+                f"The layer {gate.name!r} is called out of turn: when the step was first followed,"
+                " another layer was called here. Let the step call the same layers in the same"
+                " order for every batch of a shape."
             )
         position = self._position
         self._position += 1
@@ -162,10 +166,12 @@ class StagePass(Watcher):
         for leaf in leaves:
             if isinstance(leaf, Placeholder):
                 raise LayerError(
-                    f"The layer {gate.name!r} was given a value that another stage holds ({leaf!r}): when the step was"
-                    " first followed it did not need it. Let the step pass the same values on for every batch."
+                    f"The layer {gate.name!r} was given a value that another stage holds"
+                    f" ({leaf!r}): when the step was first followed it did not need it. Let the"
+                    " step pass the same values on for every batch."
                 )
-        # At its last layer a stage has nothing left to do; a region that checkpoints has to be left in good order.
+        # At its last layer a stage has nothing left to do; a region that checkpoints has to be left
+        # in good order.
         ends = (
             not self.is_last
             and self._position == self._own.stop
@@ -186,17 +192,20 @@ class StagePass(Watcher):
         if expected is None or not isinstance(leaf, Tensor) or spec_of(leaf) != expected:
             found = spec_of(leaf) if isinstance(leaf, Tensor) else type(leaf).__name__
             raise LayerError(
-                f"The layer {gate.name!r} returned {found}, but {expected} was worked out for this batch."
-                " The shape of what a layer returns may depend on the shapes of its inputs only."
+                f"The layer {gate.name!r} returned {found}, but {expected} was worked out for this"
+                " batch. The shape of what a layer returns may depend on the shapes of its inputs"
+                " only."
             )
 
     def _again(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A layer runs again in the backward (activation checkpointing in the user's model), with the same numbers."""
+        """A layer runs again in the backward (activation checkpointing in the user's model), with
+        the same numbers.
+        """
         calls = [call for call in self.trace.flow.calls if call.layer == gate.index]
         if len(calls) != 1:
             raise LayerError(
-                f"The layer {gate.name!r} is called several times in a pass and checkpointed by the model."
-                " Checkpoint inside the layer instead."
+                f"The layer {gate.name!r} is called several times in a pass and checkpointed by the"
+                " model. Checkpoint inside the layer instead."
             )
         with self.streams.switched(*self.key, "layer", gate.index, 0):
             return gate.original(*args, **kwargs)
@@ -206,8 +215,9 @@ class StagePass(Watcher):
         for leaf in leaves_of(tree):
             if isinstance(leaf, Placeholder):
                 raise LayerError(
-                    f"{what} depends on a value that another stage holds ({leaf!r}): when the step was first followed"
-                    " it did not. Let the step compute the same things for every batch."
+                    f"{what} depends on a value that another stage holds ({leaf!r}): when the step"
+                    " was first followed it did not. Let the step compute the same things for"
+                    " every batch."
                 )
 
 

@@ -1,12 +1,14 @@
 """Random streams that do not depend on where a layer lives.
 
-Everything that a step draws comes from a stream per (seed, purpose, step, microbatch, virtual machine) and place in the
-forward pass: a layer has its own stream, and so has the user code in front of each layer, which runs on every stage. So a
-mask drawn in ``training_step`` is the same everywhere, and dropout is the same on every split and across every migration.
-Covered are torch on the CPU and on the stage's device, NumPy and Python's ``random``.
+Everything that a step draws comes from a stream per (seed, purpose, step, microbatch, virtual
+machine) and place in the forward pass: a layer has its own stream, and so has the user code in
+front of each layer, which runs on every stage. So a mask drawn in ``training_step`` is the same
+everywhere, and dropout is the same on every split and across every migration. Covered are torch on
+the CPU and on the stage's device, NumPy and Python's ``random``.
 
-The user code has a stream for each gap between layers, and not one for the whole pass, because a stage that runs it on
-placeholders draws less: what a gap draws must not depend on what was drawn before it.
+The user code has a stream for each gap between layers, and not one for the whole pass, because a
+stage that runs it on placeholders draws less: what a gap draws must not depend on what was drawn
+before it.
 """
 
 from __future__ import annotations
@@ -46,30 +48,35 @@ class Streams:
         if device.type == "cuda":
             torch.cuda.init()
             self._generators.append(torch.cuda.default_generators[device.index or 0])
-        # NumPy's global state is 2.5 KB and slow to read and write; its bit generator is one pointer, so each depth of
-        # nesting has a bit generator of its own, which is put in place and taken away.
+        # NumPy's global state is 2.5 KB and slow to read and write; its bit generator is one
+        # pointer, so each depth of nesting has a bit generator of its own, which is put in place
+        # and taken away.
         self._numpy_generators = [np.random.MT19937(0), np.random.MT19937(0)]
         self._depth = 0
 
     @contextmanager
     def switched(self, *key: int | str) -> Iterator[None]:
-        """Draws come from the key's stream inside the context; outside, everything goes on as if nothing happened."""
+        """Draws come from the key's stream inside the context; outside, everything goes on as if
+        nothing happened.
+        """
         torch_states = [generator.get_state() for generator in self._generators]
         python_state = random.getstate()
-        outer = np.random.get_bit_generator()
+        outer = np.random.get_bit_generator()  # type: ignore[attr-defined]
         self._depth += 1
         try:
             self.go_to(*key)
             yield
         finally:
             self._depth -= 1
-            np.random.set_bit_generator(outer)
+            np.random.set_bit_generator(outer)  # type: ignore[attr-defined]
             random.setstate(python_state)
             for generator, state in zip(self._generators, torch_states, strict=True):
                 generator.set_state(state)
 
     def go_to(self, *key: int | str) -> None:
-        """Inside :meth:`switched`: from here on, draws come from another key's stream, from its beginning."""
+        """Inside :meth:`switched`: from here on, draws come from another key's stream, from its
+        beginning.
+        """
         seed = stream_seed(*key)
         for generator in self._generators:
             generator.manual_seed(seed)
@@ -77,7 +84,7 @@ class Streams:
         numpy_generator: Any = self._numpy_generators[self._depth - 1]
         numpy_generator._legacy_seeding(seed & _MASK_32)
         # Putting it in place anew also forgets the spare one of NumPy's paired normal draws.
-        np.random.set_bit_generator(numpy_generator)
+        np.random.set_bit_generator(numpy_generator)  # type: ignore[attr-defined]
 
 
 def global_state() -> dict[str, Any]:

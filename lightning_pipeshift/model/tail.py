@@ -1,15 +1,17 @@
-"""What the last stage leaves behind in a step: logged values, metric states, lists that user code appends to.
+"""What the last stage leaves behind in a step: logged values, metric states, lists that user code
+appends to.
 
-Only the last stage runs the code after the last layer. What that code logs is recorded there and said again on every
-rank; what it changes on the LightningModule (``self.outputs.append(...)``, a metric's state, a counter) is found by
-comparing before and after, and done again on every rank. So hooks at the end of an epoch find the same on all of them.
+Only the last stage runs the code after the last layer. What that code logs is recorded there and
+said again on every rank; what it changes on the LightningModule (``self.outputs.append(...)``, a
+metric's state, a counter) is found by comparing before and after, and done again on every rank. So
+hooks at the end of an epoch find the same on all of them.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -30,7 +32,7 @@ _WIDTH = 256
 
 
 class MetricRef(NamedTuple):
-    """A torchmetrics object of the LightningModule, by its qualified name: every rank logs its own."""
+    """A torchmetrics object of the LightningModule, by its name: every rank logs its own."""
 
     name: str
 
@@ -91,8 +93,8 @@ def merge_logs(
 ) -> list[LoggedValue]:
     """What one device would have logged for the whole batch, from what each microbatch logged.
 
-    A mean counts each microbatch with its ``batch_size`` argument, or else with its weight; sums, maxima and minima are
-    taken as such. Values are logged with the batch size of the whole batch.
+    A mean counts each microbatch with its ``batch_size`` argument, or else with its weight; sums,
+    maxima and minima are taken as such. Values are logged with the batch size of the whole batch.
     """
     columns: dict[tuple[str, int], list[tuple[LoggedValue, int, float]]] = {}
     for records, size, weight in zip(logged, sizes, weights, strict=True):
@@ -113,17 +115,21 @@ def merge_logs(
     return merged
 
 
-def _reduce(first: LoggedValue, values: list[Any], weights: list[float]) -> Any:
+def _reduce(first: LoggedValue, values: list[Any], weights: Sequence[Any]) -> Any:
     if isinstance(first.value, MetricRef) or len(values) == 1:
         return first.value
     reduce_fx = first.options.get("reduce_fx", "mean")
-    kind = reduce_fx.lower() if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
+    kind = (
+        reduce_fx.lower() if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
+    )
     if kind == "sum":
         return sum(values[1:], start=values[0])
     if kind in ("max", "min"):
         tensors = [torch.as_tensor(value) for value in values]
         return getattr(torch.stack(tensors), f"a{kind}")(dim=0)
-    return weighted_mean([v.float() if isinstance(v, Tensor) else float(v) for v in values], weights)
+    return weighted_mean(
+        [v.float() if isinstance(v, Tensor) else float(v) for v in values], weights
+    )
 
 
 def say_again(
@@ -186,7 +192,9 @@ class TailState:
         self._marks = {path: _mark(value, _DEPTH) for path, value in self._attributes()}
 
     def changes(self) -> dict[Path, Any]:
-        """What is different from when it was last remembered; values are on the CPU and may be sent."""
+        """What is different from when it was last remembered; values are on the CPU and may be
+        sent.
+        """
         found: dict[Path, Any] = {}
         for path, value in self._attributes():
             change = _change(self._marks.get(path), value, _DEPTH)
@@ -249,7 +257,9 @@ def _change(mark: _Mark | None, value: Any, depth: int) -> Any:
         return Replaced(value) if _can_be_sent(value) else None
     if mark.kind == "tensor":
         version, before = mark.detail
-        changed = not torch.equal(before, value) if before is not None else value._version != version
+        changed = (
+            not torch.equal(before, value) if before is not None else value._version != version
+        )
         return Replaced(value) if changed else None
     if mark.kind == "list":
         length, nested = mark.detail
@@ -266,7 +276,9 @@ def _change(mark: _Mark | None, value: Any, depth: int) -> Any:
     if mark.kind == "dict":
         changes = {
             key: change
-            for key, change in ((k, _change(mark.detail.get(k), v, depth - 1)) for k, v in value.items())
+            for key, change in (
+                (k, _change(mark.detail.get(k), v, depth - 1)) for k, v in value.items()
+            )
             if change is not None
         }
         if set(mark.detail) - set(value):
@@ -312,10 +324,11 @@ def _to_cpu(leaf: Any) -> Any:
 
 
 class BatchMetrics:
-    """Makes a torchmetrics object that is called for each microbatch show what it would for the whole batch.
+    """Makes a torchmetrics object that is called for each microbatch show what it would for the
+    whole batch.
 
-    On the last stage. Metrics whose state cannot be merged (``full_state_update=True``) are left alone: the value that
-    they show for a step is the last microbatch's.
+    On the last stage. Metrics whose state cannot be merged (``full_state_update=True``) are left
+    alone: the value that they show for a step is the last microbatch's.
     """
 
     def __init__(self, root: nn.Module) -> None:

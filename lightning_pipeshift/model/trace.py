@@ -1,9 +1,10 @@
 """Follows the tensors through one run of the user's step, and records the flow.
 
-Every layer runs once on placeholders, which computes shapes and nothing else; the code between layers runs on
-placeholders too. What each call was made from, what the loss, the logged values and the results need, what user code
-reads on the host: all of it is written on the placeholders themselves. Where code refuses placeholders, the same run is
-made on real values, as long as the whole model is still here.
+Every layer runs once on placeholders, which computes shapes and nothing else; the code between
+layers runs on placeholders too. What each call was made from, what the loss, the logged values and
+the results need, what user code reads on the host: all of it is written on the placeholders
+themselves. Where code refuses placeholders, the same run is made on real values, as long as the
+whole model is still here.
 """
 
 from __future__ import annotations
@@ -32,14 +33,17 @@ from lightning_pipeshift.model.placeholder import (
     watching,
 )
 from lightning_pipeshift.model.trees import Rebuild, flatten, leaves_of
-from lightning_pipeshift.plan.flow import Call, Flow, Value
+from lightning_pipeshift.plan.flow import Call, Flow, TensorSpec, Value
 
 Step = Callable[[nn.Module], Any]
+Payload = list[tuple[Value, TensorSpec]]
 
 
 @dataclass(frozen=True)
 class Template:
-    """What a call returned: the leaves that are no tensors, and how to put a structure together again."""
+    """What a call returned: the leaves that are no tensors, and how to put a structure together
+    again.
+    """
 
     constants: tuple[Any, ...]
     rebuild: Rebuild
@@ -52,11 +56,13 @@ class Trace:
     Args:
         flow: the flow, by index of the layers.
         templates: one for each call.
-        touched: by identity of a parameter, the segments in which it is used other than through its own layer.
+        touched: by identity of a parameter, the segments in which it is used other than through its
+            own layer.
         logs_each_step: whether anything is logged with ``on_step=True``.
         returns_something: whether the step returned anything but ``None``.
-        drawing_gaps: the layers in front of which user code draws more than once, and not only for tensors that are
-            on every stage: there, random operations on placeholders have to use up what they would have drawn.
+        drawing_gaps: the layers in front of which user code draws more than once, and not only for
+            tensors that are on every stage: there, random operations on placeholders have to use up
+            what they would have drawn.
     """
 
     flow: Flow
@@ -65,6 +71,19 @@ class Trace:
     logs_each_step: bool = False
     returns_something: bool = False
     drawing_gaps: frozenset[int] = frozenset()
+    _payloads: dict[int, Payload] = field(default_factory=dict)
+
+    def payload(self, boundary: int) -> Payload:
+        """The values that cross the boundary in front of a layer, and how to receive them."""
+        if boundary not in self._payloads:
+            values = self.flow.payload(boundary)
+            self._payloads[boundary] = [(value, self.flow.spec(value)) for value in values]
+        return self._payloads[boundary]
+
+    def gradients(self, boundary: int) -> Payload:
+        """Those of them whose gradients come back."""
+        differentiable = self.flow.differentiable
+        return [(value, spec) for value, spec in self.payload(boundary) if value in differentiable]
 
 
 def record(
@@ -80,8 +99,8 @@ def record(
 
     Args:
         step: runs the user's step on the LightningModule it is given, with a microbatch.
-        root: the LightningModule. The run sees a shallow copy of it, so that lists it appends to, counters and metrics
-            stay as they are.
+        root: the LightningModule. The run sees a shallow copy of it, so that lists it appends to,
+            counters and metrics stay as they are.
         gates: installed, one for each layer.
         switch: the gates' switch.
         device: the device on which the stage's layers live.
@@ -89,8 +108,8 @@ def record(
         stopwatch: times every layer on the way.
 
     Raises:
-        LayerError: a layer is called twice in another way than directly in a row on independent inputs, or its inner
-            tensors leave it in another way than by its return value.
+        LayerError: a layer is called twice in another way than directly in a row on independent
+            inputs, or its inner tensors leave it in another way than by its return value.
     """
     recorder = _Recorder(root, gates, device, real, stopwatch)
     switch.current = recorder
@@ -103,16 +122,23 @@ def record(
 
 
 class _Relabel(torch.autograd.Function):
-    """Gives a placeholder a new origin and keeps the autograd graph in one piece, so that it can be searched."""
+    """Gives a placeholder a new origin and keeps the autograd graph in one piece, so that it can be
+    searched.
+    """
 
     @staticmethod
     def forward(ctx: Any, old: Placeholder, origin: Origin, value: Value | None) -> Placeholder:
         ctx.value = value
-        return Placeholder(old.inner, old.device, origin)
+        return Placeholder(old.shadow, old.device, origin)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return gradients[0], None, None
+
+
+def _relabelled(old: Placeholder, origin: Origin, value: Value | None) -> Placeholder:
+    new: Placeholder = _Relabel.apply(old, origin, value)  # type: ignore[no-untyped-call]
+    return new
 
 
 @dataclass(frozen=True)
@@ -155,9 +181,9 @@ class _Recorder(Watcher):
         if self.inside is not None:
             # A layer that calls another layer: the inner one is part of the outer one's work.
             raise LayerError(
-                f"The layer {self.inside.gate.name!r} calls the layer {gate.name!r}. A layer that is placed by itself"
-                " cannot be used inside another. Return both as one module from `configure_layers()`, or hold the"
-                " shared part outside."
+                f"The layer {self.inside.gate.name!r} calls the layer {gate.name!r}. A layer that"
+                " is placed by itself cannot be used inside another. Return both as one module"
+                " from `configure_layers()`, or hold the shared part outside."
             )
         call = self._count(gate)
         if self._stopwatch is not None:
@@ -173,13 +199,13 @@ class _Recorder(Watcher):
                 needs |= leaf.origin.values
                 origin = Origin((), inside)
                 origins.append((leaf.origin, origin))
-                leaf = _Relabel.apply(leaf, origin, None)
+                leaf = _relabelled(leaf, origin, None)
             inner_inputs.append(leaf)
         if call and any(value.layer == gate.index for value in needs):
             raise LayerError(
-                f"The layer {gate.name!r} is called again on what it returned itself, in one forward pass."
-                " A layer is called once: give each use a module of its own, or wrap the repeated part in one module"
-                " and name that in `configure_layers()`."
+                f"The layer {gate.name!r} is called again on what it returned itself, in one"
+                " forward pass. A layer is called once: give each use a module of its own, or wrap"
+                " the repeated part in one module and name that in `configure_layers()`."
             )
         inner_args, inner_kwargs = rebuild_inputs(inner_inputs)
         self.inside = inside
@@ -190,8 +216,8 @@ class _Recorder(Watcher):
             self.inside = None
         for outer, inner in origins:
             if inner.written_by is not None:
-                # The caller's tensor has changed as well; whoever uses it from here on depends on this layer in a way
-                # that its return value does not carry.
+                # The caller's tensor has changed as well; whoever uses it from here on depends on
+                # this layer in a way that its return value does not carry.
                 outer.written_by = inside
         return self._leave(gate, call, output, needs)
 
@@ -201,10 +227,10 @@ class _Recorder(Watcher):
             if self.calls[-1].layer != gate.index:
                 others = {self._gates[c.layer].name for c in self.calls if c.layer != gate.index}
                 raise LayerError(
-                    f"The layer {gate.name!r} is called twice in one forward pass, with other layers"
-                    f" ({', '.join(sorted(others)[:3])} ...) in between. A layer is called once. Give each use a module"
-                    " of its own, or wrap everything from its first call to its last in one module and name that in"
-                    " `configure_layers()`."
+                    f"The layer {gate.name!r} is called twice in one forward pass, with other"
+                    f" layers ({', '.join(sorted(others)[:3])} ...) in between. A layer is called"
+                    " once. Give each use a module of its own, or wrap everything from its first"
+                    " call to its last in one module and name that in `configure_layers()`."
                 )
             call = self.calls[-1].call + 1
         return call
@@ -229,7 +255,9 @@ class _Recorder(Watcher):
 
     def _leave(self, gate: Gate, call: int, output: Any, needs: set[Value]) -> Any:
         leaves, rebuild = flatten(output)
-        specs, constants, outer = [], [], []
+        specs: list[TensorSpec | None] = []
+        constants: list[Any] = []
+        outer: list[Any] = []
         for number, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
                 specs.append(None)
@@ -241,9 +269,9 @@ class _Recorder(Watcher):
                 # Made from the batch alone.
                 inner = leaf if self._real else leaf.detach().to(META)
                 leaf = Placeholder(inner, self._device, Origin(()))
-            specs.append(spec_of(leaf.inner))
+            specs.append(spec_of(leaf.shadow))
             constants.append(None)
-            outer.append(_Relabel.apply(leaf, Origin([value]), value))
+            outer.append(_relabelled(leaf, Origin([value]), value))
         self.calls.append(Call(gate.index, call, tuple(specs), frozenset(needs)))
         self.templates.append(Template(tuple(constants), rebuild))
         return rebuild(outer)
@@ -274,19 +302,20 @@ class _Recorder(Watcher):
         if origin.inside is self.inside:
             if self.inside is None and isinstance(origin.written_by, _Inside):
                 raise LayerError(
-                    f"The layer {origin.written_by.gate.name!r} changes its input in place, and that input is used"
-                    " after it. Other stages see the input as it was before. Clone it in the layer, or use what the"
-                    " layer returns."
+                    f"The layer {origin.written_by.gate.name!r} changes its input in place, and"
+                    " that input is used after it. Other stages see the input as it was before."
+                    " Clone it in the layer, or use what the layer returns."
                 )
             return
         if isinstance(origin.inside, _Inside):
             raise LayerError(
-                f"A tensor from the inside of the layer {origin.inside.gate.name!r} is used outside of it, and not by"
-                " way of the layer's return value (a hook on a submodule, say, or a list that it appends to). On"
-                " another stage that tensor does not exist. Let the layer return it, or name a larger module in"
-                " `configure_layers()`."
+                f"A tensor from the inside of the layer {origin.inside.gate.name!r} is used outside"
+                " of it, and not by way of the layer's return value (a hook on a submodule, say,"
+                " or a list that it appends to). On another stage that tensor does not exist. Let"
+                " the layer return it, or name a larger module in `configure_layers()`."
             )
-        # A tensor from outside that reached the layer by an attribute or a closure: needed like an argument.
+        # A tensor from outside that reached the layer by an attribute or a closure: needed like an
+        # argument.
         assert self.inside is not None
         self.inside.needs.update(origin.values)
 
@@ -330,8 +359,8 @@ class _Recorder(Watcher):
         if not self.calls:
             raise LayerError(
                 "The step calls none of the layers that PipeShift found"
-                f" ({', '.join(gate.name for gate in self._gates[:5])} ...). Name the modules that it calls in"
-                " `configure_layers()`."
+                f" ({', '.join(gate.name for gate in self._gates[:5])} ...). Name the modules that"
+                " it calls in `configure_layers()`."
             )
         return Trace(
             flow,
@@ -362,11 +391,23 @@ def _reached_from(loss: Any) -> set[Value]:
 
 
 class _TouchedParameters(TorchFunctionMode):
-    """Sees every torch function that is called with a parameter itself, which inside its layer is a stand-in."""
+    """Sees every torch function that is called with a parameter itself, which inside its layer is a
+    stand-in.
+    """
 
     # What a parameter's name, shape and type say is known on every stage.
     _HARMLESS = frozenset(
-        {"shape", "dtype", "ndim", "requires_grad", "layout", "is_leaf", "is_sparse", "names", "itemsize"}
+        {
+            "shape",
+            "dtype",
+            "ndim",
+            "requires_grad",
+            "layout",
+            "is_leaf",
+            "is_sparse",
+            "names",
+            "itemsize",
+        }
     )
 
     def __init__(self, recorder: _Recorder) -> None:
@@ -391,11 +432,21 @@ class _TouchedParameters(TorchFunctionMode):
         if name == "__get__":
             owner = getattr(func, "__self__", None)
             return getattr(owner, "__name__", "") in self._HARMLESS
-        return name in ("size", "dim", "numel", "element_size", "is_floating_point", "is_complex", "__repr__")
+        return name in (
+            "size",
+            "dim",
+            "numel",
+            "element_size",
+            "is_floating_point",
+            "is_complex",
+            "__repr__",
+        )
 
 
 def _stand_in(root: nn.Module, recorder: _Recorder) -> nn.Module:
-    """A shallow copy of the LightningModule: same submodules, but what the step leaves on it is lost with it."""
+    """A shallow copy of the LightningModule: same submodules, but what the step leaves on it is
+    lost with it.
+    """
     fresh = object.__new__(type(root))
     state: dict[str, Any] = {}
     for name, value in root.__dict__.items():

@@ -1,7 +1,8 @@
 """Nested structures of tensors: what batches are made of, and what layers return.
 
-``torch.utils._pytree`` knows dicts, lists, tuples, named tuples and whatever a library registered (Hugging Face
-registers its outputs); dataclasses and dict-like classes that nobody registered are opened here.
+``torch.utils._pytree`` knows dicts, lists, tuples, named tuples and whatever a library registered
+(Hugging Face registers its outputs); dataclasses and dict-like classes that nobody registered are
+opened here.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ Rebuild = Callable[[list[Any]], Any]
 
 
 def flatten(tree: Any) -> tuple[list[Any], Rebuild]:
-    """Returns the leaves of a structure, and a function that makes an equal structure of other leaves."""
+    """Returns the leaves of a structure, and a function that makes an equal structure of other
+    leaves.
+    """
     outer, spec = pytree.tree_flatten(tree)
     parts: list[tuple[int, Rebuild | None]] = []
     leaves: list[Any] = []
@@ -66,7 +69,8 @@ def _fields(leaf: Any) -> dict[str, Any] | None:
 def _rebuilder(original: Any, rebuild_fields: Rebuild) -> Rebuild:
     def rebuild(values: list[Any]) -> Any:
         fields = rebuild_fields(values)
-        # Copying and then setting fields works for frozen classes and for those with an __init__ of their own.
+        # Copying and then setting fields works for frozen classes and for those with an __init__ of
+        # their own.
         fresh = copy.copy(original)
         if isinstance(fresh, UserDict):
             fresh.data = fields

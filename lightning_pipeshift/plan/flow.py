@@ -1,20 +1,22 @@
-"""What one forward pass does, as a value: which layers it calls, and which earlier outputs each call needs.
+"""What one forward pass does, as a value: which layers it calls, and which earlier outputs each
+call needs.
 
-The payload of every possible boundary follows from it. A flow holds no tensor and knows no placement: the same flow
-serves every split, so moving a layer never needs a new one.
+The payload of every possible boundary follows from it. A flow holds no tensor and knows no
+placement: the same flow serves every split, so moving a layer never needs a new one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
 
 class Value(NamedTuple):
-    """One tensor that a layer returned: leaf number ``leaf`` of what its ``call``-th call in the pass returned."""
+    """One tensor that a layer returned: leaf number ``leaf`` of what its ``call``-th call in the
+    pass returned.
+    """
 
     layer: int
     call: int
@@ -42,8 +44,10 @@ class Call:
 
     Args:
         layer: the layer's index.
-        call: 0 for the layer's first call in the pass. A layer may be called again only directly after itself.
-        leaves: one entry for each leaf of the returned structure, ``None`` for a leaf that is no tensor.
+        call: 0 for the layer's first call in the pass. A layer may be called again only directly
+            after itself.
+        leaves: one entry for each leaf of the returned structure, ``None`` for a leaf that is no
+            tensor.
         needs: the values that the call's inputs were made from, outside of layers.
     """
 
@@ -59,9 +63,10 @@ class Flow:
 
     Args:
         calls: the layers' calls, in order.
-        tail: the values that the code after the last layer needs: the loss, what it logs, what it returns.
-        control: the values that user code reads on the host (``if h.mean() > 0``): every later stage runs that
-            code too, so these are part of every later payload.
+        tail: the values that the code after the last layer needs: the loss, what it logs, what it
+            returns.
+        control: the values that user code reads on the host (``if h.mean() > 0``): every later
+            stage runs that code too, so these are part of every later payload.
         differentiable: the values through which a gradient flows back from the loss.
     """
 
@@ -82,10 +87,14 @@ class Flow:
     def payload(self, boundary: int) -> tuple[Value, ...]:
         """The values that cross the boundary in front of layer ``boundary``, in a fixed order.
 
-        Made before it, needed by anything after it. Boundary 0 carries nothing; the boundary after the last layer
-        carries what the tail needs.
+        Made before it, needed by anything after it. Boundary 0 carries nothing; the boundary after
+        the last layer carries what the tail needs.
         """
-        return _payload(self, boundary)
+        needed = set(self.tail | self.control)
+        for call in self.calls:
+            if call.layer >= boundary:
+                needed |= call.needs
+        return tuple(sorted(value for value in needed if value.layer < boundary))
 
     def spec(self, value: Value) -> TensorSpec:
         """Shape, strides and type of a value of this pass."""
@@ -100,28 +109,14 @@ class Flow:
         """Bytes that cross the boundary in front of layer ``boundary``."""
         return sum(self.spec(value).num_bytes for value in self.payload(boundary))
 
-    def order_violation(self) -> tuple[int, int] | None:
-        """The first pair of layers called against the layers' order, or ``None``."""
-        for before, after in zip(self.calls, self.calls[1:], strict=False):
-            if after.layer < before.layer:
-                return before.layer, after.layer
-        return None
-
-
-@lru_cache(maxsize=4096)
-def _payload(flow: Flow, boundary: int) -> tuple[Value, ...]:
-    needed = set(flow.tail | flow.control)
-    for call in flow.calls:
-        if call.layer >= boundary:
-            needed |= call.needs
-    return tuple(sorted(value for value in needed if value.layer < boundary))
-
 
 def call_order(flows: Sequence[Flow], num_layers: int) -> list[int]:
-    """The order of ``num_layers`` layers (numbered as found in the module tree) that the flows call them in.
+    """The order of ``num_layers`` layers (numbered as found in the module tree) that the flows call
+    them in.
 
-    The first flow decides; layers that only a later flow calls come in where that flow calls them, directly after
-    the layer called before them. A layer that no flow calls stays behind its predecessor in the module tree.
+    The first flow decides; layers that only a later flow calls come in where that flow calls them,
+    directly after the layer called before them. A layer that no flow calls stays behind its
+    predecessor in the module tree.
     """
     order: list[int] = []
     for flow in flows:

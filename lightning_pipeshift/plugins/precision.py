@@ -1,29 +1,33 @@
-"""Makes any precision plugin see all stages where it decides: one gradient norm, one overflow decision."""
+"""Makes any precision plugin see all stages where it decides: one gradient norm, one overflow
+decision.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
-# Given the optimizer's parameters and the kind of norm: the norm of each parameter of the model, over all stages.
+# Given the optimizer's parameters and the kind of norm: the norm of each parameter of the model,
+# over all stages.
 GradientNorms = Callable[[list[Tensor], float], Tensor]
 # Given a flag tensor of this stage: whether any stage raised it.
 AnyStage = Callable[[Tensor], Tensor]
 
 
 class _OverStages(Precision):
-    """Mixed into the class of the user's precision plugin, so that the plugin stays an instance of its own class."""
+    """Mixed into the class of the user's precision plugin, so that the plugin stays an instance of
+    its own class.
+    """
 
     gradient_norms: GradientNorms
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clips by the norm over the parameters of all stages, each counted once."""
-        parameters = [p for p in self.main_params(optimizer) if isinstance(p, Tensor)]
+        parameters: list[Tensor] = [p for p in self.main_params(optimizer) if isinstance(p, Tensor)]
         norms = self.gradient_norms(parameters, 2.0)
         total = torch.linalg.vector_norm(norms.float(), 2.0)
         held = [parameter for parameter in parameters if parameter.grad is not None]
@@ -54,7 +58,8 @@ class _ScalerOverStages(torch.amp.GradScaler):
 def over_stages(plugin: Precision, gradient_norms: GradientNorms, any_stage: AnyStage) -> Precision:
     """The user's precision plugin, deciding over all stages.
 
-    The plugin keeps its state, its class's name (checkpoints store its state under it) and ``isinstance``.
+    The plugin keeps its state, its class's name (checkpoints store its state under it) and
+    ``isinstance``.
     """
     if not isinstance(plugin, _OverStages):
         kind = type(plugin)

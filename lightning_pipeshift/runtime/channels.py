@@ -1,9 +1,10 @@
 """The connections between the stages of one virtual machine.
 
-Payloads and their gradients travel in two directions between neighbours. On gloo, one group carries everything and tags
-keep the tensors apart. NCCL has no tags and matches by order, and an operation that waits would block the ones behind
-it; so each direction between two neighbours has a communicator of its own, on which both ends go in microbatch order.
-Small objects (results, plans, checkpoints' parts) travel on the CPU.
+Payloads and their gradients travel in two directions between neighbours. On gloo, one group carries
+everything and tags keep the tensors apart. NCCL has no tags and matches by order, and an operation
+that waits would block the ones behind it; so each direction between two neighbours has a
+communicator of its own, on which both ends go in microbatch order. Small objects (results, plans,
+checkpoints' parts) travel on the CPU.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ class Channels:
         self.watched = watched
         self._staged = backend == "gloo" and device.type != "cpu"
         self._object_sends: list[Sent] = []
-        # Every rank of the job creates every group, in the same order, whether it is a member or not.
+        # Every rank of the job creates every group, in the same order, whether it is a member or
+        # not.
         self.control = dist.new_group(self.ranks, backend="gloo")
         self._neighbours: dict[tuple[int, Direction], Any] = {}
         if backend == "nccl":
@@ -123,7 +125,9 @@ class Channels:
 
     # --- payloads and gradients ---
 
-    def send(self, tensors: Sequence[Tensor], specs: Sequence[TensorSpec], direction: Direction) -> Sent:
+    def send(
+        self, tensors: Sequence[Tensor], specs: Sequence[TensorSpec], direction: Direction
+    ) -> Sent:
         """Sends tensors to the neighbour that ``direction`` leads to, without waiting."""
         to = self.stage + 1 if direction is Direction.PAYLOAD else self.stage - 1
         sent = Sent(self.watched)
@@ -199,7 +203,9 @@ class Channels:
         return pickle.loads(data.numpy().tobytes())
 
     def send_tensor(self, tensor: Tensor, to: int) -> None:
-        """Sends one tensor to stage ``to`` by way of the CPU, and waits until it is on its way out of memory."""
+        """Sends one tensor to stage ``to`` by way of the CPU, and waits until it is on its way out
+        of memory.
+        """
         flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
         if flat.numel():
             with self.watched():
@@ -262,5 +268,7 @@ def _flat(tensor: Tensor) -> Tensor:
 def _laid_out(tensor: Tensor, spec: TensorSpec) -> Tensor:
     if spec_of(tensor) == spec and tensor.stride() == spec.stride:
         return tensor
-    laid_out = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device)
+    laid_out = torch.empty_strided(
+        spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device
+    )
     return laid_out.copy_(tensor)

@@ -12,7 +12,8 @@ from lightning_pipeshift.errors import BatchError
 from lightning_pipeshift.model.trees import leaves_of
 from lightning_pipeshift.runtime.channels import Channels
 
-# The first batches of an epoch show a shuffle that differs; a later one, a stream that drifts apart.
+# The first batches of an epoch show a shuffle that differs; a later one, a stream that drifts
+# apart.
 _FIRST_BATCHES = 2
 _EVERY = 100
 
@@ -23,14 +24,14 @@ def is_checked(batch_idx: int) -> bool:
 
 
 def checksum(batch: Any) -> int:
-    """A number that differs where the tensors of two batches differ in type, shape, order or bits."""
+    """A number that differs where two batches differ in a type, a shape, the order or a bit."""
     total = 0
     for leaf in leaves_of(batch):
         if isinstance(leaf, Tensor):
             data = leaf.detach().cpu().contiguous()
             total = zlib.crc32(f"{data.dtype}{tuple(data.shape)}".encode(), total)
             if data.numel():
-                total = zlib.crc32(memoryview(data.reshape(-1).view(torch.uint8).numpy()), total)
+                total = zlib.crc32(data.reshape(-1).view(torch.uint8).numpy().tobytes(), total)
         elif isinstance(leaf, str | int | float | bool):
             total = zlib.crc32(repr(leaf).encode(), total)
     return total
@@ -47,7 +48,7 @@ def require_same_batch(batch: Any, batch_idx: int, channels: Channels) -> None:
         odd = [stage for stage, value in enumerate(sums) if value != sums[0]]
         raise BatchError(
             f"The stages of a virtual machine see different batches: at batch {batch_idx}, stage"
-            f" {', '.join(map(str, odd))} got another one than stage 0. All stages must see the same data in the same"
-            " order. Look for a sampler or data set that depends on the rank, on the time, on unseeded randomness, or"
-            " on the order of files in a folder."
+            f" {', '.join(map(str, odd))} got another one than stage 0. All stages must see the"
+            " same data in the same order. Look for a sampler or data set that depends on the"
+            " rank, on the time, on unseeded randomness, or on the order of files in a folder."
         )

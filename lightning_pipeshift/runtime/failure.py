@@ -1,7 +1,8 @@
 """Ends the run on every rank when one fails, with the first failure's reason.
 
-The failing rank writes its reason on a board that all ranks can read, and closes its connections. Whoever waits on one
-gets an error at once, looks at the board, and shows what is written there instead of the broken connection.
+The failing rank writes its reason on a board that all ranks can read, and closes its connections.
+Whoever waits on one gets an error at once, looks at the board, and shows what is written there
+instead of the broken connection.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class FailureBoard:
         try:
             written = self._store.compare_set(_KEY, "", entry).decode()
         except Exception:
-            # The store is gone: so is the rank that kept it, and the others notice that by themselves.
+            # The store is gone: so is the rank that kept it, and the others notice that by
+            # themselves.
             return False
         return bool(written == entry)
 
@@ -96,10 +98,10 @@ class FailureBoard:
             entry = self.read()
             if entry is None:
                 raise StageFailedError(
-                    "Another rank ended without a word (killed, out of memory, or its host is gone): its connection"
-                    " closed. Look at the end of that rank's own output."
+                    "Another rank ended without a word (killed, out of memory, or its host is"
+                    " gone): its connection closed. Look at the end of that rank's own output."
                 ) from error
             raise StageFailedError(
-                f"{entry['where']} failed first: {entry['type']}: {entry['message']}\n\n{entry['traceback']}"
+                f"{entry['where']} failed first: {entry['type']}:"
+                f" {entry['message']}\n\n{entry['traceback']}"
             ) from None
-

@@ -1,4 +1,6 @@
-"""What a stage holds: the parameters and buffers of its own layers, and the shared ones; and their gradients."""
+"""What a stage holds: the parameters and buffers of its own layers, and the shared ones; and their
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -58,14 +60,14 @@ class Holdings:
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
 
     def holders_of(self, tensor: Tensor) -> list[int]:
-        """The stages that hold a parameter or buffer, lowest first; one in no layer is held by all."""
+        """The stages that hold a tensor, lowest first; a buffer in no layer is held by all."""
         _, holders = self._holders.get(id(tensor), (None, None))
         return list(range(self._channels.num_stages)) if holders is None else holders
 
     # --- where the values are ---
 
     def settle(self, optimizers: Iterable[Optimizer], final: bool) -> None:
-        """Brings what this stage holds to its device; with ``final``, lets go of everything else."""
+        """Brings what is held to this stage's device; with ``final``, lets go of the rest."""
         device = self._channels.device
         with torch.no_grad(), flat_weights_forgotten(self._root):
             for tensor, holders in self._holders.values():
@@ -81,7 +83,9 @@ class Holdings:
                         del optimizer.state[parameter]
 
     def make_whole(self) -> None:
-        """Gives every stage the whole model again, on the CPU, one tensor at a time. Every stage calls this."""
+        """Gives every stage the whole model again, on the CPU, one tensor at a time. Every stage
+        calls this.
+        """
         with torch.no_grad(), flat_weights_forgotten(self._root):
             for tensor, holders in self._holders.values():
                 if len(holders) == self._channels.num_stages:
@@ -102,7 +106,9 @@ class Holdings:
                 tensor.data = tensor.data.cpu()
 
     def match_shared(self) -> None:
-        """Gives every holder of a shared parameter the lowest holder's values. Every stage calls this."""
+        """Gives every holder of a shared parameter the lowest holder's values. Every stage calls
+        this.
+        """
         for use in self.uses:
             holders = self.holders_of(use.parameter)
             if not use.is_shared or len(holders) < 2 or self._stage not in holders:
@@ -132,7 +138,8 @@ class Holdings:
         Shared parameters get the sum over all stages. Every stage calls this.
 
         Args:
-            correction: what to multiply with; 0 where the whole step counts nothing, so that no gradient remains.
+            correction: what to multiply with; 0 where the whole step counts nothing, so that no
+                gradient remains.
         """
         self._sum_shared()
         self._fresh = {}
@@ -155,9 +162,11 @@ class Holdings:
         self._fresh = {}
 
     def _sum_shared(self) -> None:
-        """Adds up the segments' gradients in their order, from stage to stage; the last holder sends the sum around.
+        """Adds up the segments' gradients in their order, from stage to stage; the last holder
+        sends the sum around.
 
-        A running sum in one fixed order has the same bits however the segments are spread over stages.
+        A running sum in one fixed order has the same bits however the segments are spread over
+        stages.
         """
         for use in self.shared.uses:
             if not use.parameter.requires_grad:
@@ -187,9 +196,11 @@ class Holdings:
         return self._channels.receive_tensor(use.parameter, source).to(self._channels.device)
 
     def gradient_norms(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
-        """The norm of every parameter's gradient, in the model's order, with the same bits on every stage.
+        """The norm of every parameter's gradient, in the model's order, with the same bits on every
+        stage.
 
-        A parameter that several stages hold counts once; one without a gradient has norm 0. Every stage calls this.
+        A parameter that several stages hold counts once; one without a gradient has norm 0. Every
+        stage calls this.
         """
         chosen = {id(parameter) for parameter in parameters}
         norms = torch.zeros(len(self.uses), dtype=torch.float64)
@@ -197,14 +208,18 @@ class Holdings:
             gradient = use.parameter.grad
             counted = self._stage == self.holders_of(use.parameter)[0]
             if counted and gradient is not None and id(use.parameter) in chosen:
-                norms[number] = torch.linalg.vector_norm(gradient.detach(), norm_type).double().cpu()
+                norms[number] = (
+                    torch.linalg.vector_norm(gradient.detach(), norm_type).double().cpu()
+                )
         # Each entry is one stage's value plus zeros: the sum is exact in any order.
         return self._channels.sum(norms)
 
     # --- checkpoints ---
 
     def gather_state(self, items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Named tensors with their values, on stage 0; elsewhere as they are. Every stage runs through all of it."""
+        """Named tensors with their values, on stage 0; elsewhere as they are. Every stage runs
+        through all of it.
+        """
         for name, tensor in items:
             if not isinstance(tensor, Tensor):
                 yield name, tensor
@@ -218,7 +233,9 @@ class Holdings:
             yield name, plain
 
     def gather_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """``optimizer.state_dict()`` with the state of all parameters, on stage 0. Every stage calls this."""
+        """``optimizer.state_dict()`` with the state of all parameters, on stage 0. Every stage
+        calls this.
+        """
         state_dict: dict[str, Any] = optimizer.state_dict()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         state: dict[int, Any] = {}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -146,8 +145,8 @@ class Pipeline:
         """The plan in force."""
         if self._plan is None:
             raise PlanError(
-                "There is no plan yet: it is made when the first batch comes. Read `trainer.strategy.plan` from"
-                " `on_train_batch_end` on, or after the run."
+                "There is no plan yet: it is made when the first batch comes. Read"
+                " `trainer.strategy.plan` from `on_train_batch_end` on, or after the run."
             )
         return self._plan
 
@@ -165,7 +164,8 @@ class Pipeline:
             return self.settings.plan.microbatches
         if isinstance(self.settings.microbatches, int):
             return self.settings.microbatches
-        # Enough that filling and draining costs a fifth at most, with slices that are still worth computing.
+        # Enough that filling and draining costs a fifth at most, with slices that are still worth
+        # computing.
         return 4 * self.channels.num_stages if self.channels.num_stages > 1 else 1
 
     def _modules_outside_layers(self) -> dict[str, nn.Module]:
@@ -206,9 +206,10 @@ class Pipeline:
             except Exception as error:
                 if self._is_final:
                     raise LayerError(
-                        f"Following the step on a batch of a new shape failed: {type(error).__name__}: {error}."
-                        " Code between the layers that needs real values can be followed only on the first batch of"
-                        " a run. Keep the shapes of the batches the same, or move that code into a layer."
+                        "Following the step on a batch of a new shape failed:"
+                        f" {type(error).__name__}: {error}. Code between the layers that needs real"
+                        " values can be followed only on the first batch of a run. Keep the shapes"
+                        " of the batches the same, or move that code into a layer."
                     ) from error
                 log.debug("Following on placeholders failed, so on values: %s", error)
         with self.streams.switched(*key):
@@ -224,8 +225,9 @@ class Pipeline:
     ) -> None:
         """Makes the plan on the first batch, and takes this stage's place in it.
 
-        The sanity check before training makes a provisional plan of what validation calls; the first training batch
-        makes the final one, and only then does a stage let go of what it does not own.
+        The sanity check before training makes a provisional plan of what validation calls; the
+        first training batch makes the final one, and only then does a stage let go of what it does
+        not own.
         """
         if self._plan is not None and (self._is_final or not final):
             return
@@ -245,7 +247,8 @@ class Pipeline:
         self._plan = plan
         self._ownership = Ownership.of(plan.placement)
         self._require_order(trace.flow)
-        # What the sanity check's validation steps touched stays touched: every stage has to hold it.
+        # What the sanity check's validation steps touched stays touched: every stage has to hold
+        # it.
         behind = Segment(len(self._gates), False)
         touched = {key: trace.touched.get(key, {behind}) for key in self._touched | trace.touched}
         self._touched = touched
@@ -264,7 +267,8 @@ class Pipeline:
         num_layers = len(self._gates)
         payload_bytes = [flow.payload_bytes(boundary) for boundary in range(num_layers + 1)]
         parameter_bytes = [
-            sum(p.numel() * p.element_size() for p in gate.layer.parameters()) for gate in self._gates
+            sum(p.numel() * p.element_size() for p in gate.layer.parameters())
+            for gate in self._gates
         ]
         seconds = _estimated(stopwatch.seconds if stopwatch else {}, parameter_bytes)
         placement = resolve(
@@ -292,9 +296,10 @@ class Pipeline:
             if second < first:
                 raise LayerError(
                     f"The layer {self._gates[after.layer].name!r} (stage {second}) is called after"
-                    f" {self._gates[before.layer].name!r} (stage {first}): this step calls the layers in another order"
-                    " than the one that the plan was made for. Call them in one order in training and evaluation, or"
-                    " choose a `partition` that has both in one stage."
+                    f" {self._gates[before.layer].name!r} (stage {first}): this step calls the"
+                    " layers in another order than the one that the plan was made for. Call them"
+                    " in one order in training and evaluation, or choose a `partition` that has"
+                    " both in one stage."
                 )
 
     def _require_known_uses(self, trace: Trace) -> None:
@@ -306,8 +311,8 @@ class Pipeline:
                     )
                     continue
                 raise LayerError(
-                    f"The parameter {use.name!r} is used outside of its layer in this step but not in the first one."
-                    " Use it through its layer, or in every step."
+                    f"The parameter {use.name!r} is used outside of its layer in this step but not"
+                    " in the first one. Use it through its layer, or in every step."
                 )
 
     # --- training ---
@@ -349,9 +354,8 @@ class Pipeline:
         if self.is_last and len(microbatches) > 1:
             self._metrics.begin()
         run.run(row)
-        report = self._training_report(run, microbatches) if self.is_last else None
-        report = self.channels.share_object(report, source=self.channels.num_stages - 1)
-        assert report is not None
+        mine = self._training_report(run, microbatches) if self.is_last else None
+        report: Report = self.channels.share_object(mine, source=self.channels.num_stages - 1)
         run.settle()
         self.holdings.collect_gradients(report.correction)
         self._num_microbatches_done += len(microbatches)
@@ -364,13 +368,17 @@ class Pipeline:
             self._metrics.end()
         weights = run.weights()
         sizes = [microbatch.size for microbatch in microbatches]
-        losses = [(o.loss, w) for o, w in zip(run.outcomes, weights, strict=True) if o.loss is not None]
+        losses = [
+            (o.loss, w) for o, w in zip(run.outcomes, weights, strict=True) if o.loss is not None
+        ]
         loss = None
         if losses and sum(weights):
             loss = weighted_mean([x.detach() for x, _ in losses], [w for _, w in losses]).cpu()
         logs = merge_logs([outcome.logs for outcome in run.outcomes], sizes, weights)
         result = merge([outcome.result for outcome in run.outcomes], sizes, weights)
-        return Report(_on_cpu(result), _logs_on_cpu(logs), self._tail.changes(), loss, run.correction())
+        return Report(
+            _on_cpu(result), _logs_on_cpu(logs), self._tail.changes(), loss, run.correction()
+        )
 
     def _key(self, purpose: str, step_number: int, microbatch: int) -> tuple[int | str, ...]:
         return (self.settings.seed, purpose, step_number, microbatch, self.vm)
@@ -419,9 +427,11 @@ class Pipeline:
         optimizers: Sequence[Optimizer],
         final: bool,
     ) -> Trace:
-        """Runs this stage's part of a forward-only step. What it gave is fetched by :meth:`fetch_reports`.
+        """Runs this stage's part of a forward-only step. What it gave is fetched by
+        :meth:`fetch_reports`.
 
-        A stage does not wait for the later ones: while they work on this batch it goes on to the next.
+        A stage does not wait for the later ones: while they work on this batch it goes on to the
+        next.
         """
         if is_checked(batch_idx):
             require_same_batch(batch, batch_idx, self.channels)
@@ -439,7 +449,9 @@ class Pipeline:
         return microbatch.trace
 
     def fetch_reports(self) -> list[Report]:
-        """The reports of all evaluation steps since the last time, on every stage; waits for the last stage."""
+        """The reports of all evaluation steps since the last time, on every stage; waits for the
+        last stage.
+        """
         pending, self._pending = self._pending, []
         reports: list[Report] | None = None
         if self.is_last:
@@ -474,7 +486,7 @@ class Pipeline:
 
 
 def _estimated(seconds: dict[int, float], parameter_bytes: Sequence[int]) -> list[float]:
-    """Measured seconds, and where there are none, seconds in proportion to the parameters' bytes."""
+    """Measured seconds; where there are none, seconds in proportion to the parameters."""
     measured = sum(seconds.values())
     bytes_measured = sum(parameter_bytes[layer] for layer in seconds)
     per_byte = measured / bytes_measured if measured and bytes_measured else 0.0

@@ -17,7 +17,7 @@ from lightning_pipeshift.model.streams import Streams
 from lightning_pipeshift.model.tail import LoggedValue, LogRecorder
 from lightning_pipeshift.model.trace import Trace
 from lightning_pipeshift.plan.action import Kind, Row
-from lightning_pipeshift.plan.flow import TensorSpec, Value
+from lightning_pipeshift.plan.flow import Value
 from lightning_pipeshift.runtime.channels import Channels, Direction, Receipt, Sent
 
 UserStep = Callable[[nn.Module, Any], Any]
@@ -97,7 +97,8 @@ class StepRun:
         self._gradients: dict[int, list[Receipt]] = {}
         self._outgoing: dict[int, dict[Value, Tensor]] = {}
         self._sent: dict[tuple[Kind, int], Sent] = {}
-        # The denominator that user-given weights are divided by before it is known: see `correction`.
+        # The denominator that user-given weights are divided by before it is known: see
+        # `correction`.
         self._expected_weight: float | None = None
         self._actions: dict[Kind, Callable[[int], None]] = {
             Kind.RECEIVE_PAYLOAD: self.receive_payload,
@@ -128,13 +129,13 @@ class StepRun:
     def receive_payload(self, number: int) -> None:
         """Posts the receive of the payload in front of this stage's layers."""
         microbatch = self._microbatches[number]
-        specs = [spec for _, spec in _payload(microbatch.trace, microbatch.layers.start)]
+        specs = [spec for _, spec in microbatch.trace.payload(microbatch.layers.start)]
         self._payloads[number] = self._channels.post_receive(specs, Direction.PAYLOAD)
 
     def forward(self, number: int) -> None:
         """Runs this stage's part of the user's step."""
         microbatch = self._microbatches[number]
-        values = [value for value, _ in _payload(microbatch.trace, microbatch.layers.start)]
+        values = [value for value, _ in microbatch.trace.payload(microbatch.layers.start)]
         receipts = self._payloads.pop(number, [])
         received = {value: receipt.wait() for value, receipt in zip(values, receipts, strict=True)}
         with self._streams.switched(*microbatch.key):
@@ -166,45 +167,49 @@ class StepRun:
         if isinstance(result, Mapping):
             if "loss" not in result:
                 raise LayerError(
-                    f"`training_step` returned a dict without a 'loss' (it has {sorted(map(str, result))})."
-                    " Return the loss itself, a dict with the key 'loss', or None to leave the microbatch out."
+                    "`training_step` returned a dict without a 'loss' (it has"
+                    f" {sorted(map(str, result))}). Return the loss itself, a dict with the key"
+                    " 'loss', or None to leave the microbatch out."
                 )
             loss, weight = result["loss"], result.get("weight")
         if loss is not None and (not isinstance(loss, Tensor) or loss.numel() != 1):
             raise LayerError(
-                f"`training_step` returned {type(loss).__name__} as its loss; it has to be a tensor with one element,"
-                " or None to leave the microbatch out."
+                f"`training_step` returned {type(loss).__name__} as its loss; it has to be a tensor"
+                " with one element, or None to leave the microbatch out."
             )
         outcome = Outcome(result, logs, loss, None if weight is None else float(weight))
         if outcome.loss is not None and self.outcomes:
             others = [o for o in self.outcomes if o.loss is not None]
             if others and (others[0].weight is None) != (outcome.weight is None):
                 raise BatchError(
-                    "`training_step` returned a 'weight' for some microbatches of a batch and none for others."
-                    " Return it for every microbatch, or never."
+                    "`training_step` returned a 'weight' for some microbatches of a batch and none"
+                    " for others. Return it for every microbatch, or never."
                 )
         return outcome
 
     def send_payload(self, number: int) -> None:
         """Sends the payload behind this stage's layers."""
         microbatch, current = self._microbatches[number], self._passes[number]
-        payload = _payload(microbatch.trace, microbatch.layers.stop)
+        payload = microbatch.trace.payload(microbatch.layers.stop)
         for value, _ in payload:
             if value not in current.sent:
                 raise LayerError(
-                    f"The step did not produce a value that the next stage needs (layer {value.layer}):"
-                    " it ended early. Let the step call the same layers for every batch."
+                    "The step did not produce a value that the next stage needs (layer"
+                    f" {value.layer}): it ended early. Let the step call the same layers for every"
+                    " batch."
                 )
         tensors = [current.sent[value].data for value, _ in payload]
         specs = [spec for _, spec in payload]
-        self._sent[Kind.SEND_PAYLOAD, number] = self._channels.send(tensors, specs, Direction.PAYLOAD)
+        self._sent[Kind.SEND_PAYLOAD, number] = self._channels.send(
+            tensors, specs, Direction.PAYLOAD
+        )
 
     # --- backward ---
 
     def receive_gradient(self, number: int) -> None:
         """Posts the receive of the gradients of what was sent on."""
         microbatch = self._microbatches[number]
-        specs = [spec for _, spec in _differentiable(microbatch.trace, microbatch.layers.stop)]
+        specs = [spec for _, spec in microbatch.trace.gradients(microbatch.layers.stop)]
         self._gradients[number] = self._channels.post_receive(specs, Direction.GRADIENT)
 
     def backward(self, number: int) -> None:
@@ -222,7 +227,7 @@ class StepRun:
             receipts = self._gradients.pop(number)
             # The next stage has used the payload: the memory that was sent is free.
             self._sent.pop((Kind.SEND_PAYLOAD, number)).wait()
-            values = [value for value, _ in _differentiable(microbatch.trace, microbatch.layers.stop)]
+            values = [value for value, _ in microbatch.trace.gradients(microbatch.layers.stop)]
             for value, receipt in zip(values, receipts, strict=True):
                 gradient = receipt.wait()
                 if current.sent[value].edge is not None:
@@ -237,11 +242,12 @@ class StepRun:
         if self._is_last:
             self.outcomes[number].result = _detached(self.outcomes[number].result)
         self._outgoing[number] = {}
-        for value, spec in _differentiable(microbatch.trace, microbatch.layers.start):
-            gradient = current.boxes[value].gradient
-            if gradient is None:
-                gradient = torch.zeros(spec.shape, dtype=current.received[value].dtype, device=self._channels.device)
-            self._outgoing[number][value] = gradient
+        for value, spec in microbatch.trace.gradients(microbatch.layers.start):
+            back = current.boxes[value].gradient
+            if back is None:
+                received = current.received[value]
+                back = torch.zeros(spec.shape, dtype=received.dtype, device=received.device)
+            self._outgoing[number][value] = back
 
     def _scale(self, outcome: Outcome, microbatch: Microbatch) -> float:
         if outcome.weight is None:
@@ -256,10 +262,12 @@ class StepRun:
         """Sends the gradients of the received payload back."""
         microbatch = self._microbatches[number]
         gradients = self._outgoing.pop(number)
-        payload = _differentiable(microbatch.trace, microbatch.layers.start)
+        payload = microbatch.trace.gradients(microbatch.layers.start)
         tensors = [gradients[value] for value, _ in payload]
         specs = [spec for _, spec in payload]
-        self._sent[Kind.SEND_GRADIENT, number] = self._channels.send(tensors, specs, Direction.GRADIENT)
+        self._sent[Kind.SEND_GRADIENT, number] = self._channels.send(
+            tensors, specs, Direction.GRADIENT
+        )
 
     # --- what the last stage knows at the end ---
 
@@ -277,9 +285,10 @@ class StepRun:
     def correction(self) -> float:
         """What the gradients still have to be multiplied with.
 
-        The weights that ``training_step`` returns are known only as the microbatches come, and the first backward runs
-        before the last forward. So each loss is divided by what the weights' sum would be if all were like the first,
-        which is right for equal ones, and the rest is made up for here; so is a microbatch without a loss.
+        The weights that ``training_step`` returns are known only as the microbatches come, and the
+        first backward runs before the last forward. So each loss is divided by what the weights'
+        sum would be if all were like the first, which is right for equal ones, and the rest is made
+        up for here; so is a microbatch without a loss.
         """
         counted = sum(self.weights())
         if not counted:
@@ -288,16 +297,6 @@ class StepRun:
         if expected is None:
             expected = float(sum(microbatch.size for microbatch in self._microbatches))
         return expected / counted
-
-
-def _payload(trace: Trace, boundary: int) -> list[tuple[Value, TensorSpec]]:
-    return [(value, trace.flow.spec(value)) for value in trace.flow.payload(boundary)]
-
-
-def _differentiable(trace: Trace, boundary: int) -> list[tuple[Value, TensorSpec]]:
-    return [
-        (value, spec) for value, spec in _payload(trace, boundary) if value in trace.flow.differentiable
-    ]
 
 
 def _detached(result: Any) -> Any:
