@@ -66,6 +66,9 @@ class Watcher:
         numbers.
         """
 
+    def shaped_by_batch(self) -> None:
+        """A shape is made of the values of a tensor that is no placeholder."""
+
     def used(self, origin: Origin) -> None:
         """An operation takes a placeholder."""
 
@@ -219,6 +222,7 @@ def _plain(leaf: Any, real: bool, indexing: bool) -> Any:
         # A mask that is really there decides the shape: as an index of integers it does so without
         # values. `index` takes one index for each dimension of the mask; only one-dimensional masks
         # stay one argument.
+        watcher().shaped_by_batch()
         if leaf.dim() == 1:
             return leaf.nonzero()[:, 0].to(META)
         return leaf

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import Metric
 
 from lightning_pipeshift.errors import LayerError
@@ -63,6 +64,8 @@ class Trace:
         drawing_gaps: the layers in front of which user code draws more than once, and not only for
             tensors that are on every stage: there, random operations on placeholders have to use up
             what they would have drawn.
+        is_shaped_by_batch: whether shapes are made of the batch's values (``x[mask]``,
+            ``x[:, :lengths.max()]``), so that the flow holds for this batch only.
     """
 
     flow: Flow
@@ -71,6 +74,7 @@ class Trace:
     logs_each_step: bool = False
     returns_something: bool = False
     drawing_gaps: frozenset[int] = frozenset()
+    is_shaped_by_batch: bool = False
     _payloads: dict[int, Payload] = field(default_factory=dict)
 
     def payload(self, boundary: int) -> Payload:
@@ -114,7 +118,7 @@ def record(
     recorder = _Recorder(root, gates, device, real, stopwatch)
     switch.current = recorder
     try:
-        with watching(recorder), _TouchedParameters(recorder):
+        with watching(recorder), _TouchedParameters(recorder), _BatchValues(recorder):
             result = step(_stand_in(root, recorder))
     finally:
         switch.current = None
@@ -173,6 +177,7 @@ class _Recorder(Watcher):
         self._real = real
         self._stopwatch = stopwatch
         self._draws_in_gap: dict[int, int] = {}
+        self._is_shaped_by_batch = False
         self._parameter_ids = {id(parameter) for parameter in root.parameters()}
 
     # --- what the gates ask ---
@@ -293,6 +298,9 @@ class _Recorder(Watcher):
     def _gap(self) -> int:
         return self.calls[-1].layer + 1 if self.calls else 0
 
+    def shaped_by_batch(self) -> None:
+        self._is_shaped_by_batch = True
+
     def drew(self) -> None:
         """A random function was called on real tensors."""
         if self.inside is None and self._draws_in_gap.get(self._gap):
@@ -369,6 +377,7 @@ class _Recorder(Watcher):
             self.logs_each_step,
             result is not None,
             frozenset(gap for gap, count in self._draws_in_gap.items() if count > 1),
+            self._is_shaped_by_batch,
         )
 
 
@@ -441,6 +450,35 @@ class _TouchedParameters(TorchFunctionMode):
             "is_complex",
             "__repr__",
         )
+
+
+class _BatchValues(TorchDispatchMode):
+    """Sees where a shape is made of the values of the batch: such a flow holds for this batch only.
+
+    Conditions (``if mask.all():``) are not counted: they seldom change a shape, and a stage notices
+    when they do.
+    """
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if not any(issubclass(kind, Placeholder) for kind in types) and _makes_shape(func, args):
+            self._recorder.shaped_by_batch()
+        return func(*args, **(kwargs or {}))
+
+
+def _makes_shape(func: Any, args: tuple[Any, ...]) -> bool:
+    name = func._schema.name
+    if name == "aten::_local_scalar_dense":
+        dtype = args[0].dtype
+        return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    if name == "aten::index":
+        return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    return torch.Tag.dynamic_output_shape in func.tags
 
 
 def _stand_in(root: nn.Module, recorder: _Recorder) -> nn.Module:

@@ -38,7 +38,7 @@ from lightning_pipeshift.plan.placement import Ownership
 from lightning_pipeshift.plan.plan import LayerRecord, Plan
 from lightning_pipeshift.plan.schedule import forward_only, schedule_named
 from lightning_pipeshift.runtime.channels import Channels, Sent
-from lightning_pipeshift.runtime.checksum import is_checked, require_same_batch
+from lightning_pipeshift.runtime.checksum import checksum, is_checked, require_same_batch
 from lightning_pipeshift.runtime.holdings import Holdings
 from lightning_pipeshift.runtime.step_run import Microbatch, StepRun, UserStep
 
@@ -175,8 +175,15 @@ class Pipeline:
         }
 
     def _trace(self, key: tuple[int | str, ...], step: UserStep, batch: Any) -> Trace:
-        signature = (key[1], batch_signature(batch), module_signature(self.root))
+        signature: tuple[Hashable, ...] = (
+            key[1],
+            batch_signature(batch),
+            module_signature(self.root),
+        )
         trace = self._traces.get(signature)
+        if trace is not None and trace.is_shaped_by_batch:
+            signature = (*signature, checksum(batch))
+            trace = self._traces.get(signature)
         if trace is None:
             trace = self._follow(key, step, batch)
             self._traces[signature] = trace
