@@ -43,7 +43,8 @@ from lightning_pipeshift.plan.schedule import schedule_named
 from lightning_pipeshift.plugins.precision import loss_scale_of, over_stages
 from lightning_pipeshift.runtime.channels import Channels
 from lightning_pipeshift.runtime.failure import FailureBoard
-from lightning_pipeshift.runtime.pipeline import Pipeline, Settings
+from lightning_pipeshift.runtime.pipeline import Pipeline
+from lightning_pipeshift.runtime.planning import Settings
 
 log = logging.getLogger(__name__)
 

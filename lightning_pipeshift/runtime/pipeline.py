@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,7 +16,6 @@ from lightning_pipeshift.model.layers import find_layers
 from lightning_pipeshift.model.measure import Stopwatch
 from lightning_pipeshift.model.microbatch import batch_size_of, merge, split, weighted_mean
 from lightning_pipeshift.model.parameters import Segment, parameter_uses
-from lightning_pipeshift.model.signature import batch_signature, module_signature
 from lightning_pipeshift.model.streams import Streams
 from lightning_pipeshift.model.tail import (
     BatchMetrics,
@@ -27,45 +24,23 @@ from lightning_pipeshift.model.tail import (
     TailState,
     merge_logs,
 )
-from lightning_pipeshift.model.trace import Trace, record
+from lightning_pipeshift.model.trace import Trace
 from lightning_pipeshift.model.trees import map_leaves
 from lightning_pipeshift.plan.action import Row, Schedule
 from lightning_pipeshift.plan.check import check
-from lightning_pipeshift.plan.flow import Flow, call_order
 from lightning_pipeshift.plan.lowering import with_communication
-from lightning_pipeshift.plan.partition import PartitionSpec, resolve
 from lightning_pipeshift.plan.placement import Ownership
-from lightning_pipeshift.plan.plan import LayerRecord, Plan
+from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.plan.schedule import forward_only, schedule_named
 from lightning_pipeshift.runtime.channels import Channels, Sent
-from lightning_pipeshift.runtime.checksum import checksum, is_checked, require_same_batch
+from lightning_pipeshift.runtime.checksum import is_checked, require_same_batch
+from lightning_pipeshift.runtime.following import Follower, Key
 from lightning_pipeshift.runtime.holdings import Holdings
+from lightning_pipeshift.runtime.planning import Settings, check_order, make_plan
 from lightning_pipeshift.runtime.step_run import Microbatch, StepRun, UserStep
 
-log = logging.getLogger(__name__)
-
-_MOST_TRACES = 256
 # How many batches a stage may run ahead of the next in an evaluation.
 _AHEAD = 4
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the user asked for.
-
-    Args:
-        microbatches: slices of a batch; ``"auto"``: four for each stage.
-        schedule: the name of the training schedule.
-        partition: see :func:`lightning_pipeshift.plan.partition.resolve`.
-        plan: a plan to use instead of all that.
-        seed: what all random streams depend on.
-    """
-
-    microbatches: int | str
-    schedule: str
-    partition: PartitionSpec
-    plan: Plan | None
-    seed: int
 
 
 @dataclass
@@ -120,15 +95,17 @@ class Pipeline:
         self.settings = settings
         self.streams = Streams(channels.device)
         self._switch = Switch()
-        self._gates: list[Gate] = [
+        layers = find_layers(root, channels.num_stages)
+        gates = [
             Gate(name, layer, index, self._switch)
-            for index, (name, layer) in enumerate(find_layers(root, channels.num_stages).items())
+            for index, (name, layer) in enumerate(layers.items())
         ]
-        install(self._gates)
+        settings.check(gates, channels.num_stages)
+        install(gates)
+        self._follower = Follower(root, gates, self._switch, self.streams, channels.device)
         self._recorder = LogRecorder(root)
         self._tail = TailState(self._modules_outside_layers(), ignored)
         self._metrics = BatchMetrics(root)
-        self._traces: OrderedDict[Hashable, Trace] = OrderedDict()
         self._touched: dict[int, set[Segment]] = {}
         self._plan: Plan | None = None
         self._ownership: Ownership | None = None
@@ -155,76 +132,15 @@ class Pipeline:
         """Whether this is the last stage."""
         return self.channels.stage == self.channels.num_stages - 1
 
-    @property
-    def num_microbatches(self) -> int:
-        """Into how many slices a training batch is cut."""
-        if self._plan is not None:
-            return self._plan.microbatches
-        if self.settings.plan is not None:
-            return self.settings.plan.microbatches
-        if isinstance(self.settings.microbatches, int):
-            return self.settings.microbatches
-        # Enough that filling and draining costs a fifth at most, with slices that are still worth
-        # computing.
-        return 4 * self.channels.num_stages if self.channels.num_stages > 1 else 1
-
     def _modules_outside_layers(self) -> dict[str, nn.Module]:
-        inside = {id(part) for gate in self._gates for part in gate.layer.modules()}
+        inside = {id(part) for gate in self._follower.gates for part in gate.layer.modules()}
         return {
             name: module for name, module in self.root.named_modules() if id(module) not in inside
         }
 
-    def _trace(self, key: tuple[int | str, ...], step: UserStep, batch: Any) -> Trace:
-        signature: tuple[Hashable, ...] = (
-            key[1],
-            batch_signature(batch),
-            module_signature(self.root),
-        )
-        trace = self._traces.get(signature)
-        if trace is not None and trace.is_shaped_by_batch:
-            signature = (*signature, checksum(batch))
-            trace = self._traces.get(signature)
-        if trace is None:
-            trace = self._follow(key, step, batch)
-            self._traces[signature] = trace
-            if len(self._traces) > _MOST_TRACES:
-                self._traces.popitem(last=False)
-            if self._plan is not None:
-                self._require_order(trace.flow)
-                self._require_known_uses(trace)
-        return trace
-
-    def _follow(
-        self,
-        key: tuple[int | str, ...],
-        step: UserStep,
-        batch: Any,
-        stopwatch: Stopwatch | None = None,
-    ) -> Trace:
-        def run(root: nn.Module) -> Any:
-            return step(root, batch)
-
-        device = self.channels.device
-        with self.streams.switched(*key):
-            try:
-                return record(run, self.root, self._gates, self._switch, device, False, stopwatch)
-            except PipeShiftError:
-                raise
-            except Exception as error:
-                if self._is_final:
-                    raise LayerError(
-                        "Following the step on a batch of a new shape failed:"
-                        f" {type(error).__name__}: {error}. Code between the layers that needs real"
-                        " values can be followed only on the first batch of a run. Keep the shapes"
-                        " of the batches the same, or move that code into a layer."
-                    ) from error
-                log.debug("Following on placeholders failed, so on values: %s", error)
-        with self.streams.switched(*key):
-            return record(run, self.root, self._gates, self._switch, device, real=True)
-
     def _settle(
         self,
-        key: tuple[int | str, ...],
+        key: Key,
         step: UserStep,
         batch: Any,
         optimizers: Iterable[Optimizer],
@@ -238,89 +154,53 @@ class Pipeline:
         """
         if self._plan is not None and (self._is_final or not final):
             return
+        follower, channels = self._follower, self.channels
+        follower.put_in_order(key, step, batch)
         stopwatch = None
-        if self.settings.partition == "auto" and self.channels.num_stages > 1:
-            stopwatch = Stopwatch(self.channels.device, self.streams)
-        trace = self._follow(key, step, batch)
-        order = call_order([trace.flow], len(self._gates))
-        self._gates = [self._gates[index] for index in order]
-        for index, gate in enumerate(self._gates):
-            gate.index = index
-        self._traces.clear()
-        trace = self._follow(key, step, batch, stopwatch)
-        plan = self._make_plan(trace.flow, stopwatch)
-        plan = Plan.from_json(self.channels.share_object(plan.to_json(), source=0))
-        plan.require_layers([gate.name for gate in self._gates])
-        self._plan = plan
-        self._ownership = Ownership.of(plan.placement)
-        self._require_order(trace.flow)
-        # What the sanity check's validation steps touched stays touched: every stage has to hold
-        # it.
-        behind = Segment(len(self._gates), False)
-        touched = {key: trace.touched.get(key, {behind}) for key in self._touched | trace.touched}
-        self._touched = touched
+        if self.settings.partition == "auto" and channels.num_stages > 1:
+            stopwatch = Stopwatch(channels.device, self.streams)
+        trace = follower.follow(key, step, batch, stopwatch)
+        measured = stopwatch.seconds if stopwatch is not None else {}
+        plan = make_plan(self.settings, follower.gates, trace.flow, measured, channels.num_stages)
+        # Every stage measured for itself; one of them decides.
+        plan = Plan.from_json(channels.share_object(plan.to_json(), source=0))
+        plan.require_layers([gate.name for gate in follower.gates])
         placement = plan.placement
-        stage_of = [placement.stage_of(self.vm, layer) for layer in range(placement.num_layers)]
-        layers = [gate.layer for gate in self._gates]
+        check_order(trace.flow, placement, self.vm, follower.gates)
+        # What the sanity check's validation steps touched stays touched: every stage holds it.
+        behind = Segment(len(follower.gates), False)
+        touched = {key: trace.touched.get(key, {behind}) for key in self._touched | trace.touched}
+        layers = [gate.layer for gate in follower.gates]
         uses = parameter_uses(self.root, layers, touched)
-        self.holdings = Holdings(self.root, uses, layers, stage_of, self.channels)
+        stage_of = [placement.stage_of(self.vm, layer) for layer in range(placement.num_layers)]
+        self._plan = plan
+        self._ownership = Ownership.of(placement)
+        self._touched = touched
+        self.holdings = Holdings(self.root, uses, layers, stage_of, channels)
         self.holdings.match_shared()
         self.holdings.settle(optimizers, final)
         self._is_final = final
+        follower.model_is_whole = not final or channels.num_stages == 1
 
-    def _make_plan(self, flow: Flow, stopwatch: Stopwatch | None) -> Plan:
-        if self.settings.plan is not None:
-            return self.settings.plan
-        num_layers = len(self._gates)
-        payload_bytes = [flow.payload_bytes(boundary) for boundary in range(num_layers + 1)]
-        parameter_bytes = [
-            sum(p.numel() * p.element_size() for p in gate.layer.parameters())
-            for gate in self._gates
-        ]
-        seconds = _estimated(stopwatch.seconds if stopwatch else {}, parameter_bytes)
-        placement = resolve(
-            self.settings.partition,
-            num_layers=num_layers,
-            stages_per_vm=(self.channels.num_stages,),
-            seconds=seconds,
-            payload_bytes=payload_bytes,
-        )
-        return Plan(
-            layers=tuple(
-                LayerRecord(gate.name, parameter_bytes[i], seconds[i], payload_bytes[i + 1])
-                for i, gate in enumerate(self._gates)
-            ),
-            placement=placement,
-            schedule=self.settings.schedule,
-            microbatches=self.num_microbatches,
-        )
+    def _trace(self, key: Key, step: UserStep, batch: Any) -> Trace:
+        trace, is_new = self._follower.trace(key, step, batch)
+        if is_new:
+            check_order(trace.flow, self.plan.placement, self.vm, self._follower.gates)
+            self._note_touched(trace)
+        return trace
 
-    def _require_order(self, flow: Flow) -> None:
-        placement = self.plan.placement
-        for before, after in zip(flow.calls, flow.calls[1:], strict=False):
-            first = placement.stage_of(self.vm, before.layer)
-            second = placement.stage_of(self.vm, after.layer)
-            if second < first:
-                raise LayerError(
-                    f"The layer {self._gates[after.layer].name!r} (stage {second}) is called after"
-                    f" {self._gates[before.layer].name!r} (stage {first}): this step calls the"
-                    " layers in another order than the one that the plan was made for. Call them"
-                    " in one order in training and evaluation, or choose a `partition` that has"
-                    " both in one stage."
-                )
-
-    def _require_known_uses(self, trace: Trace) -> None:
-        for use in self.holdings.uses if self.holdings is not None else ():
-            if id(use.parameter) in trace.touched and not use.everywhere:
-                if not self._is_final:
-                    self._touched.setdefault(id(use.parameter), set()).update(
-                        trace.touched[id(use.parameter)]
-                    )
-                    continue
+    def _note_touched(self, trace: Trace) -> None:
+        assert self.holdings is not None
+        for use in self.holdings.uses:
+            segments = trace.touched.get(id(use.parameter))
+            if not segments or use.everywhere:
+                continue
+            if self._is_final and self.channels.num_stages > 1:
                 raise LayerError(
                     f"The parameter {use.name!r} is used outside of its layer in this step but not"
                     " in the first one. Use it through its layer, or in every step."
                 )
+            self._touched.setdefault(id(use.parameter), set()).update(segments)
 
     # --- training ---
 
@@ -345,7 +225,7 @@ class Pipeline:
         """
         if is_checked(batch_idx):
             require_same_batch(batch, batch_idx, self.channels)
-        slices = split(batch, self.num_microbatches)
+        slices = split(batch, self.settings.num_microbatches(self.channels.num_stages))
         keys = [self._key("train", step_number, number) for number in range(len(slices))]
         self._settle(keys[0], step, slices[0][0], optimizers, final=True)
         assert self.holdings is not None
@@ -387,11 +267,11 @@ class Pipeline:
             _on_cpu(result), _logs_on_cpu(logs), self._tail.changes(), loss, run.correction()
         )
 
-    def _key(self, purpose: str, step_number: int, microbatch: int) -> tuple[int | str, ...]:
+    def _key(self, purpose: str, step_number: int, microbatch: int) -> Key:
         return (self.settings.seed, purpose, step_number, microbatch, self.vm)
 
     def _microbatch(
-        self, key: tuple[int | str, ...], step: UserStep, part: Any, size: int, share: float
+        self, key: Key, step: UserStep, part: Any, size: int, share: float
     ) -> Microbatch:
         assert self._ownership is not None
         number = self._num_microbatches_done + int(key[3])
@@ -483,21 +363,13 @@ class Pipeline:
 
     def release_gates(self) -> None:
         """Gives the layers their own ``forward`` back."""
-        remove(self._gates)
+        remove(self._follower.gates)
         self._switch.current = None
 
     def make_whole(self) -> None:
         """Gives every rank the whole model again. Every stage calls this."""
         if self.holdings is not None:
             self.holdings.make_whole()
-
-
-def _estimated(seconds: dict[int, float], parameter_bytes: Sequence[int]) -> list[float]:
-    """Measured seconds; where there are none, seconds in proportion to the parameters."""
-    measured = sum(seconds.values())
-    bytes_measured = sum(parameter_bytes[layer] for layer in seconds)
-    per_byte = measured / bytes_measured if measured and bytes_measured else 0.0
-    return [seconds.get(layer, per_byte * size) for layer, size in enumerate(parameter_bytes)]
 
 
 def _size_or_one(batch: Any) -> int:
