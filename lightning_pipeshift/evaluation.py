@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import nn
 
-from lightning_pipeshift.model.tail import say_again
+from lightning_pipeshift.model.logs import say_again
 from lightning_pipeshift.model.trace import Trace
 from lightning_pipeshift.model.trees import map_leaves
 from lightning_pipeshift.runtime.pipeline import Pipeline, Report

@@ -36,8 +36,8 @@ from lightning_pipeshift.errors import (
     StageFailedError,
 )
 from lightning_pipeshift.evaluation import EvaluationSteps
+from lightning_pipeshift.model.logs import say_again
 from lightning_pipeshift.model.streams import global_state, set_global_state
-from lightning_pipeshift.model.tail import say_again
 from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.plan.schedule import schedule_named
 from lightning_pipeshift.plugins.precision import loss_scale_of, over_stages

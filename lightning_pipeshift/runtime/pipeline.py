@@ -13,17 +13,13 @@ from torch.optim import Optimizer
 from lightning_pipeshift.errors import LayerError, PipeShiftError, PlanError
 from lightning_pipeshift.model.gate import Gate, Switch, install, remove
 from lightning_pipeshift.model.layers import find_layers
+from lightning_pipeshift.model.logs import LoggedValue, LogRecorder, merge_logs
 from lightning_pipeshift.model.measure import Stopwatch
+from lightning_pipeshift.model.metrics import BatchMetrics
 from lightning_pipeshift.model.microbatch import batch_size_of, merge, split, weighted_mean
 from lightning_pipeshift.model.parameters import Segment, parameter_uses
+from lightning_pipeshift.model.state import TailState
 from lightning_pipeshift.model.streams import Streams
-from lightning_pipeshift.model.tail import (
-    BatchMetrics,
-    LoggedValue,
-    LogRecorder,
-    TailState,
-    merge_logs,
-)
 from lightning_pipeshift.model.trace import Trace
 from lightning_pipeshift.model.trees import map_leaves
 from lightning_pipeshift.plan.action import Row, Schedule

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from lightning_pipeshift.errors import BatchError, LayerError
 from lightning_pipeshift.model.cut import SharedParameters
 from lightning_pipeshift.model.gate import Switch
+from lightning_pipeshift.model.logs import LoggedValue, LogRecorder
 from lightning_pipeshift.model.stage_pass import StagePass
 from lightning_pipeshift.model.streams import Streams
-from lightning_pipeshift.model.tail import LoggedValue, LogRecorder
 from lightning_pipeshift.model.trace import Trace
 from lightning_pipeshift.plan.action import Kind, Row
 from lightning_pipeshift.plan.flow import Value

@@ -1,0 +1,131 @@
+"""What a step logs: recorded on the last stage, said again on every rank.
+
+Only the last stage runs the code after the last layer. What each microbatch logs there is put
+together as one device would have logged it for the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_pipeshift.model.microbatch import weighted_mean
+from lightning_pipeshift.model.trees import map_leaves
+
+
+class MetricRef(NamedTuple):
+    """A torchmetrics object of the LightningModule, by its name: every rank logs its own."""
+
+    name: str
+
+
+@dataclass
+class LoggedValue:
+    """One ``self.log`` of one microbatch."""
+
+    name: str
+    value: Any
+    options: dict[str, Any]
+
+
+class LogRecorder:
+    """Stands in for ``LightningModule.log`` while a step runs.
+
+    Args:
+        root: the LightningModule.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._metric_names = {
+            id(module): name for name, module in root.named_modules() if isinstance(module, Metric)
+        }
+        self.records: list[LoggedValue] = []
+
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Takes what ``LightningModule.log`` takes."""
+        options.update(zip(_LOG_PARAMETERS, args, strict=False))
+        if isinstance(value, Metric):
+            options.setdefault("metric_attribute", self._metric_names.get(id(value)))
+            value = MetricRef(self._metric_names.get(id(value), name))
+        else:
+            value = map_leaves(_detached, value)
+        self.records.append(LoggedValue(name, value, options))
+
+    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
+        """Takes what ``LightningModule.log_dict`` takes."""
+        options.update(zip(_LOG_PARAMETERS, args, strict=False))
+        for name, value in dictionary.items():
+            self.log(name, value, **options)
+
+    def take(self) -> list[LoggedValue]:
+        """What was logged since the last time."""
+        records, self.records = self.records, []
+        return records
+
+
+_LOG_PARAMETERS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
+def merge_logs(
+    logged: list[list[LoggedValue]], sizes: list[int], weights: list[float]
+) -> list[LoggedValue]:
+    """What one device would have logged for the whole batch, from what each microbatch logged.
+
+    A mean counts each microbatch with its ``batch_size`` argument, or else with its weight; sums,
+    maxima and minima are taken as such. Values are logged with the batch size of the whole batch.
+    """
+    columns: dict[tuple[str, int], list[tuple[LoggedValue, int, float]]] = {}
+    for records, size, weight in zip(logged, sizes, weights, strict=True):
+        counts: dict[str, int] = {}
+        for record in records:
+            number = counts[record.name] = counts.get(record.name, -1) + 1
+            columns.setdefault((record.name, number), []).append((record, size, weight))
+    merged = []
+    for (name, _), column in columns.items():
+        first = column[0][0]
+        options = dict(first.options)
+        given = [record.options.get("batch_size") for record, _, _ in column]
+        explicit = all(size is not None for size in given)
+        options["batch_size"] = sum(given) if explicit else sum(size for _, size, _ in column)
+        counted = given if explicit else [weight for _, _, weight in column]
+        value = _reduce(first, [record.value for record, _, _ in column], counted)
+        merged.append(LoggedValue(name, value, options))
+    return merged
+
+
+def _reduce(first: LoggedValue, values: list[Any], weights: Sequence[Any]) -> Any:
+    if isinstance(first.value, MetricRef) or len(values) == 1:
+        return first.value
+    reduce_fx = first.options.get("reduce_fx", "mean")
+    kind = (
+        reduce_fx.lower() if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
+    )
+    if kind == "sum":
+        return sum(values[1:], start=values[0])
+    if kind in ("max", "min"):
+        tensors = [torch.as_tensor(value) for value in values]
+        return getattr(torch.stack(tensors), f"a{kind}")(dim=0)
+    return weighted_mean(
+        [v.float() if isinstance(v, Tensor) else float(v) for v in values], weights
+    )
+
+
+def say_again(
+    logs: list[LoggedValue], log: Callable[..., None], root: nn.Module, device: torch.device
+) -> None:
+    """Logs recorded values with the LightningModule's own ``log``."""
+    for record in logs:
+        if isinstance(record.value, MetricRef):
+            value: Any = root.get_submodule(record.value.name)
+        else:
+            value = map_leaves(lambda v: v.to(device) if isinstance(v, Tensor) else v, record.value)
+        log(record.name, value, **record.options)

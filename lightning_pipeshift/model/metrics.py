@@ -1,0 +1,53 @@
+"""Torchmetrics objects that are called for each microbatch and show what the batch would."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torchmetrics import Metric
+
+
+class BatchMetrics:
+    """Makes a torchmetrics object that is called for each microbatch show what it would for the
+    whole batch.
+
+    On the last stage. Metrics whose state cannot be merged (``full_state_update=True``) are left
+    alone: the value that they show for a step is the last microbatch's.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._metrics = [
+            metric
+            for metric in root.modules()
+            if isinstance(metric, Metric) and metric.full_state_update is False and metric._defaults
+        ]
+        self._before: list[tuple[dict[str, Any], int]] = []
+
+    def begin(self) -> None:
+        """Sets the states aside."""
+        self._before = [
+            ({k: copy.copy(v) for k, v in metric.metric_state.items()}, metric._update_count)
+            for metric in self._metrics
+        ]
+        for metric in self._metrics:
+            metric.reset()
+
+    def end(self) -> None:
+        """Computes the batch's values, and adds the states that were set aside."""
+        for metric, (state, count) in zip(self._metrics, self._before, strict=True):
+            if metric._update_count == 0:
+                for name, value in state.items():
+                    setattr(metric, name, value)
+                metric._update_count = count
+                continue
+            batch_value = metric.compute() if metric._forward_cache is not None else None
+            metric._update_count = count + 1
+            if count:
+                with torch.no_grad():
+                    metric.merge_state(state)
+            metric._computed = None
+            metric._forward_cache = batch_value
+        self._before = []

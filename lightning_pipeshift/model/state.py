@@ -1,0 +1,196 @@
+"""State that user code keeps on the LightningModule, the same on every stage.
+
+Only the last stage runs the code after the last layer. What that code changes
+(``self.outputs.append(...)``, a metric's state, a counter) is found by comparing before and after,
+and done again on every rank. So hooks at the end of an epoch find the same on all of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeshift.model.placeholder import Placeholder
+from lightning_pipeshift.model.trees import map_leaves
+
+Path = tuple[str, str]
+_DEPTH = 3
+_WIDTH = 256
+
+
+class Grown(NamedTuple):
+    """A list that got longer: its length before, and what was added."""
+
+    length: int
+    items: list[Any]
+
+
+class Entries(NamedTuple):
+    """A dict or short list of which some entries changed."""
+
+    changes: dict[Any, Any]
+
+
+class Replaced(NamedTuple):
+    """A value that is another one now."""
+
+    value: Any
+
+
+class _Mark(NamedTuple):
+    """How a value looked: enough to see that it changed."""
+
+    kind: str
+    value: Any
+    detail: Any = None
+
+
+@dataclass
+class TailState:
+    """The state that user code keeps on the modules outside of layers.
+
+    Args:
+        modules: those modules by qualified name.
+        ignored: attribute names that belong to the framework.
+    """
+
+    modules: dict[str, nn.Module]
+    ignored: frozenset[str]
+    _marks: dict[Path, _Mark] = field(default_factory=dict)
+
+    def remember(self) -> None:
+        """Notes how everything looks now."""
+        self._marks = {path: _mark(value, _DEPTH) for path, value in self._attributes()}
+
+    def changes(self) -> dict[Path, Any]:
+        """What is different from when it was last remembered; values are on the CPU and may be
+        sent.
+        """
+        found: dict[Path, Any] = {}
+        for path, value in self._attributes():
+            change = _change(self._marks.get(path), value, _DEPTH)
+            if change is not None:
+                found[path] = map_leaves(_to_cpu, change)
+        return found
+
+    def apply(self, changes: dict[Path, Any], device: torch.device) -> None:
+        """Makes the changes of the last stage here, from the state that was last remembered."""
+        for (module_name, name), change in changes.items():
+            module = self.modules[module_name]
+            table = module._buffers if name in module._buffers else module.__dict__
+            current = table.get(name)
+            change = map_leaves(lambda v: v.to(device) if isinstance(v, Tensor) else v, change)
+            if (
+                name in module._buffers
+                and isinstance(current, Tensor)
+                and isinstance(change, Replaced)
+                and current.shape == change.value.shape
+            ):
+                with torch.no_grad():
+                    current.copy_(change.value)
+            else:
+                table[name] = _applied(current, change)
+
+    def _attributes(self) -> Iterator[tuple[Path, Any]]:
+        for module_name, module in self.modules.items():
+            for name, value in module.__dict__.items():
+                if name not in self.ignored:
+                    yield (module_name, name), value
+            for name, value in module._buffers.items():
+                if value is not None:
+                    yield (module_name, name), value
+
+
+def _mark(value: Any, depth: int) -> _Mark:
+    if isinstance(value, Tensor):
+        # The tensor itself is kept, so that its identity stays its own.
+        version = 0 if value.is_inference() else value._version
+        return _Mark("tensor", value, (version, value.clone() if value.is_inference() else None))
+    if value is None or isinstance(value, int | float | str | bytes | complex):
+        return _Mark("plain", value)
+    if isinstance(value, list | deque):
+        nested = [_mark(v, depth - 1) for v in value] if depth and len(value) <= _WIDTH else None
+        return _Mark("list", value, (len(value), nested))
+    if isinstance(value, dict) and depth and len(value) <= _WIDTH:
+        return _Mark("dict", value, {key: _mark(v, depth - 1) for key, v in value.items()})
+    return _Mark("other", value)
+
+
+def _change(mark: _Mark | None, value: Any, depth: int) -> Any:
+    if isinstance(value, Placeholder):
+        return None
+    if mark is None:
+        return Replaced(value) if _can_be_sent(value) else None
+    if mark.kind == "plain":
+        same = type(value) is type(mark.value) and (value == mark.value or value != value)
+        return None if same or not _can_be_sent(value) else Replaced(value)
+    if value is not mark.value:
+        return Replaced(value) if _can_be_sent(value) else None
+    if mark.kind == "tensor":
+        version, before = mark.detail
+        changed = (
+            not torch.equal(before, value) if before is not None else value._version != version
+        )
+        return Replaced(value) if changed else None
+    if mark.kind == "list":
+        length, nested = mark.detail
+        changes = {
+            index: change
+            for index, change in enumerate(
+                _change(m, v, depth - 1) for m, v in zip(nested or (), value, strict=False)
+            )
+            if change is not None
+        }
+        if changes or len(value) < length:
+            return Replaced(list(value))
+        return Grown(length, list(value)[length:]) if len(value) > length else None
+    if mark.kind == "dict":
+        changes = {
+            key: change
+            for key, change in (
+                (k, _change(mark.detail.get(k), v, depth - 1)) for k, v in value.items()
+            )
+            if change is not None
+        }
+        if set(mark.detail) - set(value):
+            return Replaced(dict(value))
+        return Entries(changes) if changes else None
+    return None
+
+
+def _can_be_sent(value: Any) -> bool:
+    """Plain data: what one rank can send to another without running anybody's code."""
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return all(map(_can_be_sent, value))
+    if isinstance(value, dict):
+        return all(map(_can_be_sent, value.values()))
+    return not isinstance(value, Placeholder) and (
+        value is None
+        or isinstance(value, int | float | str | bytes | complex | Tensor)
+        or type(value).__module__ == "numpy"
+    )
+
+
+def _applied(current: Any, change: Any) -> Any:
+    if isinstance(change, Replaced):
+        return change.value
+    if isinstance(change, Grown):
+        if not isinstance(current, list | deque):
+            return list(change.items)
+        while len(current) > change.length:
+            current.pop()
+        current.extend(change.items)
+        return current
+    assert isinstance(change, Entries)
+    for key, entry in change.changes.items():
+        current[key] = _applied(current.get(key), entry)
+    return current
+
+
+def _to_cpu(leaf: Any) -> Any:
+    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
