@@ -54,13 +54,15 @@ class Holdings:
         for index, layer in enumerate(layers):
             for buffer in layer.buffers():
                 self._holders.setdefault(id(buffer), (buffer, [stage_of[index]]))
+        for buffer in root.buffers():
+            self._holders.setdefault(id(buffer), (buffer, list(range(num_stages))))
         self.held = [use for use in uses if self._stage in self.holders_of(use.parameter)]
         self.shared = SharedParameters([use for use in self.held if use.is_shared])
         self._fresh: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
 
     def holders_of(self, tensor: Tensor) -> list[int]:
-        """The stages that hold a tensor, lowest first; a buffer in no layer is held by all."""
+        """The stages that hold a tensor, lowest first; one added later is held by all."""
         _, holders = self._holders.get(id(tensor), (None, None))
         return list(range(self._channels.num_stages)) if holders is None else holders
 
