@@ -22,6 +22,20 @@ from lightning_pipeshift.runtime.pipeline import Pipeline, Report
 from lightning_pipeshift.runtime.step_run import UserStep
 
 
+def somebody_looks_at_results(trainer: pl.Trainer, step: str) -> bool:
+    """Whether a hook after each batch is given the step's result by somebody who may use it."""
+    hook = f"on_{step.removesuffix('_step')}_batch_end"
+    parts: list[Any] = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
+    for part in parts:
+        if isinstance(part, BasePredictionWriter) and part.interval.on_batch:
+            return True
+        module = inspect.getmodule(getattr(type(part), hook, None))
+        # Lightning's own callbacks (progress bars, timers) only count batches.
+        if module is not None and not module.__name__.startswith("lightning.pytorch."):
+            return True
+    return False
+
+
 class EvaluationSteps:
     """The evaluation steps of one run on one rank.
 
@@ -83,23 +97,8 @@ class EvaluationSteps:
         return (
             trace.logs_each_step
             or unknown_end
-            or (trace.returns_something and self._somebody_looks_at_results(name))
+            or (trace.returns_something and somebody_looks_at_results(self._trainer, name))
         )
-
-    def _somebody_looks_at_results(self, name: str) -> bool:
-        hook = f"on_{name.removesuffix('_step')}_batch_end"
-        module = self._pipeline.root
-        parts: list[Any] = [module, *self._trainer.callbacks]  # type: ignore[attr-defined]
-        for part in parts:
-            if isinstance(part, BasePredictionWriter) and part.interval.on_batch:
-                return True
-            function = getattr(type(part), hook, None)
-            # Lightning's own callbacks (progress bars, timers) only count batches.
-            if function is not None and not inspect.getmodule(function).__name__.startswith(  # type: ignore[union-attr]
-                "lightning.pytorch."
-            ):
-                return True
-        return False
 
     def _await_prediction(self, loop: Any, dataloader_idx: int) -> None:
         predictions = loop._predictions

@@ -35,7 +35,7 @@ from lightning_pipeshift.errors import (
     ConfigurationError,
     StageFailedError,
 )
-from lightning_pipeshift.evaluation import EvaluationSteps
+from lightning_pipeshift.evaluation import EvaluationSteps, somebody_looks_at_results
 from lightning_pipeshift.model.logs import say_again
 from lightning_pipeshift.model.streams import global_state, set_global_state
 from lightning_pipeshift.plan.plan import Plan
@@ -345,6 +345,7 @@ class PipeShiftStrategy(ParallelStrategy):
                 epoch_loop.total_batch_idx,
                 loss_scale_of(self.precision_plugin) / trainer.accumulate_grad_batches,
                 self.optimizers,
+                wants_result=somebody_looks_at_results(trainer, "train_step"),
             )
         say_again(report.logs, module.log, module, self.root_device)
         if report.loss is None:

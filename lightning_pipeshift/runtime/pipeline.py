@@ -208,6 +208,7 @@ class Pipeline:
         step_number: int,
         loss_scale: float,
         optimizers: Sequence[Optimizer],
+        wants_result: bool,
     ) -> Report:
         """Runs a whole training step, forwards and backwards, and sets its gradients aside.
 
@@ -218,6 +219,7 @@ class Pipeline:
             step_number: counts batches over the whole run; the random streams depend on it.
             loss_scale: what the losses are multiplied with.
             optimizers: whose state follows the parameters.
+            wants_result: whether anybody needs more of the step's result than the loss.
         """
         if is_checked(batch_idx):
             require_same_batch(batch, batch_idx, self.channels)
@@ -237,7 +239,7 @@ class Pipeline:
         if self.is_last and len(microbatches) > 1:
             self._metrics.begin()
         run.run(row)
-        mine = self._training_report(run, microbatches) if self.is_last else None
+        mine = self._training_report(run, microbatches, wants_result) if self.is_last else None
         report: Report = self.channels.share_object(mine, source=self.channels.num_stages - 1)
         run.settle()
         self.holdings.collect_gradients(report.correction)
@@ -246,7 +248,9 @@ class Pipeline:
             self._tail.apply(report.changes, self.channels.device)
         return report
 
-    def _training_report(self, run: StepRun, microbatches: Sequence[Microbatch]) -> Report:
+    def _training_report(
+        self, run: StepRun, microbatches: Sequence[Microbatch], wants_result: bool
+    ) -> Report:
         if len(microbatches) > 1:
             self._metrics.end()
         weights = run.weights()
@@ -258,7 +262,9 @@ class Pipeline:
         if losses and sum(weights):
             loss = weighted_mean([x.detach() for x, _ in losses], [w for _, w in losses]).cpu()
         logs = merge_logs([outcome.logs for outcome in run.outcomes], sizes, weights)
-        result = merge([outcome.result for outcome in run.outcomes], sizes, weights)
+        result = None
+        if wants_result:
+            result = merge([outcome.result for outcome in run.outcomes], sizes, weights)
         return Report(
             _on_cpu(result), _logs_on_cpu(logs), self._tail.changes(), loss, run.correction()
         )
