@@ -9,7 +9,6 @@ whole model is still here.
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.gate import Gate, Switch
@@ -31,6 +29,7 @@ from lightning_pipeshift.model.placeholder import (
     spec_of,
     watching,
 )
+from lightning_pipeshift.model.preserve import preserved
 from lightning_pipeshift.model.sight import BatchValues, TouchedParameters
 from lightning_pipeshift.model.trees import Rebuild, flatten, leaves_of
 from lightning_pipeshift.plan.flow import Call, Flow, TensorSpec, Value
@@ -102,8 +101,7 @@ def record(
 
     Args:
         step: runs the user's step on the LightningModule it is given, with a microbatch.
-        root: the LightningModule. The run sees a shallow copy of it, so that lists it appends to,
-            counters and metrics stay as they are.
+        root: the LightningModule. What the run leaves behind on it or on its modules is undone.
         gates: installed, one for each layer.
         switch: the gates' switch.
         device: the device on which the stage's layers live.
@@ -117,8 +115,14 @@ def record(
     recorder = _Recorder(root, gates, device, real, stopwatch)
     switch.current = recorder
     try:
-        with watching(recorder), TouchedParameters(recorder), BatchValues(recorder):
-            result = step(_stand_in(root, recorder))
+        with (
+            preserved(root.modules()),
+            watching(recorder),
+            TouchedParameters(recorder),
+            BatchValues(recorder),
+        ):
+            root.__dict__.update(log=recorder.log, log_dict=recorder.log_dict)
+            result = step(root)
     finally:
         switch.current = None
     return recorder.finish(result)
@@ -396,30 +400,3 @@ def _reached_from(loss: Any) -> set[Value]:
                 seen.add(successor)
                 queue.append(successor)
     return values
-
-
-def _stand_in(root: nn.Module, recorder: _Recorder) -> nn.Module:
-    """A shallow copy of the LightningModule: same submodules, but what the step leaves on it is
-    lost with it.
-    """
-    fresh = object.__new__(type(root))
-    state: dict[str, Any] = {}
-    for name, value in root.__dict__.items():
-        shallow = isinstance(value, dict | list | set | deque)
-        state[name] = copy.copy(value) if shallow else value
-    state["_modules"] = {
-        name: copy.deepcopy(child) if _is_metric(child) else child
-        for name, child in root._modules.items()
-    }
-    state["log"] = recorder.log
-    state["log_dict"] = recorder.log_dict
-    fresh.__dict__.update(state)
-    return fresh
-
-
-def _is_metric(module: nn.Module | None) -> bool:
-    return (
-        module is not None
-        and any(isinstance(part, Metric) for part in module.modules())
-        and next(module.parameters(), None) is None
-    )
