@@ -14,7 +14,7 @@ from lightning_pipeshift.model.cut import GradientBox, SharedParameters
 from lightning_pipeshift.model.gate import Gate, StageDone
 from lightning_pipeshift.model.parameters import Segment
 from lightning_pipeshift.model.placeholder import Placeholder, Watcher, spec_of, watching
-from lightning_pipeshift.model.streams import Streams
+from lightning_pipeshift.model.streams import Place, Streams
 from lightning_pipeshift.model.trace import Trace
 from lightning_pipeshift.model.trees import flatten, leaves_of
 from lightning_pipeshift.plan.flow import Call, Value
@@ -142,7 +142,7 @@ class StagePass(Watcher):
     def _enter_gap(self, layer: int) -> None:
         """From here on, user code in front of ``layer`` runs."""
         self._gap = layer
-        self.streams.go_to(*self.key, "gap", layer, self._position)
+        self.streams.go_to(Place.GAP, layer, self._position, host=self.trace.draws_on_host)
         self.shared.enter(Segment(layer, False))
 
     def _skip(self, position: int, call: Call) -> Any:
@@ -159,7 +159,7 @@ class StagePass(Watcher):
         return template.rebuild(leaves)
 
     def _run(self, gate: Gate, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.streams.go_to(*self.key, "layer", call.layer, call.call)
+        self.streams.go_to(Place.LAYER, call.layer, call.call, host=self.trace.draws_on_host)
         self.shared.enter(Segment(call.layer, True))
         output = gate.original(*args, **kwargs)
         leaves, rebuild = flatten(output)
@@ -212,7 +212,8 @@ class StagePass(Watcher):
                 f"The layer {gate.name!r} is called several times in a pass and checkpointed by the"
                 " model. Checkpoint inside the layer instead."
             )
-        with self.streams.switched(*self.key, "layer", gate.index, 0):
+        with self.streams.switched(*self.key):
+            self.streams.go_to(Place.LAYER, gate.index)
             return gate.original(*args, **kwargs)
 
     @staticmethod

@@ -13,6 +13,7 @@ before it.
 
 from __future__ import annotations
 
+import enum
 import random
 import struct
 from collections.abc import Iterator
@@ -24,6 +25,16 @@ import numpy as np
 import torch
 
 _MASK_32 = (1 << 32) - 1
+_MASK_64 = (1 << 64) - 1
+
+
+class Place(enum.IntEnum):
+    """Where in a forward pass a draw happens."""
+
+    GAP = 0
+    """In the user code in front of a layer."""
+    LAYER = 1
+    """Inside a layer."""
 
 
 def stream_seed(*key: int | str) -> int:
@@ -52,39 +63,62 @@ class Streams:
         # pointer, so each depth of nesting has a bit generator of its own, which is put in place
         # and taken away.
         self._numpy_generators = [np.random.MT19937(0), np.random.MT19937(0)]
-        self._depth = 0
+        self._bases: list[int] = []
 
     @contextmanager
     def switched(self, *key: int | str) -> Iterator[None]:
         """Draws come from the key's stream inside the context; outside, everything goes on as if
-        nothing happened.
-        """
+        nothing happened."""
         torch_states = [generator.get_state() for generator in self._generators]
         python_state = random.getstate()
         outer = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        self._depth += 1
+        self._bases.append(stream_seed(*key))
         try:
-            self.go_to(*key)
+            self._seed(self._bases[-1], host=True)
             yield
         finally:
-            self._depth -= 1
+            self._bases.pop()
             np.random.set_bit_generator(outer)  # type: ignore[attr-defined]
             random.setstate(python_state)
             for generator, state in zip(self._generators, torch_states, strict=True):
                 generator.set_state(state)
 
-    def go_to(self, *key: int | str) -> None:
-        """Inside :meth:`switched`: from here on, draws come from another key's stream, from its
-        beginning.
+    def go_to(self, place: Place, layer: int, call: int = 0, host: bool = True) -> None:
+        """Inside :meth:`switched`: from here on, draws come from the stream of a place in the pass.
+
+        Args:
+            place: inside a layer, or in the user code in front of one.
+            layer: which.
+            call: which of the layer's calls.
+            host: whether to switch NumPy and ``random`` too, which costs several times as much.
         """
-        seed = stream_seed(*key)
+        seed = self._bases[-1]
+        for part in (place, layer, call):
+            seed = _mixed(seed + part)
+        self._seed(seed >> 1, host)
+
+    def host_state(self) -> Any:
+        """What NumPy and ``random`` draw next; to see whether something drew from them."""
+        state: Any = np.random.get_state()
+        return state[1].tolist(), state[2], random.getstate()
+
+    def _seed(self, seed: int, host: bool) -> None:
         for generator in self._generators:
             generator.manual_seed(seed)
-        random.seed(seed)
-        numpy_generator: Any = self._numpy_generators[self._depth - 1]
-        numpy_generator._legacy_seeding(seed & _MASK_32)
-        # Putting it in place anew also forgets the spare one of NumPy's paired normal draws.
-        np.random.set_bit_generator(numpy_generator)  # type: ignore[attr-defined]
+        if host:
+            random.seed(seed)
+            numpy_generator: Any = self._numpy_generators[len(self._bases) - 1]
+            numpy_generator._legacy_seeding(seed & _MASK_32)
+            # Putting it in place anew also forgets the spare one of NumPy's paired normal draws.
+            np.random.set_bit_generator(numpy_generator)  # type: ignore[attr-defined]
+
+
+def _mixed(number: int) -> int:
+    """The mixing step of SplitMix64 (Steele, Lea and Flood 2014, figure 16)."""
+    number = (number + 0x9E3779B97F4A7C15) & _MASK_64
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return number ^ (number >> 31)
 
 
 def global_state() -> dict[str, Any]:

@@ -64,6 +64,7 @@ class Trace:
             what they would have drawn.
         is_shaped_by_batch: whether shapes are made of the batch's values (``x[mask]``,
             ``x[:, :lengths.max()]``), so that the flow holds for this batch only.
+        draws_on_host: whether anything draws from NumPy or ``random``.
     """
 
     flow: Flow
@@ -73,6 +74,7 @@ class Trace:
     returns_something: bool = False
     drawing_gaps: frozenset[int] = frozenset()
     is_shaped_by_batch: bool = False
+    draws_on_host: bool = False
     _payloads: dict[int, Payload] = field(default_factory=dict)
 
     def payload(self, boundary: int) -> Payload:

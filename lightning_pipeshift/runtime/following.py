@@ -94,14 +94,9 @@ class Follower:
     ) -> Trace:
         """Follows a step on a batch anew."""
 
-        def run(root: nn.Module) -> Any:
-            return step(root, batch)
-
         with self._streams.switched(*key):
             try:
-                return record(
-                    run, self._root, self.gates, self._switch, self._device, False, stopwatch
-                )
+                return self._record(step, batch, False, stopwatch)
             except PipeShiftError:
                 raise
             except Exception as error:
@@ -114,4 +109,13 @@ class Follower:
                     ) from error
                 log.debug("Following on placeholders failed, so on values: %s", error)
         with self._streams.switched(*key):
-            return record(run, self._root, self.gates, self._switch, self._device, real=True)
+            return self._record(step, batch, True, None)
+
+    def _record(self, step: UserStep, batch: Any, real: bool, stopwatch: Stopwatch | None) -> Trace:
+        def run(root: nn.Module) -> Any:
+            return step(root, batch)
+
+        before = self._streams.host_state()
+        trace = record(run, self._root, self.gates, self._switch, self._device, real, stopwatch)
+        trace.draws_on_host = self._streams.host_state() != before
+        return trace
