@@ -45,6 +45,12 @@ def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             " `on_before_backward`, or tensor hooks in `training_step`."
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, callbacks.BaseFinetuning):
+            raise ConfigurationError(
+                f"`{type(callback).__name__}` compares the values of parameters to find new ones,"
+                " and a stage holds only its own. Give the optimizer all parameters from the start,"
+                " and set `requires_grad` in `on_train_epoch_start` instead."
+            )
         if isinstance(callback, _AVERAGING):
             raise ConfigurationError(
                 f"`{type(callback).__name__}` averages a copy of the whole model, and a stage holds"

@@ -453,7 +453,10 @@ class PipeShiftStrategy(ParallelStrategy):
         if holdings is None:
             return module.state_dict()
         # The parameters themselves, not copies of them, are what the stages know each other's by.
-        return dict(holdings.gather_state(module.state_dict(keep_vars=True).items()))
+        state_dict: dict[str, Any] = module.state_dict(keep_vars=True)
+        for name, value in holdings.gather_state(list(state_dict.items())):
+            state_dict[name] = value
+        return state_dict
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state on rank 0, in torch's own format."""

@@ -33,10 +33,10 @@ def find_layers(root: nn.Module, at_least: int = 1) -> dict[str, nn.Module]:
     configure = getattr(root, "configure_layers", None)
     if callable(configure):
         return _named_by_user(root, configure())
-    layers = {name: module for name, module in _open(root, "") if _num_parameters(module)}
+    layers = _with_parameters(_open(root, ""))
     while 0 < len(layers) < at_least:
         largest = max(
-            (name for name in layers if _parts(layers[name])),
+            (name for name in layers if _may_be_opened(layers[name])),
             key=lambda name: _num_parameters(layers[name]),
             default=None,
         )
@@ -45,7 +45,7 @@ def find_layers(root: nn.Module, at_least: int = 1) -> dict[str, nn.Module]:
         opened: dict[str, nn.Module] = {}
         for name, module in layers.items():
             if name == largest:
-                opened.update((n, m) for n, m in _open(module, name) if _num_parameters(m))
+                opened.update(_with_parameters(_open(module, name)))
             else:
                 opened[name] = module
         layers = opened
@@ -55,6 +55,24 @@ def find_layers(root: nn.Module, at_least: int = 1) -> dict[str, nn.Module]:
             " on stages. Build the network in `__init__`, before `Trainer.fit` is called."
         )
     return layers
+
+
+def _with_parameters(found: Iterator[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
+    """Those that have parameters; a module that is found under two names counts once."""
+    layers: dict[str, nn.Module] = {}
+    for name, module in found:
+        if _num_parameters(module) and all(module is not known for known in layers.values()):
+            layers[name] = module
+    return layers
+
+
+def _may_be_opened(module: nn.Module) -> bool:
+    """Whether a module's parts are called as modules, as far as can be seen from outside.
+
+    A module with parameters of its own uses them, and often those of its parts, in its own way
+    (``nn.MultiheadAttention``).
+    """
+    return bool(_parts(module)) and not any(p is not None for p in module._parameters.values())
 
 
 def _open(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
@@ -125,9 +143,9 @@ def _named_by_user(root: nn.Module, chosen: object) -> dict[str, nn.Module]:
                 f"`configure_layers` names {name_of[module]!r} twice. Name every layer once."
             )
         layers[name_of[module]] = module
-    for name in layers:
-        for other in layers:
-            if name != other and name.startswith(other + "."):
+    for name, module in layers.items():
+        for other, outer in layers.items():
+            if module is not outer and any(module is part for part in outer.modules()):
                 raise LayerError(
                     f"`configure_layers` names {other!r} and, inside it, {name!r}."
                     " Layers must be separate: name one of the two."

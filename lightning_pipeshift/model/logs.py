@@ -114,9 +114,14 @@ def _reduce(first: LoggedValue, values: list[Any], weights: Sequence[Any]) -> An
     if kind in ("max", "min"):
         tensors = [torch.as_tensor(value) for value in values]
         return getattr(torch.stack(tensors), f"a{kind}")(dim=0)
-    return weighted_mean(
-        [v.float() if isinstance(v, Tensor) else float(v) for v in values], weights
-    )
+    return weighted_mean([_floating(v) for v in values], weights)
+
+
+def _floating(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return float(value)
+    # As Lightning does: at least float32, and no less than was logged.
+    return value if value.dtype in (torch.float32, torch.float64) else value.float()
 
 
 def say_again(

@@ -4,14 +4,15 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_pipeshift.errors import BatchError
-from lightning_pipeshift.model.trees import flatten
+from lightning_pipeshift.model.trees import flatten, structure_of
 
 
 def batch_size_of(batch: Any) -> int:
@@ -54,56 +55,40 @@ def split(batch: Any, num_microbatches: int) -> list[tuple[Any, int]]:
         sized = any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves)
         return [(batch, batch_size_of(batch) if sized else 1)]
     size = batch_size_of(batch)
-    leaves, rebuild = flatten(batch)
+    leaves, rebuild = flatten(batch, is_leaf=lambda node: _is_column(node, size))
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.dim() and leaf.size(0) != size:
             raise BatchError(
                 f"The batch holds tensors of {size} and of {leaf.size(0)} samples (shape"
                 f" {tuple(leaf.shape)}), so it is not clear how to cut it into microbatches. The"
-                " first dimension of every tensor in a batch has to count the samples: move what"
-                " is common to all samples out of the batch (a buffer of the LightningModule,"
-                " say), or set `microbatches=1`."
+                " first dimension of every tensor in a batch has to count the samples: move what is"
+                " common to all samples out of the batch (a buffer of the LightningModule, say), or"
+                " set `microbatches=1`."
             )
     count = max(1, min(num_microbatches, size))
-    pieces = [torch.tensor_split(leaf, count) if _is_cut(leaf) else None for leaf in leaves]
     sizes = [len(part) for part in torch.tensor_split(torch.empty(size, 0), count)]
-    slices = []
-    for number in range(count):
-        parts = [
-            leaf if piece is None else piece[number]
-            for leaf, piece in zip(leaves, pieces, strict=True)
-        ]
-        slices.append((rebuild(parts), sizes[number]))
-    return _cut_lists(batch, slices, size)
+    pieces = [_pieces(leaf, sizes) for leaf in leaves]
+    return [
+        (rebuild([piece[number] for piece in pieces]), sizes[number]) for number in range(count)
+    ]
 
 
-def _is_cut(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0
+def _is_column(node: Any, size: int) -> bool:
+    """Whether a list holds one plain thing (a name, a number) for each sample."""
+    return (
+        isinstance(node, list | tuple)
+        and len(node) == size
+        and all(isinstance(entry, str | bytes | int | float) for entry in node)
+    )
 
 
-def _cut_lists(batch: Any, slices: list[tuple[Any, int]], size: int) -> list[tuple[Any, int]]:
-    """Cuts lists of plain things (strings, numbers), one for each sample, in a batch that is a
-    mapping or sequence.
-    """
-    keys: Sequence[Any]
-    if isinstance(batch, Mapping):
-        keys = list(batch)
-    elif isinstance(batch, list):
-        keys = range(len(batch))
-    else:
-        return slices
-    for key in keys:
-        entry = batch[key]
-        if (
-            isinstance(entry, list | tuple)
-            and len(entry) == size
-            and not any(isinstance(leaf, Tensor) for leaf in flatten(entry)[0])
-        ):
-            start = 0
-            for part, count in slices:
-                part[key] = entry[start : start + count]
-                start += count
-    return slices
+def _pieces(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
+    if isinstance(leaf, Tensor) and leaf.dim():
+        return torch.split(leaf, list(sizes))
+    if _is_column(leaf, sum(sizes)):
+        ends = list(accumulate(sizes))
+        return [leaf[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    return [leaf] * len(sizes)
 
 
 def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
@@ -111,11 +96,12 @@ def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
 
     A single value comes back as it is, with the very same bits.
     """
-    if len(values) == 1:
+    if len(values) == 1 or not sum(weights):
         return values[0]
+    # What counts nothing may be anything, even not a number.
+    counted = [(v, w) for v, w in zip(values, weights, strict=True) if w]
+    values, weights = [v for v, _ in counted], [w for _, w in counted]
     total = sum(weights)
-    if not total:
-        return values[0]
     mean = values[0] * (weights[0] / total)
     for value, weight in zip(values[1:], weights[1:], strict=True):
         mean = mean + value * (weight / total)
@@ -131,7 +117,7 @@ def merge(results: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]
     if len(results) == 1:
         return results[0]
     flat = [flatten(result) for result in results]
-    if len({len(leaves) for leaves, _ in flat}) != 1:
+    if len({structure_of(result) for result in results}) != 1:
         return list(results)
     merged = [
         _merge_leaf(list(column), sizes, weights)

@@ -150,6 +150,9 @@ class Placeholder(torch.Tensor):
         """Reads the values, as ``Tensor.numpy`` does."""
         return _estimate("numpy", self).numpy(force=force)
 
+    def __format__(self, format_spec: str) -> str:
+        return format(self.item(), format_spec) if format_spec else str(self)
+
     def __array__(self, dtype: Any = None) -> Any:
         array = self.numpy(force=True)
         return array if dtype is None else array.astype(dtype)
@@ -162,6 +165,12 @@ class Placeholder(torch.Tensor):
 
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if torch.Tag.inplace_view in func.tags or func._schema.name == "aten::resize_":
+        raise LayerError(
+            f"`{func._schema.name}` changes the shape of a layer's output in place, outside of the"
+            " layer. Use the operation that returns a new tensor (`unsqueeze` for `unsqueeze_`), or"
+            " do it inside the layer."
+        )
     leaves, spec = pytree.tree_flatten((args, kwargs))
     seen = [leaf for leaf in leaves if isinstance(leaf, Placeholder)]
     told = watcher()
@@ -216,7 +225,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _plain(leaf: Any, real: bool, indexing: bool) -> Any:
     if isinstance(leaf, Placeholder):
         return leaf.shadow
-    if not isinstance(leaf, torch.Tensor) or real:
+    if not isinstance(leaf, torch.Tensor):
         return leaf
     if indexing and leaf.dtype in (torch.bool, torch.uint8) and leaf.device != META:
         # A mask that is really there decides the shape: as an index of integers it does so without
@@ -224,7 +233,9 @@ def _plain(leaf: Any, real: bool, indexing: bool) -> Any:
         # stay one argument.
         watcher().shaped_by_batch()
         if leaf.dim() == 1:
-            return leaf.nonzero()[:, 0].to(META)
+            return leaf.nonzero()[:, 0].to(leaf.device if real else META)
+        return leaf
+    if real:
         return leaf
     return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=META)
 

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipeshift.model.placeholder import Placeholder
-from lightning_pipeshift.model.trees import leaves_of
+from lightning_pipeshift.model.trees import leaves_of, map_leaves
 
 
 class Seeing(Protocol):
@@ -60,6 +60,9 @@ class TouchedParameters(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.tensor:
+            # It reads its arguments' memory, which placeholders have none of.
+            args = map_leaves(lambda x: x.item() if isinstance(x, Placeholder) else x, args)
         for leaf in leaves_of((args, kwargs)):
             if self._recorder.is_parameter(leaf) and not self._is_harmless(func):
                 self._recorder.touch(leaf)
@@ -78,6 +81,7 @@ class TouchedParameters(TorchFunctionMode):
             "size",
             "dim",
             "numel",
+            "__len__",
             "element_size",
             "is_floating_point",
             "is_complex",

@@ -80,7 +80,8 @@ class StagePass(Watcher):
             # What crosses a boundary is the value that left the layer: user code here may write to
             # its own copy.
             handed_out = tensor.clone()
-        if value in self.trace.flow.differentiable and torch.is_grad_enabled():
+        # Also where no gradient is expected back: if one comes all the same, it is not lost silently.
+        if value in self.trace.tracked and torch.is_grad_enabled():
             box = self.boxes[value] = GradientBox(handed_out)
             handed_out = box.open()
         self._handed_out[value] = handed_out
@@ -212,9 +213,9 @@ class StagePass(Watcher):
                 f"The layer {gate.name!r} is called several times in a pass and checkpointed by the"
                 " model. Checkpoint inside the layer instead."
             )
-        with self.streams.switched(*self.key):
-            self.streams.go_to(Place.LAYER, gate.index)
-            return gate.original(*args, **kwargs)
+        self.streams.begin(*self.key)
+        self.streams.go_to(Place.LAYER, gate.index)
+        return gate.original(*args, **kwargs)
 
     @staticmethod
     def _require_values(tree: Any, what: str) -> None:

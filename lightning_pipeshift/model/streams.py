@@ -62,7 +62,7 @@ class Streams:
         # NumPy's global state is 2.5 KB and slow to read and write; its bit generator is one
         # pointer, so each depth of nesting has a bit generator of its own, which is put in place
         # and taken away.
-        self._numpy_generators = [np.random.MT19937(0), np.random.MT19937(0)]
+        self._numpy_generators: list[np.random.MT19937] = []
         self._bases: list[int] = []
 
     @contextmanager
@@ -72,16 +72,27 @@ class Streams:
         torch_states = [generator.get_state() for generator in self._generators]
         python_state = random.getstate()
         outer = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        self._bases.append(stream_seed(*key))
+        numpy_state: Any = np.random.get_state(legacy=False)
+        self._bases.append(0)
+        if len(self._numpy_generators) < len(self._bases):
+            self._numpy_generators.append(np.random.MT19937(0))
         try:
-            self._seed(self._bases[-1], host=True)
+            self.begin(*key)
             yield
         finally:
             self._bases.pop()
             np.random.set_bit_generator(outer)  # type: ignore[attr-defined]
+            if numpy_state["has_gauss"]:
+                # NumPy's normal draws come in pairs; changing the generator drops the spare one.
+                np.random.set_state(numpy_state)
             random.setstate(python_state)
             for generator, state in zip(self._generators, torch_states, strict=True):
                 generator.set_state(state)
+
+    def begin(self, *key: int | str) -> None:
+        """Inside :meth:`switched`: from here on, draws come from another key's stream."""
+        self._bases[-1] = stream_seed(*key)
+        self._seed(self._bases[-1], host=True)
 
     def go_to(self, place: Place, layer: int, call: int = 0, host: bool = True) -> None:
         """Inside :meth:`switched`: from here on, draws come from the stream of a place in the pass.

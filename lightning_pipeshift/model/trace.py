@@ -64,6 +64,7 @@ class Trace:
             what they would have drawn.
         is_shaped_by_batch: whether shapes are made of the batch's values (``x[mask]``,
             ``x[:, :lengths.max()]``), so that the flow holds for this batch only.
+        tracked: the values that needed a gradient when they left their layer.
         draws_on_host: whether anything draws from NumPy or ``random``.
     """
 
@@ -74,6 +75,7 @@ class Trace:
     returns_something: bool = False
     drawing_gaps: frozenset[int] = frozenset()
     is_shaped_by_batch: bool = False
+    tracked: frozenset[Value] = frozenset()
     draws_on_host: bool = False
     _payloads: dict[int, Payload] = field(default_factory=dict)
 
@@ -183,6 +185,7 @@ class _Recorder(Watcher):
         self._stopwatch = stopwatch
         self._draws_in_gap: dict[int, int] = {}
         self._is_shaped_by_batch = False
+        self._tracked: set[Value] = set()
         self._parameter_ids = {id(parameter) for parameter in root.parameters()}
 
     # --- what the gates ask ---
@@ -279,6 +282,8 @@ class _Recorder(Watcher):
                 # Made from the batch alone.
                 inner = leaf if self._real else leaf.detach().to(META)
                 leaf = Placeholder(inner, self._device, Origin(()))
+            if leaf.requires_grad:
+                self._tracked.add(value)
             specs.append(spec_of(leaf.shadow))
             constants.append(None)
             outer.append(_relabelled(leaf, Origin([value]), value))
@@ -382,7 +387,9 @@ class _Recorder(Watcher):
             self.logs_each_step,
             result is not None,
             frozenset(gap for gap, count in self._draws_in_gap.items() if count > 1),
-            self._is_shaped_by_batch,
+            # A microbatch without a loss says nothing of where gradients flow in others.
+            self._is_shaped_by_batch or (torch.is_grad_enabled() and loss is None),
+            frozenset(self._tracked),
         )
 
 

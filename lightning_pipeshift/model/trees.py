@@ -18,11 +18,14 @@ from torch.utils import _pytree as pytree
 Rebuild = Callable[[list[Any]], Any]
 
 
-def flatten(tree: Any) -> tuple[list[Any], Rebuild]:
-    """Returns the leaves of a structure, and a function that makes an equal structure of other
-    leaves.
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Rebuild]:
+    """Returns the leaves of a structure, and a function that makes an equal structure of others.
+
+    Args:
+        tree: the structure.
+        is_leaf: says of a node whether it is to be a leaf, whatever is in it.
     """
-    outer, spec = pytree.tree_flatten(tree)
+    outer, spec = pytree.tree_flatten(tree, is_leaf)
     parts: list[tuple[int, Rebuild | None]] = []
     leaves: list[Any] = []
     for leaf in outer:
@@ -31,7 +34,7 @@ def flatten(tree: Any) -> tuple[list[Any], Rebuild]:
             parts.append((1, None))
             leaves.append(leaf)
         else:
-            inner, rebuild_inner = flatten(fields)
+            inner, rebuild_inner = flatten(fields, is_leaf)
             parts.append((len(inner), _rebuilder(leaf, rebuild_inner)))
             leaves.extend(inner)
 
@@ -45,6 +48,13 @@ def flatten(tree: Any) -> tuple[list[Any], Rebuild]:
         return pytree.tree_unflatten(outer_values, spec)
 
     return leaves, rebuild
+
+
+def structure_of(tree: Any) -> str:
+    """A text that is equal for equal structures, whatever their leaves."""
+    outer, spec = pytree.tree_flatten(tree)
+    inner = [(type(leaf), structure_of(fields)) for leaf in outer if (fields := _fields(leaf))]
+    return f"{spec}{inner}"
 
 
 def leaves_of(tree: Any) -> list[Any]:

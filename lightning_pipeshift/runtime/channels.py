@@ -206,7 +206,15 @@ class Channels:
         """Sends one tensor to stage ``to`` by way of the CPU, and waits until it is on its way out
         of memory.
         """
-        flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+        flat = (
+            tensor.detach()
+            .to("cpu")
+            .resolve_conj()
+            .resolve_neg()
+            .contiguous()
+            .reshape(-1)
+            .view(torch.uint8)
+        )
         if flat.numel():
             with self.watched():
                 dist.send(flat, self.ranks[to], group=self.control, tag=_TENSOR_TAG)
@@ -266,6 +274,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _laid_out(tensor: Tensor, spec: TensorSpec) -> Tensor:
+    tensor = tensor.resolve_conj().resolve_neg()
     if spec_of(tensor) == spec and tensor.stride() == spec.stride:
         return tensor
     laid_out = torch.empty_strided(

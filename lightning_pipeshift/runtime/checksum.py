@@ -28,7 +28,8 @@ def checksum(batch: Any) -> int:
     total = 0
     for leaf in leaves_of(batch):
         if isinstance(leaf, Tensor):
-            data = leaf.detach().cpu().contiguous()
+            data = leaf.detach().to_dense() if leaf.layout != torch.strided else leaf.detach()
+            data = data.cpu().resolve_conj().resolve_neg().contiguous()
             total = zlib.crc32(f"{data.dtype}{tuple(data.shape)}".encode(), total)
             if data.numel():
                 total = zlib.crc32(data.reshape(-1).view(torch.uint8).numpy().tobytes(), total)

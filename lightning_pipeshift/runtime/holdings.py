@@ -4,6 +4,7 @@ gradients.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from lightning_pipeshift.model.parameters import (
 )
 from lightning_pipeshift.model.placeholder import META
 from lightning_pipeshift.runtime.channels import Channels
+
+log = logging.getLogger(__name__)
 
 
 class Holdings:
@@ -77,12 +80,20 @@ class Holdings:
                     if tensor.device != device and tensor.device != META:
                         tensor.data = tensor.data.to(device)
                 elif final:
-                    release(tensor)
+                    self._release(tensor)
         if final:
             for optimizer in optimizers:
                 for parameter in list(optimizer.state):
                     if self._stage not in self.holders_of(parameter):
                         del optimizer.state[parameter]
+
+    def _release(self, tensor: Tensor) -> None:
+        try:
+            release(tensor)
+        except RuntimeError as error:
+            # Torch refuses while somebody holds a weak reference to it. What stays costs memory,
+            # and nothing else.
+            log.warning("PipeShift: a tensor of another stage stays here: %s", error)
 
     def make_whole(self) -> None:
         """Gives every stage the whole model again, on the CPU, one tensor at a time. Every stage

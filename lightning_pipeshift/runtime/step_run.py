@@ -111,8 +111,9 @@ class StepRun:
 
     def run(self, row: Row) -> None:
         """Carries out the stage's actions in order."""
-        for action in row:
-            self._actions[action.kind](action.microbatch)
+        with self._streams.switched(*self._microbatches[0].key):
+            for action in row:
+                self._actions[action.kind](action.microbatch)
 
     def settle(self) -> None:
         """Waits for everything that is still being sent."""
@@ -138,22 +139,22 @@ class StepRun:
         values = [value for value, _ in microbatch.trace.payload(microbatch.layers.start)]
         receipts = self._payloads.pop(number, [])
         received = {value: receipt.wait() for value, receipt in zip(values, receipts, strict=True)}
-        with self._streams.switched(*microbatch.key):
-            current = StagePass(
-                trace=microbatch.trace,
-                layers=microbatch.layers,
-                is_last=self._is_last,
-                received=received,
-                device=self._channels.device,
-                streams=self._streams,
-                key=microbatch.key,
-                shared=self._shared,
-            )
-            self._switch.current = current
-            try:
-                current.run(lambda: self._step(self._root, microbatch.batch))
-            finally:
-                self._switch.current = None
+        self._streams.begin(*microbatch.key)
+        current = StagePass(
+            trace=microbatch.trace,
+            layers=microbatch.layers,
+            is_last=self._is_last,
+            received=received,
+            device=self._channels.device,
+            streams=self._streams,
+            key=microbatch.key,
+            shared=self._shared,
+        )
+        self._switch.current = current
+        try:
+            current.run(lambda: self._step(self._root, microbatch.batch))
+        finally:
+            self._switch.current = None
         logs = self._recorder.take()
         self._passes[number] = current
         if self._is_last:
@@ -239,6 +240,14 @@ class StepRun:
                 torch.autograd.backward(roots, gradients)
             finally:
                 self._switch.current = None
+        for value, box in current.boxes.items():
+            if box.gradient is not None and value not in microbatch.trace.flow.differentiable:
+                raise LayerError(
+                    f"A gradient flows back to the layer {value.layer}, which is on an earlier"
+                    " stage, and did not when the step was first followed (a `detach` that depends"
+                    " on the step, say). Let the same values be detached in every step, or change"
+                    " `requires_grad` of parameters instead, which is noticed."
+                )
         if self._is_last:
             self.outcomes[number].result = _detached(self.outcomes[number].result)
         self._outgoing[number] = {}
