@@ -9,9 +9,10 @@ should come out as in plain Lightning.
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as L
 import numpy as np
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from lightning.pytorch.demos import Transformer
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -503,7 +505,7 @@ class DemoTransformer(L.LightningModule):
 class HuggingFaceGPT2(L.LightningModule):
     """The token embedding and the output layer share one parameter; the loss is the model's own."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, checkpointing: bool = False) -> None:
         super().__init__()
         from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -523,6 +525,8 @@ class HuggingFaceGPT2(L.LightningModule):
                 loss_type="ForCausalLM",
             )
         )
+        if checkpointing:
+            self.model.gradient_checkpointing_enable()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         loss = self.model(input_ids=batch, labels=batch).loss
@@ -540,7 +544,7 @@ class HuggingFaceT5(L.LightningModule):
     """An encoder-decoder: the first block's position bias serves every later block, the encoder's
     output every block of the decoder, and one embedding the encoder, the decoder and the output."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         from transformers import T5Config, T5ForConditionalGeneration
 
@@ -553,7 +557,7 @@ class HuggingFaceT5(L.LightningModule):
                 num_layers=2,
                 num_decoder_layers=2,
                 num_heads=2,
-                dropout_rate=0.0,
+                dropout_rate=dropout,
                 pad_token_id=0,
                 eos_token_id=0,
                 decoder_start_token_id=0,
@@ -639,6 +643,442 @@ class MaskedTokens(SmallLanguageModel):
 
 
 # --------------------------------------------------------------------------------------------------
+# Unusual code between layers, and unusual layers
+# --------------------------------------------------------------------------------------------------
+
+
+class InPlaceSkip(Classifier):
+    """A layer's output is written into twice, behind two different layers, and used again later."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.first = nn.Linear(NUM_FEATURES, width)
+        self.second = nn.Linear(width, width)
+        self.third = nn.Linear(width, width)
+        self.head = nn.Linear(width, NUM_CLASSES)
+
+    def forward(self, features: Tensor) -> Tensor:
+        early = self.first(features)
+        early.relu_()
+        hidden = self.second(early).tanh_()
+        early[:, ::2] += hidden[:, ::2]
+        late = self.third(early)
+        late *= hidden
+        return self.head(late.add_(early))
+
+
+class ActivatedSkip(SkipConnection):
+    """The skip connection starts behind the activation, which is no layer."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        early = self.first(features).tanh()
+        late = self.third(F.gelu(self.second(early)))
+        return self.head(torch.cat([early, late + early], dim=1))
+
+
+class Scored(NamedTuple):
+    """What a layer of ``MoreStructures`` returns."""
+
+    hidden: Tensor
+    keep: Tensor
+    order: Tensor
+    nothing: None = None
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """What another layer of ``MoreStructures`` returns."""
+
+    parts: list[Tensor]
+    scale: Tensor
+
+
+class _ToNamedTuple(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(NUM_FEATURES, width)
+
+    def forward(self, features: Tensor) -> Scored:
+        hidden = self.linear(features)
+        return Scored(hidden, hidden > -0.5, hidden.argsort(dim=1))
+
+
+class _ToFrozen(nn.Module):
+    """Returns views of one tensor, and a number."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, 2 * width)
+
+    def forward(self, hidden: Tensor) -> Frozen:
+        left, right = self.linear(hidden).split(hidden.shape[1], dim=1)
+        return Frozen([left, right], hidden.std())
+
+
+class _PassesThrough(nn.Module):
+    """Returns its input itself, twice, and a transposed view of something else."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, list[Tensor | None], Tensor]:
+        return hidden, [None, hidden], self.linear(hidden).t()
+
+
+class MoreStructures(Classifier):
+    """Layers return a named tuple, a frozen dataclass of a list, and their own input."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.to_named_tuple = _ToNamedTuple(width)
+        self.to_frozen = _ToFrozen(width)
+        self.passes_through = _PassesThrough(width)
+        self.head = nn.Linear(width, NUM_CLASSES)
+
+    def forward(self, features: Tensor) -> Tensor:
+        scored = self.to_named_tuple(features)
+        frozen = self.to_frozen(scored.hidden.masked_fill(~scored.keep, 0.0))
+        left, right = frozen.parts
+        same, (_, again), transposed = self.passes_through(left.tanh() * frozen.scale)
+        mixed = same + 0.5 * again + transposed.t() + right.gather(1, scored.order)
+        return self.head(mixed * scored.keep)
+
+
+class Recurrent(Classifier):
+    """Two LSTMs; the second starts from the states of the first."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.first = nn.LSTM(3, width, batch_first=True)
+        self.second = nn.LSTM(width, width, batch_first=True)
+        self.gru = nn.GRU(width, width, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(2 * width, NUM_CLASSES)
+
+    def forward(self, features: Tensor) -> Tensor:
+        hidden, states = self.first(features.unflatten(1, (4, 3)))
+        hidden, _ = self.second(hidden, states)
+        hidden, last = self.gru(hidden)
+        return self.head(hidden[:, -1] + last.mean(dim=0).repeat(1, 2))
+
+
+class Attention(LanguageModel):
+    """``nn.MultiheadAttention`` with a mask made on the way; residuals outside of layers."""
+
+    def __init__(self, width: int = 16, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(NUM_TOKENS, width)
+        self.norm = nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 2, dropout=dropout, batch_first=True)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 32), nn.GELU(), nn.Linear(32, width))
+        self.head = nn.Linear(width, NUM_TOKENS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        normed = self.norm(hidden)
+        length = tokens.shape[1]
+        mask = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)
+        attended, weights = self.attention(normed, normed, normed, attn_mask=mask)
+        hidden = hidden + attended
+        hidden = hidden + self.feed_forward(hidden)
+        self.log("attention", weights.diagonal(dim1=1, dim2=2).mean())
+        return self.head(hidden)
+
+
+class FrozenFront(SequentialMLP):
+    """The first layers do not learn, and the optimizer does not know them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.model[:4]:
+            layer.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        learning = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.SGD(learning, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+class NoGradBackbone(Classifier):
+    """The first layers run without gradients, although their parameters would take them."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(
+            nn.Linear(NUM_FEATURES, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()
+        )
+        self.adapter = nn.Linear(width, width)
+        self.head = nn.Linear(width, NUM_CLASSES)
+
+    def forward(self, features: Tensor) -> Tensor:
+        with torch.no_grad():
+            hidden = self.backbone(features)
+        return self.head(hidden + self.adapter(hidden).tanh())
+
+
+class _DropoutBlock(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.dropout(self.linear(hidden).tanh())
+
+
+class Checkpointed(Classifier):
+    """The model recomputes its blocks in the backward, dropout included."""
+
+    def __init__(
+        self, dropout: float = 0.0, use_reentrant: bool = False, blocks_at_once: int = 1
+    ) -> None:
+        super().__init__()
+        self.first = nn.Linear(NUM_FEATURES, 16)
+        self.blocks = nn.ModuleList(_DropoutBlock(16, dropout) for _ in range(4))
+        self.head = nn.Linear(16, NUM_CLASSES)
+        self.use_reentrant = use_reentrant
+        self.blocks_at_once = blocks_at_once
+
+    def forward(self, features: Tensor) -> Tensor:
+        hidden = self.first(features)
+        for start in range(0, len(self.blocks), self.blocks_at_once):
+            hidden = checkpoint(self._some_blocks, hidden, start, use_reentrant=self.use_reentrant)
+        return self.head(hidden)
+
+    def _some_blocks(self, hidden: Tensor, start: int) -> Tensor:
+        for block in self.blocks[start : start + self.blocks_at_once]:
+            hidden = block(hidden).relu()
+        return hidden
+
+
+class FunctionalDropout(LayersOfItsOwn):
+    """Draws between its layers, of hidden values and of other shapes, in three libraries."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        hidden = F.dropout(self.first(features), 0.2, self.training).relu()
+        hidden = hidden + 0.1 * torch.randn_like(hidden)
+        hidden = self.second(hidden).tanh()
+        hidden = hidden * float(np.random.uniform(0.9, 1.1, size=3).sum() / 3)
+        if self.training:
+            hidden = hidden[torch.randperm(len(hidden)).argsort()]
+        hidden = F.dropout(self.third(hidden), 0.2, self.training)
+        hidden = hidden + torch.rand(()) * random.gauss(0.0, 0.1)
+        return self.head(F.dropout(hidden.relu_(), 0.1, self.training))
+
+
+class ControlDependence(LayersOfItsOwn):
+    """The code branches on what layers returned, and reads the loss on the host."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        hidden = self.first(features)
+        if hidden.mean() > 0:
+            hidden = hidden * 2.0
+        hidden = self.second(hidden.relu())
+        positive = int((hidden > 0).sum())
+        hidden = self.third(hidden.tanh())
+        hidden = hidden * (positive / hidden.numel())
+        return self.head(hidden.relu())
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if loss.item() > 1.6:
+            loss = 0.5 * loss
+        self.log("halved", float(loss.item() < 0.8), reduce_fx="max")
+        return loss
+
+
+class _Gated(nn.Module):
+    """Returns its output and how evenly it used its gate, as a mixture of experts does."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, 2)
+        self.experts = nn.Linear(width, 2 * width)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        shares = self.gate(hidden).softmax(dim=-1)
+        outputs = self.experts(hidden).unflatten(-1, (2, -1)).tanh()
+        return hidden + (shares[..., None] * outputs).sum(dim=-2), shares.square().mean()
+
+
+class AuxiliaryLosses(Classifier):
+    """Every block's side output, and the hidden state behind each, goes into the loss."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.first = nn.Linear(NUM_FEATURES, width)
+        self.blocks = nn.ModuleList(_Gated(width) for _ in range(3))
+        self.head = nn.Linear(width, NUM_CLASSES)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        features, classes = batch
+        hidden = self.first(features)
+        balance, sizes = [], []
+        for block in self.blocks:
+            hidden, auxiliary = block(hidden)
+            balance.append(auxiliary)
+            sizes.append(self.size_of(hidden))
+        loss = F.cross_entropy(self.head(hidden), classes)
+        self.log("train_loss", loss)
+        self.log_dict({f"balance{i}": value for i, value in enumerate(balance)})
+        return loss + 0.1 * torch.stack(balance).sum() + 0.01 * sum(size() for size in sizes)
+
+    @staticmethod
+    def size_of(hidden: Tensor) -> Callable[[], Tensor]:
+        return lambda: hidden.square().mean()
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        features, classes = batch
+        hidden = self.first(features)
+        for block in self.blocks:
+            hidden, _ = block(hidden)
+        self.log("val_loss", F.cross_entropy(self.head(hidden), classes))
+
+
+class EarlyLosses(AuxiliaryLosses):
+    """Computes the hidden states' part of the loss on the way, and not at the end."""
+
+    @staticmethod
+    def size_of(hidden: Tensor) -> Callable[[], Tensor]:
+        size = hidden.square().mean()
+        return lambda: size
+
+
+class WeightPenalty(LayersOfItsOwn):
+    """``training_step`` goes over all parameters itself, those of all layers."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0.01 * sum(parameter.square().sum() for parameter in self.parameters())
+
+
+class Hooks(LayersOfItsOwn):
+    """Forward hooks change what layers take and return, and keep it; a hook clips a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        self.second.register_forward_hook(self._halve_and_keep)
+        self.third.register_forward_pre_hook(lambda _, inputs: (2.0 * inputs[0],))
+        self.third.weight.register_hook(lambda gradient: 0.5 * gradient)
+
+    def _halve_and_keep(self, layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        self.kept.append(output)
+        return 0.5 * output
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx) + self.kept[-1].square().mean()
+        self.kept.clear()
+        return loss
+
+
+class Parametrized(LayersOfItsOwn):
+    """Weight and spectral normalisation, in the modern and in the old way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torch.nn.utils import parametrizations, weight_norm
+
+        parametrizations.weight_norm(self.first)
+        parametrizations.weight_norm(self.second)
+        parametrizations.weight_norm(self.second, "bias", dim=0)
+        parametrizations.spectral_norm(self.third)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            weight_norm(self.head)
+
+
+class BuffersOfItsOwn(LayersOfItsOwn):
+    """Counts samples, and keeps the highest score, in buffers of the LightningModule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_seen: Tensor
+        self.highest: Tensor
+        self.register_buffer("num_seen", torch.zeros((), dtype=torch.long))
+        self.register_buffer("highest", torch.tensor(-1e9))
+        self.num_samples = 0
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        features, classes = batch
+        self.num_seen += len(features)
+        self.num_samples += len(features)
+        scores = self(features)
+        self.highest = torch.maximum(self.highest, scores.detach().max())
+        loss = F.cross_entropy(scores, classes)
+        self.log("train_loss", loss)
+        self.log("num_samples", float(self.num_samples), reduce_fx="max")
+        return loss
+
+    def on_train_end(self) -> None:
+        assert self.num_samples == int(self.num_seen)
+
+
+class ConvolutionalNet(Classifier):
+    """Convolutions, ``BatchNorm2d`` and ``ReLU(inplace=True)``, as vision models are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+            nn.Conv2d(4, 8, 3, padding=1, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(inplace=True),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+        )
+        self.dropout = nn.Dropout(0.1, inplace=True)
+        self.head = nn.Linear(32, NUM_CLASSES)
+
+    def forward(self, features: Tensor) -> Tensor:
+        hidden = self.features(features)
+        self.dropout(hidden)
+        return self.head(hidden)
+
+
+class _Halve(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 0.5 * gradient
+
+
+class AutogradTricks(LayersOfItsOwn):
+    """A function with its own backward, a detached path, a gradient hook, in-place masking."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        early = self.first(features)
+        hidden = self.second(_Halve.apply(early).relu())
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: 0.5 * gradient)
+        hidden = self.third(torch.where(hidden > 0, hidden, 0.1 * early.detach()))
+        with torch.no_grad():
+            shift = early.mean(dim=0)
+        return self.head((hidden - shift).relu() + early * hidden.detach().sign())
+
+
+class ConfiguredLayers(SmallLanguageModel):
+    """Names its layers itself: the blocks in two halves, the embedding with the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = nn.Sequential(self.embedding, *self.blocks[:2])
+        self.back = nn.Sequential(self.blocks[2], self.head)
+        del self.embedding, self.blocks, self.head
+
+    def configure_layers(self) -> list[nn.Module]:
+        return [self.front, self.back[0], self.back[1]]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.back(self.front(tokens))
+
+
+# --------------------------------------------------------------------------------------------------
 # The list
 # --------------------------------------------------------------------------------------------------
 
@@ -656,6 +1096,11 @@ class Specimen:
     #: each layer and microbatch, instead of for the batch), nor where a layer looks at its whole
     #: batch (BatchNorm looks at a microbatch).
     like_plain: bool = True
+    #: Has the same bits on every split. Not so in principle where the code between two layers
+    #: computes something that layers on both sides of a cut use: each side computes it, each takes
+    #: its own part of the gradient back through it, and the parts are rounded before they are
+    #: added.
+    same_bits: bool = True
 
     @property
     def num_steps(self) -> int:
@@ -700,6 +1145,51 @@ def _zoo() -> Iterator[Specimen]:
     )
     yield Specimen("vit", HuggingFaceViT, images)
     yield Specimen("t5", HuggingFaceT5, sentence_pairs)
+    yield Specimen(
+        "t5_dropout", lambda: HuggingFaceT5(0.1), sentence_pairs, draws=True, like_plain=False
+    )
+    yield Specimen(
+        "gpt2_checkpointing",
+        lambda: HuggingFaceGPT2(0.1, checkpointing=True),
+        sentences,
+        draws=True,
+        like_plain=False,
+    )
+    yield Specimen("in_place_skip", InPlaceSkip, points, same_bits=False)
+    yield Specimen("activated_skip", ActivatedSkip, points, same_bits=False)
+    # A standard deviation over the rows of a batch is not one over those of a microbatch.
+    yield Specimen("more_structures", MoreStructures, points, like_plain=False)
+    yield Specimen("recurrent", Recurrent, points)
+    yield Specimen("attention", Attention, sentences)
+    yield Specimen(
+        "attention_dropout",
+        lambda: Attention(dropout=0.1),
+        sentences,
+        draws=True,
+        like_plain=False,
+    )
+    yield Specimen("frozen_front", FrozenFront, points)
+    yield Specimen("no_grad_backbone", NoGradBackbone, points)
+    yield Specimen("checkpointed", Checkpointed, points)
+    yield Specimen(
+        "checkpointed_dropout", lambda: Checkpointed(0.2), points, draws=True, like_plain=False
+    )
+    yield Specimen("checkpointed_reentrant", lambda: Checkpointed(use_reentrant=True), points)
+    yield Specimen("checkpointed_pairs", lambda: Checkpointed(blocks_at_once=2), points)
+    yield Specimen("functional_dropout", FunctionalDropout, points, draws=True, like_plain=False)
+    # A microbatch may take another branch than the whole batch.
+    yield Specimen("control_dependence", ControlDependence, points, like_plain=False)
+    yield Specimen("auxiliary_losses", AuxiliaryLosses, points)
+    yield Specimen("early_losses", EarlyLosses, points, same_bits=False)
+    yield Specimen("weight_penalty", WeightPenalty, points)
+    yield Specimen("hooks", Hooks, points)
+    # Each forward in training improves the estimate of the spectral norm.
+    yield Specimen("parametrized", Parametrized, points, like_plain=False)
+    yield Specimen("buffers_of_its_own", BuffersOfItsOwn, points)
+    yield Specimen("convolutional_net", ConvolutionalNet, images, draws=True, like_plain=False)
+    # The mean that is taken without gradients is one over the microbatch.
+    yield Specimen("autograd_tricks", AutogradTricks, points, like_plain=False)
+    yield Specimen("configured_layers", ConfiguredLayers, sentences)
 
 
 #: Every model, by its name.

@@ -167,9 +167,8 @@ class Placeholder(torch.Tensor):
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if torch.Tag.inplace_view in func.tags or func._schema.name == "aten::resize_":
         raise LayerError(
-            f"`{func._schema.name}` changes the shape of a layer's output in place, outside of the"
-            " layer. Use the operation that returns a new tensor (`unsqueeze` for `unsqueeze_`), or"
-            " do it inside the layer."
+            f"`{func._schema.name}` changes a shape in place, which stages that skip a layer cannot"
+            " follow: use the operation that returns a new tensor (`unsqueeze` for `unsqueeze_`)."
         )
     leaves, spec = pytree.tree_flatten((args, kwargs))
     seen = [leaf for leaf in leaves if isinstance(leaf, Placeholder)]

@@ -80,7 +80,7 @@ class StagePass(Watcher):
             # What crosses a boundary is the value that left the layer: user code here may write to
             # its own copy.
             handed_out = tensor.clone()
-        # Also where no gradient is expected back: if one comes all the same, it is not lost silently.
+        # Also where no gradient is expected back: if one comes, it is not lost silently.
         if value in self.trace.tracked and torch.is_grad_enabled():
             box = self.boxes[value] = GradientBox(handed_out)
             handed_out = box.open()

@@ -1,0 +1,173 @@
+"""How much of a step's time is neither computing nor the schedule's own bubble.
+
+    python -m benchmarks.sleeping_stages
+
+Layers that sleep instead of computing let two cores carry eight stages: one layer on each stage
+sleeps 20 ms in its forward and 40 ms in its backward. With n stages and k microbatches a 1F1B step
+then takes (k + n - 1) x 60 ms, and what it takes more is PipeShift, Lightning, and the operating
+system's way to wake a process. Every contender runs in the same processes in turn; k is 2 n.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.utils.data import TensorDataset
+
+from benchmarks.measuring import arguments, print_table, save
+from benchmarks.side_by_side import (
+    BURSTS_HELP,
+    PIPESHIFT,
+    TORCH,
+    Alternation,
+    Contender,
+    Round,
+    TorchPipeline,
+    fit_beside,
+    series,
+)
+from lightning_pipeshift import PipeShiftStrategy
+from tests.harness import run_ranks
+
+FORWARD_SECONDS = 0.020
+BACKWARD_SECONDS = 0.040
+WIDTH = 64
+NUM_STEPS = 2
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        time.sleep(FORWARD_SECONDS)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        time.sleep(BACKWARD_SECONDS)
+        return gradients[0]
+
+
+class SleepingLayer(nn.Module):
+    """Costs time and no processor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The linear comes first, so that the backward sleeps on the first stage too.
+        slept: Tensor = _Sleep.apply(self.linear(x))
+        return slept
+
+
+class Sleeper(L.LightningModule):
+    """One sleeping layer for each stage."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(SleepingLayer() for _ in range(num_layers))
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, target = batch
+        for layer in self.layers:
+            x = layer(x)
+        loss = F.mse_loss(x, target)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Optimizer:
+        return optimizer_of(self.parameters())
+
+
+def optimizer_of(parameters: Any) -> Optimizer:
+    """The optimizer of every contender."""
+    return SGD(parameters, lr=0.01)
+
+
+def measure(num_stages: int, num_rounds: int, bursts: bool) -> list[Round]:
+    """Runs on every rank."""
+    L.seed_everything(0, verbose=False)
+    num_microbatches = 2 * num_stages
+    shape = (num_microbatches * NUM_STEPS * (num_rounds + 2), WIDTH)
+    data = torch.randn(shape), torch.randn(shape)
+
+    def make_contenders() -> Mapping[str, Contender]:
+        batches = list(zip(*(x.split(num_microbatches) for x in data), strict=True))
+        return {
+            TORCH: TorchPipeline(
+                SleepingLayer(), num_microbatches, F.mse_loss, optimizer_of, batches
+            )
+        }
+
+    return fit_beside(
+        Sleeper(num_stages),
+        TensorDataset(*data),
+        num_microbatches,
+        PipeShiftStrategy(
+            microbatches=num_microbatches, schedule="1f1b", partition=[1] * num_stages
+        ),
+        Alternation(
+            make_contenders, {PIPESHIFT: NUM_STEPS, TORCH: NUM_STEPS}, num_rounds, bursts=bursts
+        ),
+        num_stages,
+    )
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--stages", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--num-rounds", type=int, default=5)
+    parser.add_argument("--bursts", action="store_true", help=BURSTS_HELP)
+    options = parser.parse_args()
+
+    rows, figures = [], {}
+    for num_stages in options.stages:
+        num_microbatches = 2 * num_stages
+        ideal = (num_microbatches + num_stages - 1) * (FORWARD_SECONDS + BACKWARD_SECONDS)
+        ranks = run_ranks(
+            measure, num_stages, num_stages, options.num_rounds, options.bursts, timeout=900
+        )
+        results = series(ranks, num_cores=len(os.sched_getaffinity(0)))
+        for name, result in results.items():
+            rows.append(
+                [
+                    num_stages,
+                    num_microbatches,
+                    name,
+                    ideal,
+                    result.median,
+                    ideal / result.median,
+                    ideal / min(result.step_seconds),
+                    f"{median(result.others):.0%}",
+                ]
+            )
+        figures[f"{num_stages} stages"] = {
+            "ideal_seconds": ideal,
+            "pipeshift_over_ideal": ideal / results[PIPESHIFT].median,
+            "torch_over_ideal": ideal / results[TORCH].median,
+            "contenders": {name: asdict(result) for name, result in results.items()},
+        }
+    header = ["stages", "microbatches", "", "ideal s", "s a step", "of the ideal", "best", "others"]
+    print_table(
+        f"Layers that sleep {FORWARD_SECONDS * 1000:.0f} ms forward and"
+        f" {BACKWARD_SECONDS * 1000:.0f} ms backward: {options.num_rounds} rounds"
+        f" of {NUM_STEPS} steps",
+        header,
+        rows,
+    )
+    print("\nPipeShift is to reach 0.95 of the ideal.")
+    save(options.json, figures)
+
+
+if __name__ == "__main__":
+    main()

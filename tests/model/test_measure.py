@@ -1,0 +1,107 @@
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipeshift.model.measure import Stopwatch
+from lightning_pipeshift.model.streams import Streams
+from tests.model.following import CPU, Model, follow, linears
+
+X = torch.ones(3, 4)
+# Which modules ran on numbers; not on the modules, where following takes it back.
+RUNS: list[int] = []
+
+
+class Sleeps(nn.Module):
+    def __init__(self, seconds):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.seconds: torch.Tensor
+        self.register_buffer("seconds", torch.tensor(seconds))
+
+    def forward(self, x):
+        if type(x) is torch.Tensor:
+            time.sleep(float(self.seconds))
+            RUNS.append(id(self))
+        return self.inner(x)
+
+
+def timed(model, *batch):
+    stopwatch = Stopwatch(CPU, Streams(CPU))
+    follow(model, *batch, stopwatch=stopwatch)
+    return stopwatch.seconds
+
+
+def in_a_row(m, x):
+    return m.c(m.b(m.a(x))).sum()
+
+
+def test_each_layers_own_time():
+    model = Model(
+        in_a_row, a=Sleeps(0.05), b=nn.Linear(4, 4), c=nn.Sequential(nn.Linear(4, 4)), d=Sleeps(1)
+    )
+    seconds = timed(model, X)
+    assert 0.05 <= seconds[0] < 0.5
+    assert 0 < seconds[1] < 0.05
+    assert sorted(seconds) == [0, 1, 2], "a layer that is not called is not timed"
+
+
+def test_like_layers_are_timed_once():
+    model = Model(in_a_row, a=Sleeps(0.0), b=Sleeps(0.0), c=Sleeps(0.0))
+    RUNS.clear()
+    seconds = timed(model, X)
+    assert seconds[0] == seconds[1] == seconds[2]
+    assert set(RUNS) == {id(model.a)}
+
+
+def test_every_call_counts():
+    model = Model(lambda m, x: (m.a(x) + m.a(x)).sum() + m.b(x).sum(), a=Sleeps(0.0), b=Sleeps(0.0))
+    seconds = timed(model, X)
+    assert seconds[0] == pytest.approx(2 * seconds[1])
+
+
+class Refuses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if type(x) is torch.Tensor:
+            raise ValueError("made-up numbers")
+        return self.inner(x)
+
+
+def test_a_layer_that_refuses_made_up_inputs_is_left_out():
+    model = Model(in_a_row, **linears("a c"), b=Refuses())
+    names = [name for name, _ in model.named_children()]
+    assert set(timed(model, X)) == {names.index("a"), names.index("c")}
+
+
+def test_nothing_in_the_model_changes():
+    model = Model(
+        lambda m, x: m.c(m.d(m.b(m.a(x)))).sum(),
+        **linears("a c"),
+        b=nn.BatchNorm1d(4),
+        d=nn.Dropout(0.5),
+    )
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(5)
+    expected = torch.rand(2)
+    torch.manual_seed(5)
+    batch = X.clone()
+    timed(model, batch)
+    assert torch.equal(torch.rand(2), expected)
+    assert torch.equal(batch, X)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_tokens_and_structures_as_inputs():
+    def step(m, tokens):
+        hidden = m.embed(tokens)
+        return m.block(src=hidden, src_key_padding_mask=tokens == 0).sum()
+
+    block = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    model = Model(step, embed=nn.Embedding(5, 4), block=block)
+    assert set(timed(model, torch.tensor([[1, 2, 0]]))) == {0, 1}

@@ -1,0 +1,19 @@
+"""Stages of one virtual machine for the tests: a process group, a board and channels."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from lightning_pipeshift.runtime.channels import Channels
+from lightning_pipeshift.runtime.failure import FailureBoard
+
+
+def connect() -> tuple[Channels, FailureBoard]:
+    """This rank's connections, from the environment."""
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    board = FailureBoard(store, rank, world_size, 0)
+    channels = Channels(range(world_size), rank, torch.device("cpu"), "gloo", board.watched)
+    return channels, board

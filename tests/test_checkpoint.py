@@ -1,0 +1,383 @@
+"""Checkpoints are Lightning's own: what a pipeline saved, plain Lightning and any other split go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tests.features_models import (
+    built,
+    compare,
+    differences,
+    fit,
+    on_rank,
+    parameters_of,
+    plain,
+    quiet_trainer,
+)
+from tests.harness import run_ranks
+from tests.models import ZOO, ParameterGroups, SequentialMLP, points, sentences
+
+
+class Kept(ParameterGroups):
+    """AdamW with three groups and a scheduler; hyperparameters; state of its own in the checkpoint."""
+
+    def __init__(self, width: int = 16, note: str = "a note") -> None:
+        super().__init__(width)
+        self.save_hyperparameters()
+        self.losses: list[Tensor] = []
+        self.num_saves = 0
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(outputs["loss"].detach())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.7)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["num_saves"] = self.num_saves = self.num_saves + 1
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.num_saves = checkpoint["num_saves"]
+
+
+def loaded(path: Path | str) -> dict[str, Any]:
+    return torch.load(path, weights_only=True, map_location="cpu")
+
+
+def without_paths(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """A ModelCheckpoint's state names folders, which differ from run to run."""
+    callbacks = {}
+    for name, state in checkpoint.get("callbacks", {}).items():
+        kept = {
+            k: v
+            for k, v in state.items()
+            if "path" not in k and k not in ("dirpath", "best_k_models")
+        }
+        callbacks[name] = kept
+    return {**checkpoint, "callbacks": callbacks}
+
+
+def saver(folder: str = "kept", **arguments: Any) -> ModelCheckpoint:
+    return ModelCheckpoint(folder, save_top_k=-1, filename="{epoch}-{step}", **arguments)
+
+
+def saving(how: Any, name: str, folder: str, **arguments: Any) -> Any:
+    make_module = Kept if name == "kept" else ZOO[name].make_module
+    make_loader = points if name == "kept" else ZOO[name].loader
+    record, _, _ = fit(
+        how,
+        make_module,
+        make_loader(4),
+        make_loader(2),
+        callbacks=[saver(folder, every_n_train_steps=2)],
+        enable_checkpointing=True,
+        max_epochs=2,
+        **arguments,
+    )
+    return record, sorted(path.name for path in Path(folder).iterdir())
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("name", ["kept", "gpt2", "loose_parameters", "batch_norm", "accuracy"])
+def test_a_checkpoint_holds_what_plain_lightning_would_have_saved(
+    name: str, stages: int, tmp_path: Path
+) -> None:
+    strategy = {"microbatches": 1 if name == "batch_norm" else 4}
+    _, names = compare(saving, name, "kept", stages=stages, strategy=strategy)
+    assert len(names) == 4
+    for each in names:
+        expected, found = (
+            loaded(tmp_path / "kept" / each),
+            loaded(tmp_path / "ranks0" / "kept" / each),
+        )
+        problems = differences(without_paths(found), without_paths(expected), 1e-3, 1e-5, each)
+        assert not problems, "\n".join(problems[:20])
+        # What load_state_dict migrates old checkpoints by is in the dict's own attribute.
+        assert type(found["state_dict"]) is type(expected["state_dict"])
+        assert found["state_dict"]._metadata == expected["state_dict"]._metadata
+    # Nothing is stored that plain Lightning would not store: no views of larger tensors, no copies.
+    sizes = [(tmp_path / where / "kept" / names[-1]).stat().st_size for where in (".", "ranks0")]
+    assert sizes[1] < 1.1 * sizes[0] + 2000
+
+
+def test_a_checkpoint_of_mixed_precision_holds_the_scaler(tmp_path: Path) -> None:
+    run_ranks(on_rank, 2, saving_with_scaler, {"microbatches": 1}, (), {}, cwd=tmp_path / "ranks0")
+    saving_with_scaler({"devices": 1})
+    expected, found = (
+        loaded(tmp_path / where / "kept" / "epoch=0-step=4.ckpt") for where in (".", "ranks0")
+    )
+    assert expected["MixedPrecision"]["scale"] == 2.0**14
+    problems = differences(without_paths(found), without_paths(expected), 1e-3, 1e-5)
+    assert not problems, "\n".join(problems[:20])
+
+
+def saving_with_scaler(how: Any) -> Any:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
+    return saving(how, "kept", "kept", plugins=MixedPrecision("16-mixed", "cpu", scaler))
+
+
+# --------------------------------------------------------------------------------------------------
+# Into plain PyTorch and plain Lightning
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_loads_in_plain_pytorch_and_plain_lightning(tmp_path: Path) -> None:
+    results = run_ranks(on_rank, 2, saving, {}, ("kept", "kept"), {}, cwd=tmp_path)
+    trained = results[0][0]["parameters"]
+    path = tmp_path / "kept" / "epoch=1-step=8.ckpt"
+
+    module = built(lambda: Kept(width=16), seed=99)
+    module.load_state_dict(loaded(path)["state_dict"])
+    module_again = Kept.load_from_checkpoint(path)
+    assert module_again.hparams == {"width": 16, "note": "a note"}
+    for name, value in trained.items():
+        assert torch.equal(module.state_dict()[name], value)
+        assert torch.equal(module_again.state_dict()[name], value)
+        assert type(loaded(path)["state_dict"][name]) is Tensor
+
+
+class StatefulLoader:
+    """Batches in the order of a seeded shuffle; goes on where a checkpoint left it."""
+
+    def __init__(self, num_batches: int) -> None:
+        self.batches = list(points(num_batches))
+        self.epoch = 0
+        self.position = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(
+            len(self), generator=torch.Generator().manual_seed(self.epoch)
+        ).tolist()
+        while self.position < len(order):
+            self.position += 1
+            yield self.batches[order[self.position - 1]]
+        self.position = 0
+        self.epoch += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.position = state["epoch"], state["position"]
+
+
+class KeptWithDropout(Kept):
+    """Draws in layers and between them."""
+
+    def __init__(self, width: int = 16, dropout: float = 0.3) -> None:
+        super().__init__(width)
+        self.dropout = dropout
+
+    def forward(self, features: Tensor) -> Tensor:
+        features = torch.nn.functional.dropout(features, self.dropout, self.training)
+        return super().forward(features)
+
+
+def training(
+    how: Any,
+    dropout: float,
+    stateful: bool,
+    ckpt_path: str | None,
+    folder: str,
+    steps: int = 9,
+    precision: str = "32-true",
+) -> Any:
+    """Nine steps in epochs of four, saved every third step."""
+    L.seed_everything(5)
+    train: Any = StatefulLoader(4) if stateful else points(4)
+    module = built(lambda: KeptWithDropout(dropout=dropout))
+    trainer = quiet_trainer(
+        how,
+        callbacks=[saver(folder, every_n_train_steps=1)],
+        enable_checkpointing=True,
+        max_steps=steps,
+        max_epochs=10,
+        gradient_clip_val=0.5,
+        precision=precision,
+    )
+    trainer.fit(module, train, points(2, seed=5), ckpt_path=ckpt_path)
+    return plain(module.losses), parameters_of(module), module.num_saves
+
+
+@pytest.mark.parametrize("step", [3, 4, 6])
+@pytest.mark.parametrize("direction", ["to plain", "from plain", "to one stage"])
+def test_training_goes_on_where_the_other_stopped(
+    direction: str, step: int, tmp_path: Path
+) -> None:
+    """With the same losses as plain Lightning that goes on from a checkpoint of its own."""
+    training({"devices": 1}, 0.0, True, None, "plain")
+    pipeline = tmp_path / "pipeline"
+    run_ranks(on_rank, 2, training, {"microbatches": 4}, (0.0, True, None, str(pipeline)), {})
+
+    file = next(path.name for path in pipeline.iterdir() if path.name.endswith(f"step={step}.ckpt"))
+    expected = training({"devices": 1}, 0.0, True, f"plain/{file}", "goes on")
+    assert len(expected[0]) == 9 - step
+    if direction == "to plain":
+        found = [training({"devices": 1}, 0.0, True, str(pipeline / file), "goes on too")]
+    else:
+        ckpt = tmp_path / "plain" / file if direction == "from plain" else pipeline / file
+        stages = 2 if direction == "from plain" else 1
+        args = (0.0, True, str(ckpt), str(tmp_path / "goes on too"))
+        found = run_ranks(on_rank, stages, training, {"microbatches": 4}, args, {})
+    for mine in found:
+        problems = differences(mine, expected, 1e-3, 1e-5)
+        assert not problems, "\n".join(problems[:20])
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(
+    ("partition", "stages"),
+    [([1, 2, 1], 3), ([4], 1), ([1, 3], 2), ([0, 4], 2)],
+    ids=["2->3", "2->1", "2->2, cut elsewhere", "2->2, one stage empty"],
+)
+def test_resumed_on_another_split_every_bit_is_the_same(
+    partition: list[int], stages: int, precision: str, tmp_path: Path
+) -> None:
+    """With dropout, a clipped norm, AdamW and a scheduler; from the middle of an epoch, and from its end."""
+    whole = tmp_path / "whole"
+    args: tuple[Any, ...] = (0.3, True, None, str(whole), 9, precision)
+    uninterrupted = run_ranks(
+        on_rank, 2, training, {"microbatches": 4, "partition": [3, 1]}, args, {}
+    )
+    for step in (3, 4):
+        file = next(path for path in whole.iterdir() if path.name.endswith(f"step={step}.ckpt"))
+        folder = tmp_path / f"resumed{step}"
+        args = (0.3, True, str(file), str(folder), 9, precision)
+        strategy = {"microbatches": 4, "partition": partition}
+        for losses, parameters, _ in run_ranks(on_rank, stages, training, strategy, args, {}):
+            assert [float(x) for x in losses] == [float(x) for x in uninterrupted[0][0][step:]]
+            for name, value in uninterrupted[0][1].items():
+                assert torch.equal(parameters[name], value), name
+        last = next(path.name for path in whole.iterdir() if path.name.endswith("step=9.ckpt"))
+        expected, found = loaded(whole / last), loaded(folder / last)
+        for part in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch"):
+            problems = differences(found[part], expected[part], 0.0, 0.0, part)
+            assert not problems, "\n".join(problems[:20])
+
+
+# --------------------------------------------------------------------------------------------------
+# By the user's hand
+# --------------------------------------------------------------------------------------------------
+
+
+class SavesByItself(L.Callback):
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 1:
+            trainer.save_checkpoint("in the middle.ckpt")
+            trainer.save_checkpoint("weights.ckpt", weights_only=True)
+
+
+def saving_by_hand(how: Any) -> Any:
+    record, trainer, module = fit(how, Kept, points(4), callbacks=[SavesByItself()], max_epochs=1)
+    trainer.save_checkpoint("after.ckpt")
+    trainer.save_checkpoint("weights after.ckpt", weights_only=True)
+    return record, parameters_of(module)
+
+
+def test_save_checkpoint_in_the_middle_and_after_the_fit(tmp_path: Path) -> None:
+    compare(saving_by_hand)
+    for name in ("in the middle", "weights", "after", "weights after"):
+        expected, found = (loaded(tmp_path / where / f"{name}.ckpt") for where in (".", "ranks0"))
+        problems = differences(found, expected, 1e-3, 1e-5, name)
+        assert not problems, "\n".join(problems[:20])
+
+
+class Evaluated(SequentialMLP):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def best_and_last(how: Any) -> Any:
+    best = ModelCheckpoint("best", monitor="val_loss", save_last=True, filename="{epoch}")
+    record, trainer, module = fit(
+        how,
+        Evaluated,
+        points(2),
+        points(4, seed=5),
+        callbacks=[best],
+        enable_checkpointing=True,
+        max_epochs=15,
+    )
+    seen: list[Any] = [record, Path(best.best_model_path).name]
+    seen.append(trainer.test(module, points(2, seed=6), ckpt_path="best", verbose=False))
+    seen.append(parameters_of(module))
+    seen.append(trainer.validate(module, points(2, seed=6), ckpt_path="last", verbose=False))
+    seen.append(parameters_of(module))
+    seen.append(trainer.predict(module, points(2, seed=6), ckpt_path=best.best_model_path))
+    fresh = quiet_trainer(how)
+    seen.append(
+        fresh.test(
+            built(Evaluated, seed=3), points(2), ckpt_path=best.best_model_path, verbose=False
+        )
+    )
+    return plain(seen)
+
+
+def test_evaluation_of_the_best_and_the_last_checkpoint() -> None:
+    _, best, *_ = compare(best_and_last)
+    assert best != "epoch=14.ckpt", "the best should not be the last"
+
+
+def going_on(how: Any) -> Any:
+    """``ckpt_path="last"``, and a fit that goes on for more epochs with the same Trainer."""
+    first = fit(
+        how,
+        Kept,
+        points(3),
+        callbacks=[ModelCheckpoint("kept", save_last=True)],
+        enable_checkpointing=True,
+        max_epochs=2,
+    )
+    module = built(Kept, seed=77)
+    trainer = quiet_trainer(
+        how,
+        callbacks=[ModelCheckpoint("kept", save_last=True)],
+        enable_checkpointing=True,
+        max_epochs=4,
+    )
+    trainer.fit(module, points(3), ckpt_path="last")
+    return first[0], parameters_of(module), plain(module.losses), trainer.global_step
+
+
+def test_a_new_trainer_goes_on_from_the_last_checkpoint() -> None:
+    *_, steps = compare(going_on)
+    assert steps == 12
+
+
+def tied_weights(how: Any) -> Any:
+    record, trainer, _ = fit(how, ZOO["gpt2"].make_module, sentences(3), max_epochs=1)
+    trainer.save_checkpoint("tied.ckpt")
+    return record
+
+
+def test_tied_parameters_are_saved_under_both_names_and_stored_once(tmp_path: Path) -> None:
+    compare(tied_weights, stages=3)
+    expected, found = (
+        loaded(tmp_path / where / "tied.ckpt")["state_dict"] for where in (".", "ranks0")
+    )
+    assert list(found) == list(expected)
+    assert torch.equal(found["model.lm_head.weight"], found["model.transformer.wte.weight"])
+    module = built(ZOO["gpt2"].make_module, seed=3)
+    module.load_state_dict(found)
+    loader: DataLoader = sentences(1)
+    assert module.training_step(next(iter(loader)), 0).isfinite()

@@ -1,0 +1,430 @@
+"""Validation, test and prediction: forward only, the stages on successive batches at once, as on one device."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import BasePredictionWriter
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.features_models import (
+    built,
+    compare,
+    fit,
+    numbered_points,
+    on_rank,
+    parameters_of,
+    plain,
+    quiet_trainer,
+)
+from tests.harness import run_ranks
+from tests.models import (
+    NUM_FEATURES,
+    ZOO,
+    BatchNorm,
+    LayersOfItsOwn,
+    SequentialMLP,
+    points,
+    uneven_points,
+)
+from tests.test_lightning_features import Stream
+
+# --------------------------------------------------------------------------------------------------
+# The four entry points
+# --------------------------------------------------------------------------------------------------
+
+
+def small_batches(how_large: int, size: int, seed: int = 5) -> DataLoader:
+    """Batches of ``size``, smaller than the microbatch count perhaps, the last one smaller still."""
+    dataset = points(4, seed=seed).dataset
+    return DataLoader(torch.utils.data.Subset(dataset, range(how_large)), batch_size=size)
+
+
+def standalone(how: Any, size: int, name: str = "sequential") -> Any:
+    specimen = ZOO[name]
+    module = built(specimen.make_module)
+    trainer = quiet_trainer(how)
+    val = trainer.validate(module, small_batches(19, size), verbose=False)
+    val_again = trainer.validate(module, small_batches(5, size), verbose=False)
+    test = trainer.test(module, small_batches(13, size, seed=6), verbose=False)
+    predicted = trainer.predict(module, small_batches(13, size, seed=7))
+    metrics = plain(trainer.callback_metrics)
+    return plain([val, val_again, test, predicted, metrics, parameters_of(module)])
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_validate_test_and_predict_without_training(size: int, stages: int) -> None:
+    compare(standalone, size, stages=stages)
+
+
+@pytest.mark.parametrize(
+    "name", ["structured_outputs", "in_place", "loose_parameters", "batch_norm"]
+)
+def test_evaluation_of_models_with_habits(name: str) -> None:
+    compare(standalone, 8, name)
+
+
+def around_training(how: Any) -> Any:
+    """Every entry point before and after a fit, with one Trainer and one module."""
+    module = built(SequentialMLP)
+    trainer = quiet_trainer(how, max_epochs=2, num_sanity_val_steps=2)
+    seen: list[Any] = [trainer.validate(module, points(2, seed=5), verbose=False)]
+    seen.append(trainer.predict(module, points(2, seed=7)))
+    trainer.fit(module, points(3), points(3, seed=5))
+    seen.append(parameters_of(module))
+    seen.append(trainer.validate(module, points(2, seed=5), verbose=False))
+    seen.append(trainer.test(module, points(2, seed=6), verbose=False))
+    seen.append(trainer.predict(module, points(2, seed=7)))
+    with torch.no_grad():
+        seen.append(module.eval()(points(1).dataset.tensors[0]))  # type: ignore[attr-defined]
+    again = quiet_trainer(how, max_epochs=1)
+    again.fit(module.train(), points(3), points(3, seed=5))
+    seen.append(parameters_of(module))
+    return plain(seen)
+
+
+def test_every_entry_point_before_and_after_training() -> None:
+    compare(around_training)
+
+
+class Decodes(LayersOfItsOwn):
+    """Prediction calls fewer layers than training; test calls the layers and some code of its own."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"embedding": self.second(self.first(batch[0]).relu()), "index": batch_idx}
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        scores = self(batch[0]).softmax(dim=1)
+        self.log("confident", (scores.max(dim=1).values > 0.3).float().mean())
+        return scores
+
+
+def fewer_layers(how: Any) -> Any:
+    module = built(Decodes)
+    trainer = quiet_trainer(how)
+    predicted = trainer.predict(module, uneven_points(3))
+    tested = trainer.test(module, uneven_points(3), verbose=False)
+    return plain([predicted, tested])
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_step_that_calls_fewer_layers(stages: int) -> None:
+    compare(fewer_layers, stages=stages)
+
+
+class ValidatesOnPart(LayersOfItsOwn):
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("norm", self.first(batch[0]).norm())
+
+
+def validating_on_part(how: Any) -> Any:
+    return fit(how, ValidatesOnPart, points(3), points(2), max_epochs=2, num_sanity_val_steps=1)[0]
+
+
+def test_validation_that_calls_fewer_layers_than_training() -> None:
+    compare(validating_on_part)
+
+
+# --------------------------------------------------------------------------------------------------
+# Predictions
+# --------------------------------------------------------------------------------------------------
+
+
+class Predicts(SequentialMLP):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        features, _, numbers = batch
+        scores = self(features)
+        if self.kind == "tensor":
+            return scores
+        if self.kind == "nothing":
+            return None
+        if self.kind == "numbers alone":
+            return numbers
+        return {"scores": scores, "numbers": numbers, "which": (batch_idx, dataloader_idx, "text")}
+
+
+def predicting(how: Any, kind: str, num_loaders: int) -> Any:
+    loaders = [numbered_points(5, batch_size=3), numbered_points(2, batch_size=7)][:num_loaders]
+    trainer = quiet_trainer(how)
+    predicted = trainer.predict(
+        built(lambda: Predicts(kind)), loaders if num_loaders > 1 else loaders[0]
+    )
+    return plain(predicted)
+
+
+@pytest.mark.parametrize("num_loaders", [1, 2])
+@pytest.mark.parametrize("kind", ["tensor", "dict", "nothing", "numbers alone"])
+def test_predictions_are_complete_and_in_order(kind: str, num_loaders: int) -> None:
+    predicted = compare(predicting, kind, num_loaders, stages=3)
+    if kind == "dict" and num_loaders == 1:
+        assert torch.cat([entry["numbers"] for entry in predicted]).tolist() == list(range(15))
+
+
+class Writer(BasePredictionWriter):
+    def __init__(self, interval: Any) -> None:
+        super().__init__(interval)
+        self.written: list[Any] = []
+
+    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, *rest: Any) -> None:
+        indices, batch, batch_idx, dataloader_idx = rest
+        self.written.append(plain(["batch", prediction, indices, batch_idx, dataloader_idx]))
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+        self.written.append(plain(["epoch", predictions, indices]))
+
+
+def writing(how: Any, interval: str, kind: str, return_predictions: bool) -> Any:
+    writer = Writer(interval)
+    trainer = quiet_trainer(how, callbacks=[writer])
+    predicted = trainer.predict(
+        built(lambda: Predicts(kind)),
+        numbered_points(4, batch_size=3),
+        return_predictions=return_predictions,
+    )
+    return plain(predicted), writer.written
+
+
+@pytest.mark.parametrize("return_predictions", [True, False])
+@pytest.mark.parametrize("interval", ["batch", "epoch", "batch_and_epoch"])
+def test_a_prediction_writer_gets_every_prediction(interval: str, return_predictions: bool) -> None:
+    _, written = compare(writing, interval, "dict", return_predictions)
+    assert len(written) == {"batch": 4, "epoch": 1, "batch_and_epoch": 5}[interval]
+
+
+def predicting_a_stream(how: Any) -> Any:
+    trainer = quiet_trainer(how)
+    loader = DataLoader(Stream(29, seed=5), batch_size=4)
+    return plain(trainer.predict(built(SequentialMLP), loader))
+
+
+def test_predictions_of_iterable_data() -> None:
+    assert len(compare(predicting_a_stream)) == 8
+
+
+def limited_predictions(how: Any) -> Any:
+    trainer = quiet_trainer(how, limit_predict_batches=3, limit_test_batches=2)
+    module = built(SequentialMLP)
+    predicted = trainer.predict(module, points(6))
+    return plain(predicted), plain(trainer.test(module, points(6), verbose=False))
+
+
+def test_limited_evaluation() -> None:
+    predicted, _ = compare(limited_predictions)
+    assert len(predicted) == 3
+
+
+class UsesOutputs(L.Callback):
+    """Reads what the step returned, batch by batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.seen.append(plain(outputs))
+
+    def on_test_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.seen.append(plain(outputs))
+
+
+class ReturnsOutputs(SequentialMLP):
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"scores": self(batch[0]), "loss": F.cross_entropy(self.last, batch[1])}
+
+    def forward(self, features: Tensor) -> Tensor:
+        self.last = super().forward(features)
+        return self.last
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])
+
+
+def using_outputs(how: Any) -> Any:
+    callback = UsesOutputs()
+    trainer = quiet_trainer(how, callbacks=[callback])
+    module = built(ReturnsOutputs)
+    trainer.validate(module, points(3), verbose=False)
+    trainer.test(module, points(3), verbose=False)
+    return callback.seen
+
+
+def test_callbacks_get_every_batchs_outputs() -> None:
+    assert len(compare(using_outputs)) == 6
+
+
+# --------------------------------------------------------------------------------------------------
+# Side by side
+# --------------------------------------------------------------------------------------------------
+
+SLEEP_SECONDS = 0.03
+# When this rank's layers worked on a batch: (layer, begin, end), by a clock that all ranks share.
+WORKED: list[tuple[int, float, float]] = []
+
+
+class Sleeps(nn.Module):
+    """Takes its time, and notes when."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(NUM_FEATURES, NUM_FEATURES)
+        self.number = number
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if type(hidden) is Tensor:
+            begin = time.monotonic()
+            time.sleep(SLEEP_SECONDS)
+            WORKED.append((self.number, begin, time.monotonic()))
+        return self.linear(hidden)
+
+
+class Sleeper(L.LightningModule):
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(Sleeps, range(num_layers)))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("mean", self(batch[0]).mean())
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        scores = self(batch[0])
+        self.log("mean", scores.mean())
+        return scores
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def sleeping(how: Any, entry_point: str, stages: int) -> Any:
+    module = built(lambda: Sleeper(stages))
+    trainer = quiet_trainer(how, max_epochs=1, limit_train_batches=1)
+    if entry_point == "fit":
+        trainer.fit(module, points(1), points(10))
+    elif entry_point == "predict":
+        predictions = trainer.predict(module, points(10))
+        assert predictions is not None
+        assert len(predictions) == 10
+    else:
+        getattr(trainer, entry_point)(module, points(10), verbose=False)
+    return [
+        [(begin, end) for n, begin, end in WORKED if n == number][-10:] for number in range(stages)
+    ]
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("entry_point", ["validate", "test", "predict", "fit"])
+def test_stages_work_on_successive_batches_at_once(entry_point: str, stages: int) -> None:
+    found = run_ranks(
+        on_rank, stages, sleeping, {"partition": "uniform"}, (entry_point, stages), {}
+    )
+    intervals = [found[stage][stage] for stage in range(stages)]
+    assert [len(of_stage) for of_stage in intervals] == [10] * stages
+    serial = sum(end - begin for of_stage in intervals for begin, end in of_stage)
+    took = intervals[-1][-1][1] - intervals[0][0][0]
+    # Ideal: (10 + stages - 1) / (10 * stages), 0.55 with two and 0.4 with three.
+    assert took < 0.75 * serial
+    for earlier, later in zip(intervals, intervals[1:], strict=False):
+        overlaps = [e[0] < l[1] and l[0] < e[1] for e, l in zip(earlier[1:], later, strict=False)]
+        assert sum(overlaps) >= 7, "stages should work on successive batches at once"
+
+
+# --------------------------------------------------------------------------------------------------
+# Random numbers
+# --------------------------------------------------------------------------------------------------
+
+
+class DrawsInEvaluation(SequentialMLP):
+    """Drops out in training; draws from every generator in validation."""
+
+    def __init__(self, draws: bool, dropout: float) -> None:
+        super().__init__(dropout=dropout)
+        self.draws = draws
+        self.order: list[Any] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.order.append(batch[1].tolist())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        features, classes = batch
+        if self.draws:
+            noise = torch.rand(()) + np.random.rand() + random.random()
+            features = features + noise.float()
+            self.log("noise", noise)
+        self.log("val_loss", F.cross_entropy(self(features), classes))
+
+
+def drawing(how: Any, draws: bool, validates: int, shuffle: bool) -> Any:
+    L.seed_everything(3)
+    train = DataLoader(points(4).dataset, batch_size=8, shuffle=shuffle)
+    record, _, module = fit(
+        how,
+        # Without dropout where a shuffle is compared: in plain Lightning it draws from the same stream.
+        lambda: DrawsInEvaluation(draws, 0.0 if shuffle else 0.3),
+        train,
+        points(3, seed=5),
+        limit_val_batches=validates,
+        num_sanity_val_steps=1,
+        max_epochs=2,
+    )
+    noises = [float(m["callback"]["noise"]) for _, m in record["diary"] if "noise" in m["callback"]]
+    return (
+        record["parameters"],
+        module.order,
+        noises,
+        random.random(),
+        np.random.rand(),
+        torch.rand(1),
+    )
+
+
+def test_evaluation_leaves_the_random_numbers_of_training_alone() -> None:
+    """Dropout masks, and (with the loaders drawing as in plain Lightning) the shuffles."""
+    how = {"microbatches": 4}
+    without = run_ranks(on_rank, 2, drawing, how, (True, 0, False), {})
+    with_it = run_ranks(on_rank, 2, drawing, how, (True, 3, False), {})
+    on_three = run_ranks(on_rank, 3, drawing, how, (True, 3, False), {})
+    for found in [*without, *with_it, *on_three]:
+        for name, value in without[0][0].items():
+            assert torch.equal(found[0][name], value), name
+    for found in [*with_it, *on_three]:
+        assert found[2] == with_it[0][2]
+    assert len(set(with_it[0][2])) > 1, "each epoch's draws should differ"
+
+
+def test_draws_in_validation_do_not_change_the_shuffle() -> None:
+    _, expected_order, *_ = drawing({"devices": 1}, False, 3, True)
+    for _, order, *_ in run_ranks(on_rank, 2, drawing, {"microbatches": 4}, (True, 3, True), {}):
+        assert order == expected_order
+
+
+def batch_norm_in_evaluation(how: Any) -> Any:
+    """Running statistics move in training (with one microbatch as on one device), not in evaluation."""
+    record, trainer, module = fit(how, BatchNorm, points(3), points(2, seed=5), max_epochs=2)
+    trainer.test(module, points(2, seed=6), verbose=False)
+    return record, parameters_of(module), plain(trainer.callback_metrics)
+
+
+def test_running_statistics_are_left_alone() -> None:
+    compare(batch_norm_in_evaluation, strategy={"microbatches": 1})

@@ -1,0 +1,161 @@
+"""Scripts as users start them: Lightning starts the ranks, or a launcher does and tells each who it is."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from tests.features_models import differences, fit, on_rank, parameters_of
+from tests.harness import Launched, LaunchFailed, launch_script, launch_torchrun, run_ranks
+from tests.models import SequentialMLP, points
+
+SCRIPT = """
+import json, sys
+import lightning.pytorch as L
+import lightning_pipeshift
+from lightning_pipeshift import PipeShiftStrategy
+from tests.models import SequentialMLP, points
+from tests.features_models import built, QUIET
+
+if __name__ == "__main__":
+    arguments = json.loads(sys.argv[1])
+    strategy = arguments.pop("strategy", {"microbatches": 4})
+    if isinstance(strategy, dict):
+        strategy = PipeShiftStrategy(**strategy)
+    trainer = L.Trainer(accelerator="cpu", strategy=strategy, max_epochs=2, **{**QUIET, **arguments})
+    module = built(SequentialMLP)
+    trainer.fit(module, points(3))
+    total = sum(float(p.detach().double().abs().sum()) for p in module.parameters())
+    print("RESULT " + json.dumps({
+        "rank": trainer.global_rank,
+        "world_size": trainer.world_size,
+        "stage": trainer.strategy.stage,
+        "stages": trainer.strategy.num_stages,
+        "microbatches": trainer.strategy.plan.microbatches,
+        "total": total,
+        "loss": float(trainer.callback_metrics["train_loss"]),
+    }), flush=True)
+"""
+
+
+def results_of(launched: Launched) -> list[dict[str, Any]]:
+    lines = [line for line in launched.output.splitlines() if "RESULT " in line]
+    return sorted(
+        (json.loads(line.split("RESULT ", 1)[1]) for line in lines),
+        key=lambda result: result["rank"],
+    )
+
+
+def expected_total() -> float:
+    record, _, _ = fit({"devices": 1}, SequentialMLP, points(3), max_epochs=2)
+    return sum(float(p.double().abs().sum()) for p in record["parameters"].values())
+
+
+def require_like_one_device(results: list[dict[str, Any]], stages: int) -> None:
+    assert [result["rank"] for result in results] == list(range(stages))
+    assert [result["stage"] for result in results] == list(range(stages))
+    assert {result["world_size"] for result in results} == {stages}
+    assert {result["stages"] for result in results} == {stages}
+    for result in results:
+        assert result["total"] == pytest.approx(expected_total(), rel=1e-5)
+        assert result["loss"] == results[0]["loss"]
+
+
+def test_lightning_launches_the_ranks() -> None:
+    launched = launch_script(SCRIPT, json.dumps({"devices": 2}))
+    require_like_one_device(results_of(launched), 2)
+
+
+def test_the_strategy_by_its_name() -> None:
+    launched = launch_script(SCRIPT, json.dumps({"devices": 2, "strategy": "pipeshift"}))
+    results = results_of(launched)
+    require_like_one_device(results, 2)
+    assert results[0]["microbatches"] == 8
+
+
+def test_one_device() -> None:
+    require_like_one_device(results_of(launch_script(SCRIPT, json.dumps({"devices": 1}))), 1)
+
+
+def test_torchrun_launches_the_ranks() -> None:
+    launched = launch_torchrun(SCRIPT, 3, json.dumps({"devices": 3}))
+    require_like_one_device(results_of(launched), 3)
+
+
+@pytest.mark.parametrize(("processes", "devices"), [(2, 3), (3, 2), (2, 1)])
+def test_devices_that_do_not_match_the_processes(processes: int, devices: int) -> None:
+    with pytest.raises(LaunchFailed) as caught:
+        launch_torchrun(SCRIPT, processes, json.dumps({"devices": devices}), timeout=90)
+    launched = caught.value.launched
+    assert launched.seconds < 80
+    assert not results_of(launched)
+    errors = [
+        line for line in launched.output.splitlines() if "Error" in line and "devices" in line
+    ]
+    assert errors, launched.output
+    assert any(str(processes) in line and str(devices) in line for line in errors), errors
+    assert any("ConfigurationError" in line for line in errors), errors
+
+
+def of_unequal_hosts(how: Any) -> Any:
+    """Rank 0 is alone on its host, ranks 1 and 2 share one: node rank times devices would be wrong."""
+    rank = int(os.environ["RANK"])
+    first_host = rank == 0
+    os.environ.update(
+        GROUP_RANK=str(int(not first_host)),
+        LOCAL_RANK=str(0 if first_host else rank - 1),
+        LOCAL_WORLD_SIZE=str(1 if first_host else 2),
+        GROUP_WORLD_SIZE="2",
+    )
+    how = {**how, "devices": 1 if first_host else 2, "num_nodes": 2}
+    record, trainer, module = fit(how, SequentialMLP, points(3), max_epochs=2)
+    strategy: Any = trainer.strategy
+    return parameters_of(module), trainer.global_rank, trainer.world_size, strategy.stage
+
+
+def test_rank_and_world_size_are_the_launchers() -> None:
+    results = run_ranks(on_rank, 3, of_unequal_hosts, {"microbatches": 4}, (), {})
+    expected = fit({"devices": 1}, SequentialMLP, points(3), max_epochs=2)[0]["parameters"]
+    for rank, (parameters, global_rank, world_size, stage) in enumerate(results):
+        assert (global_rank, world_size, stage) == (rank, 3, rank)
+        assert not differences(parameters, expected, 1e-4, 1e-6)
+
+
+FAILING = SCRIPT.replace(
+    "trainer.fit(module, points(3))",
+    """
+    class Fails(L.Callback):
+        def on_train_batch_end(self, trainer, module, *_):
+            if trainer.global_rank == trainer.world_size - 1:
+                raise RuntimeError("the coffee is cold")
+    trainer.callbacks.append(Fails())
+    trainer.fit(module, points(3))
+    """.strip(),
+)
+
+
+@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
+def test_a_failing_rank_ends_the_script_with_its_reason(launcher: str) -> None:
+    arguments = json.dumps({"devices": 2})
+    if launcher == "lightning":
+        launched = launch_script(FAILING, arguments, check=False)
+    else:
+        launched = launch_torchrun(FAILING, 2, arguments, check=False)
+    assert launched.returncode != 0
+    assert "the coffee is cold" in launched.output
+    assert launched.seconds < 60
+
+
+def test_the_parameters_are_the_same_bits_under_both_launchers() -> None:
+    arguments = json.dumps({"devices": 2})
+    totals = {
+        result["total"]
+        for launched in (launch_script(SCRIPT, arguments), launch_torchrun(SCRIPT, 2, arguments))
+        for result in results_of(launched)
+    }
+    assert len(totals) == 1
+    assert torch.isfinite(torch.tensor(list(totals))).all()
