@@ -22,18 +22,20 @@ from lightning_pipeshift.runtime.pipeline import Pipeline, Report
 from lightning_pipeshift.runtime.step_run import UserStep
 
 
+def is_hook_used(trainer: pl.Trainer, hook: str) -> bool:
+    """Whether a hook is more than Lightning's own: its callbacks (progress bars) only count."""
+    parts: list[Any] = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
+    modules = [inspect.getmodule(getattr(type(part), hook, None)) for part in parts]
+    return any(m is not None and not m.__name__.startswith("lightning.pytorch.") for m in modules)
+
+
 def somebody_looks_at_results(trainer: pl.Trainer, step: str) -> bool:
     """Whether a hook after each batch is given the step's result by somebody who may use it."""
-    hook = f"on_{step.removesuffix('_step')}_batch_end"
-    parts: list[Any] = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
-    for part in parts:
-        if isinstance(part, BasePredictionWriter) and part.interval.on_batch:
-            return True
-        module = inspect.getmodule(getattr(type(part), hook, None))
-        # Lightning's own callbacks (progress bars, timers) only count batches.
-        if module is not None and not module.__name__.startswith("lightning.pytorch."):
-            return True
-    return False
+    writes = any(
+        isinstance(part, BasePredictionWriter) and part.interval.on_batch
+        for part in trainer.callbacks  # type: ignore[attr-defined]
+    )
+    return writes or is_hook_used(trainer, f"on_{step.removesuffix('_step')}_batch_end")
 
 
 class EvaluationSteps:

@@ -24,6 +24,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -35,7 +36,11 @@ from lightning_pipeshift.errors import (
     ConfigurationError,
     StageFailedError,
 )
-from lightning_pipeshift.evaluation import EvaluationSteps, somebody_looks_at_results
+from lightning_pipeshift.evaluation import (
+    EvaluationSteps,
+    is_hook_used,
+    somebody_looks_at_results,
+)
 from lightning_pipeshift.model.logs import say_again
 from lightning_pipeshift.model.streams import global_state, set_global_state
 from lightning_pipeshift.plan.plan import Plan
@@ -346,6 +351,7 @@ class PipeShiftStrategy(ParallelStrategy):
                 loss_scale_of(self.precision_plugin) / trainer.accumulate_grad_batches,
                 self.optimizers,
                 wants_result=somebody_looks_at_results(trainer, "train_step"),
+                keeps_gradients=self._keeps_gradients(epoch_loop.batch_idx),
             )
         say_again(report.logs, module.log, module, self.root_device)
         if report.loss is None:
@@ -356,6 +362,16 @@ class PipeShiftStrategy(ParallelStrategy):
         if isinstance(report.result, Mapping):
             return {**report.result, "loss": loss}
         return loss
+
+    def _keeps_gradients(self, batch_idx: int) -> bool:
+        """Whether Lightning will not zero the gradients after the step, or somebody looks first."""
+        module = self._require_module()
+        trainer = module.trainer
+        return bool(
+            batch_idx % trainer.accumulate_grad_batches
+            or is_overridden("optimizer_zero_grad", module)
+            or is_hook_used(trainer, "on_before_zero_grad")
+        )
 
     @contextmanager
     def _recording(self) -> Generator[None, None, None]:

@@ -9,6 +9,7 @@ a silent wrong number is impossible.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -195,7 +196,10 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         if real and _reads_values(func):
             told.read(func._schema.name, values)
-        result = func(*plain_args, **plain_kwargs)
+        if real or indexing:
+            result = func(*plain_args, **plain_kwargs)
+        else:
+            result = _shaped(func, plain, spec, plain_args, plain_kwargs)
     except (NotImplementedError, RuntimeError) as error:
         if real or not _needs_values(error, func):
             raise
@@ -219,6 +223,43 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return pytree.tree_map_only(
         torch.Tensor, lambda tensor: Placeholder(tensor, torch.device(device), origin), result
     )
+
+
+# Computing a shape takes some operations several times as long as computing with small tensors.
+_shapes: OrderedDict[Any, TensorSpec | None] = OrderedDict()
+_MOST_SHAPES = 4096
+
+
+def _shaped(
+    func: Any, leaves: list[Any], spec: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What ``func`` returns for meta tensors; for one new tensor, from memory if it can be."""
+    key = None
+    if not any(argument.alias_info for argument in func._schema.arguments):
+        described = tuple(
+            (leaf.shape, leaf.stride(), leaf.dtype)
+            if isinstance(leaf, torch.Tensor)
+            else (type(leaf), leaf)
+            for leaf in leaves
+        )
+        key = (func, described, spec)
+        try:
+            known = _shapes.get(key)
+        except TypeError:
+            # An argument that cannot be hashed (a generator, a symbolic number).
+            key = known = None
+        if known is not None:
+            return torch.empty_strided(
+                known.shape, known.stride, dtype=dtype_named(known.dtype), device=META
+            )
+    result = func(*args, **kwargs)
+    if key is not None and isinstance(result, torch.Tensor) and result.layout == torch.strided:
+        _shapes[key] = TensorSpec(
+            tuple(result.shape), tuple(result.stride()), str(result.dtype), result.itemsize
+        )
+        if len(_shapes) > _MOST_SHAPES:
+            _shapes.popitem(last=False)
+    return result
 
 
 def _plain(leaf: Any, real: bool, indexing: bool) -> Any:

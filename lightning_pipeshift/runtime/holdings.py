@@ -136,14 +136,18 @@ class Holdings:
 
     # --- gradients ---
 
-    def set_gradients_aside(self) -> None:
-        """Makes room for a step's gradients beside those that are being accumulated."""
+    def set_gradients_aside(self, keep: bool) -> None:
+        """Makes room for a step's gradients.
+
+        Args:
+            keep: whether those that are there are needed any more.
+        """
         self._aside = []
         self.shared.sums.clear()
         for use in self.held:
-            if use.parameter.grad is not None:
+            if use.parameter.grad is not None and keep:
                 self._aside.append((use.parameter, use.parameter.grad))
-                use.parameter.grad = None
+            use.parameter.grad = None
 
     def collect_gradients(self, correction: float) -> None:
         """Takes the step's gradients, and puts those back that were there before.
@@ -195,7 +199,6 @@ class Holdings:
                 for to in holders[:-1]:
                     self._send_optional(total, to)
             use.parameter.grad = None if total is None else total.clone()
-        self._channels.settle()
         self.shared.sums.clear()
 
     def _send_optional(self, tensor: Tensor | None, to: int) -> None:

@@ -209,6 +209,7 @@ class Pipeline:
         loss_scale: float,
         optimizers: Sequence[Optimizer],
         wants_result: bool,
+        keeps_gradients: bool,
     ) -> Report:
         """Runs a whole training step, forwards and backwards, and sets its gradients aside.
 
@@ -220,7 +221,10 @@ class Pipeline:
             loss_scale: what the losses are multiplied with.
             optimizers: whose state follows the parameters.
             wants_result: whether anybody needs more of the step's result than the loss.
+            keeps_gradients: whether the gradients from before the step are still needed.
         """
+        # What was told in the last step has been heard by now: this waits for nobody in particular.
+        self.channels.settle()
         if is_checked(batch_idx):
             require_same_batch(batch, batch_idx, self.channels)
         slices = split(batch, self.settings.num_microbatches(self.channels.num_stages))
@@ -234,7 +238,7 @@ class Pipeline:
         ]
         row = self._row(self.plan.schedule, len(slices))
         self._tail.remember()
-        self.holdings.set_gradients_aside()
+        self.holdings.set_gradients_aside(keeps_gradients)
         run = self._run_of(step, microbatches, loss_scale)
         if self.is_last and len(microbatches) > 1:
             self._metrics.begin()
