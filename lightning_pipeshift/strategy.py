@@ -34,6 +34,7 @@ from torchmetrics import Metric
 from lightning_pipeshift.checks import check_optimizers, check_run
 from lightning_pipeshift.errors import (
     ConfigurationError,
+    PlanError,
     StageFailedError,
 )
 from lightning_pipeshift.evaluation import (
@@ -122,7 +123,16 @@ class PipeShiftStrategy(ParallelStrategy):
         self._microbatches = microbatches
         self._schedule = schedule
         self._partition = partition
-        self._given_plan = plan if isinstance(plan, Plan) or plan is None else Plan.load(plan)
+        if process_group_backend not in (None, "nccl", "gloo"):
+            raise ConfigurationError(
+                f"process_group_backend={process_group_backend!r}: allowed are 'nccl', 'gloo', and"
+                " None for what the devices allow."
+            )
+        if not isinstance(plan, str | Path | Plan | None):
+            raise ConfigurationError(
+                f"plan={plan!r}: pass a `Plan`, or the path of a file that `Plan.save` wrote."
+            )
+        self._given_plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._board: FailureBoard | None = None
@@ -139,7 +149,11 @@ class PipeShiftStrategy(ParallelStrategy):
     @property
     def plan(self) -> Plan:
         """The plan in force. Raises PlanError before the first batch."""
-        return self._require_pipeline().plan
+        if self._pipeline is None:
+            raise PlanError(
+                "There is no plan yet: no run has begun. It is made when the first batch comes."
+            )
+        return self._pipeline.plan
 
     @property
     def stage(self) -> int:
@@ -531,7 +545,7 @@ def _never() -> bool:
 
 
 def _require_partition(partition: Any) -> None:
-    if isinstance(partition, str) and partition not in ("auto", "uniform"):
+    if partition not in ("auto", "uniform") and not isinstance(partition, list | tuple):
         raise ConfigurationError(
             f"partition={partition!r}: allowed are 'auto', 'uniform', a list with the number of"
             " layers of each stage ([5, 4]), or one such list for each virtual machine."

@@ -659,8 +659,8 @@ class InPlaceSkip(Classifier):
 
     def forward(self, features: Tensor) -> Tensor:
         early = self.first(features)
-        early.relu_()
-        hidden = self.second(early).tanh_()
+        early.mul_(0.7)
+        hidden = self.second(early.tanh()).tanh_()
         early[:, ::2] += hidden[:, ::2]
         late = self.third(early)
         late *= hidden

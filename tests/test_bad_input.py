@@ -371,7 +371,6 @@ MODELS: list[tuple[type, type[Exception], list[str]]] = [
     ),
     (OverridesBackward, ConfigurationError, ["backward", "OverridesBackward"]),
     (TakesTheIterator, ConfigurationError, ["dataloader_iter", "batch"]),
-    (TwoOptimizers, ConfigurationError, ["2 optimizers", "parameter groups"]),
     (SecondOrder, ConfigurationError, ["LBFGS", "AdamW"]),
     (NoParameters, LayerError, ["NoParameters", "parameters"]),
     (ListsNothing, LayerError, ["configure_layers", "non-empty list"]),

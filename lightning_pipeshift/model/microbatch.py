@@ -83,10 +83,15 @@ def _is_column(node: Any, size: int) -> bool:
 
 
 def _pieces(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
+    ends = list(accumulate(sizes))
     if isinstance(leaf, Tensor) and leaf.dim():
-        return torch.split(leaf, list(sizes))
+        # Each slice has a version counter of its own: a step that writes to its batch in place must
+        # not disturb the backward of another microbatch.
+        return [
+            (leaf if leaf.requires_grad else leaf.data).narrow(0, end - size, size)
+            for size, end in zip(sizes, ends, strict=True)
+        ]
     if _is_column(leaf, sum(sizes)):
-        ends = list(accumulate(sizes))
         return [leaf[end - size : end] for size, end in zip(sizes, ends, strict=True)]
     return [leaf] * len(sizes)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
 
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.plan.flow import TensorSpec, Value
@@ -123,6 +124,8 @@ class Placeholder(torch.Tensor):
             layout=shadow.layout,
             device=device,
             requires_grad=requires_grad,
+            # None of it is there; it bounds what operations on the shape allow.
+            storage_size=shadow.untyped_storage().nbytes(),
         )
         self.shadow = shadow
         self.origin = origin
@@ -166,11 +169,18 @@ class Placeholder(torch.Tensor):
 
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if torch.Tag.inplace_view in func.tags or func._schema.name == "aten::resize_":
+    if func._schema.name == "aten::resize_":
         raise LayerError(
-            f"`{func._schema.name}` changes a shape in place, which stages that skip a layer cannot"
-            " follow: use the operation that returns a new tensor (`unsqueeze` for `unsqueeze_`)."
+            "`resize_` changes a size in place, which stages that skip a layer cannot follow: use"
+            " an operation that returns a new tensor (`reshape`, `new_empty`)."
         )
+    if torch.Tag.inplace_view in func.tags:
+        # `unsqueeze_` and its kind change nothing but the shape: the placeholder's own, and that of
+        # what computes it.
+        with no_dispatch():
+            func(*args, **kwargs)
+        func(args[0].shadow, *args[1:], **kwargs)
+        return args[0]
     leaves, spec = pytree.tree_flatten((args, kwargs))
     seen = [leaf for leaf in leaves if isinstance(leaf, Placeholder)]
     told = watcher()

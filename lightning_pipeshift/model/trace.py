@@ -140,7 +140,7 @@ class _Relabel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, old: Placeholder, origin: Origin, value: Value | None) -> Placeholder:
         ctx.value = value
-        return Placeholder(old.shadow, old.device, origin)
+        return Placeholder(old.shadow.detach(), old.device, origin)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

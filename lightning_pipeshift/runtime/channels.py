@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lightning_pipeshift.model.placeholder import dtype_named, spec_of
 from lightning_pipeshift.plan.flow import TensorSpec
+from lightning_pipeshift.runtime.sockets import open_sockets, shut_down
 
 # A context around communication, which turns a broken connection into its reason.
 Watched = Callable[[], AbstractContextManager[None]]
@@ -103,7 +104,9 @@ class Channels:
         self._object_sends: list[Sent] = []
         # Every rank of the job creates every group, in the same order, whether it is a member or
         # not.
+        before = open_sockets()
         self.control = dist.new_group(self.ranks, backend="gloo")
+        self._sockets = open_sockets() - before
         self._neighbours: dict[tuple[int, Direction], Any] = {}
         if backend == "nccl":
             for left in range(len(self.ranks) - 1):
@@ -121,6 +124,7 @@ class Channels:
         """Lets go of the connections; peers that wait on them see an error at once."""
         self._object_sends.clear()
         self._neighbours.clear()
+        shut_down(self._sockets)
         self.control = None
 
     # --- payloads and gradients ---
