@@ -133,6 +133,18 @@ def read_csv(path: Path | str) -> list[dict[str, Any]]:
     return [{k: float(v) if v else None for k, v in row.items()} for row in rows]
 
 
+def on_one_device(scenario: Scenario, *args: Any, **kwargs: Any) -> Any:
+    """What plain Lightning gives, here; a seed that the scenario sets is forgotten afterwards."""
+    seeds = {name: os.environ.pop(name, None) for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")}
+    try:
+        return scenario({"devices": 1}, *args, **kwargs)
+    finally:
+        for name, value in seeds.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
 def on_rank(
     scenario: Scenario, strategy: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -156,7 +168,7 @@ def compare(
     Returns what plain Lightning gave.
     """
     strategy = {"microbatches": 4, "partition": "uniform", **(strategy or {})}
-    expected = scenario({"devices": 1}, *args, **kwargs)
+    expected = on_one_device(scenario, *args, **kwargs)
     folder = Path.cwd() / f"ranks{len(list(Path.cwd().glob('ranks*')))}"
     found = run_ranks(
         on_rank, stages, scenario, strategy, args, kwargs, timeout=timeout, cwd=folder

@@ -19,6 +19,7 @@ from tests.features_models import (
     compare,
     differences,
     fit,
+    on_one_device,
     on_rank,
     parameters_of,
     plain,
@@ -117,7 +118,7 @@ def test_a_checkpoint_holds_what_plain_lightning_would_have_saved(
 
 def test_a_checkpoint_of_mixed_precision_holds_the_scaler(tmp_path: Path) -> None:
     run_ranks(on_rank, 2, saving_with_scaler, {"microbatches": 1}, (), {}, cwd=tmp_path / "ranks0")
-    saving_with_scaler({"devices": 1})
+    on_one_device(saving_with_scaler)
     expected, found = (
         loaded(tmp_path / where / "kept" / "epoch=0-step=4.ckpt") for where in (".", "ranks0")
     )
@@ -223,15 +224,15 @@ def test_training_goes_on_where_the_other_stopped(
     direction: str, step: int, tmp_path: Path
 ) -> None:
     """With the same losses as plain Lightning that goes on from a checkpoint of its own."""
-    training({"devices": 1}, 0.0, True, None, "plain")
+    on_one_device(training, 0.0, True, None, "plain")
     pipeline = tmp_path / "pipeline"
     run_ranks(on_rank, 2, training, {"microbatches": 4}, (0.0, True, None, str(pipeline)), {})
 
     file = next(path.name for path in pipeline.iterdir() if path.name.endswith(f"step={step}.ckpt"))
-    expected = training({"devices": 1}, 0.0, True, f"plain/{file}", "goes on")
+    expected = on_one_device(training, 0.0, True, f"plain/{file}", "goes on")
     assert len(expected[0]) == 9 - step
     if direction == "to plain":
-        found = [training({"devices": 1}, 0.0, True, str(pipeline / file), "goes on too")]
+        found = [on_one_device(training, 0.0, True, str(pipeline / file), "goes on too")]
     else:
         ckpt = tmp_path / "plain" / file if direction == "from plain" else pipeline / file
         stages = 2 if direction == "from plain" else 1

@@ -20,6 +20,7 @@ from tests.features_models import (
     compare,
     fit,
     numbered_points,
+    on_one_device,
     on_rank,
     parameters_of,
     plain,
@@ -414,7 +415,7 @@ def test_evaluation_leaves_the_random_numbers_of_training_alone() -> None:
 
 
 def test_draws_in_validation_do_not_change_the_shuffle() -> None:
-    _, expected_order, *_ = drawing({"devices": 1}, False, 3, True)
+    _, expected_order, *_ = on_one_device(drawing, False, 3, True)
     for _, order, *_ in run_ranks(on_rank, 2, drawing, {"microbatches": 4}, (True, 3, True), {}):
         assert order == expected_order
 

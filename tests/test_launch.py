@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.features_models import differences, fit, on_rank, parameters_of
+from tests.features_models import differences, fit, on_one_device, on_rank, parameters_of
 from tests.harness import Launched, LaunchFailed, launch_script, launch_torchrun, run_ranks
 from tests.models import SequentialMLP, points
 
@@ -51,7 +51,7 @@ def results_of(launched: Launched) -> list[dict[str, Any]]:
 
 
 def expected_total() -> float:
-    record, _, _ = fit({"devices": 1}, SequentialMLP, points(3), max_epochs=2)
+    record, _, _ = on_one_device(fit, SequentialMLP, points(3), max_epochs=2)
     return sum(float(p.double().abs().sum()) for p in record["parameters"].values())
 
 
@@ -119,7 +119,7 @@ def of_unequal_hosts(how: Any) -> Any:
 
 def test_rank_and_world_size_are_the_launchers() -> None:
     results = run_ranks(on_rank, 3, of_unequal_hosts, {"microbatches": 4}, (), {})
-    expected = fit({"devices": 1}, SequentialMLP, points(3), max_epochs=2)[0]["parameters"]
+    expected = on_one_device(fit, SequentialMLP, points(3), max_epochs=2)[0]["parameters"]
     for rank, (parameters, global_rank, world_size, stage) in enumerate(results):
         assert (global_rank, world_size, stage) == (rank, 3, rank)
         assert not differences(parameters, expected, 1e-4, 1e-6)

@@ -207,12 +207,22 @@ class StagePass(Watcher):
         """A layer runs again in the backward (activation checkpointing in the user's model), with
         the same numbers.
         """
-        calls = [call for call in self.trace.flow.calls if call.layer == gate.index]
-        if len(calls) != 1:
+        calls = self.trace.flow.calls
+        positions = [place for place, call in enumerate(calls) if call.layer == gate.index]
+        if len(positions) != 1:
             raise LayerError(
                 f"The layer {gate.name!r} is called several times in a pass and checkpointed by the"
                 " model. Checkpoint inside the layer instead."
             )
+        (position,) = positions
+        if position not in self._own:
+            # The graph of a recomputation is thrown away; only its values count.
+            for value, tensor in self.received.items():
+                if value.layer == gate.index:
+                    again = tensor.detach()
+                    tracked = value in self.trace.tracked
+                    self._handed_out[value] = GradientBox(again).open() if tracked else again
+            return self._skip(position, calls[position])
         self.streams.begin(*self.key)
         self.streams.go_to(Place.LAYER, gate.index)
         return gate.original(*args, **kwargs)

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipeshift.model.placeholder import dtype_named, spec_of
+from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.placeholder import Placeholder, dtype_named, spec_of
 from lightning_pipeshift.plan.flow import TensorSpec
 from lightning_pipeshift.runtime.sockets import open_sockets, shut_down
 
@@ -278,6 +279,12 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _laid_out(tensor: Tensor, spec: TensorSpec) -> Tensor:
+    if isinstance(tensor, Placeholder):
+        raise LayerError(
+            f"A value to be sent was made of one that this stage does not have ({tensor!r})."
+            " The step runs code again (in its backward) that depends on another stage's layers:"
+            " put that code into one module and name it in `configure_layers()`."
+        )
     tensor = tensor.resolve_conj().resolve_neg()
     if spec_of(tensor) == spec and tensor.stride() == spec.stride:
         return tensor
