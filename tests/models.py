@@ -790,7 +790,7 @@ class FrozenFront(SequentialMLP):
 
     def __init__(self) -> None:
         super().__init__()
-        for layer in self.model[:4]:
+        for layer in self.model[:4]:  # type: ignore[attr-defined]
             layer.requires_grad_(False)
 
     def configure_optimizers(self) -> Any:
@@ -1174,7 +1174,6 @@ def _zoo() -> Iterator[Specimen]:
     yield Specimen(
         "checkpointed_dropout", lambda: Checkpointed(0.2), points, draws=True, like_plain=False
     )
-    yield Specimen("checkpointed_reentrant", lambda: Checkpointed(use_reentrant=True), points)
     yield Specimen("checkpointed_pairs", lambda: Checkpointed(blocks_at_once=2), points)
     yield Specimen("functional_dropout", FunctionalDropout, points, draws=True, like_plain=False)
     # A microbatch may take another branch than the whole batch.

@@ -186,6 +186,7 @@ class _Recorder(Watcher):
         self._draws_in_gap: dict[int, int] = {}
         self._is_shaped_by_batch = False
         self._tracked: set[Value] = set()
+        self._without_gradient: list[str] = []
         self._parameter_ids = {id(parameter) for parameter in root.parameters()}
 
     # --- what the gates ask ---
@@ -198,6 +199,8 @@ class _Recorder(Watcher):
                 " is placed by itself cannot be used inside another. Return both as one module"
                 " from `configure_layers()`, or hold the shared part outside."
             )
+        if not torch.is_grad_enabled():
+            self._without_gradient.append(gate.name)
         call = self._count(gate)
         if self._stopwatch is not None:
             self._stopwatch.observe(gate, args, kwargs)
@@ -372,7 +375,7 @@ class _Recorder(Watcher):
             calls=tuple(self.calls),
             tail=frozenset(self.tail),
             control=frozenset(self.control),
-            differentiable=frozenset(_reached_from(loss)),
+            differentiable=frozenset(_reached_from(loss, self._without_gradient)),
         )
         if not self.calls:
             raise LayerError(
@@ -393,7 +396,7 @@ class _Recorder(Watcher):
         )
 
 
-def _reached_from(loss: Any) -> set[Value]:
+def _reached_from(loss: Any, without_gradient: list[str]) -> set[Value]:
     if not isinstance(loss, Tensor) or loss.grad_fn is None:
         return set()
     values: set[Value] = set()
@@ -404,6 +407,13 @@ def _reached_from(loss: Any) -> set[Value]:
         value = getattr(node, "value", None)
         if isinstance(value, Value):
             values.add(value)
+        if without_gradient and node.name() == "CheckpointFunctionBackward":
+            raise LayerError(
+                f"The layer {without_gradient[0]!r} is called inside a reentrant checkpoint, which"
+                " hides its gradients until the backward. Pass `use_reentrant=False` to"
+                " `torch.utils.checkpoint.checkpoint`"
+                " (`gradient_checkpointing_kwargs={'use_reentrant': False}` for Hugging Face)."
+            )
         for successor, _ in node.next_functions:
             if successor is not None and successor not in seen:
                 seen.add(successor)

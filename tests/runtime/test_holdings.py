@@ -127,7 +127,7 @@ def gradients(correction: float) -> dict[str, Any]:
     shared = holdings.shared
     if stage != 1:
         net.a.weight.grad = torch.ones(3, 3)  # being accumulated
-    holdings.set_gradients_aside()
+    holdings.set_gradients_aside(keep=True)
     # What each segment's backward would leave.
     if stage == 0:
         shared.sums["a.weight", Segment(0, True)] = torch.full((3, 3), 2.0)

@@ -1,7 +1,8 @@
-"""Validation, test and prediction: forward only, the stages on successive batches at once, as on one device."""
+"""Validation, test and prediction: as on one device, the stages on successive batches at once."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from typing import Any
@@ -15,17 +16,6 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.features_models import (
-    built,
-    compare,
-    fit,
-    numbered_points,
-    on_one_device,
-    on_rank,
-    parameters_of,
-    plain,
-    quiet_trainer,
-)
 from tests.harness import run_ranks
 from tests.models import (
     NUM_FEATURES,
@@ -36,7 +26,18 @@ from tests.models import (
     points,
     uneven_points,
 )
-from tests.test_lightning_features import Stream
+from tests.pending.features_models import (
+    built,
+    compare,
+    fit,
+    numbered_points,
+    on_one_device,
+    on_rank,
+    parameters_of,
+    plain,
+    quiet_trainer,
+)
+from tests.pending.test_lightning_features import Stream
 
 # --------------------------------------------------------------------------------------------------
 # The four entry points
@@ -44,7 +45,7 @@ from tests.test_lightning_features import Stream
 
 
 def small_batches(how_large: int, size: int, seed: int = 5) -> DataLoader:
-    """Batches of ``size``, smaller than the microbatch count perhaps, the last one smaller still."""
+    """Batches of ``size``, perhaps fewer than the microbatches, the last one smaller still."""
     dataset = points(4, seed=seed).dataset
     return DataLoader(torch.utils.data.Subset(dataset, range(how_large)), batch_size=size)
 
@@ -98,7 +99,7 @@ def test_every_entry_point_before_and_after_training() -> None:
 
 
 class Decodes(LayersOfItsOwn):
-    """Prediction calls fewer layers than training; test calls the layers and some code of its own."""
+    """Prediction calls fewer layers than training; test has some code of its own."""
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         return {"embedding": self.second(self.first(batch[0]).relu()), "index": batch_idx}
@@ -180,7 +181,7 @@ class Writer(BasePredictionWriter):
         self.written: list[Any] = []
 
     def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, *rest: Any) -> None:
-        indices, batch, batch_idx, dataloader_idx = rest
+        indices, _, batch_idx, dataloader_idx = rest
         self.written.append(plain(["batch", prediction, indices, batch_idx, dataloader_idx]))
 
     def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
@@ -346,8 +347,8 @@ def test_stages_work_on_successive_batches_at_once(entry_point: str, stages: int
     took = intervals[-1][-1][1] - intervals[0][0][0]
     # Ideal: (10 + stages - 1) / (10 * stages), 0.55 with two and 0.4 with three.
     assert took < 0.75 * serial
-    for earlier, later in zip(intervals, intervals[1:], strict=False):
-        overlaps = [e[0] < l[1] and l[0] < e[1] for e, l in zip(earlier[1:], later, strict=False)]
+    for earlier, later in itertools.pairwise(intervals):
+        overlaps = [a[0] < b[1] and b[0] < a[1] for a, b in zip(earlier[1:], later, strict=False)]
         assert sum(overlaps) >= 7, "stages should work on successive batches at once"
 
 
@@ -381,7 +382,7 @@ def drawing(how: Any, draws: bool, validates: int, shuffle: bool) -> Any:
     train = DataLoader(points(4).dataset, batch_size=8, shuffle=shuffle)
     record, _, module = fit(
         how,
-        # Without dropout where a shuffle is compared: in plain Lightning it draws from the same stream.
+        # No dropout where a shuffle is compared: in plain Lightning both draw from one stream.
         lambda: DrawsInEvaluation(draws, 0.0 if shuffle else 0.3),
         train,
         points(3, seed=5),
@@ -421,7 +422,7 @@ def test_draws_in_validation_do_not_change_the_shuffle() -> None:
 
 
 def batch_norm_in_evaluation(how: Any) -> Any:
-    """Running statistics move in training (with one microbatch as on one device), not in evaluation."""
+    """Running statistics move in training, with one microbatch as on one device, and only there."""
     record, trainer, module = fit(how, BatchNorm, points(3), points(2, seed=5), max_epochs=2)
     trainer.test(module, points(2, seed=6), verbose=False)
     return record, parameters_of(module), plain(trainer.callback_metrics)

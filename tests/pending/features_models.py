@@ -1,4 +1,4 @@
-"""Runs one piece of user code twice, in plain Lightning and as a pipeline, and compares what came of it.
+"""Runs user code in plain Lightning and as a pipeline, and compares what came of it.
 
 A *scenario* is a module-level function of a Trainer's arguments: it builds a Trainer, runs it, and
 returns what a user would look at. ``compare`` calls it here with plain arguments and on every rank
@@ -40,7 +40,7 @@ QUIET = {
 def quiet_trainer(how: Mapping[str, Any], **arguments: Any) -> L.Trainer:
     """A Trainer that prints and writes nothing unless the arguments say so.
 
-    ``how``'s entry ``"pipeshift"`` holds the strategy's arguments: every Trainer gets one of its own.
+    The entry ``"pipeshift"`` holds the strategy's arguments: every Trainer gets one of its own.
     """
     how = dict(how)
     if "pipeshift" in how:
@@ -184,10 +184,8 @@ def differences(found: Any, expected: Any, rtol: float, atol: float, where: str 
     """Where two nested results differ, one line each."""
     if isinstance(expected, Tensor) and isinstance(found, Tensor):
         if found.shape != expected.shape or found.dtype != expected.dtype:
-            return [
-                f"{where}: {tuple(found.shape)} {found.dtype},"
-                f" expected {tuple(expected.shape)} {expected.dtype}"
-            ]
+            kinds = [f"{tuple(t.shape)} {t.dtype}" for t in (found, expected)]
+            return [f"{where}: {kinds[0]}, expected {kinds[1]}"]
         if torch.allclose(found.double(), expected.double(), rtol, atol, equal_nan=True):
             return []
         error = (found.double() - expected.double()).abs().max()
@@ -240,7 +238,7 @@ class _ScaledGradient(torch.autograd.Function):
 
 
 class Overflowing(nn.Module):
-    """A bias whose own gradient (and nobody else's) overflows on batches that hold a large number."""
+    """A bias whose own gradient, and no other, overflows on batches that hold a large number."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,11 +1,12 @@
 """What Lightning users set and expect works as on one device: the same numbers, on every rank.
 
 Every test runs the same user code in plain Lightning, here, and as a pipeline in processes of its
-own, and compares logged values and parameters: see ``tests/features_models.py``.
+own, and compares logged values and parameters: see ``tests/pending/features_models.py``.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -36,16 +37,6 @@ from torchmetrics.classification import (
     MulticlassF1Score,
 )
 
-from tests.features_models import (
-    LeavesOut,
-    OverflowingOnOneStage,
-    compare,
-    fit,
-    numbered_points,
-    on_rank,
-    plain,
-    read_csv,
-)
 from tests.harness import run_ranks
 from tests.models import (
     NUM_CLASSES,
@@ -56,6 +47,16 @@ from tests.models import (
     SequentialMLP,
     points,
     uneven_points,
+)
+from tests.pending.features_models import (
+    LeavesOut,
+    OverflowingOnOneStage,
+    compare,
+    fit,
+    numbered_points,
+    on_rank,
+    plain,
+    read_csv,
 )
 
 SCHEDULES = ["gpipe", "1f1b"]
@@ -236,7 +237,7 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all(
     _, scales, _ = compare(
         with_scaler, where, accumulate, clip, strategy=strategy | {"microbatches": 1}
     )
-    steps = list(zip(scales, scales[1:], strict=False))
+    steps = list(itertools.pairwise(scales))
     assert any(later < earlier for earlier, later in steps), "the test should see the scale fall"
     assert any(later > earlier for earlier, later in steps), "the test should see the scale grow"
     compare(with_scaler, where, accumulate, clip, strategy=strategy, rtol=2e-2, atol=2e-3)
@@ -1086,7 +1087,7 @@ def test_gradients_that_begin_to_flow_in_a_later_step_are_not_lost() -> None:
 
 
 class WarmsUpItsSecondLoss(LayersOfItsOwn):
-    """From some step on, the loss needs something of the first stage that it did not need before."""
+    """From some step on, the loss needs something of the first stage that it did not before."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         features, classes = batch

@@ -1,4 +1,4 @@
-"""Scripts as users start them: Lightning starts the ranks, or a launcher does and tells each who it is."""
+"""Scripts as users start them: Lightning starts the ranks, or a launcher does."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.features_models import differences, fit, on_one_device, on_rank, parameters_of
 from tests.harness import Launched, LaunchFailed, launch_script, launch_torchrun, run_ranks
 from tests.models import SequentialMLP, points
+from tests.pending.features_models import differences, fit, on_one_device, on_rank, parameters_of
 
 SCRIPT = """
 import json, sys
@@ -19,14 +19,15 @@ import lightning.pytorch as L
 import lightning_pipeshift
 from lightning_pipeshift import PipeShiftStrategy
 from tests.models import SequentialMLP, points
-from tests.features_models import built, QUIET
+from tests.pending.features_models import built, QUIET
 
 if __name__ == "__main__":
     arguments = json.loads(sys.argv[1])
     strategy = arguments.pop("strategy", {"microbatches": 4})
     if isinstance(strategy, dict):
         strategy = PipeShiftStrategy(**strategy)
-    trainer = L.Trainer(accelerator="cpu", strategy=strategy, max_epochs=2, **{**QUIET, **arguments})
+    arguments = {**QUIET, "max_epochs": 2, **arguments}
+    trainer = L.Trainer(accelerator="cpu", strategy=strategy, **arguments)
     module = built(SequentialMLP)
     trainer.fit(module, points(3))
     total = sum(float(p.detach().double().abs().sum()) for p in module.parameters())
@@ -102,7 +103,7 @@ def test_devices_that_do_not_match_the_processes(processes: int, devices: int) -
 
 
 def of_unequal_hosts(how: Any) -> Any:
-    """Rank 0 is alone on its host, ranks 1 and 2 share one: node rank times devices would be wrong."""
+    """Rank 0 is alone on its host, 1 and 2 share one: node rank times devices would be wrong."""
     rank = int(os.environ["RANK"])
     first_host = rank == 0
     os.environ.update(
@@ -112,7 +113,7 @@ def of_unequal_hosts(how: Any) -> Any:
         GROUP_WORLD_SIZE="2",
     )
     how = {**how, "devices": 1 if first_host else 2, "num_nodes": 2}
-    record, trainer, module = fit(how, SequentialMLP, points(3), max_epochs=2)
+    _, trainer, module = fit(how, SequentialMLP, points(3), max_epochs=2)
     strategy: Any = trainer.strategy
     return parameters_of(module), trainer.global_rank, trainer.world_size, strategy.stage
 
