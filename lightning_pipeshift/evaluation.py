@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -110,8 +111,10 @@ class EvaluationSteps:
     def _deliver(self, reports: list[Report], name: str) -> Any:
         root: nn.Module = self._pipeline.root
         device = self._pipeline.channels.device
+        # The class's own: on the instance stands the recorder, while a step runs.
+        log = partial(type(root).log, root)  # type: ignore[arg-type]
         for report in reports:
-            say_again(report.logs, root.log, root, device)  # type: ignore[arg-type]
+            say_again(report.logs, log, root, device)
         *earlier, last = reports
         awaited, self._awaited = self._awaited, []
         if name == "predict_step":

@@ -9,6 +9,7 @@ tolerance.
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -153,7 +154,7 @@ def assert_close(
             expected.state[name],
             rtol=rtol,
             atol=atol,
-            msg=lambda m, name=name: f"{what}, {name}: {m}",  # type: ignore[misc]
+            msg=functools.partial("{}, {}: {}".format, what, name),
         )
     assert len(found.logged) == len(expected.logged), what
     for step, (values, wanted) in enumerate(zip(found.logged, expected.logged, strict=True)):
