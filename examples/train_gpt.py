@@ -242,7 +242,7 @@ def main(
     virtual_machines: int = 1,
     microbatches: int = 8,
     schedule: Literal["1f1b", "gpipe"] = "1f1b",
-    steps: int = 400,
+    steps: int = 300,
     layers: int = 4,
     width: int = 128,
 ) -> None:

@@ -16,7 +16,10 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.fabric.utilities.distributed import (
+    _init_dist_connection,
+    _set_num_threads_if_needed,
+)
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -231,6 +234,8 @@ class PipeShiftStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         reset_seed()
+        # The launcher does this for the process that it launches from alone.
+        _set_num_threads_if_needed(self.num_processes)
         self.set_world_ranks()
         assert self.cluster_environment is not None
         self._failed = False
