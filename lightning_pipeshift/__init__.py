@@ -15,6 +15,7 @@ from lightning_pipeshift.errors import (
     ScheduleError,
     StageFailedError,
 )
+from lightning_pipeshift.grad_norm import grad_norm
 from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.strategy import PipeShiftStrategy
 
@@ -29,6 +30,7 @@ __all__ = [
     "PlanError",
     "ScheduleError",
     "StageFailedError",
+    "grad_norm",
 ]
 
 __version__ = "0.1.0.dev0"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -52,6 +52,7 @@ from lightning_pipeshift.plan.schedule import schedule_named
 from lightning_pipeshift.plugins.precision import loss_scale_of, over_stages
 from lightning_pipeshift.runtime.channels import Channels
 from lightning_pipeshift.runtime.failure import FailureBoard
+from lightning_pipeshift.runtime.holdings import Holdings
 from lightning_pipeshift.runtime.pipeline import Pipeline
 from lightning_pipeshift.runtime.planning import Settings
 
@@ -145,6 +146,7 @@ class PipeShiftStrategy(ParallelStrategy):
         self._pipeline: Pipeline | None = None
         self._evaluation: EvaluationSteps | None = None
         self._failed = False
+        self._step_is_skipped = False
         self.num_nodes = 1
 
     # --- what is known ---
@@ -306,7 +308,7 @@ class PipeShiftStrategy(ParallelStrategy):
         # every stage.
         set_global_state(channels.share_object(global_state(), source=0))
         self.precision_plugin = over_stages(
-            self.precision_plugin, self._gradient_norms, channels.sum
+            self.precision_plugin, self._gradient_norms, self._gradient_hooks, channels.sum
         )
         self.model = self.precision_plugin.convert_module(module)
         for metric in module.modules():
@@ -373,9 +375,10 @@ class PipeShiftStrategy(ParallelStrategy):
                 keeps_gradients=self._keeps_gradients(epoch_loop.batch_idx),
             )
         say_again(report.logs, module.log, module, self.root_device)
+        self._step_is_skipped = report.loss is None
         if report.loss is None:
-            # Lightning takes `None` from a single process only. Nothing has a gradient, so nothing
-            # is stepped.
+            # Lightning takes `None` from a single process only. There is no backward, so no
+            # gradient, and nothing is stepped.
             return torch.zeros((), device=self.root_device)
         loss = report.loss.to(self.root_device)
         if isinstance(report.result, Mapping):
@@ -409,10 +412,11 @@ class PipeShiftStrategy(ParallelStrategy):
         """Hands over the gradients that the step has made, between the hooks that belong to a
         backward.
         """
-        module, pipeline = self._require_module(), self._require_pipeline()
-        assert pipeline.holdings is not None
+        module = self._require_module()
+        if self._step_is_skipped:
+            return closure_loss
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        pipeline.holdings.hand_gradients_over()
+        self._require_holdings().hand_gradients_over()
         return self.precision_plugin.post_backward(closure_loss, module)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -440,9 +444,44 @@ class PipeShiftStrategy(ParallelStrategy):
             return self._evaluation.run(name, batch, tuple(rest), step, self.optimizers)
 
     def _gradient_norms(self, parameters: list[Tensor], norm_type: float) -> Tensor:
+        return self._require_holdings().gradient_norms(parameters, norm_type)
+
+    def gradient_norms(self, norm_type: float) -> dict[str, Tensor]:
+        """The norm of every parameter's gradient by the parameter's name, over all stages.
+
+        Every rank calls this. See :func:`lightning_pipeshift.grad_norm`, which adds the total.
+
+        Args:
+            norm_type: the order of the norm.
+
+        Returns:
+            Scalars, float32, on the CPU. A parameter without a gradient is left out.
+        """
+        holdings = self._require_holdings()
+        norms = holdings.gradient_norms([use.parameter for use in holdings.uses], norm_type)
+        there = holdings.have_gradients()
+        return {
+            use.name: norm.float()
+            for use, norm, has_one in zip(holdings.uses, norms, there, strict=True)
+            if has_one
+        }
+
+    def _gradient_hooks(self) -> AbstractContextManager[None]:
+        module = self._require_module()
+        if not any(
+            is_hook_used(module.trainer, hook)
+            for hook in ("on_after_backward", "on_before_optimizer_step")
+        ) and not is_overridden("configure_gradient_clipping", module):
+            return nullcontext()
+        return self._require_holdings().stand_ins()
+
+    def _require_holdings(self) -> Holdings:
         holdings = self._require_pipeline().holdings
-        assert holdings is not None
-        return holdings.gradient_norms(parameters, norm_type)
+        if holdings is None:
+            raise ConfigurationError(
+                "No stage has its layers yet: they are given out when the first batch comes."
+            )
+        return holdings
 
     def _require_module(self) -> pl.LightningModule:
         assert self.lightning_module is not None

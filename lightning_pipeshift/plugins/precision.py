@@ -5,6 +5,8 @@ decision.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
@@ -14,6 +16,8 @@ from torch.optim import Optimizer
 # Given the optimizer's parameters and the kind of norm: the norm of each parameter of the model,
 # over all stages.
 GradientNorms = Callable[[list[Tensor], float], Tensor]
+# The context in which user code may look at gradients.
+GradientHooks = Callable[[], AbstractContextManager[None]]
 # Given a flag tensor of this stage: whether any stage raised it.
 AnyStage = Callable[[Tensor], Tensor]
 
@@ -24,13 +28,24 @@ class _OverStages(Precision):
     """
 
     gradient_norms: GradientNorms
+    gradient_hooks: GradientHooks
+
+    def post_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Lets `on_after_backward` see that there are gradients elsewhere."""
+        with self.gradient_hooks():
+            return super().post_backward(*args, **kwargs)
+
+    def _after_closure(self, *args: Any, **kwargs: Any) -> None:
+        # The hooks before an optimizer's step, the one that clips among them.
+        with self.gradient_hooks():
+            super()._after_closure(*args, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clips by the norm over the parameters of all stages, each counted once."""
         parameters: list[Tensor] = [p for p in self.main_params(optimizer) if isinstance(p, Tensor)]
         norms = self.gradient_norms(parameters, 2.0)
         total = torch.linalg.vector_norm(norms.float(), 2.0)
-        held = [parameter for parameter in parameters if parameter.grad is not None]
+        held = [p for p in parameters if p.grad is not None and not p.grad.is_meta]
         if held:
             torch.nn.utils.clip_grads_with_norm_(held, clip_val, total.to(held[0].device))
 
@@ -55,7 +70,12 @@ class _ScalerOverStages(torch.amp.GradScaler):
             found[key] = verdict.to(key)
 
 
-def over_stages(plugin: Precision, gradient_norms: GradientNorms, any_stage: AnyStage) -> Precision:
+def over_stages(
+    plugin: Precision,
+    gradient_norms: GradientNorms,
+    gradient_hooks: GradientHooks,
+    any_stage: AnyStage,
+) -> Precision:
     """The user's precision plugin, deciding over all stages.
 
     The plugin keeps its state, its class's name (checkpoints store its state under it) and
@@ -66,6 +86,7 @@ def over_stages(plugin: Precision, gradient_norms: GradientNorms, any_stage: Any
         combined = type(kind.__name__, (_OverStages, kind), {"__qualname__": kind.__qualname__})
         plugin.__class__ = combined
     plugin.gradient_norms = gradient_norms  # type: ignore[attr-defined]
+    plugin.gradient_hooks = gradient_hooks  # type: ignore[attr-defined]
     if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
         if not isinstance(plugin.scaler, _ScalerOverStages):
             plugin.scaler.__class__ = _ScalerOverStages

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.cut import SharedParameters
 from lightning_pipeshift.model.parameters import (
     ParameterUse,
@@ -178,6 +180,37 @@ class Holdings:
                 parameter.grad += gradient
         self._fresh = {}
 
+    @contextmanager
+    def stand_ins(self) -> Iterator[None]:
+        """Context in which a parameter that is held elsewhere has a gradient on the meta device, as
+        its own value is.
+
+        Where user code looks at gradients, those of other stages must not look as if there were
+        none: what adds them up would get a wrong sum. On the meta device they fail instead.
+        """
+        held = {id(use.parameter) for use in self.held}
+        elsewhere = [
+            use.parameter
+            for use in self.uses
+            if id(use.parameter) not in held and use.parameter.requires_grad
+        ]
+        try:
+            for parameter in elsewhere:
+                parameter.grad = torch.empty_like(parameter)
+            yield
+        except (RuntimeError, NotImplementedError) as error:
+            if "meta" not in str(error):
+                raise
+            raise LayerError(
+                "A hook asked for the value of a gradient or a parameter that another stage holds"
+                f" (torch says: {error}). On this stage it is on the meta device: skip it"
+                " (`parameter.is_meta`), let `self.clip_gradients` clip by the norm over all"
+                " stages, and take norms for a log from `lightning_pipeshift.grad_norm`."
+            ) from error
+        finally:
+            for parameter in elsewhere:
+                parameter.grad = None
+
     def _sum_shared(self) -> None:
         """Adds up the segments' gradients in their order, from stage to stage; the last holder
         sends the sum around.
@@ -217,18 +250,38 @@ class Holdings:
 
         A parameter that several stages hold counts once; one without a gradient has norm 0. Every
         stage calls this.
+
+        Args:
+            parameters: which count; the others have norm 0.
+            norm_type: the order of the norm.
+
+        Returns:
+            A float64 vector on the CPU with one entry for each of ``uses``.
         """
         chosen = {id(parameter) for parameter in parameters}
         norms = torch.zeros(len(self.uses), dtype=torch.float64)
         for number, use in enumerate(self.uses):
             gradient = use.parameter.grad
             counted = self._stage == self.holders_of(use.parameter)[0]
-            if counted and gradient is not None and id(use.parameter) in chosen:
+            if (
+                counted
+                and gradient is not None
+                and not gradient.is_meta
+                and id(use.parameter) in chosen
+            ):
                 norms[number] = (
                     torch.linalg.vector_norm(gradient.detach(), norm_type).double().cpu()
                 )
         # Each entry is one stage's value plus zeros: the sum is exact in any order.
         return self._channels.sum(norms)
+
+    def have_gradients(self) -> list[bool]:
+        """For each of ``uses``, whether its parameter has a gradient. Every stage calls this."""
+        flags = torch.zeros(len(self.uses))
+        for number, use in enumerate(self.uses):
+            gradient = use.parameter.grad
+            flags[number] = gradient is not None and not gradient.is_meta
+        return [bool(flag) for flag in self._channels.sum(flags)]
 
     # --- checkpoints ---
 

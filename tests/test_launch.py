@@ -11,7 +11,7 @@ import torch
 
 from tests.harness import Launched, LaunchFailed, launch_script, launch_torchrun, run_ranks
 from tests.models import SequentialMLP, points
-from tests.pending.features_models import differences, fit, on_one_device, on_rank, parameters_of
+from tests.features_models import differences, fit, on_one_device, on_rank, parameters_of
 
 SCRIPT = """
 import json, sys
@@ -19,7 +19,7 @@ import lightning.pytorch as L
 import lightning_pipeshift
 from lightning_pipeshift import PipeShiftStrategy
 from tests.models import SequentialMLP, points
-from tests.pending.features_models import built, QUIET
+from tests.features_models import built, QUIET
 
 if __name__ == "__main__":
     arguments = json.loads(sys.argv[1])

@@ -26,7 +26,7 @@ from tests.models import (
     points,
     uneven_points,
 )
-from tests.pending.features_models import (
+from tests.features_models import (
     built,
     compare,
     fit,
@@ -37,7 +37,7 @@ from tests.pending.features_models import (
     plain,
     quiet_trainer,
 )
-from tests.pending.test_lightning_features import Stream
+from tests.test_lightning_features import Stream
 
 # --------------------------------------------------------------------------------------------------
 # The four entry points

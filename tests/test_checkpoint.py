@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from tests.harness import run_ranks
 from tests.models import ZOO, ParameterGroups, SequentialMLP, points, sentences
-from tests.pending.features_models import (
+from tests.features_models import (
     built,
     compare,
     differences,

@@ -39,7 +39,7 @@ from tests.models import (
     SequentialMLP,
     points,
 )
-from tests.pending.features_models import built, fit, on_rank, plain, quiet_trainer
+from tests.features_models import built, fit, on_rank, plain, quiet_trainer
 
 # How long after the first failure the last rank may end.
 SECONDS_TO_END = 10.0
