@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import callbacks
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -23,7 +25,6 @@ _AVERAGING = tuple(
 
 def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Raises ConfigurationError for a run that cannot be a pipeline."""
-    _check_packages(trainer, module)
     if not module.automatic_optimization:
         raise ConfigurationError(
             f"`{type(module).__name__}` sets `automatic_optimization = False`. A pipeline runs"
@@ -78,14 +79,27 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
             )
 
 
-def _check_packages(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """``pytorch_lightning`` and ``lightning.pytorch`` are two packages whose classes do not know
-    each other.
+def check_processes(num_devices: int) -> None:
+    """Raises ConfigurationError where torchrun started more or fewer processes on this host than
+    the Trainer has devices.
+    """
+    started = os.environ.get("LOCAL_WORLD_SIZE")
+    if TorchElasticEnvironment.detect() and started and int(started) != num_devices:
+        raise ConfigurationError(
+            f"torchrun started {started} process(es) on this host, and the Trainer has"
+            f" devices={num_devices}. Set `Trainer(devices={started})`, or"
+            f" `torchrun --nproc-per-node={num_devices}`."
+        )
+
+
+def check_packages(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Raises ConfigurationError where classes of ``pytorch_lightning`` meet those of
+    ``lightning.pytorch``: two packages whose classes do not know each other.
     """
     parts: list[Any] = [module, *trainer.callbacks, *trainer.loggers]  # type: ignore[attr-defined]
-    datamodule = getattr(trainer, "datamodule", None)
-    if datamodule is not None:
-        parts.append(datamodule)
+    hooks = trainer._data_connector._datahook_selector
+    if hooks is not None and hooks.datamodule is not None:
+        parts.append(hooks.datamodule)
     for part in parts:
         for base in type(part).__mro__:
             if base.__module__.split(".")[0] == "pytorch_lightning":

@@ -7,14 +7,12 @@ returned is fetched at the end of the data.
 
 from __future__ import annotations
 
-import inspect
 import math
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BasePredictionWriter
-from torch import nn
 
 from lightning_pipeshift.model.logs import say_again
 from lightning_pipeshift.model.trace import Trace
@@ -26,8 +24,8 @@ from lightning_pipeshift.runtime.step_run import UserStep
 def is_hook_used(trainer: pl.Trainer, hook: str) -> bool:
     """Whether a hook is more than Lightning's own: its callbacks (progress bars) only count."""
     parts: list[Any] = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
-    modules = [inspect.getmodule(getattr(type(part), hook, None)) for part in parts]
-    return any(m is not None and not m.__name__.startswith("lightning.pytorch.") for m in modules)
+    modules = [getattr(getattr(type(part), hook, None), "__module__", None) for part in parts]
+    return any(m is not None and not m.startswith("lightning.pytorch.") for m in modules)
 
 
 def somebody_looks_at_results(trainer: pl.Trainer, step: str) -> bool:
@@ -109,10 +107,10 @@ class EvaluationSteps:
             self._awaited.append((predictions[dataloader_idx], len(predictions[dataloader_idx])))
 
     def _deliver(self, reports: list[Report], name: str) -> Any:
-        root: nn.Module = self._pipeline.root
+        root: Any = self._pipeline.root
         device = self._pipeline.channels.device
         # The class's own: on the instance stands the recorder, while a step runs.
-        log = partial(type(root).log, root)  # type: ignore[arg-type]
+        log = partial(type(root).log, root)
         for report in reports:
             say_again(report.logs, log, root, device)
         *earlier, last = reports

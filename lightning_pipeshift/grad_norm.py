@@ -27,8 +27,8 @@ def grad_norm(
         group_separator: stands between ``grad_{norm_type}_norm`` and the parameter's name.
 
     Returns:
-        The norms by name (scalars, float32, on the CPU), and ``grad_{norm_type}_norm_total``, the norm of them all. A parameter
-        without a gradient is left out.
+        The norms by name (scalars, float32, on the CPU), and ``grad_{norm_type}_norm_total``, the
+        norm of them all. A parameter without a gradient is left out.
 
     Raises:
         ValueError: ``norm_type`` is not above 0.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -28,13 +29,13 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from lightning_pipeshift.checks import check_optimizers, check_run
+from lightning_pipeshift.checks import check_optimizers, check_packages, check_processes, check_run
 from lightning_pipeshift.errors import (
     ConfigurationError,
     PlanError,
@@ -51,6 +52,7 @@ from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.plan.schedule import schedule_named
 from lightning_pipeshift.plugins.precision import loss_scale_of, over_stages
 from lightning_pipeshift.runtime.channels import Channels
+from lightning_pipeshift.runtime.checksum import require_same_lengths
 from lightning_pipeshift.runtime.failure import FailureBoard
 from lightning_pipeshift.runtime.holdings import Holdings
 from lightning_pipeshift.runtime.pipeline import Pipeline
@@ -234,6 +236,10 @@ class PipeShiftStrategy(ParallelStrategy):
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
+        module = self._lightning_module
+        if module is not None and module._trainer is not None:
+            check_packages(module.trainer, module)
+        check_processes(self.num_processes)
         super().setup_environment()
         reset_seed()
         # The launcher does this for the process that it launches from alone.
@@ -351,6 +357,26 @@ class PipeShiftStrategy(ParallelStrategy):
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.virtual_machine)
         return dataloader
 
+    def on_train_start(self) -> None:
+        """Compares the lengths of the data over the stages."""
+        length = self._require_module().trainer.num_training_batches
+        require_same_lengths([length], "training", self._require_channels())
+
+    def on_validation_start(self) -> None:
+        """Compares the lengths of the data over the stages."""
+        loop = self._require_module().trainer._evaluation_loop
+        require_same_lengths(loop.max_batches, "validation", self._require_channels())
+
+    def on_test_start(self) -> None:
+        """Compares the lengths of the data over the stages."""
+        loop = self._require_module().trainer.test_loop
+        require_same_lengths(loop.max_batches, "test", self._require_channels())
+
+    def on_predict_start(self) -> None:
+        """Compares the lengths of the data over the stages."""
+        loop = self._require_module().trainer.predict_loop
+        require_same_lengths(loop.max_batches, "prediction", self._require_channels())
+
     # --- steps ---
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -373,6 +399,7 @@ class PipeShiftStrategy(ParallelStrategy):
                 self.optimizers,
                 wants_result=somebody_looks_at_results(trainer, "train_step"),
                 keeps_gradients=self._keeps_gradients(epoch_loop.batch_idx),
+                is_last_batch=bool(epoch_loop.batch_progress.is_last_batch),
             )
         say_again(report.logs, module.log, module, self.root_device)
         self._step_is_skipped = report.loss is None
@@ -490,12 +517,12 @@ class PipeShiftStrategy(ParallelStrategy):
     # --- talk between ranks ---
 
     def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized() and not self._failed:
+        if dist.is_initialized() and not self._has_failed():
             with self._watched():
                 dist.barrier(group=self._require_channels().control)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        if not dist.is_initialized() or self._failed:
+        if not dist.is_initialized() or self._has_failed():
             return obj
         box = [obj]
         with self._watched():
@@ -520,9 +547,25 @@ class PipeShiftStrategy(ParallelStrategy):
 
     # --- checkpoints ---
 
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Writes a checkpoint, on rank 0. After a failure there is none to write: its parts are on
+        ranks that no longer talk to each other.
+        """
+        if self._has_failed():
+            rank_zero_warn(
+                f"PipeShift: {filepath} is not saved. A rank has failed, and the others cannot send"
+                " their layers any more. Go on from the last checkpoint that was saved before."
+            )
+            return
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole state on rank 0; elsewhere, what is not held is on the meta device."""
         module = self._require_module()
+        if self._has_failed():
+            return {}
         holdings = self._pipeline.holdings if self._pipeline is not None else None
         if holdings is None:
             return module.state_dict()
@@ -536,12 +579,26 @@ class PipeShiftStrategy(ParallelStrategy):
         """The whole state on rank 0, in torch's own format."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
+        if self._has_failed():
+            return {}
         holdings = self._pipeline.holdings if self._pipeline is not None else None
         if holdings is None:
             return optimizer.state_dict()
         return holdings.gather_optimizer_state(optimizer)
 
     # --- the end ---
+
+    def _has_failed(self) -> bool:
+        """Whether the run is over on account of an exception.
+
+        Callbacks hear of an exception before the strategy does, and some save a checkpoint then,
+        for which the other ranks would have to be there.
+        """
+        trainer = self._lightning_module._trainer if self._lightning_module is not None else None
+        handled = sys.exc_info()[1]
+        if not self._failed and handled is not None and trainer is not None and trainer.interrupted:
+            self.on_exception(handled)
+        return self._failed
 
     def on_exception(self, exception: BaseException) -> None:
         """Tells the other ranks why, and closes the connections, so that none of them waits for

@@ -30,6 +30,7 @@ from lightning_pipeshift import (
     PlanError,
     ScheduleError,
 )
+from tests.features_models import built, fit, on_rank, plain, quiet_trainer
 from tests.harness import Outcome, run_ranks
 from tests.models import (
     NUM_CLASSES,
@@ -39,7 +40,6 @@ from tests.models import (
     SequentialMLP,
     points,
 )
-from tests.features_models import built, fit, on_rank, plain, quiet_trainer
 
 # How long after the first failure the last rank may end.
 SECONDS_TO_END = 10.0
@@ -189,7 +189,7 @@ class OverridesBackward(LayersOfItsOwn):
 
 
 class TakesTheIterator(LayersOfItsOwn):
-    def training_step(self, dataloader_iter: Any) -> Any:
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
         batch, batch_idx, _ = next(dataloader_iter)
         return super().training_step(batch, batch_idx)
 
@@ -437,14 +437,32 @@ def test_stages_that_see_different_batches(entry_point: str) -> None:
     refused(outcomes, BatchError, "different batches", "batch 0", "sampler", "[Ss]tage")
 
 
-def other_lengths(how: Any) -> None:
-    rank = int(os.environ["RANK"])
-    fit(how, LayersOfItsOwn, points(3 + rank), max_epochs=1)
+class Streamed(torch.utils.data.IterableDataset):
+    """Its length is not known beforehand."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
 
 
-def test_stages_that_see_more_batches_than_others() -> None:
-    outcomes = fails(other_lengths)
-    assert all(outcome.error_type in ("BatchError", "StageFailedError") for outcome in outcomes)
+def other_lengths(how: Any, where: str, longer: int) -> None:
+    own = points(3 + (int(os.environ["RANK"]) == longer))
+    if where == "stream":
+        stream = DataLoader(Streamed(list(own)), batch_size=None)
+        fit(how, LayersOfItsOwn, stream, max_epochs=1)
+    elif where == "training":
+        fit(how, LayersOfItsOwn, own, max_epochs=1)
+    else:
+        fit(how, LayersOfItsOwn, points(3), own, max_epochs=1)
+
+
+@pytest.mark.parametrize("longer", [0, 1])
+@pytest.mark.parametrize("where", ["training", "validation", "stream"])
+def test_stages_that_see_more_batches_than_others(where: str, longer: int) -> None:
+    outcomes = fails(other_lengths, where, longer)
+    refused(outcomes, BatchError, "different", "data", "length", "[Ss]tage")
 
 
 class _OneBatch(torch.utils.data.Dataset):

@@ -14,8 +14,6 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.harness import run_ranks
-from tests.models import ZOO, ParameterGroups, SequentialMLP, points, sentences
 from tests.features_models import (
     built,
     compare,
@@ -27,6 +25,8 @@ from tests.features_models import (
     plain,
     quiet_trainer,
 )
+from tests.harness import run_ranks
+from tests.models import ZOO, ParameterGroups, SequentialMLP, points, sentences
 
 
 class Kept(ParameterGroups):

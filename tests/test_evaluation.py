@@ -16,16 +16,6 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.harness import run_ranks
-from tests.models import (
-    NUM_FEATURES,
-    ZOO,
-    BatchNorm,
-    LayersOfItsOwn,
-    SequentialMLP,
-    points,
-    uneven_points,
-)
 from tests.features_models import (
     built,
     compare,
@@ -36,6 +26,16 @@ from tests.features_models import (
     parameters_of,
     plain,
     quiet_trainer,
+)
+from tests.harness import run_ranks
+from tests.models import (
+    NUM_FEATURES,
+    ZOO,
+    BatchNorm,
+    LayersOfItsOwn,
+    SequentialMLP,
+    points,
+    uneven_points,
 )
 from tests.test_lightning_features import Stream
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.features_models import differences, fit, on_one_device, on_rank, parameters_of
 from tests.harness import Launched, LaunchFailed, launch_script, launch_torchrun, run_ranks
 from tests.models import SequentialMLP, points
-from tests.features_models import differences, fit, on_one_device, on_rank, parameters_of
 
 SCRIPT = """
 import json, sys

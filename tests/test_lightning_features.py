@@ -38,6 +38,16 @@ from torchmetrics.classification import (
 )
 
 from lightning_pipeshift import grad_norm
+from tests.features_models import (
+    LeavesOut,
+    OverflowingOnOneStage,
+    compare,
+    fit,
+    numbered_points,
+    on_rank,
+    plain,
+    read_csv,
+)
 from tests.harness import RanksFailed, run_ranks
 from tests.models import (
     NUM_CLASSES,
@@ -48,16 +58,6 @@ from tests.models import (
     SequentialMLP,
     points,
     uneven_points,
-)
-from tests.features_models import (
-    LeavesOut,
-    OverflowingOnOneStage,
-    compare,
-    fit,
-    numbered_points,
-    on_rank,
-    plain,
-    read_csv,
 )
 
 SCHEDULES = ["gpipe", "1f1b"]
@@ -492,7 +492,9 @@ class LogsInHooks(SequentialMLP):
         self.log("epoch", float(self.current_epoch))
         self.log("from_metrics", self.trainer.callback_metrics["train_loss"])
 
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_validation_batch_end(
+        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         self.log("val_batch_mean", batch[0].mean())
 
     def on_validation_epoch_end(self) -> None:
@@ -601,7 +603,7 @@ class ManyMetrics(SequentialMLP):
 
     def __init__(self, on_step: bool, on_epoch: bool) -> None:
         super().__init__()
-        self.when = {"on_step": on_step, "on_epoch": on_epoch}
+        self.when: Any = {"on_step": on_step, "on_epoch": on_epoch}
         self.accuracy = MulticlassAccuracy(NUM_CLASSES, average="micro")
         self.updated = MulticlassAccuracy(NUM_CLASSES, average="macro")
         self.mean_loss = MeanMetric()
@@ -612,10 +614,10 @@ class ManyMetrics(SequentialMLP):
             },
             prefix="train_",
         )
-        self.val_collection = self.collection.clone(prefix="val_")
+        self.val_collection: Any = self.collection.clone(prefix="val_")
         self.val_updated = MulticlassAccuracy(NUM_CLASSES)
         self.confusion = MulticlassConfusionMatrix(NUM_CLASSES)
-        self.by_hand = nn.ModuleList([MulticlassAccuracy(NUM_CLASSES) for _ in range(2)])
+        self.by_hand: Any = nn.ModuleList([MulticlassAccuracy(NUM_CLASSES) for _ in range(2)])
         self.matrices: list[Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -648,9 +650,9 @@ class ManyMetrics(SequentialMLP):
         self.matrices.append(self.confusion.compute().clone())
         self.confusion.reset()
         for index, metric in enumerate(self.by_hand):
-            if metric.update_called:  # type: ignore[union-attr]
-                self.log(f"by_hand_{index}", metric.compute())  # type: ignore[operator, union-attr]
-                metric.reset()  # type: ignore[operator, union-attr]
+            if metric.update_called:
+                self.log(f"by_hand_{index}", metric.compute())
+                metric.reset()
 
 
 def metrics(how: Any, on_step: bool, on_epoch: bool, two_loaders: bool) -> Any:

@@ -142,13 +142,8 @@ class Channels:
             flat = _flat(_laid_out(tensor, spec))
             if self._staged:
                 flat = flat.cpu()
-            work = dist.isend(
-                flat.view(torch.uint8),
-                self.ranks[to],
-                group=self._group(to, direction),
-                tag=_tag(direction, number),
-            )
-            sent.works.append((work, flat))
+            group, tag = self._group(to, direction), _tag(direction, number)
+            sent.works.append((self._post_send(flat.view(torch.uint8), to, group, tag), flat))
         return sent
 
     def post_receive(self, specs: Sequence[TensorSpec], direction: Direction) -> list[Receipt]:
@@ -163,14 +158,20 @@ class Channels:
             staging = torch.empty_like(flat, device="cpu") if self._staged else None
             work = None
             if spec.num_bytes:
-                work = dist.irecv(
-                    (flat if staging is None else staging).view(torch.uint8),
-                    self.ranks[source],
-                    group=self._group(source, direction),
-                    tag=_tag(direction, number),
-                )
+                with self.watched():
+                    work = dist.irecv(
+                        (flat if staging is None else staging).view(torch.uint8),
+                        self.ranks[source],
+                        group=self._group(source, direction),
+                        tag=_tag(direction, number),
+                    )
             receipts.append(Receipt(buffer, work, self.watched, staging))
         return receipts
+
+    def _post_send(self, flat: Tensor, to: int, group: Any, tag: int) -> Any:
+        # Where the peer is gone already, posting fails.
+        with self.watched():
+            return dist.isend(flat, self.ranks[to], group=group, tag=tag)
 
     def _group(self, neighbour: int, direction: Direction) -> Any:
         if self.backend == "gloo":
@@ -191,8 +192,7 @@ class Channels:
         sent = Sent(self.watched)
         for part in (first, data[_INLINE_BYTES:]):
             if len(part):
-                work = dist.isend(part, self.ranks[to], group=self.control, tag=_OBJECT_TAG)
-                sent.works.append((work, part))
+                sent.works.append((self._post_send(part, to, self.control, _OBJECT_TAG), part))
         self._object_sends.append(sent)
 
     def receive_object(self, source: int) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,4 +54,46 @@ def require_same_batch(batch: Any, batch_idx: int, channels: Channels) -> None:
             f" {', '.join(map(str, odd))} got another one than stage 0. All stages must see the"
             " same data in the same order. Look for a sampler or data set that depends on the"
             " rank, on the time, on unseeded randomness, or on the order of files in a folder."
+        )
+
+
+def require_same_lengths(lengths: Sequence[float], what: str, channels: Channels) -> None:
+    """Compares the numbers of batches over the stages, so that none waits for a batch that others
+    do not have. Every stage calls this.
+
+    Args:
+        lengths: the number of batches of each dataloader, ``inf`` where it is not known.
+        what: the dataloaders' name in a message.
+        channels: the stage's connections.
+
+    Raises:
+        BatchError: the stages have different numbers of dataloaders, or of batches.
+    """
+    counts = [len(lengths), *(-1 if math.isinf(length) else int(length) for length in lengths)]
+    # First the number of dataloaders: it says how many comparisons follow.
+    for number, count in enumerate(counts):
+        found = channels.gather_int(count)
+        if len(set(found)) > 1:
+            things = "batches" if number else "dataloaders"
+            each = ", ".join(f"stage {stage} has {value}" for stage, value in enumerate(found))
+            raise BatchError(
+                f"The stages of a virtual machine see different {what} data: {each} {things}. All"
+                " stages must see the same batches in the same order. Look for a sampler or data"
+                " set whose length depends on the rank, the time, or the files of a host."
+            )
+
+
+def require_same_end(mine: bool, theirs: bool, batch_idx: int) -> None:
+    """Compares what this stage and the last one take for the end of the epoch.
+
+    Raises:
+        BatchError: they differ.
+    """
+    if mine != theirs:
+        raise BatchError(
+            "The stages of a virtual machine see different data: batch"
+            f" {batch_idx} is the epoch's last on {'this' if mine else 'the last'} stage, and not"
+            f" on {'the last' if mine else 'this'} one. All stages must see the same batches in the"
+            " same order. Look for a data set whose length depends on the rank, the time, or the"
+            " files of a host."
         )

@@ -29,7 +29,11 @@ from lightning_pipeshift.plan.placement import Ownership
 from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.plan.schedule import forward_only, schedule_named
 from lightning_pipeshift.runtime.channels import Channels, Sent
-from lightning_pipeshift.runtime.checksum import is_checked, require_same_batch
+from lightning_pipeshift.runtime.checksum import (
+    is_checked,
+    require_same_batch,
+    require_same_end,
+)
 from lightning_pipeshift.runtime.following import Follower, Key
 from lightning_pipeshift.runtime.holdings import Holdings
 from lightning_pipeshift.runtime.planning import Settings, check_order, make_plan
@@ -47,6 +51,7 @@ class Report:
         result: the step's result.
         logs: what it logged.
         changes: what it changed on the LightningModule.
+        is_last_batch: whether the epoch ends with this step.
         loss: the batch's loss, ``None`` where no microbatch gave one.
         correction: see :meth:`StepRun.correction`.
     """
@@ -54,6 +59,7 @@ class Report:
     result: Any
     logs: list[LoggedValue]
     changes: dict[tuple[str, str], Any]
+    is_last_batch: bool = False
     loss: Tensor | None = None
     correction: float = 1.0
 
@@ -210,6 +216,7 @@ class Pipeline:
         optimizers: Sequence[Optimizer],
         wants_result: bool,
         keeps_gradients: bool,
+        is_last_batch: bool,
     ) -> Report:
         """Runs a whole training step, forwards and backwards, and sets its gradients aside.
 
@@ -222,6 +229,7 @@ class Pipeline:
             optimizers: whose state follows the parameters.
             wants_result: whether anybody needs more of the step's result than the loss.
             keeps_gradients: whether the gradients from before the step are still needed.
+            is_last_batch: whether this stage's data ends with the batch.
         """
         # What was told in the last step has been heard by now: this waits for nobody in particular.
         self.channels.settle()
@@ -243,9 +251,12 @@ class Pipeline:
         if self.is_last and len(microbatches) > 1:
             self._metrics.begin()
         run.run(row)
-        mine = self._training_report(run, microbatches, wants_result) if self.is_last else None
+        mine = None
+        if self.is_last:
+            mine = self._training_report(run, microbatches, wants_result, is_last_batch)
         report: Report = self.channels.share_object(mine, source=self.channels.num_stages - 1)
         run.settle()
+        require_same_end(is_last_batch, report.is_last_batch, batch_idx)
         self.holdings.collect_gradients(report.correction)
         self._num_microbatches_done += len(microbatches)
         if not self.is_last:
@@ -253,7 +264,11 @@ class Pipeline:
         return report
 
     def _training_report(
-        self, run: StepRun, microbatches: Sequence[Microbatch], wants_result: bool
+        self,
+        run: StepRun,
+        microbatches: Sequence[Microbatch],
+        wants_result: bool,
+        is_last_batch: bool,
     ) -> Report:
         if len(microbatches) > 1:
             self._metrics.end()
@@ -270,7 +285,12 @@ class Pipeline:
         if wants_result:
             result = merge([outcome.result for outcome in run.outcomes], sizes, weights)
         return Report(
-            _on_cpu(result), _logs_on_cpu(logs), self._tail.changes(), loss, run.correction()
+            _on_cpu(result),
+            _logs_on_cpu(logs),
+            self._tail.changes(),
+            is_last_batch,
+            loss,
+            run.correction(),
         )
 
     def _key(self, purpose: str, step_number: int, microbatch: int) -> Key:
