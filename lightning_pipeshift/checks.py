@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_pipeshift.errors import ConfigurationError
+from lightning_pipeshift.plan.plan import Plan
 
 # Weight averaging by a callback came with Lightning 2.6.
 _AVERAGING = tuple(
@@ -21,6 +23,38 @@ _AVERAGING = tuple(
     for name in ("StochasticWeightAveraging", "WeightAveraging")
     if hasattr(callbacks, name)
 )
+
+
+def check_arguments(
+    virtual_machines: Any, microbatches: Any, partition: Any, plan: Any, backend: Any
+) -> None:
+    """Raises ConfigurationError for a value that the strategy's constructor does not take."""
+    if virtual_machines not in (1, "auto"):
+        raise ConfigurationError(
+            f"virtual_machines={virtual_machines!r}: this version trains one virtual machine,"
+            " that is one pipeline over all devices. Leave the argument out, or pass 1."
+        )
+    if microbatches != "auto" and (
+        isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1
+    ):
+        raise ConfigurationError(
+            f"microbatches={microbatches!r}: a batch is cut into at least 1 slice."
+            " Pass a whole number of 1 or more, or 'auto'."
+        )
+    if partition not in ("auto", "uniform") and not isinstance(partition, list | tuple):
+        raise ConfigurationError(
+            f"partition={partition!r}: allowed are 'auto', 'uniform', a list with the number of"
+            " layers of each stage ([5, 4]), or one such list for each virtual machine."
+        )
+    if backend not in (None, "nccl", "gloo"):
+        raise ConfigurationError(
+            f"process_group_backend={backend!r}: allowed are 'nccl', 'gloo', and None for what the"
+            " devices allow."
+        )
+    if not isinstance(plan, str | Path | Plan | None):
+        raise ConfigurationError(
+            f"plan={plan!r}: pass a `Plan`, or the path of a file that `Plan.save` wrote."
+        )
 
 
 def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:

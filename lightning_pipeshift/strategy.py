@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -14,32 +12,29 @@ from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.utilities.distributed import (
-    _init_dist_connection,
-    _set_num_threads_if_needed,
-)
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from lightning_pipeshift.checks import check_optimizers, check_packages, check_processes, check_run
+from lightning_pipeshift.checks import (
+    check_arguments,
+    check_optimizers,
+    check_run,
+)
+from lightning_pipeshift.connected import ConnectedStrategy
 from lightning_pipeshift.errors import (
     ConfigurationError,
     PlanError,
-    StageFailedError,
 )
 from lightning_pipeshift.evaluation import (
     EvaluationSteps,
@@ -51,14 +46,10 @@ from lightning_pipeshift.model.streams import global_state, set_global_state
 from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.plan.schedule import schedule_named
 from lightning_pipeshift.plugins.precision import loss_scale_of, over_stages
-from lightning_pipeshift.runtime.channels import Channels
 from lightning_pipeshift.runtime.checksum import require_same_lengths
-from lightning_pipeshift.runtime.failure import FailureBoard
 from lightning_pipeshift.runtime.holdings import Holdings
 from lightning_pipeshift.runtime.pipeline import Pipeline
 from lightning_pipeshift.runtime.planning import Settings
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -66,7 +57,7 @@ T = TypeVar("T")
 _FRAMEWORK_ATTRIBUTES = frozenset(vars(pl.LightningModule())) | {"log", "log_dict", "_trainer"}
 
 
-class PipeShiftStrategy(ParallelStrategy):
+class PipeShiftStrategy(ConnectedStrategy):
     """Trains one model as a pipeline over all devices, from an unmodified LightningModule.
 
     Every stage runs the user's own ``training_step``; a gate in front of each layer skips those
@@ -110,46 +101,23 @@ class PipeShiftStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(
-            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
+            process_group_backend,
+            timeout,
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
         )
-        if virtual_machines not in (1, "auto"):
-            raise ConfigurationError(
-                f"virtual_machines={virtual_machines!r}: this version trains one virtual machine,"
-                " that is one pipeline over all devices. Leave the argument out, or pass 1."
-            )
-        if microbatches != "auto" and (
-            isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1
-        ):
-            raise ConfigurationError(
-                f"microbatches={microbatches!r}: a batch is cut into at least 1 slice."
-                " Pass a whole number of 1 or more, or 'auto'."
-            )
+        check_arguments(virtual_machines, microbatches, partition, plan, process_group_backend)
         schedule_named(schedule)
-        _require_partition(partition)
         self._microbatches = microbatches
         self._schedule = schedule
         self._partition = partition
-        if process_group_backend not in (None, "nccl", "gloo"):
-            raise ConfigurationError(
-                f"process_group_backend={process_group_backend!r}: allowed are 'nccl', 'gloo', and"
-                " None for what the devices allow."
-            )
-        if not isinstance(plan, str | Path | Plan | None):
-            raise ConfigurationError(
-                f"plan={plan!r}: pass a `Plan`, or the path of a file that `Plan.save` wrote."
-            )
         self._given_plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
-        self._process_group_backend = process_group_backend
-        self._timeout = timeout
-        self._board: FailureBoard | None = None
-        self._store: Any = None
-        self._num_runs = 0
-        self._channels: Channels | None = None
         self._pipeline: Pipeline | None = None
         self._evaluation: EvaluationSteps | None = None
-        self._failed = False
         self._step_is_skipped = False
-        self.num_nodes = 1
 
     # --- what is known ---
 
@@ -163,136 +131,9 @@ class PipeShiftStrategy(ParallelStrategy):
         return self._pipeline.plan
 
     @property
-    def stage(self) -> int:
-        """This rank's stage."""
-        return self._require_channels().stage
-
-    @property
-    def num_stages(self) -> int:
-        """How many stages this rank's virtual machine has."""
-        return self._require_channels().num_stages
-
-    @property
-    def virtual_machine(self) -> int:
-        """The index of this rank's virtual machine."""
-        return 0
-
-    @property
-    def root_device(self) -> torch.device:
-        """This rank's device."""
-        assert self.parallel_devices is not None
-        if self.local_rank >= len(self.parallel_devices):
-            raise ConfigurationError(
-                f"This is process {self.local_rank} on its host, and the Trainer was given"
-                f" {len(self.parallel_devices)} device(s). Set `Trainer(devices=...)` to the number"
-                " of processes that the launcher starts on each host."
-            )
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """How many processes run on this host."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Samplers count virtual machines: all stages of one see the same data."""
-        return {"num_replicas": 1, "rank": self.virtual_machine}
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether data is spread over replicas, which is what Lightning asks here."""
-        return False
-
-    @property
     def restore_checkpoint_after_setup(self) -> bool:
         """Checkpoints are loaded when the optimizers exist, while the model is still whole."""
         return True
-
-    @property
-    def process_group_backend(self) -> str | None:
-        """The backend that was asked for."""
-        return self._process_group_backend
-
-    # --- launch and connections ---
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
-
-    def set_world_ranks(self) -> None:
-        """Takes rank and world size from the launcher, and computes them where it gives none."""
-        assert self.cluster_environment is not None
-        rank = self.node_rank * self.num_processes + self.local_rank
-        world_size = self.num_nodes * self.num_processes
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        # Environments that know better (torchrun, SLURM) ignore this.
-        self.cluster_environment.set_global_rank(rank)
-        self.cluster_environment.set_world_size(world_size)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
-    def setup_environment(self) -> None:
-        module = self._lightning_module
-        if module is not None and module._trainer is not None:
-            check_packages(module.trainer, module)
-        check_processes(self.num_processes)
-        super().setup_environment()
-        reset_seed()
-        # The launcher does this for the process that it launches from alone.
-        _set_num_threads_if_needed(self.num_processes)
-        self.set_world_ranks()
-        assert self.cluster_environment is not None
-        self._failed = False
-        if not dist.is_initialized():
-            _init_dist_connection(self.cluster_environment, self._backends(), timeout=self._timeout)
-        self._num_runs += 1
-        self._store = dist.distributed_c10d._get_default_store()
-        self._board = FailureBoard(self._store, self.global_rank, self.world_size, self._num_runs)
-        if self._channels is None:
-            self._channels = Channels(
-                ranks=list(range(self.world_size)),
-                stage=self.global_rank,
-                device=self.root_device,
-                backend=self._payload_backend(),
-                watched=self._board.watched,
-            )
-        else:
-            self._channels.watched = self._board.watched
-
-    def _backends(self) -> str:
-        if self.root_device.type == "cuda" and self._process_group_backend != "gloo":
-            return "cpu:gloo,cuda:nccl"
-        return "gloo"
-
-    def _payload_backend(self) -> str:
-        """NCCL where every stage has a GPU of its own of the same vendor, gloo by way of the host
-        otherwise.
-        """
-        if self.root_device.type != "cuda" or self._process_group_backend == "gloo":
-            return "gloo"
-        properties = torch.cuda.get_device_properties(self.root_device)
-        mine = (str(getattr(properties, "uuid", "")), torch.version.hip is not None)
-        devices: list[Any] = [None] * self.world_size
-        dist.all_gather_object(devices, mine, group=dist.new_group(backend="gloo"))
-        shared = len({uuid for uuid, _ in devices}) < len(devices)
-        mixed = len({is_hip for _, is_hip in devices}) > 1
-        if (shared or mixed) and self._process_group_backend is None:
-            log.info(
-                "PipeShift: stages share a device or vendors differ, so payloads go through host"
-                " memory."
-            )
-        return "gloo" if shared or mixed else "nccl"
-
-    def _require_channels(self) -> Channels:
-        if self._channels is None:
-            raise ConfigurationError(
-                "The stages are not connected yet. Ask from `setup` on, when a run has begun."
-            )
-        return self._channels
 
     def _require_pipeline(self) -> Pipeline:
         if self._pipeline is None:
@@ -514,37 +355,6 @@ class PipeShiftStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         return self.lightning_module
 
-    # --- talk between ranks ---
-
-    def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized() and not self._has_failed():
-            with self._watched():
-                dist.barrier(group=self._require_channels().control)
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        if not dist.is_initialized() or self._has_failed():
-            return obj
-        box = [obj]
-        with self._watched():
-            dist.broadcast_object_list(box, src, group=self._require_channels().control)
-        return box[0]
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduces over virtual machines. With one of them there is nothing to reduce."""
-        return tensor
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gathers over virtual machines. With one of them the tensor is all there is."""
-        return tensor
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        channels = self._require_channels()
-        votes = channels.sum(torch.tensor([float(decision)]))
-        return bool(votes == self.world_size) if all else bool(votes > 0)
-
-    def _watched(self) -> Any:
-        return nullcontext() if self._board is None else self._board.watched()
-
     # --- checkpoints ---
 
     def save_checkpoint(
@@ -588,37 +398,9 @@ class PipeShiftStrategy(ParallelStrategy):
 
     # --- the end ---
 
-    def _has_failed(self) -> bool:
-        """Whether the run is over on account of an exception.
-
-        Callbacks hear of an exception before the strategy does, and some save a checkpoint then,
-        for which the other ranks would have to be there.
-        """
-        trainer = self._lightning_module._trainer if self._lightning_module is not None else None
-        handled = sys.exc_info()[1]
-        if not self._failed and handled is not None and trainer is not None and trainer.interrupted:
-            self.on_exception(handled)
-        return self._failed
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Tells the other ranks why, and closes the connections, so that none of them waits for
-        this one.
-        """
-        if self._failed or not dist.is_initialized():
-            return
-        self._failed = True
-        first = False
-        if self._board is not None and not isinstance(exception, StageFailedError):
-            where = f"Stage {self.global_rank} (rank {self.global_rank})"
-            first = self._board.publish(where, exception)
+    def _let_go(self) -> None:
         if self._pipeline is not None:
             self._pipeline.release_gates()
-        if self._channels is not None:
-            self._channels.close()
-            self._channels = None
-        dist.destroy_process_group()
-        if first and self.world_size > 1 and self._board is not None:
-            self._board.wait_for_readers()
 
     def teardown(self) -> None:
         """Makes the model whole again on every rank, and gives back what the run took."""
@@ -643,11 +425,3 @@ class PipeShiftStrategy(ParallelStrategy):
 
 def _never() -> bool:
     return False
-
-
-def _require_partition(partition: Any) -> None:
-    if partition not in ("auto", "uniform") and not isinstance(partition, list | tuple):
-        raise ConfigurationError(
-            f"partition={partition!r}: allowed are 'auto', 'uniform', a list with the number of"
-            " layers of each stage ([5, 4]), or one such list for each virtual machine."
-        )

@@ -1,0 +1,240 @@
+"""What every rank of a PipeShift run is: its place, its connections, its part in a failure."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.distributed import (
+    _init_dist_connection,
+    _set_num_threads_if_needed,
+)
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+
+from lightning_pipeshift.checks import check_packages, check_processes
+from lightning_pipeshift.connection import backends, payload_backend
+from lightning_pipeshift.errors import ConfigurationError, StageFailedError
+from lightning_pipeshift.runtime.channels import Channels
+from lightning_pipeshift.runtime.failure import FailureBoard
+
+T = TypeVar("T")
+
+
+class ConnectedStrategy(ParallelStrategy):
+    """A rank among others, without a word of what they train.
+
+    Args:
+        process_group_backend: see :class:`~lightning_pipeshift.PipeShiftStrategy`, as for the
+            others.
+    """
+
+    def __init__(
+        self,
+        process_group_backend: Literal["nccl", "gloo"] | None,
+        timeout: timedelta | None,
+        accelerator: pl.accelerators.Accelerator | None,
+        parallel_devices: list[torch.device] | None,
+        cluster_environment: ClusterEnvironment | None,
+        checkpoint_io: CheckpointIO | None,
+        precision_plugin: Precision | None,
+    ) -> None:
+        super().__init__(
+            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
+        )
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._board: FailureBoard | None = None
+        self._num_runs = 0
+        self._channels: Channels | None = None
+        self._failed = False
+        self.num_nodes = 1
+
+    # --- what is known ---
+
+    @property
+    def stage(self) -> int:
+        """This rank's stage."""
+        return self._require_channels().stage
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages this rank's virtual machine has."""
+        return self._require_channels().num_stages
+
+    @property
+    def virtual_machine(self) -> int:
+        """The index of this rank's virtual machine."""
+        return 0
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+        assert self.parallel_devices is not None
+        if self.local_rank >= len(self.parallel_devices):
+            raise ConfigurationError(
+                f"This is process {self.local_rank} on its host, and the Trainer was given"
+                f" {len(self.parallel_devices)} device(s). Set `Trainer(devices=...)` to the number"
+                " of processes that the launcher starts on each host."
+            )
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes run on this host."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Samplers count virtual machines: all stages of one see the same data."""
+        return {"num_replicas": 1, "rank": self.virtual_machine}
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether data is spread over replicas, which is what Lightning asks here."""
+        return False
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """The backend that was asked for."""
+        return self._process_group_backend
+
+    # --- launch and connections ---
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+
+    def set_world_ranks(self) -> None:
+        """Takes rank and world size from the launcher, and computes them where it gives none."""
+        assert self.cluster_environment is not None
+        rank = self.node_rank * self.num_processes + self.local_rank
+        world_size = self.num_nodes * self.num_processes
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        # Environments that know better (torchrun, SLURM) ignore this.
+        self.cluster_environment.set_global_rank(rank)
+        self.cluster_environment.set_world_size(world_size)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def setup_environment(self) -> None:
+        module = self._lightning_module
+        if module is not None and module._trainer is not None:
+            check_packages(module.trainer, module)
+        check_processes(self.num_processes)
+        super().setup_environment()
+        reset_seed()
+        # The launcher does this for the process that it launches from alone.
+        _set_num_threads_if_needed(self.num_processes)
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        self._failed = False
+        if not dist.is_initialized():
+            _init_dist_connection(
+                self.cluster_environment,
+                backends(self.root_device, self._process_group_backend),
+                timeout=self._timeout,
+            )
+        self._num_runs += 1
+        store = dist.distributed_c10d._get_default_store()
+        self._board = FailureBoard(store, self.global_rank, self.world_size, self._num_runs)
+        if self._channels is None:
+            self._channels = Channels(
+                ranks=list(range(self.world_size)),
+                stage=self.global_rank,
+                device=self.root_device,
+                backend=payload_backend(
+                    self.root_device, self._process_group_backend, self.world_size
+                ),
+                watched=self._board.watched,
+            )
+        else:
+            self._channels.watched = self._board.watched
+
+    def _require_channels(self) -> Channels:
+        if self._channels is None:
+            raise ConfigurationError(
+                "The stages are not connected yet. Ask from `setup` on, when a run has begun."
+            )
+        return self._channels
+
+    # --- talk between ranks ---
+
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_initialized() and not self._has_failed():
+            with self._watched():
+                dist.barrier(group=self._require_channels().control)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if not dist.is_initialized() or self._has_failed():
+            return obj
+        box = [obj]
+        with self._watched():
+            dist.broadcast_object_list(box, src, group=self._require_channels().control)
+        return box[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduces over virtual machines. With one of them there is nothing to reduce."""
+        return tensor
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gathers over virtual machines. With one of them the tensor is all there is."""
+        return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        channels = self._require_channels()
+        votes = channels.sum(torch.tensor([float(decision)]))
+        return bool(votes == self.world_size) if all else bool(votes > 0)
+
+    def _watched(self) -> Any:
+        return nullcontext() if self._board is None else self._board.watched()
+
+    # --- a failure ---
+
+    def _has_failed(self) -> bool:
+        """Whether the run is over on account of an exception.
+
+        Callbacks hear of an exception before the strategy does, and some save a checkpoint then,
+        for which the other ranks would have to be there.
+        """
+        trainer = self._lightning_module._trainer if self._lightning_module is not None else None
+        handled = sys.exc_info()[1]
+        if not self._failed and handled is not None and trainer is not None and trainer.interrupted:
+            self.on_exception(handled)
+        return self._failed
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tells the other ranks why, and closes the connections, so that none of them waits for
+        this one.
+        """
+        if self._failed or not dist.is_initialized():
+            return
+        self._failed = True
+        first = False
+        if self._board is not None and not isinstance(exception, StageFailedError):
+            where = f"Stage {self.global_rank} (rank {self.global_rank})"
+            first = self._board.publish(where, exception)
+        self._let_go()
+        if self._channels is not None:
+            self._channels.close()
+            self._channels = None
+        dist.destroy_process_group()
+        if first and self.world_size > 1 and self._board is not None:
+            self._board.wait_for_readers()
+
+    def _let_go(self) -> None:
+        """Gives back what the run took from the model."""

@@ -1,0 +1,48 @@
+"""Which backends carry what between the ranks."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+log = logging.getLogger(__name__)
+
+
+def backends(device: torch.device, asked: str | None) -> str:
+    """The backends of the process group, as torch spells them.
+
+    Args:
+        device: this rank's device.
+        asked: the user's own word: ``"nccl"``, ``"gloo"``, or ``None`` for what the devices allow.
+    """
+    if device.type == "cuda" and asked != "gloo":
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"
+
+
+def payload_backend(device: torch.device, asked: str | None, world_size: int) -> str:
+    """NCCL where every rank has a GPU of its own of the same vendor, gloo by way of the host
+    otherwise. Every rank calls this.
+
+    Args:
+        device: this rank's device.
+        asked: as for :func:`backends`.
+        world_size: how many ranks there are.
+    """
+    if device.type != "cuda" or asked == "gloo":
+        return "gloo"
+    properties = torch.cuda.get_device_properties(device)
+    mine = (str(getattr(properties, "uuid", "")), torch.version.hip is not None)
+    devices: list[Any] = [None] * world_size
+    dist.all_gather_object(devices, mine, group=dist.new_group(backend="gloo"))
+    shared = len({uuid for uuid, _ in devices}) < len(devices)
+    mixed = len({is_hip for _, is_hip in devices}) > 1
+    if (shared or mixed) and asked is None:
+        log.info(
+            "PipeShift: stages share a device or vendors differ, so payloads go through host"
+            " memory."
+        )
+    return "gloo" if shared or mixed else "nccl"
