@@ -94,7 +94,7 @@ def optimizer_of(parameters: Any) -> Optimizer:
     return SGD(parameters, lr=0.01)
 
 
-def measure(num_stages: int, num_rounds: int, bursts: bool) -> list[Round]:
+def measure(num_stages: int, schedule: str, num_rounds: int, bursts: bool) -> list[Round]:
     """Runs on every rank."""
     L.seed_everything(0, verbose=False)
     num_microbatches = 2 * num_stages
@@ -114,7 +114,7 @@ def measure(num_stages: int, num_rounds: int, bursts: bool) -> list[Round]:
         TensorDataset(*data),
         num_microbatches,
         PipeShiftStrategy(
-            microbatches=num_microbatches, schedule="1f1b", partition=[1] * num_stages
+            microbatches=num_microbatches, schedule=schedule, partition=[1] * num_stages
         ),
         Alternation(
             make_contenders, {PIPESHIFT: NUM_STEPS, TORCH: NUM_STEPS}, num_rounds, bursts=bursts
@@ -126,6 +126,7 @@ def measure(num_stages: int, num_rounds: int, bursts: bool) -> list[Round]:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--stages", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--schedule", default="1f1b", help="PipeShift's")
     parser.add_argument("--num-rounds", type=int, default=5)
     parser.add_argument("--bursts", action="store_true", help=BURSTS_HELP)
     options = parser.parse_args()
@@ -135,7 +136,13 @@ def main() -> None:
         num_microbatches = 2 * num_stages
         ideal = (num_microbatches + num_stages - 1) * (FORWARD_SECONDS + BACKWARD_SECONDS)
         ranks = run_ranks(
-            measure, num_stages, num_stages, options.num_rounds, options.bursts, timeout=900
+            measure,
+            num_stages,
+            num_stages,
+            options.schedule,
+            options.num_rounds,
+            options.bursts,
+            timeout=900,
         )
         results = series(ranks, num_cores=len(os.sched_getaffinity(0)))
         for name, result in results.items():

@@ -1,7 +1,7 @@
 """The whole promise: training in a pipeline equals training without one.
 
 Every model of the zoo trains on one, two and three stages, with many cuts (stages without layers
-among them) and both schedules. Parameters, buffers, the optimizer's state and logged values are the
+among them) and all schedules. Parameters, buffers, the optimizer's state and logged values are the
 same to the last bit on every rank, because the microbatches are the same and each layer draws from
 streams of its own. Against plain Lightning, which takes the batch whole, they are the same to float
 tolerance.
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_pipeshift import PipeShiftStrategy
+from lightning_pipeshift.plan.schedule import SCHEDULES
 from tests.harness import run_ranks
 from tests.models import NUM_CLASSES, NUM_FEATURES, ZOO, Classifier, points
 
@@ -217,8 +218,9 @@ def cuts_in_three(num_layers: int, number: int) -> list[list[int]]:
 
 
 def with_schedules(cuts: Sequence[list[int]], number: int) -> list[Pipelined]:
-    """Both schedules by turns."""
-    return [Pipelined(cut, ("1f1b", "gpipe")[(i + number) % 2]) for i, cut in enumerate(cuts)]
+    """All schedules by turns."""
+    names = tuple(SCHEDULES)
+    return [Pipelined(cut, names[(i + number) % len(names)]) for i, cut in enumerate(cuts)]
 
 
 @pytest.mark.parametrize("name", ZOO)

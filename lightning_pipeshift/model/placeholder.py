@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -351,6 +352,7 @@ def _sources(values: Iterable[Value]) -> str:
     )
 
 
+@lru_cache(maxsize=64)
 def dtype_named(name: str) -> torch.dtype:
     """The type that ``str(dtype)`` names."""
     dtype = getattr(torch, name.removeprefix("torch."))

@@ -14,6 +14,11 @@ from lightning_pipeshift.model.trees import flatten
 
 def batch_signature(batch: Any) -> Hashable:
     """Structure, shapes and types of a batch, and the plain entries that code branches on."""
+    if isinstance(batch, Tensor) or type(batch) in (tuple, list):
+        # The usual batches, without the general way's cost: this is asked for every microbatch.
+        entries = (batch,) if isinstance(batch, Tensor) else batch
+        if all(isinstance(entry, Tensor) for entry in entries):
+            return type(batch), tuple((entry.shape, entry.dtype) for entry in entries)
     leaves, _ = flatten(batch)
     described = tuple(
         (tuple(leaf.shape), leaf.dtype)

@@ -13,7 +13,13 @@ from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.cut import GradientBox, SharedParameters
 from lightning_pipeshift.model.gate import Gate, StageDone
 from lightning_pipeshift.model.parameters import Segment
-from lightning_pipeshift.model.placeholder import Placeholder, Watcher, spec_of, watching
+from lightning_pipeshift.model.placeholder import (
+    Placeholder,
+    Watcher,
+    dtype_named,
+    spec_of,
+    watching,
+)
 from lightning_pipeshift.model.streams import Place, Streams
 from lightning_pipeshift.model.trace import Trace
 from lightning_pipeshift.model.trees import flatten, leaves_of
@@ -63,12 +69,12 @@ class StagePass(Watcher):
     result: Any = None
 
     def __post_init__(self) -> None:
-        flow = self.trace.flow
-        self._own = flow.positions(self.layers)
+        self._own = self.trace.positions(self.layers)
         self._position = 0
         self._gap = 0
         self._ended = False
-        self._wanted = frozenset(() if self.is_last else flow.payload(self.layers.stop))
+        payload = () if self.is_last else self.trace.payload(self.layers.stop)
+        self._wanted = {value for value, _ in payload}
         self._handed_out: dict[Value, Tensor] = {}
         for value, tensor in self.received.items():
             self._receive(value, tensor)
@@ -190,18 +196,20 @@ class StagePass(Watcher):
 
     def _check(self, gate: Gate, call: Call, number: int, leaf: Any) -> None:
         expected = call.leaves[number] if number < len(call.leaves) else None
-        found = spec_of(leaf) if isinstance(leaf, Tensor) else None
-        # Kernels choose the order of the strides; on its way the value takes that of the record.
         if (
-            expected is None
-            or found is None
-            or (found.shape, found.dtype) != (expected.shape, expected.dtype)
+            expected is not None
+            and isinstance(leaf, Tensor)
+            and leaf.shape == expected.shape
+            and leaf.dtype is dtype_named(expected.dtype)
         ):
-            raise LayerError(
-                f"The layer {gate.name!r} returned {found}, but {expected} was worked out for this"
-                " batch. The shape of what a layer returns may depend on the shapes of its inputs"
-                " only."
-            )
+            return
+        found = spec_of(leaf) if isinstance(leaf, Tensor) else None
+        # Of the strides nothing is asked: kernels choose their order, and on its way a value takes
+        # that of the record.
+        raise LayerError(
+            f"The layer {gate.name!r} returned {found}, but {expected} was worked out for this"
+            " batch. The shape of what a layer returns may depend on the shapes of its inputs only."
+        )
 
     def _again(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A layer runs again in the backward (activation checkpointing in the user's model), with

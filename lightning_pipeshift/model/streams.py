@@ -89,10 +89,15 @@ class Streams:
             for generator, state in zip(self._generators, torch_states, strict=True):
                 generator.set_state(state)
 
-    def begin(self, *key: int | str) -> None:
-        """Inside :meth:`switched`: from here on, draws come from another key's stream."""
+    def begin(self, *key: int | str, host: bool = True) -> None:
+        """Inside :meth:`switched`: from here on, draws come from another key's stream.
+
+        Args:
+            key: the stream's.
+            host: see :meth:`go_to`.
+        """
         self._bases[-1] = stream_seed(*key)
-        self._seed(self._bases[-1], host=True)
+        self._seed(self._bases[-1], host)
 
     def go_to(self, place: Place, layer: int, call: int = 0, host: bool = True) -> None:
         """Inside :meth:`switched`: from here on, draws come from the stream of a place in the pass.

@@ -78,6 +78,8 @@ class Trace:
     tracked: frozenset[Value] = frozenset()
     draws_on_host: bool = False
     _payloads: dict[int, Payload] = field(default_factory=dict)
+    _gradients: dict[int, Payload] = field(default_factory=dict)
+    _positions: dict[tuple[int, int], range] = field(default_factory=dict)
 
     def payload(self, boundary: int) -> Payload:
         """The values that cross the boundary in front of a layer, and how to receive them."""
@@ -88,8 +90,19 @@ class Trace:
 
     def gradients(self, boundary: int) -> Payload:
         """Those of them whose gradients come back."""
-        differentiable = self.flow.differentiable
-        return [(value, spec) for value, spec in self.payload(boundary) if value in differentiable]
+        if boundary not in self._gradients:
+            differentiable = self.flow.differentiable
+            self._gradients[boundary] = [
+                (value, spec) for value, spec in self.payload(boundary) if value in differentiable
+            ]
+        return self._gradients[boundary]
+
+    def positions(self, layers: range) -> range:
+        """The calls of a range of layers."""
+        key = layers.start, layers.stop
+        if key not in self._positions:
+            self._positions[key] = self.flow.positions(layers)
+        return self._positions[key]
 
 
 def record(

@@ -13,6 +13,7 @@ from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 Rebuild = Callable[[list[Any]], Any]
@@ -25,6 +26,8 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
         tree: the structure.
         is_leaf: says of a node whether it is to be a leaf, whatever is in it.
     """
+    if isinstance(tree, Tensor):
+        return [tree], _only
     outer, spec = pytree.tree_flatten(tree, is_leaf)
     parts: list[tuple[int, Rebuild | None]] = []
     leaves: list[Any] = []
@@ -48,6 +51,11 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
         return pytree.tree_unflatten(outer_values, spec)
 
     return leaves, rebuild
+
+
+def _only(values: list[Any]) -> Any:
+    (value,) = values
+    return value
 
 
 def structure_of(tree: Any) -> str:

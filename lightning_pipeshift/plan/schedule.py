@@ -48,12 +48,36 @@ def one_forward_one_backward(num_stages: int, num_microbatches: int) -> Schedule
     Stage s has at most ``num_stages - s`` microbatches in flight, however many there are: that is
     what it is for.
     """
+    return _in_turn(num_stages, num_microbatches, lambda stages_left: stages_left)
+
+
+def eager_one_forward_one_backward(num_stages: int, num_microbatches: int) -> Schedule:
+    """1F1B whose forwards run ahead, so that no stage waits for a message on its way.
+
+    Zhuang et al., On Optimizing the Communication of Model Parallelism, MLSys 2023, section 4.
+
+    ::
+
+        stage 0   F0 F1 F2 F3 F4 B0 F5 B1 B2 B3 B4 B5
+        stage 1   F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5
+        stage 2   F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
+
+    In 1F1B a stage starts the forward that its successor waits for when the backward that the
+    successor has just sent arrives: every message's time on its way, and every delay of a neighbour
+    is waited for. Here, one more forward for each boundary behind a stage is under way. The price
+    is memory: stage s has up to ``2 (num_stages - s) - 1`` microbatches in flight.
+    """
+    return _in_turn(num_stages, num_microbatches, lambda stages_left: 2 * stages_left - 1)
+
+
+def _in_turn(num_stages: int, num_microbatches: int, in_flight: Callable[[int], int]) -> Schedule:
+    """Fill the pipeline with ``in_flight(num_stages - stage)`` forwards, then take turns."""
     _require_counts(num_stages, num_microbatches)
     forwards = _actions(Kind.FORWARD, num_microbatches)
     backwards = _actions(Kind.BACKWARD, num_microbatches)
     rows = []
     for stage in range(num_stages):
-        num_warm_up = min(num_stages - stage, num_microbatches)
+        num_warm_up = min(in_flight(num_stages - stage), num_microbatches)
         row = list(forwards[:num_warm_up])
         for microbatch, backward in enumerate(backwards):
             row.append(backward)
@@ -79,6 +103,7 @@ ScheduleFunction = Callable[[int, int], Schedule]
 SCHEDULES: Final[dict[str, ScheduleFunction]] = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
+    "eager_1f1b": eager_one_forward_one_backward,
 }
 """The schedules that a user can name."""
 

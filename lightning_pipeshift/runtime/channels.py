@@ -22,12 +22,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.placeholder import Placeholder, dtype_named, spec_of
+from lightning_pipeshift.model.placeholder import Placeholder, dtype_named
 from lightning_pipeshift.plan.flow import TensorSpec
 from lightning_pipeshift.runtime.sockets import open_sockets, shut_down
 
 # A context around communication, which turns a broken connection into its reason.
 Watched = Callable[[], AbstractContextManager[None]]
+
+# A process group, and a stage's rank in it. Its methods are called without torch's own wrappers
+# around them, which take longer than the sending.
+Line = tuple[Any, int]
 
 _OBJECT_TAG = 1 << 20
 _TENSOR_TAG = _OBJECT_TAG + 1
@@ -75,6 +79,15 @@ class Sent:
             for work, _ in self.works:
                 work.wait()
         self.works.clear()
+
+
+@dataclass
+class PostedObject:
+    """The posted receive of an object's first message."""
+
+    first: Tensor
+    work: Any
+    source: int
 
 
 class Channels:
@@ -142,8 +155,8 @@ class Channels:
             flat = _flat(_laid_out(tensor, spec))
             if self._staged:
                 flat = flat.cpu()
-            group, tag = self._group(to, direction), _tag(direction, number)
-            sent.works.append((self._post_send(flat.view(torch.uint8), to, group, tag), flat))
+            line = self._line(to, direction)
+            sent.works.append((self._post_send(flat, line, _tag(direction, number)), flat))
         return sent
 
     def post_receive(self, specs: Sequence[TensorSpec], direction: Direction) -> list[Receipt]:
@@ -158,25 +171,27 @@ class Channels:
             staging = torch.empty_like(flat, device="cpu") if self._staged else None
             work = None
             if spec.num_bytes:
+                group, peer = self._line(source, direction)
                 with self.watched():
-                    work = dist.irecv(
-                        (flat if staging is None else staging).view(torch.uint8),
-                        self.ranks[source],
-                        group=self._group(source, direction),
-                        tag=_tag(direction, number),
+                    work = group.recv(
+                        [_bytes(flat if staging is None else staging)],
+                        peer,
+                        _tag(direction, number),
                     )
             receipts.append(Receipt(buffer, work, self.watched, staging))
         return receipts
 
-    def _post_send(self, flat: Tensor, to: int, group: Any, tag: int) -> Any:
+    def _post_send(self, flat: Tensor, line: Line, tag: int) -> Any:
+        group, peer = line
         # Where the peer is gone already, posting fails.
         with self.watched():
-            return dist.isend(flat, self.ranks[to], group=group, tag=tag)
+            return group.send([_bytes(flat)], peer, tag)
 
-    def _group(self, neighbour: int, direction: Direction) -> Any:
+    def _line(self, neighbour: int, direction: Direction) -> Line:
         if self.backend == "gloo":
-            return self.control
-        return self._neighbours[min(self.stage, neighbour), direction]
+            return self.control, neighbour
+        group = self._neighbours[min(self.stage, neighbour), direction]
+        return group, int(neighbour > self.stage)
 
     # --- small things, on the CPU ---
 
@@ -192,13 +207,25 @@ class Channels:
         sent = Sent(self.watched)
         for part in (first, data[_INLINE_BYTES:]):
             if len(part):
-                sent.works.append((self._post_send(part, to, self.control, _OBJECT_TAG), part))
+                work = self._post_send(part, (self.control, to), _OBJECT_TAG)
+                sent.works.append((work, part))
         self._object_sends.append(sent)
 
-    def receive_object(self, source: int) -> Any:
-        """Waits for an object from stage ``source``."""
+    def post_object(self, source: int) -> PostedObject:
+        """Posts the receive of the next object from stage ``source``, so that it travels while this
+        stage computes.
+        """
         first = torch.empty(_HEADER_BYTES + _INLINE_BYTES, dtype=torch.uint8)
-        self._receive(first, source, _OBJECT_TAG)
+        with self.watched():
+            return PostedObject(first, self.control.recv([first], source, _OBJECT_TAG), source)
+
+    def receive_object(self, source: int, posted: PostedObject | None = None) -> Any:
+        """Waits for an object from stage ``source``, whose receive may be posted already."""
+        if posted is None:
+            posted = self.post_object(source)
+        with self.watched():
+            posted.work.wait()
+        first = posted.first
         size = int(first[:_HEADER_BYTES].view(torch.int64)[0])
         data = first[_HEADER_BYTES : _HEADER_BYTES + min(size, _INLINE_BYTES)]
         if size > _INLINE_BYTES:
@@ -236,10 +263,16 @@ class Channels:
         with self.watched():
             dist.recv(buffer, self.ranks[source], group=self.control, tag=tag)
 
-    def share_object(self, obj: Any, source: int) -> Any:
-        """Every stage calls this; every stage gets what ``source`` passed."""
+    def share_object(self, obj: Any, source: int, posted: PostedObject | None = None) -> Any:
+        """Every stage calls this; every stage gets what ``source`` passed.
+
+        Args:
+            obj: picklable; only that of ``source`` counts.
+            source: a stage.
+            posted: what :meth:`post_object` returned, if it was called before.
+        """
         if self.stage != source:
-            return self.receive_object(source)
+            return self.receive_object(source, posted)
         self.settle()
         for to in range(self.num_stages):
             if to != source:
@@ -275,7 +308,14 @@ def _tag(direction: Direction, number: int) -> int:
 
 def _flat(tensor: Tensor) -> Tensor:
     """The memory of a dense tensor as a vector, whatever the order of its dimensions."""
+    if tensor.is_contiguous():
+        return tensor.detach()
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def _bytes(flat: Tensor) -> Tensor:
+    """NCCL does not know every type; gloo copies memory and asks for none."""
+    return flat if flat.device.type == "cpu" else flat.reshape(-1).view(torch.uint8)
 
 
 def _laid_out(tensor: Tensor, spec: TensorSpec) -> Tensor:
@@ -286,7 +326,7 @@ def _laid_out(tensor: Tensor, spec: TensorSpec) -> Tensor:
             " put that code into one module and name it in `configure_layers()`."
         )
     tensor = tensor.resolve_conj().resolve_neg()
-    if spec_of(tensor) == spec and tensor.stride() == spec.stride:
+    if tensor.stride() == spec.stride and tensor.shape == spec.shape:
         return tensor
     laid_out = torch.empty_strided(
         spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_pipeshift.errors import LayerError, PipeShiftError
 from lightning_pipeshift.model.gate import Gate, Switch
 from lightning_pipeshift.model.measure import Stopwatch
-from lightning_pipeshift.model.signature import batch_signature, module_signature
+from lightning_pipeshift.model.signature import batch_signature
 from lightning_pipeshift.model.streams import Streams
 from lightning_pipeshift.model.trace import Trace, record
 from lightning_pipeshift.plan.flow import call_order
@@ -55,19 +55,16 @@ class Follower:
         self._device = device
         self._traces: OrderedDict[Hashable, Trace] = OrderedDict()
 
-    def trace(self, key: Key, step: UserStep, batch: Any) -> tuple[Trace, bool]:
+    def trace(self, key: Key, step: UserStep, batch: Any, state: Hashable) -> tuple[Trace, bool]:
         """The flow of a step on a batch like this one, and whether it is a new one.
 
         Args:
             key: what the microbatch's random streams depend on; its second entry names the step.
             step: runs the user's step on a module and the batch.
             batch: one microbatch.
+            state: the LightningModule's ``module_signature``, the same for a whole step.
         """
-        signature: tuple[Hashable, ...] = (
-            key[1],
-            batch_signature(batch),
-            module_signature(self._root),
-        )
+        signature: tuple[Hashable, ...] = (key[1], batch_signature(batch), state)
         known = self._traces.get(signature)
         if known is not None and known.is_shaped_by_batch:
             signature = (*signature, checksum(batch))

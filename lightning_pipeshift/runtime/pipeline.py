@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,6 +18,7 @@ from lightning_pipeshift.model.measure import Stopwatch
 from lightning_pipeshift.model.metrics import BatchMetrics
 from lightning_pipeshift.model.microbatch import batch_size_of, merge, split, weighted_mean
 from lightning_pipeshift.model.parameters import Segment, parameter_uses
+from lightning_pipeshift.model.signature import module_signature
 from lightning_pipeshift.model.state import TailState
 from lightning_pipeshift.model.streams import Streams
 from lightning_pipeshift.model.trace import Trace
@@ -184,8 +185,8 @@ class Pipeline:
         self._is_final = final
         follower.model_is_whole = not final or channels.num_stages == 1
 
-    def _trace(self, key: Key, step: UserStep, batch: Any) -> Trace:
-        trace, is_new = self._follower.trace(key, step, batch)
+    def _trace(self, key: Key, step: UserStep, batch: Any, state: Hashable) -> Trace:
+        trace, is_new = self._follower.trace(key, step, batch, state)
         if is_new:
             check_order(trace.flow, self.plan.placement, self.vm, self._follower.gates)
             self._note_touched(trace)
@@ -240,21 +241,24 @@ class Pipeline:
         self._settle(keys[0], step, slices[0][0], optimizers, final=True)
         assert self.holdings is not None
         total = sum(size for _, size in slices)
+        state = module_signature(self.root)
         microbatches = [
-            self._microbatch(key, step, part, size, size / total if total else 0.0)
+            self._microbatch(key, step, part, state, size, size / total if total else 0.0)
             for key, (part, size) in zip(keys, slices, strict=True)
         ]
         row = self._row(self.plan.schedule, len(slices))
         self._tail.remember()
         self.holdings.set_gradients_aside(keeps_gradients)
         run = self._run_of(step, microbatches, loss_scale)
+        last = self.channels.num_stages - 1
+        posted = None if self.is_last else self.channels.post_object(last)
         if self.is_last and len(microbatches) > 1:
             self._metrics.begin()
         run.run(row)
         mine = None
         if self.is_last:
             mine = self._training_report(run, microbatches, wants_result, is_last_batch)
-        report: Report = self.channels.share_object(mine, source=self.channels.num_stages - 1)
+        report: Report = self.channels.share_object(mine, last, posted)
         run.settle()
         require_same_end(is_last_batch, report.is_last_batch, batch_idx)
         self.holdings.collect_gradients(report.correction)
@@ -297,12 +301,12 @@ class Pipeline:
         return (self.settings.seed, purpose, step_number, microbatch, self.vm)
 
     def _microbatch(
-        self, key: Key, step: UserStep, part: Any, size: int, share: float
+        self, key: Key, step: UserStep, part: Any, state: Hashable, size: int, share: float
     ) -> Microbatch:
         assert self._ownership is not None
         number = self._num_microbatches_done + int(key[3])
         layers = self._ownership.layers_of(self.vm, self.channels.stage, number)
-        return Microbatch(part, size, share, self._trace(key, step, part), layers, key)
+        return Microbatch(part, size, share, self._trace(key, step, part, state), layers, key)
 
     def _row(self, schedule: str, num_microbatches: int) -> Row:
         return _lowered(schedule, self.channels.num_stages, num_microbatches)[self.channels.stage]
@@ -350,7 +354,7 @@ class Pipeline:
             require_same_batch(batch, batch_idx, self.channels)
         key = self._key(purpose, step_number, 0)
         self._settle(key, step, batch, optimizers, final)
-        microbatch = self._microbatch(key, step, batch, 1, 1.0)
+        microbatch = self._microbatch(key, step, batch, module_signature(self.root), 1, 1.0)
         if not self._pending:
             self._tail.remember()
         run = self._run_of(step, [microbatch])

@@ -139,7 +139,7 @@ class StepRun:
         values = [value for value, _ in microbatch.trace.payload(microbatch.layers.start)]
         receipts = self._payloads.pop(number, [])
         received = {value: receipt.wait() for value, receipt in zip(values, receipts, strict=True)}
-        self._streams.begin(*microbatch.key)
+        self._streams.begin(*microbatch.key, host=microbatch.trace.draws_on_host)
         current = StagePass(
             trace=microbatch.trace,
             layers=microbatch.layers,

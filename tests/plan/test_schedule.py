@@ -4,11 +4,13 @@ from lightning_pipeshift.errors import ScheduleError
 from lightning_pipeshift.plan.action import Kind, format_row
 from lightning_pipeshift.plan.schedule import (
     SCHEDULES,
+    eager_one_forward_one_backward,
     forward_only,
     gpipe,
     one_forward_one_backward,
     schedule_named,
 )
+from lightning_pipeshift.plan.simulator import Costs, simulate
 
 
 def table(schedule):
@@ -42,6 +44,43 @@ def test_1f1b_on_one_stage():
     assert table(one_forward_one_backward(1, 2)) == ["F0 B0 F1 B1"]
 
 
+def test_eager_1f1b():
+    assert table(eager_one_forward_one_backward(3, 6)) == [
+        "F0 F1 F2 F3 F4 B0 F5 B1 B2 B3 B4 B5",
+        "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5",
+        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5",
+    ]
+
+
+def test_eager_1f1b_with_few_microbatches():
+    assert table(eager_one_forward_one_backward(3, 3)) == [
+        "F0 F1 F2 B0 B1 B2",
+        "F0 F1 F2 B0 B1 B2",
+        "F0 B0 F1 B1 F2 B2",
+    ]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.4])
+@pytest.mark.parametrize("num_stages", range(2, 6))
+def test_eager_1f1b_waits_for_messages_in_the_fill_and_the_drain_only(num_stages, seconds):
+    """Stages of 3 s for a microbatch, messages that take `seconds`."""
+    num_microbatches = 3 * num_stages
+    links = (seconds,) * (num_stages - 1)
+    costs = Costs((1.0,) * num_stages, (2.0,) * num_stages, links, links)
+    ideal = 3.0 * (num_microbatches + num_stages - 1)
+    eager = simulate(eager_one_forward_one_backward(num_stages, num_microbatches), costs)
+    assert eager.step_seconds == pytest.approx(ideal + 2 * (num_stages - 1) * seconds)
+    assert eager.peak_in_flight == tuple(
+        2 * (num_stages - stage) - 1 for stage in range(num_stages)
+    )
+    plain = simulate(one_forward_one_backward(num_stages, num_microbatches), costs)
+    assert plain.peak_in_flight == tuple(stages_left)
+    if seconds:
+        # Every microbatch but those of the fill waits for a message there or a message back.
+        waits = (num_microbatches - num_stages) * seconds
+        assert plain.step_seconds > eager.step_seconds + 0.9 * waits
+
+
 def test_forward_only():
     assert table(forward_only(2, 3)) == ["F0 F1 F2", "F0 F1 F2"]
 
@@ -61,7 +100,7 @@ def test_unknown_name():
         schedule_named("zigzag")
 
 
-@pytest.mark.parametrize("schedule", [gpipe, one_forward_one_backward, forward_only])
+@pytest.mark.parametrize("schedule", [*SCHEDULES.values(), forward_only])
 def test_counts_are_positive(schedule):
     with pytest.raises(ScheduleError, match="0 stages"):
         schedule(0, 1)
