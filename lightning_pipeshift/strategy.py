@@ -67,8 +67,8 @@ class PipeShiftStrategy(ConnectedStrategy):
     Args:
         virtual_machines: how many replicas of the model train in parallel. This version runs one.
         microbatches: into how many slices a batch is cut; ``"auto"`` takes four for each stage.
-        schedule: ``"1f1b"``, ``"gpipe"``, or ``"eager_1f1b"``, which hides the time that messages take
-            and holds up to twice the activations.
+        schedule: ``"1f1b"``, ``"gpipe"``, or ``"eager_1f1b"``, which hides the time that messages
+            take and holds up to twice the activations.
         partition: who owns which layers. ``"auto"`` balances the measured forward times,
             ``"uniform"`` the number of layers, a list gives the number of layers of each stage.
         plan: a :class:`~lightning_pipeshift.Plan`, or the path of one, that overrides the three

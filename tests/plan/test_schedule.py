@@ -70,9 +70,8 @@ def test_eager_1f1b_waits_for_messages_in_the_fill_and_the_drain_only(num_stages
     ideal = 3.0 * (num_microbatches + num_stages - 1)
     eager = simulate(eager_one_forward_one_backward(num_stages, num_microbatches), costs)
     assert eager.step_seconds == pytest.approx(ideal + 2 * (num_stages - 1) * seconds)
-    assert eager.peak_in_flight == tuple(
-        2 * (num_stages - stage) - 1 for stage in range(num_stages)
-    )
+    stages_left = range(num_stages, 0, -1)
+    assert eager.peak_in_flight == tuple(2 * left - 1 for left in stages_left)
     plain = simulate(one_forward_one_backward(num_stages, num_microbatches), costs)
     assert plain.peak_in_flight == tuple(stages_left)
     if seconds:
