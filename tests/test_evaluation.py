@@ -346,10 +346,10 @@ def test_stages_work_on_successive_batches_at_once(entry_point: str, stages: int
     serial = sum(end - begin for of_stage in intervals for begin, end in of_stage)
     took = intervals[-1][-1][1] - intervals[0][0][0]
     # Ideal: (10 + stages - 1) / (10 * stages), 0.55 with two and 0.4 with three.
-    assert took < 0.75 * serial
+    assert took < 0.8 * serial
     for earlier, later in itertools.pairwise(intervals):
-        overlaps = [a[0] < b[1] and b[0] < a[1] for a, b in zip(earlier[1:], later, strict=False)]
-        assert sum(overlaps) >= 7, "stages should work on successive batches at once"
+        at_once = [any(a[0] < b[1] and b[0] < a[1] for a in earlier) for b in later]
+        assert sum(at_once) >= 7, "stages should work on successive batches at once"
 
 
 # --------------------------------------------------------------------------------------------------

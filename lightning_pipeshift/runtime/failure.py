@@ -54,6 +54,9 @@ class FailureBoard:
         )
         try:
             written = self._store.compare_set(_KEY, "", entry).decode()
+            if written != entry:
+                # This rank has a reason of its own to end, and will not come to read.
+                self._store.add(_READ, 1)
         except Exception:
             # The store is gone: so is the rank that kept it, and the others notice that by
             # themselves.

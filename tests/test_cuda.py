@@ -1,0 +1,66 @@
+"""The same bits on a GPU: stages that share one through host memory, and stages on one each."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_pipeshift import PipeShiftStrategy
+from tests.features_models import QUIET, built, parameters_of
+from tests.harness import run_ranks
+from tests.models import ZOO
+
+pytestmark = pytest.mark.cuda
+
+NAMES = ["sequential", "dropout", "random_mask", "gpt2", "loose_parameters", "functional_tying"]
+
+
+def train(name: str, shared: bool, precision: Any = "32-true") -> dict[str, Tensor]:
+    """One rank's part; ``shared`` puts all stages on the first GPU."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    L.seed_everything(7, verbose=False)
+    stages = int(os.environ["WORLD_SIZE"])
+    devices = [torch.device("cuda", 0 if shared else stage) for stage in range(stages)]
+    specimen = ZOO[name]
+    module = built(specimen.make_module)
+    trainer = L.Trainer(
+        strategy=PipeShiftStrategy(microbatches=4, partition="uniform", parallel_devices=devices),
+        precision=precision,
+        max_epochs=1,
+        **QUIET,  # type: ignore[arg-type]
+    )
+    trainer.fit(module, specimen.loader(4), specimen.loader(2))
+    return parameters_of(module)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stages_that_share_a_gpu(name: str) -> None:
+    (alone,) = run_ranks(train, 1, name, True, timeout=180)
+    for found in run_ranks(train, 2, name, True, timeout=180):
+        assert_same(found, alone)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
+def test_precisions_on_a_shared_gpu(precision: str) -> None:
+    (alone,) = run_ranks(train, 1, "dropout", True, precision, timeout=180)
+    for found in run_ranks(train, 2, "dropout", True, precision, timeout=180):
+        assert_same(found, alone)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", NAMES)
+def test_stages_on_a_gpu_each(name: str) -> None:
+    (alone,) = run_ranks(train, 1, name, True, timeout=180)
+    for found in run_ranks(train, 2, name, False, timeout=180):
+        assert_same(found, alone)
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name].cpu(), value.cpu()), name
