@@ -66,6 +66,7 @@ class Config:
     length: int
     batch_size: int
     num_microbatches: int
+    schedule: str
     num_rounds: int
     num_steps: int
     bursts: bool
@@ -199,7 +200,7 @@ def measure(config: Config) -> list[Round]:
         config.batch_size,
         PipeShiftStrategy(
             microbatches=config.num_microbatches,
-            schedule="1f1b",
+            schedule=config.schedule,
             partition=[cut, len(layers) - cut],
         ),
         Alternation(make_contenders, steps, config.num_rounds, bursts=config.bursts),
@@ -214,6 +215,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--num-microbatches", type=int, default=8)
+    parser.add_argument("--schedule", default="1f1b", help="PipeShift's")
     parser.add_argument("--num-rounds", type=int, default=7)
     parser.add_argument("--num-steps", type=int, default=4, help="of a pipeline in a round")
     parser.add_argument("--bursts", action="store_true", help=BURSTS_HELP)

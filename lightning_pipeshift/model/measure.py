@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_pipeshift.model.gate import Gate
 from lightning_pipeshift.model.parameters import slots_of, substituted
@@ -64,6 +65,9 @@ class Stopwatch:
                 self._streams.switched("measure", gate.index),
                 torch.no_grad(),
                 substituted(slots, here),
+                # What watches the step while it is followed takes longer than small operations do.
+                _disable_current_modes(),
+                torch._C.DisableTorchFunction(),
             ):
                 for _ in range(_REPEATS):
                     args, kwargs = rebuild([self._made_up(leaf) for leaf in leaves])
