@@ -6,6 +6,7 @@ import torch.nn.functional as F
 import torchmetrics
 import transformers
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.layers import find_layers
@@ -692,6 +693,15 @@ def test_whether_shapes_are_made_of_the_batchs_values(number):
     for real in (False, True):
         model = Model(lambda m, x: step(m, x).sum(), **linears("a"))
         assert follow(model, X, real=real).is_shaped_by_batch == shaped
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_a_reentrant_checkpoint_is_refused(real):
+    def step(m, x):
+        return m.c(checkpoint(m.b, m.a(x), use_reentrant=True)).sum()
+
+    with pytest.raises(LayerError, match=r"'b'.*reentrant checkpoint.*use_reentrant=False"):
+        follow(Model(step, **linears("a b c")), X, real=real)
 
 
 def test_the_stopwatch_times_each_layer_and_nothing_changes():
