@@ -12,13 +12,16 @@ log = logging.getLogger(__name__)
 
 
 def backends(device: torch.device, asked: str | None) -> str:
-    """The backends of the process group, as torch spells them.
+    """The backends of the default process group, as torch spells them.
+
+    Unless NCCL is asked for, that is gloo, which carries tensors on a GPU too: Lightning itself
+    broadcasts one at every batch, and stages that share a GPU could not do that with NCCL.
 
     Args:
         device: this rank's device.
         asked: the user's own word: ``"nccl"``, ``"gloo"``, or ``None`` for what the devices allow.
     """
-    if device.type == "cuda" and asked != "gloo":
+    if device.type == "cuda" and asked == "nccl":
         return "cpu:gloo,cuda:nccl"
     return "gloo"
 

@@ -7,13 +7,14 @@ returned is fetched at the end of the data.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BasePredictionWriter
+from torch.utils.data import IterableDataset
 
+from lightning_pipeshift.errors import BatchError
 from lightning_pipeshift.model.logs import say_again
 from lightning_pipeshift.model.trace import Trace
 from lightning_pipeshift.model.trees import map_leaves
@@ -24,7 +25,8 @@ from lightning_pipeshift.runtime.step_run import UserStep
 def is_hook_used(trainer: pl.Trainer, hook: str) -> bool:
     """Whether a hook is more than Lightning's own: its callbacks (progress bars) only count."""
     parts: list[Any] = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
-    modules = [getattr(getattr(type(part), hook, None), "__module__", None) for part in parts]
+    # Of the instance: `LambdaCallback` sets its hooks there.
+    modules = [getattr(getattr(part, hook, None), "__module__", None) for part in parts]
     return any(m is not None and not m.startswith("lightning.pytorch.") for m in modules)
 
 
@@ -35,6 +37,12 @@ def somebody_looks_at_results(trainer: pl.Trainer, step: str) -> bool:
         for part in trainer.callbacks  # type: ignore[attr-defined]
     )
     return writes or is_hook_used(trainer, f"on_{step.removesuffix('_step')}_batch_end")
+
+
+def _may_end_early(loader: Any) -> bool:
+    return isinstance(getattr(loader, "dataset", None), IterableDataset) or not hasattr(
+        loader, "__len__"
+    )
 
 
 class EvaluationSteps:
@@ -52,9 +60,7 @@ class EvaluationSteps:
         # place in it.
         self._awaited: list[tuple[list[Any], int]] = []
 
-    def run(
-        self, name: str, batch: Any, rest: tuple[Any, ...], step: UserStep, optimizers: Any
-    ) -> Any:
+    def run(self, name: str, batch: Any, rest: tuple[Any, ...], step: UserStep) -> Any:
         """Runs one evaluation step.
 
         Args:
@@ -62,7 +68,6 @@ class EvaluationSteps:
             batch: the batch.
             rest: what else the step takes: the batch index, and the index of the dataloader.
             step: runs the user's step on a module and the batch.
-            optimizers: whose state follows the parameters.
 
         Returns:
             the step's result, or ``None`` where it comes later and nobody needs it now.
@@ -79,10 +84,10 @@ class EvaluationSteps:
             step,
             f"{name}/{dataloader_idx}",
             batch_idx,
-            optimizers,
             # Until the first training step has shown the whole flow, the sanity check lets go of
             # nothing.
             final=not fitting,
+            wants_result=name == "predict_step" or somebody_looks_at_results(trainer, name),
         )
         if name == "predict_step":
             self._await_prediction(loop, dataloader_idx)
@@ -94,12 +99,30 @@ class EvaluationSteps:
 
     def _is_needed_now(self, name: str, trace: Trace, loop: Any) -> bool:
         # The end of one of several dataloaders cannot be seen coming where its length is unknown.
-        unknown_end = len(loop.max_batches) > 1 and any(map(math.isinf, loop.max_batches))
+        loaders = loop._combined_loader.flattened
+        unknown_end = len(loaders) > 1 and any(map(_may_end_early, loaders))
+        next_hook = f"on_{name.removesuffix('_step')}_batch_start"
         return (
             trace.logs_each_step
             or unknown_end
-            or (trace.returns_something and somebody_looks_at_results(self._trainer, name))
+            or somebody_looks_at_results(self._trainer, name)
+            # Also where the step returns nothing: hooks may look at what it left on the module.
+            or is_hook_used(self._trainer, next_hook)
         )
+
+    def require_all_fetched(self, what: str) -> None:
+        """Raises BatchError where the data ended before the dataloader's length said so, so that
+        what the last batches logged has not been looked at.
+
+        Args:
+            what: the data's name in the message.
+        """
+        if self._pipeline.num_pending:
+            raise BatchError(
+                f"The {what} data ended early: a dataloader's `__len__` (of its sampler, or of its"
+                " data set) says that there are more batches than it gives. Let it say the right"
+                " number, or none."
+            )
 
     def _await_prediction(self, loop: Any, dataloader_idx: int) -> None:
         predictions = loop._predictions

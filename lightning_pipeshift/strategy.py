@@ -117,6 +117,7 @@ class PipeShiftStrategy(ConnectedStrategy):
         self._partition = partition
         self._given_plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
         self._pipeline: Pipeline | None = None
+        self._trained: Pipeline | None = None
         self._evaluation: EvaluationSteps | None = None
         self._step_is_skipped = False
 
@@ -130,11 +131,6 @@ class PipeShiftStrategy(ConnectedStrategy):
                 "There is no plan yet: no run has begun. It is made when the first batch comes."
             )
         return self._pipeline.plan
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Checkpoints are loaded when the optimizers exist, while the model is still whole."""
-        return True
 
     def _require_pipeline(self) -> Pipeline:
         if self._pipeline is None:
@@ -179,6 +175,7 @@ class PipeShiftStrategy(ConnectedStrategy):
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
+            self._trained = self._pipeline
         self.setup_precision_plugin()
 
     def _seed(self) -> int:
@@ -213,6 +210,18 @@ class PipeShiftStrategy(ConnectedStrategy):
         """Compares the lengths of the data over the stages."""
         loop = self._require_module().trainer.test_loop
         require_same_lengths(loop.max_batches, "test", self._require_channels())
+
+    def on_validation_end(self) -> None:
+        """Sees to it that nothing of the data was left out."""
+        self._require_evaluation().require_all_fetched("validation")
+
+    def on_test_end(self) -> None:
+        """Sees to it that nothing of the data was left out."""
+        self._require_evaluation().require_all_fetched("test")
+
+    def on_predict_end(self) -> None:
+        """Sees to it that nothing of the data was left out."""
+        self._require_evaluation().require_all_fetched("prediction")
 
     def on_predict_start(self) -> None:
         """Compares the lengths of the data over the stages."""
@@ -302,7 +311,7 @@ class PipeShiftStrategy(ConnectedStrategy):
         )
 
     def _evaluate(self, name: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        assert self._evaluation is not None
+        evaluation = self._require_evaluation()
         batch, *rest = args or tuple(kwargs.values())
 
         def step(root: nn.Module, part: Any) -> Any:
@@ -310,7 +319,7 @@ class PipeShiftStrategy(ConnectedStrategy):
                 return getattr(root, name)(part, *rest)
 
         with self._recording():
-            return self._evaluation.run(name, batch, tuple(rest), step, self.optimizers)
+            return evaluation.run(name, batch, tuple(rest), step)
 
     def _gradient_norms(self, parameters: list[Tensor], norm_type: float) -> Tensor:
         return self._require_holdings().gradient_norms(parameters, norm_type)
@@ -343,6 +352,10 @@ class PipeShiftStrategy(ConnectedStrategy):
         ) and not is_overridden("configure_gradient_clipping", module):
             return nullcontext()
         return self._require_holdings().stand_ins()
+
+    def _require_evaluation(self) -> EvaluationSteps:
+        assert self._evaluation is not None
+        return self._evaluation
 
     def _require_holdings(self) -> Holdings:
         holdings = self._require_pipeline().holdings
@@ -381,10 +394,7 @@ class PipeShiftStrategy(ConnectedStrategy):
         if holdings is None:
             return module.state_dict()
         # The parameters themselves, not copies of them, are what the stages know each other's by.
-        state_dict: dict[str, Any] = module.state_dict(keep_vars=True)
-        for name, value in holdings.gather_state(list(state_dict.items())):
-            state_dict[name] = value
-        return state_dict
+        return holdings.gather_state(module.state_dict(keep_vars=True))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state on rank 0, in torch's own format."""
@@ -392,10 +402,17 @@ class PipeShiftStrategy(ConnectedStrategy):
             optimizer = optimizer._optimizer
         if self._has_failed():
             return {}
-        holdings = self._pipeline.holdings if self._pipeline is not None else None
+        # An evaluation that came after the training has a plan of its own; the optimizers' state is
+        # where the training left it.
+        holdings = self._trained.holdings if self._trained is not None else None
         if holdings is None:
             return optimizer.state_dict()
         return holdings.gather_optimizer_state(optimizer)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads the whole state, on the CPU; what a stage holds follows the parameters later."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            optimizer.load_state_dict(state)
 
     # --- the end ---
 

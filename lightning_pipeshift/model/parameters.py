@@ -163,6 +163,38 @@ def _swap(tensor: Tensor, data: Tensor) -> None:
     tensor.__dict__.update(attributes)
 
 
+def other_state(layer: nn.Module) -> dict[tuple[str, str], Any]:
+    """What a layer keeps besides parameters: its modules' buffers (``None`` where there is none),
+    and under the name ``""`` what a module adds to a state dict.
+    """
+    found: dict[tuple[str, str], Any] = {}
+    for owner, module in layer.named_modules():
+        found |= {(owner, name): buffer for name, buffer in module._buffers.items()}
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            found[owner, ""] = module.get_extra_state()
+    return found
+
+
+def take_other_state(layer: nn.Module, state: dict[tuple[str, str], Any]) -> None:
+    """Gives a layer what :func:`other_state` found on another rank. A buffer that is still of the
+    same shape and type stays the same object.
+    """
+    modules = dict(layer.named_modules())
+    for (owner, name), value in state.items():
+        before = modules[owner]._buffers.get(name)
+        if not name:
+            modules[owner].set_extra_state(value)
+        elif (
+            isinstance(before, Tensor)
+            and isinstance(value, Tensor)
+            and before.shape == value.shape
+            and before.dtype is value.dtype
+        ):
+            hold(before, value)
+        else:
+            modules[owner]._buffers[name] = value
+
+
 class flat_weights_forgotten:
     """Context in which recurrent modules hold no weak references to their parameters.
 

@@ -7,11 +7,15 @@ and done again on every rank. So hooks at the end of an epoch find the same on a
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,11 +24,15 @@ from lightning_pipeshift.model.trees import map_leaves
 
 Path = tuple[str, str]
 _DEPTH = 3
+# Of longer containers the plain values and tensors are compared by identity: looking into each at
+# every step would take longer than the step's own bookkeeping.
 _WIDTH = 256
+# A copy of a larger array at every step would cost more than it is worth.
+_LARGEST_ARRAY_BYTES = 1 << 20
 
 
 class Grown(NamedTuple):
-    """A list that got longer: its length before, and what was added."""
+    """A list that got longer, and is else the same: its length before, and what was added."""
 
     length: int
     items: list[Any]
@@ -113,11 +121,20 @@ def _mark(value: Any, depth: int) -> _Mark:
         return _Mark("tensor", value, (version, value.clone() if value.is_inference() else None))
     if value is None or isinstance(value, int | float | str | bytes | complex):
         return _Mark("plain", value)
-    if isinstance(value, list | deque):
-        nested = [_mark(v, depth - 1) for v in value] if depth and len(value) <= _WIDTH else None
-        return _Mark("list", value, (len(value), nested))
-    if isinstance(value, dict) and depth and len(value) <= _WIDTH:
-        return _Mark("dict", value, {key: _mark(v, depth - 1) for key, v in value.items()})
+    if isinstance(value, list | deque) and depth:
+        return _Mark("list", value, [_mark_item(v, depth, len(value)) for v in value])
+    if isinstance(value, dict) and depth:
+        return _Mark("dict", value, {k: _mark_item(v, depth, len(value)) for k, v in value.items()})
+    if isinstance(value, set) and depth:
+        return _Mark("set", value, set(value))
+    if isinstance(value, np.ndarray) and value.nbytes <= _LARGEST_ARRAY_BYTES:
+        return _Mark("array", value, value.tobytes())
+    return _Mark("other", value)
+
+
+def _mark_item(value: Any, depth: int, width: int) -> _Mark:
+    if width <= _WIDTH or isinstance(value, list | deque | dict | set):
+        return _mark(value, depth - 1)
     return _Mark("other", value)
 
 
@@ -138,29 +155,41 @@ def _change(mark: _Mark | None, value: Any, depth: int) -> Any:
         )
         return Replaced(value) if changed else None
     if mark.kind == "list":
-        length, nested = mark.detail
-        changes = {
-            index: change
-            for index, change in enumerate(
-                _change(m, v, depth - 1) for m, v in zip(nested or (), value, strict=False)
-            )
-            if change is not None
-        }
-        if changes or len(value) < length:
-            return Replaced(list(value))
-        return Grown(length, list(value)[length:]) if len(value) > length else None
+        length = len(mark.detail)
+        pairs = zip(mark.detail, value, strict=False)
+        if len(value) < length or any(_change(m, v, depth - 1) is not None for m, v in pairs):
+            return _replaced(value)
+        items = list(islice(value, length, None))
+        return Grown(length, items) if items and _travels(items) else None
     if mark.kind == "dict":
-        changes = {
-            key: change
-            for key, change in (
-                (k, _change(mark.detail.get(k), v, depth - 1)) for k, v in value.items()
-            )
-            if change is not None
-        }
-        if set(mark.detail) - set(value):
-            return Replaced(dict(value))
+        if not mark.detail.keys() <= value.keys():
+            return _replaced(value)
+        found = ((k, _change(mark.detail.get(k), v, depth - 1)) for k, v in value.items())
+        changes = {key: change for key, change in found if change is not None}
         return Entries(changes) if changes else None
+    if mark.kind == "set":
+        return _replaced(value) if value != mark.detail else None
+    if mark.kind == "array":
+        return _replaced(value) if value.tobytes() != mark.detail else None
     return None
+
+
+def _replaced(container: Any) -> Replaced | None:
+    # A shallow copy is of the same kind: a deque keeps its length, a Counter stays one.
+    return Replaced(copy.copy(container)) if _travels(container) else None
+
+
+def _travels(container: Any) -> bool:
+    """Whether a container's items can be sent. Unlike what an attribute refers to, they may be of
+    the user's own classes: a copy of a record that was added to a list is as good as the record.
+    """
+    if _can_be_sent(container):
+        return True
+    try:
+        pickle.dumps(container)
+    except Exception:
+        return False
+    return True
 
 
 def _can_be_sent(value: Any) -> bool:

@@ -58,7 +58,6 @@ class Trace:
         touched: by identity of a parameter, the segments in which it is used other than through its
             own layer.
         logs_each_step: whether anything is logged with ``on_step=True``.
-        returns_something: whether the step returned anything but ``None``.
         drawing_gaps: the layers in front of which user code draws more than once, and not only for
             tensors that are on every stage: there, random operations on placeholders have to use up
             what they would have drawn.
@@ -72,7 +71,6 @@ class Trace:
     templates: list[Template]
     touched: dict[int, set[Segment]] = field(default_factory=dict)
     logs_each_step: bool = False
-    returns_something: bool = False
     drawing_gaps: frozenset[int] = frozenset()
     is_shaped_by_batch: bool = False
     tracked: frozenset[Value] = frozenset()
@@ -401,7 +399,6 @@ class _Recorder(Watcher):
             self.templates,
             self.touched,
             self.logs_each_step,
-            result is not None,
             frozenset(gap for gap, count in self._draws_in_gap.items() if count > 1),
             # A microbatch without a loss says nothing of where gradients flow in others.
             self._is_shaped_by_batch or (torch.is_grad_enabled() and loss is None),

@@ -12,10 +12,10 @@ from __future__ import annotations
 import enum
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -90,6 +90,17 @@ class PostedObject:
     source: int
 
 
+class _Head(NamedTuple):
+    """What is said of a tensor before it is sent."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def like(self) -> Tensor:
+        """A tensor of this kind, without memory."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
 class Channels:
     """One stage's connections.
 
@@ -128,6 +139,23 @@ class Channels:
                     self._neighbours[left, direction] = dist.new_group(
                         self.ranks[left : left + 2], backend="nccl"
                     )
+            self._open_communicators()
+
+    def _open_communicators(self) -> None:
+        """Sends one byte over every communicator, from the first stage to the last.
+
+        NCCL makes a communicator at its first use, and both ends wait for each other there: a stage
+        that first sends a payload, and one that first posts the receive of a gradient, would wait
+        for ever.
+        """
+        for (left, direction), group in self._neighbours.items():
+            if self.stage not in (left, left + 1):
+                continue
+            byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
+            sends = (self.stage == left) == (direction is Direction.PAYLOAD)
+            transfer = group.send if sends else group.recv
+            with self.watched():
+                transfer([byte], int(self.stage == left), 0).wait()
 
     @property
     def num_stages(self) -> int:
@@ -258,6 +286,30 @@ class Channels:
         if flat.numel():
             self._receive(flat, source, _TENSOR_TAG)
         return tensor
+
+    def send_values(self, values: Mapping[Any, Any], to: int) -> None:
+        """Sends what is found under some names: tensors, whose shapes the receiver need not know,
+        one at a time, and other picklable things. Waits as :meth:`send_tensor` does.
+        """
+        heads = {
+            name: _Head(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
+            for name, value in values.items()
+        }
+        self.send_object(heads, to)
+        self.settle()
+        for value in values.values():
+            if isinstance(value, Tensor):
+                self.send_tensor(value, to)
+
+    def receive_values(self, source: int) -> Iterator[tuple[Any, Any]]:
+        """Waits for what :meth:`send_values` sends, name by name; tensors are on the CPU. Has to be
+        run through to its end.
+        """
+        for name, head in self.receive_object(source).items():
+            if isinstance(head, _Head):
+                yield name, self.receive_tensor(head.like(), source)
+            else:
+                yield name, head
 
     def _receive(self, buffer: Tensor, source: int, tag: int) -> None:
         with self.watched():

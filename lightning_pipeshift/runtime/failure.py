@@ -35,7 +35,8 @@ class FailureBoard:
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, run: int) -> None:
-        self._store = dist.PrefixStore(f"pipeshift/failure/{run}", store)
+        # A clone, because the timeout of a store is that of everything that is built on it.
+        self._store = dist.PrefixStore(f"pipeshift/failure/{run}", store.clone())
         self._store.set_timeout(timedelta(seconds=_PATIENCE_SECONDS))
         self._rank = rank
         self._world_size = world_size

@@ -5,7 +5,7 @@ gradients.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,8 +19,10 @@ from lightning_pipeshift.model.parameters import (
     ParameterUse,
     flat_weights_forgotten,
     hold,
+    other_state,
     release,
     slots_of,
+    take_other_state,
 )
 from lightning_pipeshift.model.placeholder import META
 from lightning_pipeshift.runtime.channels import Channels
@@ -51,34 +53,41 @@ class Holdings:
         self._root = root
         self._channels = channels
         self._stage = channels.stage
-        num_stages = channels.num_stages
-        # By identity: the tensor, and the stages that hold it, lowest first.
-        self._holders: dict[int, tuple[Tensor, list[int]]] = {}
-        for use in uses:
-            self._holders[id(use.parameter)] = (use.parameter, use.holders(stage_of, num_stages))
-        for index, layer in enumerate(layers):
-            for buffer in layer.buffers():
-                self._holders.setdefault(id(buffer), (buffer, [stage_of[index]]))
-        for buffer in root.buffers():
-            self._holders.setdefault(id(buffer), (buffer, list(range(num_stages))))
+        self._layers = list(zip(layers, stage_of, strict=True))
+        # By identity of a parameter: the stages that hold it, lowest first.
+        self._holders = {
+            id(use.parameter): use.holders(stage_of, channels.num_stages) for use in uses
+        }
         self.held = [use for use in uses if self._stage in self.holders_of(use.parameter)]
         self.shared = SharedParameters([use for use in self.held if use.is_shared])
         self._fresh: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
 
-    def holders_of(self, tensor: Tensor) -> list[int]:
-        """The stages that hold a tensor, lowest first; one added later is held by all."""
-        _, holders = self._holders.get(id(tensor), (None, None))
-        return list(range(self._channels.num_stages)) if holders is None else holders
+    def holders_of(self, parameter: Tensor) -> list[int]:
+        """The stages that hold a parameter, lowest first; one added later is held by all."""
+        return self._holders.get(id(parameter), list(range(self._channels.num_stages)))
+
+    def _buffers(self) -> list[tuple[Tensor, bool]]:
+        """The buffers that the model has now (a layer may replace its own at any time), and whether
+        this stage holds each. One that several layers refer to is held by the stages of all.
+        """
+        inside: dict[int, tuple[Tensor, bool]] = {}
+        for layer, stage in self._layers:
+            for buffer in layer.buffers():
+                _, is_held = inside.get(id(buffer), (buffer, False))
+                inside[id(buffer)] = (buffer, is_held or stage == self._stage)
+        outside = {id(buffer): (buffer, True) for buffer in self._root.buffers()}
+        return list((outside | inside).values())
 
     # --- where the values are ---
 
     def settle(self, optimizers: Iterable[Optimizer], final: bool) -> None:
         """Brings what is held to this stage's device; with ``final``, lets go of the rest."""
         device = self._channels.device
+        parameters = [(u.parameter, self._stage in self.holders_of(u.parameter)) for u in self.uses]
         with torch.no_grad(), flat_weights_forgotten(self._root):
-            for tensor, holders in self._holders.values():
-                if self._stage in holders:
+            for tensor, is_held in parameters + self._buffers():
+                if is_held:
                     if tensor.device != device and tensor.device != META:
                         tensor.data = tensor.data.to(device)
                 elif final:
@@ -88,6 +97,8 @@ class Holdings:
                 for parameter in list(optimizer.state):
                     if self._stage not in self.holders_of(parameter):
                         del optimizer.state[parameter]
+                # What was restored from a checkpoint, or made by the optimizer's constructor.
+                _optimizer_to_device(optimizer, device)
 
     def _release(self, tensor: Tensor) -> None:
         try:
@@ -101,16 +112,23 @@ class Holdings:
         """Gives every stage the whole model again, on the CPU, one tensor at a time. Every stage
         calls this.
         """
+        channels = self._channels
         with torch.no_grad(), flat_weights_forgotten(self._root):
-            for tensor, holders in self._holders.values():
-                if len(holders) == self._channels.num_stages:
-                    continue
+            for use in self.uses:
+                holders = self.holders_of(use.parameter)
+                without = [stage for stage in range(channels.num_stages) if stage not in holders]
                 if self._stage == holders[0]:
-                    for to in range(self._channels.num_stages):
-                        if to not in holders:
-                            self._channels.send_tensor(tensor, to)
-                elif self._stage not in holders:
-                    hold(tensor, self._channels.receive_tensor(tensor, holders[0]))
+                    for to in without:
+                        channels.send_tensor(use.parameter, to)
+                elif self._stage in without:
+                    hold(use.parameter, channels.receive_tensor(use.parameter, holders[0]))
+            for layer, stage in self._layers:
+                if self._stage == stage:
+                    for to in range(channels.num_stages):
+                        if to != stage:
+                            channels.send_values(other_state(layer), to)
+                else:
+                    take_other_state(layer, dict(channels.receive_values(stage)))
         self.to_cpu()
 
     def to_cpu(self) -> None:
@@ -285,21 +303,39 @@ class Holdings:
 
     # --- checkpoints ---
 
-    def gather_state(self, items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Named tensors with their values, on stage 0; elsewhere as they are. Every stage runs
-        through all of it.
+    def gather_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The state of the whole model, on stage 0; elsewhere as it is. Every stage calls this.
+
+        Args:
+            state_dict: the LightningModule's own, with the parameters themselves in it
+                (``keep_vars=True``). The stages may have different names in it: a layer may make
+                a buffer when it first runs.
         """
-        for name, tensor in items:
-            if not isinstance(tensor, Tensor):
-                yield name, tensor
-                continue
-            source = self.holders_of(tensor)[0]
-            plain = tensor.detach()
-            if source and self._stage == source:
-                self._channels.send_tensor(plain, 0)
-            elif source and self._stage == 0:
-                plain = self._channels.receive_tensor(plain, source)
-            yield name, plain
+        stage_of = {id(layer): stage for layer, stage in self._layers}
+        prefixes = {
+            f"{name}.": stage_of[id(module)]
+            for name, module in self._root.named_modules(remove_duplicate=False)
+            if id(module) in stage_of
+        }
+
+        def source_of(name: str, value: Any) -> int:
+            if id(value) in self._holders:
+                return self._holders[id(value)][0]
+            return next((s for prefix, s in prefixes.items() if name.startswith(prefix)), 0)
+
+        mine = {
+            name: value.detach() if isinstance(value, Tensor) else value
+            for name, value in state_dict.items()
+        }
+        own = {n: mine[n] for n, v in state_dict.items() if source_of(n, v) == self._stage}
+        if self._stage:
+            self._channels.send_values(own, 0)
+            return mine
+        there = dict(own)
+        for source in range(1, self._channels.num_stages):
+            there.update(self._channels.receive_values(source))
+        # In the model's order; what a layer made later comes last, what it gave up is gone.
+        return {name: there.pop(name) for name in mine if name in there} | there
 
     def gather_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """``optimizer.state_dict()`` with the state of all parameters, on stage 0. Every stage
@@ -328,3 +364,14 @@ def _on_cpu(entry: Any) -> Any:
     if isinstance(entry, dict):
         return {key: _on_cpu(value) for key, value in entry.items()}
     return entry
+
+
+def _optimizer_to_device(optimizer: Optimizer, device: torch.device) -> None:
+    """Moves an optimizer's state. Step counters stay where torch made them: on the CPU, unless the
+    optimizer wants them elsewhere.
+    """
+    for entry in optimizer.state.values():
+        if isinstance(entry, MutableMapping):
+            for name, value in entry.items():
+                if isinstance(value, Tensor) and name != "step":
+                    entry[name] = value.to(device)

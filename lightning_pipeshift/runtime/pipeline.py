@@ -38,7 +38,7 @@ from lightning_pipeshift.runtime.checksum import (
 from lightning_pipeshift.runtime.following import Follower, Key
 from lightning_pipeshift.runtime.holdings import Holdings
 from lightning_pipeshift.runtime.planning import Settings, check_order, make_plan
-from lightning_pipeshift.runtime.step_run import Microbatch, StepRun, UserStep
+from lightning_pipeshift.runtime.step_run import Microbatch, Outcome, StepRun, UserStep
 
 # How many batches a stage may run ahead of the next in an evaluation.
 _AHEAD = 4
@@ -115,7 +115,8 @@ class Pipeline:
         self.holdings: Holdings | None = None
         self._is_final = False
         self._num_microbatches_done = 0
-        self._pending: list[tuple[StepRun, Any]] = []
+        # The outcomes and the sizes of the evaluation's batches that nobody has asked for yet.
+        self._pending: list[tuple[list[Outcome], int]] = []
         self._under_way: list[Sent] = []
 
     # --- the plan ---
@@ -341,25 +342,29 @@ class Pipeline:
         step: UserStep,
         purpose: str,
         step_number: int,
-        optimizers: Sequence[Optimizer],
         final: bool,
+        wants_result: bool,
     ) -> Trace:
         """Runs this stage's part of a forward-only step. What it gave is fetched by
         :meth:`fetch_reports`.
 
         A stage does not wait for the later ones: while they work on this batch it goes on to the
-        next.
+        next. Until then only what the user's step returned is kept, in host memory, and that only
+        where ``wants_result`` says so.
         """
         if is_checked(batch_idx):
             require_same_batch(batch, batch_idx, self.channels)
         key = self._key(purpose, step_number, 0)
-        self._settle(key, step, batch, optimizers, final)
+        # What an optimizer knows from a training before stays where it is.
+        self._settle(key, step, batch, (), final)
         microbatch = self._microbatch(key, step, batch, module_signature(self.root), 1, 1.0)
         if not self._pending:
             self._tail.remember()
         run = self._run_of(step, [microbatch])
         run.run(self._row("forward", 1))
-        self._pending.append((run, batch))
+        for outcome in run.outcomes:
+            outcome.result = _on_cpu(outcome.result) if wants_result else None
+        self._pending.append((run.outcomes, _size_or_one(batch)))
         self._under_way.extend(run.unsettled())
         while len(self._under_way) > _AHEAD:
             self._under_way.pop(0).wait()
@@ -373,11 +378,9 @@ class Pipeline:
         reports: list[Report] | None = None
         if self.is_last:
             reports = []
-            for run, batch in pending:
-                (outcome,) = run.outcomes
-                size = _size_or_one(batch)
+            for (outcome,), size in pending:
                 logs = merge_logs([outcome.logs], [size], [float(size)])
-                reports.append(Report(_on_cpu(outcome.result), _logs_on_cpu(logs), {}))
+                reports.append(Report(outcome.result, _logs_on_cpu(logs), {}))
             if reports:
                 reports[-1].changes = self._tail.changes()
         reports = self.channels.share_object(reports, source=self.channels.num_stages - 1)
@@ -388,6 +391,11 @@ class Pipeline:
         if not self.is_last and reports:
             self._tail.apply(reports[-1].changes, self.channels.device)
         return reports
+
+    @property
+    def num_pending(self) -> int:
+        """How many evaluation steps nobody has fetched the reports of."""
+        return len(self._pending)
 
     # --- the end ---
 

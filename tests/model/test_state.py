@@ -1,5 +1,6 @@
 import pickle
-from collections import deque
+from collections import Counter, deque
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,11 @@ from torch import nn
 
 from lightning_pipeshift.model.state import TailState
 from tests.model.following import CPU, placeholder
+
+@dataclass
+class Record:
+    score: float
+
 
 IGNORED = frozenset(nn.Module().__dict__) | {"trainer"}
 
@@ -21,6 +27,11 @@ class User(nn.Module):
         self.outputs = []
         self.by_kind = {"train": [], "val": [1.0]}
         self.recent: deque[int] = deque(maxlen=3)
+        self.full: deque[int] = deque(range(300), maxlen=300)
+        self.words = Counter({str(number): 1 for number in range(300)})
+        self.many = {number: [number] for number in range(300)}
+        self.seen = {1, 2}
+        self.table = np.zeros(3)
         self.count = 0
         self.best = float("nan")
         self.name = "start"
@@ -52,7 +63,7 @@ def plain(value):
     if isinstance(value, dict):
         return {key: plain(v) for key, v in value.items()}
     if isinstance(value, list | tuple | deque):
-        return [plain(v) for v in value]
+        return [type(value).__name__, getattr(value, "maxlen", None), *map(plain, value)]
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
@@ -72,6 +83,7 @@ def in_inference_mode(user):
 
 STEPS = {
     "list": lambda u: u.outputs.append(torch.ones(2)),
+    "list of records": lambda u: u.outputs.append(Record(0.5)),
     "list by several": lambda u: u.outputs.extend([1, "two", {"three": torch.ones(1)}]),
     "list anew": lambda u: setattr(u, "outputs", [1, 2]),
     "dict of lists": lambda u: u.by_kind["train"].append(1.0),
@@ -95,6 +107,12 @@ STEPS = {
     "child": lambda u: setattr(u.child, "calls", 3),
     "new attribute": lambda u: setattr(u, "fresh", (1, torch.ones(2))),
     "numpy": lambda u: setattr(u, "fresh", np.ones(2)),
+    "full deque": lambda u: u.full.append(7),
+    "shorter deque": lambda u: u.full.popleft(),
+    "large counter": lambda u: u.words.update(["5", "new"]),
+    "list in a large dict": lambda u: u.many[7].append(1),
+    "set": lambda u: u.seen.add(3),
+    "numpy in place": lambda u: u.table.__setitem__(1, 2.0),
     "flag": lambda u: setattr(u, "count", True),
 }
 
@@ -105,6 +123,11 @@ def test_another_stage_ends_up_with_the_same(step):
     assert len(changes) == 1
     assert attributes(other) == attributes(last)
     assert attributes(last) != attributes(User())
+
+
+def test_only_what_changed_in_a_large_dict_is_sent():
+    _, _, changes = played(STEPS["large counter"])
+    assert len(pickle.dumps(changes)) < 300
 
 
 def test_nothing_changed():
@@ -164,6 +187,7 @@ def test_what_belongs_to_the_framework_or_cannot_be_sent_stays():
     def step(user):
         user.trainer = object()
         user.handle = open  # a function
+        user.outputs.append(lambda: 0)
         user.outputs = user.outputs
         user.seen = placeholder(2)
 

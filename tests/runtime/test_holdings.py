@@ -176,7 +176,7 @@ def checkpoint() -> Any:
     for use in holdings.held:
         use.parameter.grad = torch.full_like(use.parameter, float(stage + 1))
     optimizer.step()
-    state = dict(holdings.gather_state(net.state_dict(keep_vars=True).items()))
+    state = dict(holdings.gather_state(net.state_dict(keep_vars=True)))
     # The state of shared parameters is the lowest holder's.
     optimizer_state = holdings.gather_optimizer_state(optimizer)
     return (state, optimizer_state) if stage == 0 else None
