@@ -101,7 +101,7 @@ def plain(tree: Any) -> Any:
 
 def parameters_of(module: nn.Module) -> dict[str, Tensor]:
     """Everything in the state dict, as copies."""
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+    return {name: plain(value) for name, value in module.state_dict().items()}
 
 
 def fit(

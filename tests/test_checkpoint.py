@@ -11,9 +11,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_pipeshift import PipeShiftStrategy
 from tests.features_models import (
     built,
     compare,
@@ -26,7 +27,15 @@ from tests.features_models import (
     quiet_trainer,
 )
 from tests.harness import run_ranks
-from tests.models import ZOO, ParameterGroups, SequentialMLP, points, sentences
+from tests.models import (
+    NUM_CLASSES,
+    NUM_FEATURES,
+    ZOO,
+    ParameterGroups,
+    SequentialMLP,
+    points,
+    sentences,
+)
 
 
 class Kept(ParameterGroups):
@@ -382,3 +391,85 @@ def test_tied_parameters_are_saved_under_both_names_and_stored_once(tmp_path: Pa
     module.load_state_dict(found)
     loader: DataLoader = sentences(1)
     assert module.training_step(next(iter(loader)), 0).isfinite()
+
+
+class Remembers(nn.Module):
+    """A layer whose buffers are other tensors after every call; one there is only from the first.
+
+    What it adds to a state dict besides is a number that changes too.
+    """
+
+    average: Tensor
+    last: Tensor | None
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.num_calls = 0
+        self.register_buffer("average", torch.zeros(width))
+        self.register_buffer("last", None)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.linear(hidden)
+        self.average = 0.5 * self.average + 0.5 * hidden.detach().mean(dim=0)
+        self.last = hidden.detach()[:2].clone()
+        self.num_calls += 1
+        return hidden + 0.1 * self.average
+
+    def get_extra_state(self) -> Any:
+        return {"num_calls": self.num_calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.num_calls = state["num_calls"]
+
+
+class Rememberers(SequentialMLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(
+            nn.Linear(NUM_FEATURES, 16),
+            *(Remembers() for _ in range(3)),
+            nn.Linear(16, NUM_CLASSES),
+        )
+
+
+def remembering(how: Any) -> Any:
+    record, trainer, module = fit(how, Rememberers, points(3), max_epochs=1)
+    trainer.save_checkpoint("kept.ckpt")
+    # After the fit the model is whole on every rank.
+    return record, {name: plain(value) for name, value in module.state_dict().items()}
+
+
+def test_buffers_that_a_layer_replaces_are_saved(tmp_path: Path) -> None:
+    compare(remembering, strategy={"microbatches": 1})
+    expected, found = (loaded(tmp_path / where / "kept.ckpt") for where in (".", "ranks0"))
+    assert expected["state_dict"]["model.2._extra_state"] == {"num_calls": 3}
+    assert list(found["state_dict"]) == list(expected["state_dict"])
+    problems = differences(found["state_dict"], expected["state_dict"], 1e-3, 1e-5)
+    assert not problems, "\n".join(problems)
+
+
+class Adaptive(Evaluated):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adagrad(self.parameters(), lr=0.1)
+
+
+def evaluated_before_it_is_saved(how: Any) -> Any:
+    record, trainer, module = fit(how, Adaptive, points(3), max_epochs=1)
+    strategy = trainer.strategy
+    if isinstance(strategy, PipeShiftStrategy):
+        # As if the layers' measured times had been others.
+        strategy._partition = [4, 1]
+    trainer.validate(module, points(2), verbose=False)
+    trainer.save_checkpoint("kept.ckpt")
+    return record
+
+
+def test_a_checkpoint_after_an_evaluation_has_the_optimizers_whole_state(tmp_path: Path) -> None:
+    compare(evaluated_before_it_is_saved, strategy={"partition": [1, 4]})
+    expected, found = (loaded(tmp_path / where / "kept.ckpt") for where in (".", "ranks0"))
+    assert len(found["optimizer_states"][0]["state"]) == len(
+        expected["optimizer_states"][0]["state"]
+    )
+    problems = differences(found["optimizer_states"], expected["optimizer_states"], 1e-3, 1e-5)
+    assert not problems, "\n".join(problems)

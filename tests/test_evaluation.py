@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 import time
@@ -12,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.callbacks import BasePredictionWriter, LambdaCallback
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from tests.features_models import (
     built,
@@ -27,7 +28,7 @@ from tests.features_models import (
     plain,
     quiet_trainer,
 )
-from tests.harness import run_ranks
+from tests.harness import RanksFailed, run_ranks
 from tests.models import (
     NUM_FEATURES,
     ZOO,
@@ -264,6 +265,128 @@ def using_outputs(how: Any) -> Any:
 
 def test_callbacks_get_every_batchs_outputs() -> None:
     assert len(compare(using_outputs)) == 6
+
+
+class LeavesOnTheModule(SequentialMLP):
+    """Its validation step returns nothing, and a hook looks at what it left on the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+        self.heard: list[int] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(self(batch[0]).detach())
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        self.heard.append(len(self.seen))
+
+
+class Ends(L.Callback):
+    def on_validation_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        module.heard.append(len(module.seen))
+
+
+def looking_at_the_module(how: Any, with_callback: str) -> Any:
+    module = built(LeavesOnTheModule)
+    listener = lambda trainer, module, *_: module.heard.append(10 * len(module.seen))  # noqa: E731
+    callbacks = {
+        "none": [],
+        "class": [Ends()],
+        "lambda": [LambdaCallback(on_validation_batch_end=listener)],
+    }
+    trainer = quiet_trainer(how, callbacks=callbacks[with_callback])
+    trainer.validate(module, points(4), verbose=False)
+    return module.heard, plain(module.seen)
+
+
+@pytest.mark.parametrize("with_callback", ["none", "class", "lambda"])
+def test_hooks_see_what_the_step_left_on_the_module(with_callback: str) -> None:
+    heard, _ = compare(looking_at_the_module, with_callback)
+    assert len(heard) == 4 if with_callback == "none" else 8
+
+
+class WithSeveral(SequentialMLP):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
+
+
+def several_streams(how: Any, limit: int) -> Any:
+    record, trainer, _ = fit(
+        how,
+        WithSeveral,
+        points(2),
+        [DataLoader(Stream(size), batch_size=4) for size in (7, 12)],
+        max_epochs=1,
+        limit_val_batches=limit,
+    )
+    return record, plain(trainer.callback_metrics)
+
+
+@pytest.mark.parametrize("limit", [2, 5])
+def test_several_streams_in_validation_with_a_limit(limit: int) -> None:
+    compare(several_streams, limit)
+
+
+class Boastful(torch.utils.data.SequentialSampler):
+    def __len__(self) -> int:
+        return 40
+
+
+def boasting(how: Any) -> Any:
+    data: Any = points(2).dataset
+    loader = DataLoader(data, batch_size=8, sampler=Boastful(data))
+    quiet_trainer(how).validate(built(SequentialMLP), loader, verbose=False)
+
+
+def test_data_that_end_before_their_length_says_so() -> None:
+    with pytest.raises(RanksFailed, match="ended early"):
+        run_ranks(on_rank, 2, boasting, {"microbatches": 2}, (), {})
+
+
+class ReturnsLargeResults(SequentialMLP):
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scores = self(batch[0][:, :NUM_FEATURES])
+        self.log("val_loss", scores.square().mean())
+        return batch[0].repeat(2, 1)
+
+
+class Wide(Dataset):
+    """Batches that are large enough to be told from everything else."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((4, 10_000), float(index)), torch.zeros(4, dtype=torch.long)
+
+
+class CountsLargeTensors(L.Callback):
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_validation_epoch_start(self, *_: Any) -> None:
+        # What only the collector would find stays.
+        gc.collect()
+        gc.disable()
+
+    def on_validation_epoch_end(self, *_: Any) -> None:
+        large = [o for o in gc.get_objects() if type(o) is Tensor and o.numel() >= 40_000]
+        self.count = len(large)
+        gc.enable()
+
+
+def large_tensors_at_the_end() -> int:
+    counter = CountsLargeTensors()
+    how = {"pipeshift": {"partition": "uniform"}, "devices": 2}
+    trainer = quiet_trainer(how, callbacks=[counter])
+    data = DataLoader(Wide(), batch_size=None)
+    trainer.validate(built(ReturnsLargeResults), data, verbose=False)
+    return counter.count
+
+
+def test_an_evaluation_keeps_no_batches_and_no_results_that_nobody_needs() -> None:
+    assert all(count <= 3 for count in run_ranks(large_tensors_at_the_end, 2))
 
 
 # --------------------------------------------------------------------------------------------------

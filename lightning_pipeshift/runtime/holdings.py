@@ -304,7 +304,7 @@ class Holdings:
     # --- checkpoints ---
 
     def gather_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The state of the whole model, on stage 0; elsewhere as it is. Every stage calls this.
+        """Puts the state of the whole model together, on stage 0. Every stage calls this.
 
         Args:
             state_dict: the LightningModule's own, with the parameters themselves in it
@@ -323,19 +323,23 @@ class Holdings:
                 return self._holders[id(value)][0]
             return next((s for prefix, s in prefixes.items() if name.startswith(prefix)), 0)
 
-        mine = {
-            name: value.detach() if isinstance(value, Tensor) else value
-            for name, value in state_dict.items()
-        }
-        own = {n: mine[n] for n, v in state_dict.items() if source_of(n, v) == self._stage}
+        there = {}
+        for name, value in state_dict.items():
+            if source_of(name, value) == self._stage:
+                there[name] = value.detach() if isinstance(value, Tensor) else value
         if self._stage:
-            self._channels.send_values(own, 0)
-            return mine
-        there = dict(own)
+            self._channels.send_values(there, 0)
+            return state_dict
         for source in range(1, self._channels.num_stages):
             there.update(self._channels.receive_values(source))
         # In the model's order; what a layer made later comes last, what it gave up is gone.
-        return {name: there.pop(name) for name in mine if name in there} | there
+        for name in list(state_dict):
+            if name in there:
+                state_dict[name] = there.pop(name)
+            else:
+                del state_dict[name]
+        state_dict.update(there)
+        return state_dict
 
     def gather_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """``optimizer.state_dict()`` with the state of all parameters, on stage 0. Every stage

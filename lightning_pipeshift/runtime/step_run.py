@@ -100,20 +100,12 @@ class StepRun:
         # The denominator that user-given weights are divided by before it is known: see
         # `correction`.
         self._expected_weight: float | None = None
-        self._actions: dict[Kind, Callable[[int], None]] = {
-            Kind.RECEIVE_PAYLOAD: self.receive_payload,
-            Kind.FORWARD: self.forward,
-            Kind.SEND_PAYLOAD: self.send_payload,
-            Kind.RECEIVE_GRADIENT: self.receive_gradient,
-            Kind.BACKWARD: self.backward,
-            Kind.SEND_GRADIENT: self.send_gradient,
-        }
 
     def run(self, row: Row) -> None:
         """Carries out the stage's actions in order."""
         with self._streams.switched(*self._microbatches[0].key):
             for action in row:
-                self._actions[action.kind](action.microbatch)
+                _ACTIONS[action.kind](self, action.microbatch)
 
     def settle(self) -> None:
         """Waits for everything that is still being sent."""
@@ -306,6 +298,18 @@ class StepRun:
         if expected is None:
             expected = float(sum(microbatch.size for microbatch in self._microbatches))
         return expected / counted
+
+
+# Outside of the instance: a table of its own methods would keep it, and with it the step's batches
+# and activations, until the garbage collector comes by.
+_ACTIONS: dict[Kind, Callable[[StepRun, int], None]] = {
+    Kind.RECEIVE_PAYLOAD: StepRun.receive_payload,
+    Kind.FORWARD: StepRun.forward,
+    Kind.SEND_PAYLOAD: StepRun.send_payload,
+    Kind.RECEIVE_GRADIENT: StepRun.receive_gradient,
+    Kind.BACKWARD: StepRun.backward,
+    Kind.SEND_GRADIENT: StepRun.send_gradient,
+}
 
 
 def _detached(result: Any) -> Any:

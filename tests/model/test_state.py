@@ -11,6 +11,7 @@ from torch import nn
 from lightning_pipeshift.model.state import TailState
 from tests.model.following import CPU, placeholder
 
+
 @dataclass
 class Record:
     score: float
