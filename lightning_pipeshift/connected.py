@@ -152,6 +152,9 @@ class ConnectedStrategy(ParallelStrategy):
         self._num_runs += 1
         store = dist.distributed_c10d._get_default_store()
         self._board = FailureBoard(store, self.global_rank, self.world_size, self._num_runs)
+        # From here on, no connection of the board is opened any more: those that are opened next are
+        # the channels' own, and are shut down after a failure.
+        dist.barrier()
         if self._channels is None:
             self._channels = Channels(
                 ranks=list(range(self.world_size)),
@@ -233,7 +236,8 @@ class ConnectedStrategy(ParallelStrategy):
             self._channels.close()
             self._channels = None
         dist.destroy_process_group()
-        if first and self.world_size > 1 and self._board is not None:
+        # Rank 0 keeps the board: when it ends, nobody can read any more.
+        if (first or self.global_rank == 0) and self.world_size > 1 and self._board is not None:
             self._board.wait_for_readers()
 
     def _let_go(self) -> None:

@@ -35,10 +35,13 @@ class FailureBoard:
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, run: int) -> None:
+        # On rank 0 the board itself, which ends with it, lives in this one.
+        self._server = store
         # A clone, because the timeout of a store is that of everything that is built on it.
         self._store = dist.PrefixStore(f"pipeshift/failure/{run}", store.clone())
         self._store.set_timeout(timedelta(seconds=_PATIENCE_SECONDS))
         self._rank = rank
+        self._has_signed = False
         self._world_size = world_size
 
     def publish(self, where: str, error: BaseException) -> bool:
@@ -57,12 +60,18 @@ class FailureBoard:
             written = self._store.compare_set(_KEY, "", entry).decode()
             if written != entry:
                 # This rank has a reason of its own to end, and will not come to read.
-                self._store.add(_READ, 1)
+                self._sign()
         except Exception:
             # The store is gone: so is the rank that kept it, and the others notice that by
             # themselves.
             return False
         return bool(written == entry)
+
+    def _sign(self) -> None:
+        """Says that this rank needs the board no more, once."""
+        if not self._has_signed:
+            self._has_signed = True
+            self._store.add(_READ, 1)
 
     def wait_for_readers(self) -> None:
         """Gives the other ranks time to read, as the board may end with this process."""
@@ -84,7 +93,7 @@ class FailureBoard:
                     return None
                 time.sleep(0.02)
             entry: dict[str, Any] = json.loads(self._store.get(_KEY))
-            self._store.add(_READ, 1)
+            self._sign()
         except Exception:
             return None
         return None if entry["rank"] == self._rank else entry

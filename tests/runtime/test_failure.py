@@ -1,13 +1,16 @@
 import os
 import signal
 import time
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_pipeshift.errors import LayerError, StageFailedError
 from lightning_pipeshift.model.placeholder import spec_of
 from lightning_pipeshift.runtime.channels import Direction
+from lightning_pipeshift.runtime.failure import FailureBoard
 from tests.harness import run_ranks
 from tests.runtime.stages import connect
 
@@ -102,3 +105,9 @@ def leave_others_alone() -> str:
 
 def test_other_errors_go_through() -> None:
     assert run_ranks(leave_others_alone, 2) == ["the user's own"] * 2
+
+
+def test_the_boards_patience_is_not_that_of_the_whole_job() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=90))
+    FailureBoard(store, 0, 1, 1).publish("here", ValueError("no"))
+    assert store.timeout == timedelta(seconds=90)
