@@ -25,15 +25,8 @@ _AVERAGING = tuple(
 )
 
 
-def check_arguments(
-    virtual_machines: Any, microbatches: Any, partition: Any, plan: Any, backend: Any
-) -> None:
+def check_arguments(microbatches: Any, partition: Any, plan: Any, backend: Any) -> None:
     """Raises ConfigurationError for a value that the strategy's constructor does not take."""
-    if virtual_machines not in (1, "auto"):
-        raise ConfigurationError(
-            f"virtual_machines={virtual_machines!r}: this version trains one virtual machine,"
-            " that is one pipeline over all devices. Leave the argument out, or pass 1."
-        )
     if microbatches != "auto" and (
         isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1
     ):
@@ -54,6 +47,14 @@ def check_arguments(
     if not isinstance(plan, str | Path | Plan | None):
         raise ConfigurationError(
             f"plan={plan!r}: pass a `Plan`, or the path of a file that `Plan.save` wrote."
+        )
+
+
+def check_aggregation(kind: Any) -> None:
+    """Raises ConfigurationError for an unknown way to sum gradients."""
+    if kind not in ("auto", "ring", "allreduce"):
+        raise ConfigurationError(
+            f"gradient_aggregation={kind!r}: allowed are 'ring', 'allreduce' and 'auto'."
         )
 
 

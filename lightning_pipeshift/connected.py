@@ -24,10 +24,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_pipeshift.checks import check_packages, check_processes
-from lightning_pipeshift.connection import backends, payload_backend
+from lightning_pipeshift.connection import backends, device_of, payload_backend
 from lightning_pipeshift.errors import ConfigurationError, StageFailedError
-from lightning_pipeshift.runtime.channels import Channels
+from lightning_pipeshift.plan.topology import Topology, VirtualMachinesSpec, arrange
+from lightning_pipeshift.runtime.channels import Channels, make_groups
 from lightning_pipeshift.runtime.failure import FailureBoard
+from lightning_pipeshift.runtime.replicas import Replicas
+from lightning_pipeshift.runtime.rings import Rings
 
 T = TypeVar("T")
 
@@ -36,12 +39,13 @@ class ConnectedStrategy(ParallelStrategy):
     """A rank among others, without a word of what they train.
 
     Args:
-        process_group_backend: see :class:`~lightning_pipeshift.PipeShiftStrategy`, as for the
+        virtual_machines: see :class:`~lightning_pipeshift.PipeShiftStrategy`, as for the
             others.
     """
 
     def __init__(
         self,
+        virtual_machines: VirtualMachinesSpec,
         process_group_backend: Literal["nccl", "gloo"] | None,
         timeout: timedelta | None,
         accelerator: pl.accelerators.Accelerator | None,
@@ -53,11 +57,14 @@ class ConnectedStrategy(ParallelStrategy):
         super().__init__(
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         )
+        self._virtual_machines = virtual_machines
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._board: FailureBoard | None = None
         self._num_runs = 0
         self._channels: Channels | None = None
+        self._replicas: Replicas | None = None
+        self._rings: Rings | None = None
         self._failed = False
         self.num_nodes = 1
 
@@ -76,7 +83,18 @@ class ConnectedStrategy(ParallelStrategy):
     @property
     def virtual_machine(self) -> int:
         """The index of this rank's virtual machine."""
-        return 0
+        return self._require_replicas().vm
+
+    @property
+    def topology(self) -> Topology:
+        """The ranks of every virtual machine, in stage order."""
+        return self._require_replicas().topology
+
+    def _depths(self) -> list[int] | None:
+        """How many stages each virtual machine is to have, where something else than the number of
+        ranks says so.
+        """
+        return None
 
     @property
     def root_device(self) -> torch.device:
@@ -98,11 +116,14 @@ class ConnectedStrategy(ParallelStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Samplers count virtual machines: all stages of one see the same data."""
-        return {"num_replicas": 1, "rank": self.virtual_machine}
+        replicas = self._require_replicas()
+        return {"num_replicas": replicas.count, "rank": replicas.vm}
 
     @property
     def is_distributed(self) -> bool:
-        """Whether data is spread over replicas, which is what Lightning asks here."""
+        """Whether Lightning has to spread the data; the strategy does that itself, as only it knows
+        of virtual machines.
+        """
         return False
 
     @property
@@ -150,23 +171,49 @@ class ConnectedStrategy(ParallelStrategy):
                 timeout=self._timeout,
             )
         self._num_runs += 1
+        topology = self._topology()
         store = dist.distributed_c10d._get_default_store()
-        self._board = FailureBoard(store, self.global_rank, self.world_size, self._num_runs)
-        # From here on, no connection of the board is opened any more: those that are opened next are
-        # the channels' own, and are shut down after a failure.
+        self._board = FailureBoard(
+            store, self.global_rank, self.world_size, self._num_runs, topology.name_of
+        )
+        # From here on, no connection of the board is opened any more: those that are opened next
+        # are the channels' own, and are shut down after a failure.
         dist.barrier()
-        if self._channels is None:
-            self._channels = Channels(
-                ranks=list(range(self.world_size)),
-                stage=self.global_rank,
-                device=self.root_device,
-                backend=payload_backend(
-                    self.root_device, self._process_group_backend, self.world_size
-                ),
-                watched=self._board.watched,
+        if self._replicas is None or self._replicas.topology != topology:
+            self._connect(topology)
+        for channels in (self._require_channels(), self._require_replicas().world):
+            channels.watched = self._board.watched
+        if self._rings is not None:
+            self._rings.watched = self._board.watched
+
+    def _topology(self) -> Topology:
+        mine = device_of(self.root_device)
+        devices: list[Any] = [None] * self.world_size
+        dist.all_gather_object(devices, mine)
+        return arrange(self._virtual_machines, devices, self._depths())
+
+    def _connect(self, topology: Topology) -> None:
+        assert self._board is not None
+        backend = payload_backend(self.root_device, self._process_group_backend, self.world_size)
+        device, watched = self.root_device, self._board.watched
+        vm, stage = topology.place_of(self.global_rank)
+        groups = [make_groups(ranks, backend) for ranks in topology.ranks]
+        machine = Channels(topology.ranks[vm], stage, device, backend, watched, groups[vm])
+        world = machine
+        if topology.num_virtual_machines > 1:
+            everybody = range(self.world_size)
+            group = make_groups(everybody, "gloo")
+            world = Channels(everybody, self.global_rank, device, "gloo", watched, group)
+            self._rings = Rings(make_groups(everybody, "gloo"), self.global_rank, watched)
+        self._channels = machine
+        self._replicas = Replicas(topology, self.global_rank, world, machine)
+
+    def _require_replicas(self) -> Replicas:
+        if self._replicas is None:
+            raise ConfigurationError(
+                "The ranks are not connected yet. Ask from `setup` on, when a run has begun."
             )
-        else:
-            self._channels.watched = self._board.watched
+        return self._replicas
 
     def _require_channels(self) -> Channels:
         if self._channels is None:
@@ -180,27 +227,33 @@ class ConnectedStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         if dist.is_initialized() and not self._has_failed():
             with self._watched():
-                dist.barrier(group=self._require_channels().control)
+                dist.barrier(group=self._require_replicas().world.control)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         if not dist.is_initialized() or self._has_failed():
             return obj
         box = [obj]
         with self._watched():
-            dist.broadcast_object_list(box, src, group=self._require_channels().control)
+            dist.broadcast_object_list(box, src, group=self._require_replicas().world.control)
         return box[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduces over virtual machines. With one of them there is nothing to reduce."""
-        return tensor
+        """Reduces over virtual machines; all stages of one pass the same."""
+        replicas = self._require_replicas()
+        if replicas.count == 1 or not isinstance(tensor, Tensor):
+            return tensor
+        name = reduce_op if isinstance(reduce_op, str) else str(reduce_op).rpartition(".")[2]
+        return replicas.reduce(tensor, name.lower())
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gathers over virtual machines. With one of them the tensor is all there is."""
-        return tensor
+        """Gathers over virtual machines, along a new first dimension. With one of them the tensor
+        is all there is.
+        """
+        replicas = self._require_replicas()
+        return tensor if replicas.count == 1 else torch.stack(replicas.gather_tensor(tensor))
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        channels = self._require_channels()
-        votes = channels.sum(torch.tensor([float(decision)]))
+        votes = self._require_replicas().world.sum(torch.tensor([float(decision)]))
         return bool(votes == self.world_size) if all else bool(votes > 0)
 
     def _watched(self) -> Any:
@@ -229,12 +282,15 @@ class ConnectedStrategy(ParallelStrategy):
         self._failed = True
         first = False
         if self._board is not None and not isinstance(exception, StageFailedError):
-            where = f"Stage {self.global_rank} (rank {self.global_rank})"
-            first = self._board.publish(where, exception)
+            name = self._board.name_of(self.global_rank)
+            first = self._board.publish(name[:1].upper() + name[1:], exception)
         self._let_go()
-        if self._channels is not None:
+        if self._channels is not None and self._replicas is not None:
             self._channels.close()
-            self._channels = None
+            self._replicas.world.close()
+        if self._rings is not None:
+            self._rings.close()
+        self._channels = self._replicas = self._rings = None
         dist.destroy_process_group()
         # Rank 0 keeps the board: when it ends, nobody can read any more.
         if (first or self.global_rank == 0) and self.world_size > 1 and self._board is not None:

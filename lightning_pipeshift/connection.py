@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import platform
+import socket
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from lightning_pipeshift.plan.topology import Device
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +31,21 @@ def backends(device: torch.device, asked: str | None) -> str:
     if device.type == "cuda" and asked == "nccl":
         return "cpu:gloo,cuda:nccl"
     return "gloo"
+
+
+def device_of(device: torch.device) -> Device:
+    """What other ranks have to know of this one's device."""
+    # Containers have a boot in common and network namespaces of their own; machines that were
+    # cloned have a name in common.
+    marks = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        marks.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        marks.append(str(os.stat("/proc/self/ns/net").st_ino))
+    if device.type == "cuda":
+        kind = torch.cuda.get_device_name(device)
+    else:
+        kind = platform.processor() or platform.machine()
+    return Device(host="/".join(marks), kind=kind)
 
 
 def payload_backend(device: torch.device, asked: str | None, world_size: int) -> str:

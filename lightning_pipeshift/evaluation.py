@@ -134,8 +134,11 @@ class EvaluationSteps:
         device = self._pipeline.channels.device
         # The class's own: on the instance stands the recorder, while a step runs.
         log = partial(type(root).log, root)
+        # What an epoch's values are over all virtual machines is asked at its end: until then, they
+        # may be at different batches.
+        synchronised = True if self._pipeline.replicas.count > 1 else None
         for report in reports:
-            say_again(report.logs, log, root, device)
+            say_again(report.logs, log, root, device, synchronised)
         *earlier, last = reports
         awaited, self._awaited = self._awaited, []
         if name == "predict_step":

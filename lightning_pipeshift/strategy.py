@@ -18,7 +18,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -27,11 +27,13 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_pipeshift.checks import (
+    check_aggregation,
     check_arguments,
     check_optimizers,
     check_run,
 )
 from lightning_pipeshift.connected import ConnectedStrategy
+from lightning_pipeshift.data import SharedStream, for_virtual_machine
 from lightning_pipeshift.errors import (
     ConfigurationError,
     PlanError,
@@ -45,11 +47,18 @@ from lightning_pipeshift.model.logs import say_again
 from lightning_pipeshift.model.streams import global_state, set_global_state
 from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.plan.schedule import schedule_named
+from lightning_pipeshift.plan.shares import check_shares
+from lightning_pipeshift.plan.topology import check_spec
 from lightning_pipeshift.plugins.precision import loss_scale_of, over_stages
-from lightning_pipeshift.runtime.checksum import require_same_lengths
+from lightning_pipeshift.runtime.checksum import (
+    require_data_for_all,
+    require_same_lengths,
+    require_same_lengths_over_replicas,
+)
 from lightning_pipeshift.runtime.holdings import Holdings
-from lightning_pipeshift.runtime.pipeline import Pipeline
+from lightning_pipeshift.runtime.pipeline import Accumulation, Pipeline
 from lightning_pipeshift.runtime.planning import Settings
+from lightning_pipeshift.synchronising import MetricSync, silence_advice_to_synchronise
 
 T = TypeVar("T")
 
@@ -65,14 +74,23 @@ class PipeShiftStrategy(ConnectedStrategy):
     et al., PipeDream-Flush, 2021, section 3.2).
 
     Args:
-        virtual_machines: how many replicas of the model train in parallel. This version runs one.
+        virtual_machines: how many replicas of the model train in parallel, each a pipeline of its
+            own; or the ranks of each in stage order, ``[[0, 2], [1, 3]]``. ``"auto"``: one, or as
+            many as ``partition`` or ``plan`` has.
         microbatches: into how many slices a batch is cut; ``"auto"`` takes four for each stage.
         schedule: ``"1f1b"``, ``"gpipe"``, or ``"eager_1f1b"``, which hides the time that messages
             take and holds up to twice the activations.
         partition: who owns which layers. ``"auto"`` balances the measured forward times,
-            ``"uniform"`` the number of layers, a list gives the number of layers of each stage.
+            ``"uniform"`` the number of layers, a list gives the number of layers of each stage, and
+            a list of lists does so for each virtual machine.
         plan: a :class:`~lightning_pipeshift.Plan`, or the path of one, that overrides the three
             above.
+        batch_shares: how the samples of a global batch are shared out over the virtual machines,
+            one number for each: ``[3, 1]``. By default equally. A global batch has the
+            DataLoader's batch size times the number of virtual machines.
+        gradient_aggregation: how gradients are summed over the virtual machines: ``"ring"``, a ring
+            for each layer that begins as soon as its gradient is there; ``"allreduce"``, torch's
+            own collectives; ``"auto"``, rings on gloo and collectives on NCCL.
         process_group_backend: ``"nccl"`` or ``"gloo"``; by default what the devices allow. With
             gloo, tensors on a GPU go through host memory.
         timeout: how long a rank waits for another before it gives up.
@@ -88,11 +106,13 @@ class PipeShiftStrategy(ConnectedStrategy):
 
     def __init__(
         self,
-        virtual_machines: int | Literal["auto"] = "auto",
+        virtual_machines: int | Literal["auto"] | list[list[int]] = "auto",
         microbatches: int | Literal["auto"] = "auto",
         schedule: str = "1f1b",
         partition: Literal["auto", "uniform"] | list[int] | list[list[int]] = "auto",
         plan: str | Path | Plan | None = None,
+        batch_shares: list[float] | None = None,
+        gradient_aggregation: Literal["auto", "ring", "allreduce"] = "auto",
         process_group_backend: Literal["nccl", "gloo"] | None = None,
         timeout: timedelta | None = default_pg_timeout,
         accelerator: pl.accelerators.Accelerator | None = None,
@@ -102,6 +122,7 @@ class PipeShiftStrategy(ConnectedStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(
+            virtual_machines,
             process_group_backend,
             timeout,
             accelerator,
@@ -110,12 +131,20 @@ class PipeShiftStrategy(ConnectedStrategy):
             checkpoint_io,
             precision_plugin,
         )
-        check_arguments(virtual_machines, microbatches, partition, plan, process_group_backend)
+        check_arguments(microbatches, partition, plan, process_group_backend)
+        check_spec(virtual_machines)
+        check_shares(batch_shares, None)
+        check_aggregation(gradient_aggregation)
         schedule_named(schedule)
         self._microbatches = microbatches
         self._schedule = schedule
         self._partition = partition
         self._given_plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
+        self._batch_shares = batch_shares
+        self._gradient_aggregation = gradient_aggregation
+        self._shared_stream: SharedStream | None = None
+        self._accumulates = False
+        self._metric_sync: MetricSync | None = None
         self._pipeline: Pipeline | None = None
         self._trained: Pipeline | None = None
         self._evaluation: EvaluationSteps | None = None
@@ -140,6 +169,14 @@ class PipeShiftStrategy(ConnectedStrategy):
             )
         return self._pipeline
 
+    def _depths(self) -> list[int] | None:
+        if self._given_plan is not None:
+            return [len(counts) for counts in self._given_plan.placement.counts]
+        nested = isinstance(self._partition, list) and all(
+            isinstance(counts, list | tuple) for counts in self._partition
+        )
+        return [len(counts) for counts in self._partition] if nested else None  # type: ignore[arg-type]
+
     # --- setup ---
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -147,10 +184,15 @@ class PipeShiftStrategy(ConnectedStrategy):
         assert self.accelerator is not None
         check_run(trainer, module)
         self.accelerator.setup(trainer)
-        channels = self._require_channels()
+        channels, replicas = self._require_channels(), self._require_replicas()
+        check_shares(self._batch_shares, replicas.count)
         # Everything that draws outside of a step (shuffling, workers' seeds) draws the same on
         # every stage.
-        set_global_state(channels.share_object(global_state(), source=0))
+        set_global_state(replicas.world.share_object(global_state(), source=0))
+        self._shared_stream = SharedStream(replicas.vm)
+        self._metric_sync = MetricSync(replicas)
+        if replicas.count > 1:
+            silence_advice_to_synchronise()
         self.precision_plugin = over_stages(
             self.precision_plugin, self._gradient_norms, self._gradient_hooks, channels.sum
         )
@@ -158,15 +200,22 @@ class PipeShiftStrategy(ConnectedStrategy):
         for metric in module.modules():
             if isinstance(metric, Metric):
                 metric.to(self.root_device)
-                # The states are the same on every stage: gathering them would count each several
-                # times.
-                metric.distributed_available_fn = _never
+                # The states are the same on every stage of a virtual machine: gathering them over
+                # all ranks, as torchmetrics would, would count each several times.
+                metric.distributed_available_fn = self._metric_sync.is_possible
+                metric.dist_sync_fn = self._metric_sync.gather
         self._pipeline = Pipeline(
             root=module,
             channels=channels,
-            virtual_machine=self.virtual_machine,
+            replicas=replicas,
+            rings=self._rings,
             settings=Settings(
-                self._microbatches, self._schedule, self._partition, self._given_plan, self._seed()
+                self._microbatches,
+                self._schedule,
+                self._partition,
+                self._given_plan,
+                self._seed(),
+                self._gradient_aggregation,
             ),
             ignored=_FRAMEWORK_ATTRIBUTES,
         )
@@ -179,37 +228,48 @@ class PipeShiftStrategy(ConnectedStrategy):
         self.setup_precision_plugin()
 
     def _seed(self) -> int:
-        channels = self._require_channels()
+        world = self._require_replicas().world
         seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() & (2**62 - 1)))
-        return int(channels.share_object(seed, source=0))
+        return int(world.share_object(seed, source=0))
 
     def model_to_device(self) -> None:
         """Nothing yet: each stage takes its own layers to its device when the plan is made."""
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Lets workers' seeds depend on the virtual machine, where Lightning would use the rank."""
+        """Takes this virtual machine's share of the data, and lets workers' seeds depend on the
+        virtual machine, where Lightning would use the rank.
+        """
         if (
             isinstance(dataloader, DataLoader)
             and int(os.environ.get("PL_SEED_WORKERS", 0))
             and dataloader.worker_init_fn is None
         ):
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.virtual_machine)
-        return dataloader
+        trainer = self._require_module().trainer
+        count = self._require_replicas().count
+        if count == 1 or not trainer._accelerator_connector.use_distributed_sampler:
+            return dataloader
+        return for_virtual_machine(
+            dataloader,
+            self.virtual_machine,
+            self._batch_shares or [1.0] * count,
+            pads=trainer.state.stage == RunningStage.TRAINING,
+            stream=self._shared_stream,
+        )
 
     def on_train_start(self) -> None:
-        """Compares the lengths of the data over the stages."""
+        """Compares the lengths of the data over the ranks."""
         length = self._require_module().trainer.num_training_batches
         require_same_lengths([length], "training", self._require_channels())
+        require_same_lengths_over_replicas(length, self._require_replicas())
 
     def on_validation_start(self) -> None:
-        """Compares the lengths of the data over the stages."""
-        loop = self._require_module().trainer._evaluation_loop
-        require_same_lengths(loop.max_batches, "validation", self._require_channels())
+        """Compares the lengths of the data over the ranks."""
+        self._begin_evaluation(self._require_module().trainer._evaluation_loop, "validation")
 
     def on_test_start(self) -> None:
-        """Compares the lengths of the data over the stages."""
-        loop = self._require_module().trainer.test_loop
-        require_same_lengths(loop.max_batches, "test", self._require_channels())
+        """Compares the lengths of the data over the ranks."""
+        self._begin_evaluation(self._require_module().trainer.test_loop, "test")
 
     def on_validation_end(self) -> None:
         """Sees to it that nothing of the data was left out."""
@@ -224,9 +284,14 @@ class PipeShiftStrategy(ConnectedStrategy):
         self._require_evaluation().require_all_fetched("prediction")
 
     def on_predict_start(self) -> None:
-        """Compares the lengths of the data over the stages."""
-        loop = self._require_module().trainer.predict_loop
-        require_same_lengths(loop.max_batches, "prediction", self._require_channels())
+        """Compares the lengths of the data over the ranks."""
+        self._begin_evaluation(self._require_module().trainer.predict_loop, "prediction")
+
+    def _begin_evaluation(self, loop: Any, what: str) -> None:
+        require_same_lengths(loop.max_batches, what, self._require_channels())
+        require_data_for_all(loop.max_batches, what, self._require_replicas())
+        # Running statistics are each virtual machine's own until somebody looks at them.
+        self._require_pipeline().match_replicas(parameters_too=False)
 
     # --- steps ---
 
@@ -251,8 +316,14 @@ class PipeShiftStrategy(ConnectedStrategy):
                 wants_result=somebody_looks_at_results(trainer, "train_step"),
                 keeps_gradients=self._keeps_gradients(epoch_loop.batch_idx),
                 is_last_batch=bool(epoch_loop.batch_progress.is_last_batch),
+                accumulation=Accumulation(
+                    has_begun=bool(epoch_loop.batch_idx % trainer.accumulate_grad_batches),
+                    goes_on=self._accumulates,
+                ),
             )
-        say_again(report.logs, module.log, module, self.root_device)
+        # They are those of all virtual machines already.
+        synchronised = False if self._require_replicas().count > 1 else None
+        say_again(report.logs, module.log, module, self.root_device, synchronised)
         self._step_is_skipped = report.loss is None
         if report.loss is None:
             # Lightning takes `None` from a single process only. There is no backward, so no
@@ -277,12 +348,25 @@ class PipeShiftStrategy(ConnectedStrategy):
     def _recording(self) -> Generator[None, None, None]:
         """Context in which the LightningModule's logging is recorded instead."""
         module, recorder = self._require_module(), self._require_pipeline().recorder
+        assert self._metric_sync is not None
         module.__dict__["log"] = recorder.log
         module.__dict__["log_dict"] = recorder.log_dict
+        # In a step, only the last stages call metrics.
+        self._metric_sync.is_open = False
         try:
             yield
         finally:
+            self._metric_sync.is_open = True
             del module.__dict__["log"], module.__dict__["log_dict"]
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Context of the steps after which the optimizer does not step."""
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
@@ -320,6 +404,16 @@ class PipeShiftStrategy(ConnectedStrategy):
 
         with self._recording():
             return evaluation.run(name, batch, tuple(rest), step)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduces over virtual machines; all stages of one pass the same.
+
+        While an evaluation runs, in which they may be at different batches, what is logged stays
+        as it is; the epoch's value is reduced at its end.
+        """
+        if self._metric_sync is not None and not self._metric_sync.is_open:
+            return tensor
+        return super().reduce(tensor, group, reduce_op)
 
     def _gradient_norms(self, parameters: list[Tensor], norm_type: float) -> Tensor:
         return self._require_holdings().gradient_norms(parameters, norm_type)
@@ -394,7 +488,14 @@ class PipeShiftStrategy(ConnectedStrategy):
         if holdings is None:
             return module.state_dict()
         # The parameters themselves, not copies of them, are what the stages know each other's by.
-        return holdings.gather_state(module.state_dict(keep_vars=True))
+        state_dict: dict[str, Any] = module.state_dict(keep_vars=True)
+        home = self._home()
+        return state_dict if home is None else holdings.gather_state(state_dict, home)
+
+    def _home(self) -> int | None:
+        """The stage of rank 0, which writes checkpoints, if it is in this virtual machine."""
+        ranks = self.topology.ranks[self.virtual_machine]
+        return ranks.index(0) if 0 in ranks else None
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state on rank 0, in torch's own format."""
@@ -405,9 +506,10 @@ class PipeShiftStrategy(ConnectedStrategy):
         # An evaluation that came after the training has a plan of its own; the optimizers' state is
         # where the training left it.
         holdings = self._trained.holdings if self._trained is not None else None
-        if holdings is None:
+        home = self._home()
+        if holdings is None or home is None:
             return optimizer.state_dict()
-        return holdings.gather_optimizer_state(optimizer)
+        return holdings.gather_optimizer_state(optimizer, home)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads the whole state, on the CPU; what a stage holds follows the parameters later."""
@@ -439,7 +541,3 @@ class PipeShiftStrategy(ConnectedStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-
-def _never() -> bool:
-    return False

@@ -647,7 +647,8 @@ def _run_to_the_end(
             process.wait(timeout)
         except subprocess.TimeoutExpired:
             hung = True
-            _signal_all(process, mark, signal.SIGABRT)
+            # One after another: each writes its stacks in many small pieces into the same file.
+            _signal_all(process, mark, signal.SIGABRT, pause=0.5)
             time.sleep(2.0)
     finally:
         # torchrun gives its workers sessions of their own: look for the mark, not only for the
@@ -669,7 +670,9 @@ def _run_to_the_end(
     return launched
 
 
-def _signal_all(process: subprocess.Popen[bytes], mark: str, signal_number: int) -> bool:
+def _signal_all(
+    process: subprocess.Popen[bytes], mark: str, signal_number: int, pause: float = 0.0
+) -> bool:
     """Signal the process, its group, and all that inherited the mark. True if there were any."""
     found = process.poll() is None
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -680,6 +683,7 @@ def _signal_all(process: subprocess.Popen[bytes], mark: str, signal_number: int)
             marked = needle in environ.read_bytes()
             pid = int(environ.parent.name)
             if marked and pid != process.pid and os.getpgid(pid) != process.pid:
+                time.sleep(pause)
                 os.kill(pid, signal_number)
         except OSError:  # it has ended, or is not ours
             continue

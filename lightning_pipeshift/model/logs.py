@@ -26,11 +26,19 @@ class MetricRef(NamedTuple):
 
 @dataclass
 class LoggedValue:
-    """One ``self.log`` of one microbatch."""
+    """One ``self.log`` of one microbatch, or what several of them have become.
+
+    Args:
+        name: as the user gave it.
+        value: likewise.
+        options: likewise; in what was merged, ``batch_size`` is that of all parts together.
+        own_size: whether the user gave a ``batch_size``, by which a mean then counts.
+    """
 
     name: str
     value: Any
     options: dict[str, Any]
+    own_size: bool = False
 
 
 class LogRecorder:
@@ -54,7 +62,8 @@ class LogRecorder:
             value = MetricRef(self._metric_names.get(id(value), name))
         else:
             value = map_leaves(_detached, value)
-        self.records.append(LoggedValue(name, value, options))
+        own_size = options.get("batch_size") is not None
+        self.records.append(LoggedValue(name, value, options, own_size))
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
         """Takes what ``LightningModule.log_dict`` takes."""
@@ -93,12 +102,14 @@ def merge_logs(
     for (name, _), column in columns.items():
         first = column[0][0]
         options = dict(first.options)
-        given = [record.options.get("batch_size") for record, _, _ in column]
-        explicit = all(size is not None for size in given)
-        options["batch_size"] = sum(given) if explicit else sum(size for _, size, _ in column)
-        counted = given if explicit else [weight for _, _, weight in column]
+        own_size = all(record.own_size for record, _, _ in column)
+        counted: list[Any] = [weight for _, _, weight in column]
+        options["batch_size"] = sum(size for _, size, _ in column)
+        if own_size:
+            counted = [record.options["batch_size"] for record, _, _ in column]
+            options["batch_size"] = sum(counted)
         value = _reduce(first, [record.value for record, _, _ in column], counted)
-        merged.append(LoggedValue(name, value, options))
+        merged.append(LoggedValue(name, value, options, own_size))
     return merged
 
 
@@ -125,12 +136,27 @@ def _floating(value: Any) -> Any:
 
 
 def say_again(
-    logs: list[LoggedValue], log: Callable[..., None], root: nn.Module, device: torch.device
+    logs: list[LoggedValue],
+    log: Callable[..., None],
+    root: nn.Module,
+    device: torch.device,
+    sync_dist: bool | None = None,
 ) -> None:
-    """Logs recorded values with the LightningModule's own ``log``."""
+    """Logs recorded values with the LightningModule's own ``log``.
+
+    Args:
+        logs: what was recorded.
+        log: the LightningModule's own.
+        root: the LightningModule.
+        device: where tensors are to be.
+        sync_dist: what takes the place of the user's own ``sync_dist``, if anything.
+    """
     for record in logs:
         if isinstance(record.value, MetricRef):
             value: Any = root.get_submodule(record.value.name)
         else:
             value = map_leaves(lambda v: v.to(device) if isinstance(v, Tensor) else v, record.value)
-        log(record.name, value, **record.options)
+        options = record.options
+        if sync_dist is not None and not isinstance(value, Metric):
+            options = {**options, "sync_dist": sync_dist}
+        log(record.name, value, **options)

@@ -24,10 +24,11 @@ from torch import Tensor
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.placeholder import Placeholder, dtype_named
 from lightning_pipeshift.plan.flow import TensorSpec
-from lightning_pipeshift.runtime.sockets import open_sockets, shut_down
+from lightning_pipeshift.runtime.sockets import Opened, open_sockets, shut_down
 
-# A context around communication, which turns a broken connection into its reason.
-Watched = Callable[[], AbstractContextManager[None]]
+# A context around communication with a rank (``None``: with several), which turns a broken
+# connection into its reason.
+Watched = Callable[[int | None], AbstractContextManager[None]]
 
 # A process group, and a stage's rank in it. Its methods are called without torch's own wrappers
 # around them, which take longer than the sending.
@@ -54,12 +55,13 @@ class Receipt:
     buffer: Tensor
     work: Any
     watched: Watched
+    peer: int
     staging: Tensor | None = None
 
     def wait(self) -> Tensor:
         """The tensor, once it is there."""
         if self.work is not None:
-            with self.watched():
+            with self.watched(self.peer):
                 self.work.wait()
         if self.staging is not None:
             _flat(self.buffer).copy_(self.staging)
@@ -71,11 +73,12 @@ class Sent:
     """A send under way; it keeps the tensor alive."""
 
     watched: Watched
+    peer: int
     works: list[tuple[Any, Tensor]] = field(default_factory=list)
 
     def wait(self) -> None:
         """Returns when the tensors may be reused."""
-        with self.watched():
+        with self.watched(self.peer):
             for work, _ in self.works:
                 work.wait()
         self.works.clear()
@@ -101,6 +104,30 @@ class _Head(NamedTuple):
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
+@dataclass(frozen=True)
+class Groups:
+    """The process groups that a virtual machine's stages talk in."""
+
+    control: Any
+    neighbours: dict[tuple[int, Direction], Any]
+    sockets: Opened
+
+
+def make_groups(ranks: Sequence[int], backend: str) -> Groups:
+    """Makes the groups of a virtual machine. Every rank of the job calls this for every virtual
+    machine, in the same order, whether it is a member or not.
+    """
+    before = open_sockets()
+    control = dist.new_group(list(ranks), backend="gloo")
+    neighbours = {}
+    if backend == "nccl":
+        for left in range(len(ranks) - 1):
+            for direction in Direction:
+                pair = list(ranks[left : left + 2])
+                neighbours[left, direction] = dist.new_group(pair, backend="nccl")
+    return Groups(control, neighbours, open_sockets() - before)
+
+
 class Channels:
     """One stage's connections.
 
@@ -110,6 +137,7 @@ class Channels:
         device: where tensors live.
         backend: ``"gloo"`` or ``"nccl"``. Tensors on a GPU go through host memory with gloo.
         watched: the context to communicate in.
+        groups: what :func:`make_groups` made for ``ranks``.
     """
 
     def __init__(
@@ -119,6 +147,7 @@ class Channels:
         device: torch.device,
         backend: str,
         watched: Watched,
+        groups: Groups,
     ) -> None:
         self.ranks = list(ranks)
         self.stage = stage
@@ -127,19 +156,12 @@ class Channels:
         self.watched = watched
         self._staged = backend == "gloo" and device.type != "cpu"
         self._object_sends: list[Sent] = []
-        # Every rank of the job creates every group, in the same order, whether it is a member or
-        # not.
-        before = open_sockets()
-        self.control = dist.new_group(self.ranks, backend="gloo")
-        self._sockets = open_sockets() - before
-        self._neighbours: dict[tuple[int, Direction], Any] = {}
-        if backend == "nccl":
-            for left in range(len(self.ranks) - 1):
-                for direction in Direction:
-                    self._neighbours[left, direction] = dist.new_group(
-                        self.ranks[left : left + 2], backend="nccl"
-                    )
-            self._open_communicators()
+        self.control = groups.control
+        self._sockets = groups.sockets
+        self._neighbours = dict(groups.neighbours)
+        # Torch numbers a group's members by their ranks, whatever order they were given in.
+        self._members = [sorted(self.ranks).index(rank) for rank in self.ranks]
+        self._open_communicators()
 
     def _open_communicators(self) -> None:
         """Sends one byte over every communicator, from the first stage to the last.
@@ -154,8 +176,9 @@ class Channels:
             byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
             sends = (self.stage == left) == (direction is Direction.PAYLOAD)
             transfer = group.send if sends else group.recv
-            with self.watched():
-                transfer([byte], int(self.stage == left), 0).wait()
+            neighbour = left + (self.stage == left)
+            with self.watched(self.ranks[neighbour]):
+                transfer([byte], self._line(neighbour, direction)[1], 0).wait()
 
     @property
     def num_stages(self) -> int:
@@ -176,7 +199,7 @@ class Channels:
     ) -> Sent:
         """Sends tensors to the neighbour that ``direction`` leads to, without waiting."""
         to = self.stage + 1 if direction is Direction.PAYLOAD else self.stage - 1
-        sent = Sent(self.watched)
+        sent = Sent(self.watched, self.ranks[to])
         for number, (tensor, spec) in enumerate(zip(tensors, specs, strict=True)):
             if spec.num_bytes == 0:
                 continue
@@ -184,7 +207,7 @@ class Channels:
             if self._staged:
                 flat = flat.cpu()
             line = self._line(to, direction)
-            sent.works.append((self._post_send(flat, line, _tag(direction, number)), flat))
+            sent.works.append((self._post_send(flat, to, line, _tag(direction, number)), flat))
         return sent
 
     def post_receive(self, specs: Sequence[TensorSpec], direction: Direction) -> list[Receipt]:
@@ -200,26 +223,26 @@ class Channels:
             work = None
             if spec.num_bytes:
                 group, peer = self._line(source, direction)
-                with self.watched():
+                with self.watched(self.ranks[source]):
                     work = group.recv(
                         [_bytes(flat if staging is None else staging)],
                         peer,
                         _tag(direction, number),
                     )
-            receipts.append(Receipt(buffer, work, self.watched, staging))
+            receipts.append(Receipt(buffer, work, self.watched, self.ranks[source], staging))
         return receipts
 
-    def _post_send(self, flat: Tensor, line: Line, tag: int) -> Any:
+    def _post_send(self, flat: Tensor, to: int, line: Line, tag: int) -> Any:
         group, peer = line
         # Where the peer is gone already, posting fails.
-        with self.watched():
+        with self.watched(self.ranks[to]):
             return group.send([_bytes(flat)], peer, tag)
 
     def _line(self, neighbour: int, direction: Direction) -> Line:
         if self.backend == "gloo":
-            return self.control, neighbour
+            return self.control, self._members[neighbour]
         group = self._neighbours[min(self.stage, neighbour), direction]
-        return group, int(neighbour > self.stage)
+        return group, int(self.ranks[neighbour] > self.ranks[self.stage])
 
     # --- small things, on the CPU ---
 
@@ -232,10 +255,10 @@ class Channels:
         first[:_HEADER_BYTES].view(torch.int64)[0] = len(data)
         inline = data[:_INLINE_BYTES]
         first[_HEADER_BYTES : _HEADER_BYTES + len(inline)] = inline
-        sent = Sent(self.watched)
+        sent = Sent(self.watched, self.ranks[to])
         for part in (first, data[_INLINE_BYTES:]):
             if len(part):
-                work = self._post_send(part, (self.control, to), _OBJECT_TAG)
+                work = self._post_send(part, to, (self.control, self._members[to]), _OBJECT_TAG)
                 sent.works.append((work, part))
         self._object_sends.append(sent)
 
@@ -244,14 +267,15 @@ class Channels:
         stage computes.
         """
         first = torch.empty(_HEADER_BYTES + _INLINE_BYTES, dtype=torch.uint8)
-        with self.watched():
-            return PostedObject(first, self.control.recv([first], source, _OBJECT_TAG), source)
+        with self.watched(self.ranks[source]):
+            work = self.control.recv([first], self._members[source], _OBJECT_TAG)
+            return PostedObject(first, work, source)
 
     def receive_object(self, source: int, posted: PostedObject | None = None) -> Any:
         """Waits for an object from stage ``source``, whose receive may be posted already."""
         if posted is None:
             posted = self.post_object(source)
-        with self.watched():
+        with self.watched(self.ranks[source]):
             posted.work.wait()
         first = posted.first
         size = int(first[:_HEADER_BYTES].view(torch.int64)[0])
@@ -276,7 +300,7 @@ class Channels:
             .view(torch.uint8)
         )
         if flat.numel():
-            with self.watched():
+            with self.watched(self.ranks[to]):
                 dist.send(flat, self.ranks[to], group=self.control, tag=_TENSOR_TAG)
 
     def receive_tensor(self, like: Tensor, source: int) -> Tensor:
@@ -312,7 +336,7 @@ class Channels:
                 yield name, head
 
     def _receive(self, buffer: Tensor, source: int, tag: int) -> None:
-        with self.watched():
+        with self.watched(self.ranks[source]):
             dist.recv(buffer, self.ranks[source], group=self.control, tag=tag)
 
     def share_object(self, obj: Any, source: int, posted: PostedObject | None = None) -> Any:
@@ -334,7 +358,7 @@ class Channels:
     def sum(self, vector: Tensor) -> Tensor:
         """The sum of a CPU vector over the stages, with the same bits on each."""
         if self.num_stages > 1:
-            with self.watched():
+            with self.watched(None):
                 dist.all_reduce(vector, group=self.control)
         return vector
 
@@ -343,9 +367,9 @@ class Channels:
         if self.num_stages == 1:
             return [value]
         parts = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
-        with self.watched():
+        with self.watched(None):
             dist.all_gather(parts, torch.tensor([value], dtype=torch.int64), group=self.control)
-        return [int(part) for part in parts]
+        return [int(parts[member]) for member in self._members]
 
     def settle(self) -> None:
         """Waits for the objects that are still under way."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_pipeshift.errors import BatchError
 from lightning_pipeshift.model.trees import leaves_of
 from lightning_pipeshift.runtime.channels import Channels
+from lightning_pipeshift.runtime.replicas import Replicas
 
 # The first batches of an epoch show a shuffle that differs; a later one, a stream that drifts
 # apart.
@@ -80,6 +81,36 @@ def require_same_lengths(lengths: Sequence[float], what: str, channels: Channels
                 f"The stages of a virtual machine see different {what} data: {each} {things}. All"
                 " stages must see the same batches in the same order. Look for a sampler or data"
                 " set whose length depends on the rank, the time, or the files of a host."
+            )
+
+
+def require_same_lengths_over_replicas(length: float, replicas: Replicas) -> None:
+    """Compares the number of training batches over the virtual machines. Every rank calls this.
+
+    Raises:
+        BatchError: they differ.
+    """
+    lengths = replicas.gather(length)
+    if len(set(lengths)) > 1:
+        each = ", ".join(f"virtual machine {vm} has {n}" for vm, n in enumerate(lengths))
+        raise BatchError(
+            f"The virtual machines have different numbers of training batches: {each}. All of them"
+            " have to take part in every step: let the data's length be the same on every rank."
+        )
+
+
+def require_data_for_all(lengths: Sequence[float], what: str, replicas: Replicas) -> None:
+    """Sees to it that every virtual machine has a batch of each dataloader. Every rank calls this.
+
+    Raises:
+        BatchError: one has none, while others have some.
+    """
+    for number, counts in enumerate(zip(*replicas.gather(list(lengths)), strict=True)):
+        if not all(counts) and any(counts):
+            raise BatchError(
+                f"The {what} data (dataloader {number}) are too few to be shared out:"
+                f" virtual machine {counts.index(0)} gets nothing of them. Use at least"
+                f" {replicas.count} samples, or fewer virtual machines."
             )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -32,9 +32,19 @@ class FailureBoard:
         store: the process group's key-value store.
         rank: this rank.
         world_size: how many ranks read the board.
+        run: counts the runs in these processes.
+        name_of: a rank's place in words.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, run: int) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        run: int,
+        name_of: Callable[[int], str] = "rank {}".format,
+    ) -> None:
+        self.name_of = name_of
         # On rank 0 the board itself, which ends with it, lives in this one.
         self._server = store
         # A clone, because the timeout of a store is that of everything that is built on it.
@@ -47,15 +57,11 @@ class FailureBoard:
     def publish(self, where: str, error: BaseException) -> bool:
         """Writes down a failure, unless another came first; returns whether it was the first."""
         text = "".join(traceback.format_exception(error))
-        entry = json.dumps(
-            {
-                "rank": self._rank,
-                "where": where,
-                "type": type(error).__name__,
-                "message": str(error),
-                "traceback": text[-6000:],
-            }
-        )
+        reason = f"{where} failed first: {type(error).__name__}: {error}\n\n{text[-6000:]}"
+        return self._write(reason)
+
+    def _write(self, reason: str) -> bool:
+        entry = json.dumps({"rank": self._rank, "reason": reason})
         try:
             written = self._store.compare_set(_KEY, "", entry).decode()
             if written != entry:
@@ -84,8 +90,8 @@ class FailureBoard:
                 return
             time.sleep(0.02)
 
-    def read(self) -> dict[str, Any] | None:
-        """The first failure, if it was another rank's."""
+    def read(self) -> str | None:
+        """The first failure's reason, if it was another rank's."""
         try:
             deadline = time.monotonic() + _PATIENCE_SECONDS
             while not self._store.check([_KEY]):
@@ -95,12 +101,23 @@ class FailureBoard:
             entry: dict[str, Any] = json.loads(self._store.get(_KEY))
             self._sign()
         except Exception:
-            return None
-        return None if entry["rank"] == self._rank else entry
+            # Rank 0 keeps the board, and lets nobody down who still reads it.
+            return self._ended_without_a_word(0)
+        return None if entry["rank"] == self._rank else str(entry["reason"])
+
+    def _ended_without_a_word(self, rank: int | None) -> str:
+        name = "Another rank" if rank is None else _capitalised(self.name_of(rank))
+        return (
+            f"{name} ended without a word (killed, out of memory, or its host is gone): its"
+            " connection closed. Look at the end of that rank's own output."
+        )
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self, peer: int | None = None) -> Iterator[None]:
         """Context for communication alone, in which a broken connection is replaced by its reason.
+
+        Args:
+            peer: the rank at the other end; ``None`` where there are several.
 
         Raises:
             StageFailedError: another rank failed, or ended without a word.
@@ -108,13 +125,14 @@ class FailureBoard:
         try:
             yield
         except RuntimeError as error:
-            entry = self.read()
-            if entry is None:
-                raise StageFailedError(
-                    "Another rank ended without a word (killed, out of memory, or its host is"
-                    " gone): its connection closed. Look at the end of that rank's own output."
-                ) from error
-            raise StageFailedError(
-                f"{entry['where']} failed first: {entry['type']}:"
-                f" {entry['message']}\n\n{entry['traceback']}"
-            ) from None
+            reason = self.read()
+            if reason is not None:
+                raise StageFailedError(reason) from None
+            reason = self._ended_without_a_word(peer)
+            # For those who wait for this rank, and cannot know for whom it has waited.
+            self._write(reason)
+            raise StageFailedError(reason) from error
+
+
+def _capitalised(text: str) -> str:
+    return text[:1].upper() + text[1:]

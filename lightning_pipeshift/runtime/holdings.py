@@ -5,7 +5,7 @@ gradients.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,6 +62,7 @@ class Holdings:
         self.shared = SharedParameters([use for use in self.held if use.is_shared])
         self._fresh: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
+        self._replaces = False
 
     def holders_of(self, parameter: Tensor) -> list[int]:
         """The stages that hold a parameter, lowest first; one added later is held by all."""
@@ -169,7 +170,9 @@ class Holdings:
                 self._aside.append((use.parameter, use.parameter.grad))
             use.parameter.grad = None
 
-    def collect_gradients(self, correction: float) -> None:
+    def collect_gradients(
+        self, correction: float, sum_over_replicas: Callable[[], None] | None, joins: bool
+    ) -> None:
         """Takes the step's gradients, and puts those back that were there before.
 
         Shared parameters get the sum over all stages. Every stage calls this.
@@ -177,8 +180,19 @@ class Holdings:
         Args:
             correction: what to multiply with; 0 where the whole step counts nothing, so that no
                 gradient remains.
+            sum_over_replicas: sums what is there over the virtual machines, that of a shared
+                parameter on its last holder.
+            joins: whether the sum over the virtual machines is that of all steps since the last
+                optimizer step, which each of them has added up for itself.
         """
         self._sum_shared()
+        self._replaces = joins
+        if joins:
+            self._join(correction)
+            correction = 1.0
+        if sum_over_replicas is not None:
+            sum_over_replicas()
+        self._pass_shared_around()
         self._fresh = {}
         for use in self.held:
             gradient, use.parameter.grad = use.parameter.grad, None
@@ -189,10 +203,22 @@ class Holdings:
             parameter.grad = gradient
         self._aside = []
 
+    @torch.no_grad()
+    def _join(self, correction: float) -> None:
+        earlier = {id(parameter): gradient for parameter, gradient in self._aside}
+        for use in self.held:
+            fresh, before = use.parameter.grad, earlier.get(id(use.parameter))
+            fresh = fresh * correction if fresh is not None and correction else None
+            if use.is_shared and self.holders_of(use.parameter)[-1] != self._stage:
+                continue
+            if before is not None:
+                fresh = before.clone() if fresh is None else fresh + before
+            use.parameter.grad = fresh
+
     def hand_gradients_over(self) -> None:
         """Adds the step's gradients to the parameters' own."""
         for parameter, gradient in self._fresh.values():
-            if parameter.grad is None:
+            if parameter.grad is None or self._replaces:
                 parameter.grad = gradient
             else:
                 parameter.grad += gradient
@@ -230,8 +256,8 @@ class Holdings:
                 parameter.grad = None
 
     def _sum_shared(self) -> None:
-        """Adds up the segments' gradients in their order, from stage to stage; the last holder
-        sends the sum around.
+        """Adds up the segments' gradients in their order, from stage to stage; the last holder has
+        the sum.
 
         A running sum in one fixed order has the same bits however the segments are spread over
         stages.
@@ -245,12 +271,21 @@ class Holdings:
             total = self.shared.total(use, start)
             if place + 1 < len(holders):
                 self._send_optional(total, holders[place + 1])
-                total = self._receive_optional(use, holders[-1])
             else:
-                for to in holders[:-1]:
-                    self._send_optional(total, to)
-            use.parameter.grad = None if total is None else total.clone()
+                use.parameter.grad = None if total is None else total.clone()
         self.shared.sums.clear()
+
+    def _pass_shared_around(self) -> None:
+        """Gives every holder of a shared parameter the last one's gradient."""
+        for use in self.shared.uses:
+            if not use.parameter.requires_grad:
+                continue
+            *others, last = self.holders_of(use.parameter)
+            if self._stage == last:
+                for to in others:
+                    self._send_optional(use.parameter.grad, to)
+            else:
+                use.parameter.grad = self._receive_optional(use, last)
 
     def _send_optional(self, tensor: Tensor | None, to: int) -> None:
         self._channels.send_object(tensor is not None, to)
@@ -303,10 +338,11 @@ class Holdings:
 
     # --- checkpoints ---
 
-    def gather_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Puts the state of the whole model together, on stage 0. Every stage calls this.
+    def gather_state(self, state_dict: dict[str, Any], home: int) -> dict[str, Any]:
+        """Puts the state of the whole model together, on one stage. Every stage calls this.
 
         Args:
+            home: the stage.
             state_dict: the LightningModule's own, with the parameters themselves in it
                 (``keep_vars=True``). The stages may have different names in it: a layer may make
                 a buffer when it first runs.
@@ -320,18 +356,19 @@ class Holdings:
 
         def source_of(name: str, value: Any) -> int:
             if id(value) in self._holders:
-                return self._holders[id(value)][0]
-            return next((s for prefix, s in prefixes.items() if name.startswith(prefix)), 0)
+                return self._source_of(value, home)
+            return next((s for prefix, s in prefixes.items() if name.startswith(prefix)), home)
 
         there = {}
         for name, value in state_dict.items():
             if source_of(name, value) == self._stage:
                 there[name] = value.detach() if isinstance(value, Tensor) else value
-        if self._stage:
-            self._channels.send_values(there, 0)
+        if self._stage != home:
+            self._channels.send_values(there, home)
             return state_dict
-        for source in range(1, self._channels.num_stages):
-            there.update(self._channels.receive_values(source))
+        for source in range(self._channels.num_stages):
+            if source != home:
+                there.update(self._channels.receive_values(source))
         # In the model's order; what a layer made later comes last, what it gave up is gone.
         for name in list(state_dict):
             if name in there:
@@ -341,20 +378,24 @@ class Holdings:
         state_dict.update(there)
         return state_dict
 
-    def gather_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """``optimizer.state_dict()`` with the state of all parameters, on stage 0. Every stage
-        calls this.
+    def _source_of(self, parameter: Tensor, home: int) -> int:
+        holders = self.holders_of(parameter)
+        return home if home in holders else holders[0]
+
+    def gather_optimizer_state(self, optimizer: Optimizer, home: int) -> dict[str, Any]:
+        """``optimizer.state_dict()`` with the state of all parameters, on the stage ``home``. Every
+        stage calls this.
         """
         state_dict: dict[str, Any] = optimizer.state_dict()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         state: dict[int, Any] = {}
         for index, parameter in enumerate(parameters):
-            source = self.holders_of(parameter)[0]
+            source = self._source_of(parameter, home)
             entry = state_dict["state"].get(index)
-            if source and self._stage == source:
-                self._channels.send_object(_on_cpu(entry), 0)
+            if source != home and self._stage == source:
+                self._channels.send_object(_on_cpu(entry), home)
                 self._channels.settle()
-            elif source and self._stage == 0:
+            elif source != home and self._stage == home:
                 entry = self._channels.receive_object(source)
             if entry is not None:
                 state[index] = entry

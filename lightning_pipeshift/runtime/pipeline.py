@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipeshift.errors import LayerError, PipeShiftError, PlanError
+from lightning_pipeshift.errors import BatchError, LayerError, PipeShiftError, PlanError
 from lightning_pipeshift.model.gate import Gate, Switch, install, remove
 from lightning_pipeshift.model.layers import find_layers
 from lightning_pipeshift.model.logs import LoggedValue, LogRecorder, merge_logs
 from lightning_pipeshift.model.measure import Stopwatch
 from lightning_pipeshift.model.metrics import BatchMetrics
 from lightning_pipeshift.model.microbatch import batch_size_of, merge, split, weighted_mean
-from lightning_pipeshift.model.parameters import Segment, parameter_uses
+from lightning_pipeshift.model.parameters import ParameterUse, Segment, parameter_uses
 from lightning_pipeshift.model.signature import module_signature
 from lightning_pipeshift.model.state import TailState
 from lightning_pipeshift.model.streams import Streams
@@ -26,9 +28,10 @@ from lightning_pipeshift.model.trees import map_leaves
 from lightning_pipeshift.plan.action import Row, Schedule
 from lightning_pipeshift.plan.check import check
 from lightning_pipeshift.plan.lowering import with_communication
-from lightning_pipeshift.plan.placement import Ownership
+from lightning_pipeshift.plan.placement import Ownership, Placement
 from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.plan.schedule import forward_only, schedule_named
+from lightning_pipeshift.runtime.aggregation import Aggregation, AllReduce
 from lightning_pipeshift.runtime.channels import Channels, Sent
 from lightning_pipeshift.runtime.checksum import (
     is_checked,
@@ -37,8 +40,17 @@ from lightning_pipeshift.runtime.checksum import (
 )
 from lightning_pipeshift.runtime.following import Follower, Key
 from lightning_pipeshift.runtime.holdings import Holdings
+from lightning_pipeshift.runtime.matching import gradient_groups, match_replicas
 from lightning_pipeshift.runtime.planning import Settings, check_order, make_plan
-from lightning_pipeshift.runtime.step_run import Microbatch, Outcome, StepRun, UserStep
+from lightning_pipeshift.runtime.replicas import Replicas
+from lightning_pipeshift.runtime.rings import Rings
+from lightning_pipeshift.runtime.step_run import (
+    Denominators,
+    Microbatch,
+    Outcome,
+    StepRun,
+    UserStep,
+)
 
 # How many batches a stage may run ahead of the next in an evaluation.
 _AHEAD = 4
@@ -54,7 +66,9 @@ class Report:
         changes: what it changed on the LightningModule.
         is_last_batch: whether the epoch ends with this step.
         loss: the batch's loss, ``None`` where no microbatch gave one.
-        correction: see :meth:`StepRun.correction`.
+        counted: what the losses count together: see :meth:`StepRun.counted`.
+        divided: what they have been divided by.
+        size: how many samples the batch had.
     """
 
     result: Any
@@ -62,7 +76,62 @@ class Report:
     changes: dict[tuple[str, str], Any]
     is_last_batch: bool = False
     loss: Tensor | None = None
-    correction: float = 1.0
+    counted: float = 0.0
+    divided: float = 1.0
+    size: int = 0
+
+    @property
+    def correction(self) -> float:
+        """What the gradients still have to be multiplied with; 0 where the step counts nothing."""
+        return self.divided / self.counted if self.counted else 0.0
+
+
+class Accumulation(NamedTuple):
+    """A step's place among those between two optimizer steps.
+
+    Args:
+        has_begun: whether earlier steps' gradients are to be added to.
+        goes_on: whether the optimizer does not step after this one.
+    """
+
+    has_begun: bool
+    goes_on: bool
+
+
+def merge_reports(reports: list[Report], vm: int) -> Report:
+    """A virtual machine's report, with the loss and the logs of all of them.
+
+    Args:
+        reports: one for each virtual machine.
+        vm: whose result and changes count.
+    """
+    mine = reports[vm]
+    if len(reports) == 1:
+        return mine
+    ends = {report.is_last_batch for report in reports}
+    if len(ends) > 1:
+        raise BatchError(
+            "The virtual machines see different numbers of batches: for virtual machine"
+            f" {[report.is_last_batch for report in reports].index(True)} the epoch ends, and for"
+            " others it goes on. Give all of them the same number of batches."
+        )
+    sizes, counted = [r.size for r in reports], [r.counted for r in reports]
+    losses = [(r.loss, r.counted) for r in reports if r.loss is not None]
+    loss = None
+    if losses:
+        loss = weighted_mean([x for x, _ in losses], [w for _, w in losses])
+    return replace(
+        mine,
+        logs=merge_logs([report.logs for report in reports], sizes, counted),
+        loss=loss,
+        counted=sum(counted),
+        # Whoever had a loss knows by which of the denominators it was divided.
+        divided=next((r.divided for r in reports if r.counted), mine.divided),
+    )
+
+
+def _power_of_two(number: float) -> float:
+    return 2.0 ** round(math.log2(number)) if number > 0 else 1.0
 
 
 @lru_cache(maxsize=512)
@@ -79,7 +148,8 @@ class Pipeline:
     Args:
         root: the LightningModule, whole.
         channels: this stage's connections.
-        virtual_machine: the index of this rank's virtual machine.
+        replicas: the virtual machines.
+        rings: this rank's part in their rings, where there are several.
         settings: what the user asked for.
         ignored: names of attributes that belong to the framework.
     """
@@ -88,13 +158,19 @@ class Pipeline:
         self,
         root: nn.Module,
         channels: Channels,
-        virtual_machine: int,
+        replicas: Replicas,
+        rings: Rings | None,
         settings: Settings,
         ignored: frozenset[str],
     ) -> None:
         self.root = root
         self.channels = channels
-        self.vm = virtual_machine
+        self.replicas = replicas
+        self.vm = replicas.vm
+        self._rings = rings
+        self._aggregation: Aggregation | None = None
+        self._denominators: Denominators | None = None
+        self._has_agreed = False
         self.settings = settings
         self.streams = Streams(channels.device)
         self._switch = Switch()
@@ -103,7 +179,7 @@ class Pipeline:
             Gate(name, layer, index, self._switch)
             for index, (name, layer) in enumerate(layers.items())
         ]
-        settings.check(gates, channels.num_stages)
+        settings.check(gates, replicas.topology.stages_per_vm)
         install(gates)
         self._follower = Follower(root, gates, self._switch, self.streams, channels.device)
         self._recorder = LogRecorder(root)
@@ -149,6 +225,7 @@ class Pipeline:
         batch: Any,
         optimizers: Iterable[Optimizer],
         final: bool,
+        trains: bool = False,
     ) -> None:
         """Makes the plan on the first batch, and takes this stage's place in it.
 
@@ -165,9 +242,10 @@ class Pipeline:
             stopwatch = Stopwatch(channels.device, self.streams)
         trace = follower.follow(key, step, batch, stopwatch)
         measured = stopwatch.seconds if stopwatch is not None else {}
-        plan = make_plan(self.settings, follower.gates, trace.flow, measured, channels.num_stages)
+        stages_per_vm = self.replicas.topology.stages_per_vm
+        plan = make_plan(self.settings, follower.gates, trace.flow, measured, stages_per_vm)
         # Every stage measured for itself; one of them decides.
-        plan = Plan.from_json(channels.share_object(plan.to_json(), source=0))
+        plan = Plan.from_json(self.replicas.world.share_object(plan.to_json(), source=0))
         plan.require_layers([gate.name for gate in follower.gates])
         placement = plan.placement
         check_order(trace.flow, placement, self.vm, follower.gates)
@@ -182,9 +260,44 @@ class Pipeline:
         self._touched = touched
         self.holdings = Holdings(self.root, uses, layers, stage_of, channels)
         self.holdings.match_shared()
+        self.match_replicas(parameters_too=True)
         self.holdings.settle(optimizers, final)
+        if trains and self.replicas.count > 1:
+            self._aggregation = self._make_aggregation(uses, placement)
         self._is_final = final
         follower.model_is_whole = not final or channels.num_stages == 1
+
+    def match_replicas(self, parameters_too: bool) -> None:
+        """Gives all virtual machines what the first one holds: what layers keep besides parameters
+        (running statistics), and the parameters as well. Every rank calls this.
+        """
+        if self.replicas.count == 1 or self.holdings is None:
+            return
+        match_replicas(
+            self.replicas,
+            self.plan.placement,
+            [gate.layer for gate in self._follower.gates],
+            self.holdings.uses if parameters_too else [],
+        )
+
+    def _make_aggregation(self, uses: list[ParameterUse], placement: Placement) -> Aggregation:
+        assert self._rings is not None
+        groups = gradient_groups(uses, placement, self.replicas.topology)
+        mine = [group for group in groups if self.replicas.rank in group.members]
+        owners = list(dict.fromkeys(tuple(group.members) for group in groups))
+        kind = self.settings.aggregation(self.channels.backend, len(owners), placement)
+        if kind == "ring":
+            return Aggregation(mine, self._rings.start, torch.device("cpu"), in_order=False)
+        all_reduce = AllReduce(owners, self.channels.backend, self.channels.watched)
+        device = torch.device("cpu") if self.channels.backend == "gloo" else self.channels.device
+        return Aggregation(mine, all_reduce.start, device, in_order=True)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """How long the last step has waited for gradients of other virtual machines, in seconds,
+        with nothing left to compute.
+        """
+        return self._aggregation.exposed_seconds if self._aggregation is not None else 0.0
 
     def _trace(self, key: Key, step: UserStep, batch: Any, state: Hashable) -> Trace:
         trace, is_new = self._follower.trace(key, step, batch, state)
@@ -219,6 +332,7 @@ class Pipeline:
         wants_result: bool,
         keeps_gradients: bool,
         is_last_batch: bool,
+        accumulation: Accumulation,
     ) -> Report:
         """Runs a whole training step, forwards and backwards, and sets its gradients aside.
 
@@ -232,14 +346,16 @@ class Pipeline:
             wants_result: whether anybody needs more of the step's result than the loss.
             keeps_gradients: whether the gradients from before the step are still needed.
             is_last_batch: whether this stage's data ends with the batch.
+            accumulation: what is to become of the gradients of this step and of earlier ones.
         """
         # What was told in the last step has been heard by now: this waits for nobody in particular.
         self.channels.settle()
         if is_checked(batch_idx):
             require_same_batch(batch, batch_idx, self.channels)
-        slices = split(batch, self.settings.num_microbatches(self.channels.num_stages))
+        stages_per_vm = self.replicas.topology.stages_per_vm
+        slices = split(batch, self.settings.num_microbatches(stages_per_vm))
         keys = [self._key("train", step_number, number) for number in range(len(slices))]
-        self._settle(keys[0], step, slices[0][0], optimizers, final=True)
+        self._settle(keys[0], step, slices[0][0], optimizers, final=True, trains=True)
         assert self.holdings is not None
         total = sum(size for _, size in slices)
         state = module_signature(self.root)
@@ -250,7 +366,15 @@ class Pipeline:
         row = self._row(self.plan.schedule, len(slices))
         self._tail.remember()
         self.holdings.set_gradients_aside(keeps_gradients)
-        run = self._run_of(step, microbatches, loss_scale)
+        sums = self._aggregation if not accumulation.goes_on else None
+        run = self._run_of(
+            step,
+            microbatches,
+            loss_scale,
+            self._agreed_denominators(total),
+            self._agree if self.replicas.count > 1 and not self._has_agreed else None,
+            sums.arm if sums is not None and not accumulation.has_begun else None,
+        )
         last = self.channels.num_stages - 1
         posted = None if self.is_last else self.channels.post_object(last)
         if self.is_last and len(microbatches) > 1:
@@ -259,10 +383,20 @@ class Pipeline:
         mine = None
         if self.is_last:
             mine = self._training_report(run, microbatches, wants_result, is_last_batch)
+            mine = merge_reports(self.replicas.exchange(mine), self.vm)
+        self._has_agreed = True
         report: Report = self.channels.share_object(mine, last, posted)
         run.settle()
         require_same_end(is_last_batch, report.is_last_batch, batch_idx)
-        self.holdings.collect_gradients(report.correction)
+        self.holdings.collect_gradients(
+            report.correction,
+            sums.finish if sums is not None else None,
+            joins=sums is not None and accumulation.has_begun,
+        )
+        if sums is not None:
+            # A sum that is complete here may still be under way elsewhere. Nobody steps before all
+            # have all they need to.
+            self.replicas.world.sum(torch.zeros(1))
         self._num_microbatches_done += len(microbatches)
         if not self.is_last:
             self._tail.apply(report.changes, self.channels.device)
@@ -295,8 +429,26 @@ class Pipeline:
             self._tail.changes(),
             is_last_batch,
             loss,
-            run.correction(),
+            *run.counted(),
+            size=sum(sizes),
         )
+
+    def _agreed_denominators(self, total: int) -> Denominators | None:
+        if self.replicas.count > 1 and self._denominators is None:
+            everything = sum(self.replicas.gather(total))
+            self._denominators = Denominators(*[_power_of_two(everything)] * 2)
+        return self._denominators
+
+    def _agree(self, outcome: Outcome) -> Denominators:
+        """On the last stage, once in a run: looks at what a microbatch weighs elsewhere."""
+        assert self._denominators is not None
+        weights = [w for w in self.replicas.exchange(outcome.weight) if w]
+        if weights:
+            mean = sum(weights) / len(weights)
+            num_microbatches = self.plan.microbatches * self.replicas.count
+            weight = _power_of_two(mean * num_microbatches)
+            self._denominators = self._denominators._replace(weights=weight)
+        return self._denominators
 
     def _key(self, purpose: str, step_number: int, microbatch: int) -> Key:
         return (self.settings.seed, purpose, step_number, microbatch, self.vm)
@@ -313,7 +465,13 @@ class Pipeline:
         return _lowered(schedule, self.channels.num_stages, num_microbatches)[self.channels.stage]
 
     def _run_of(
-        self, step: UserStep, microbatches: Sequence[Microbatch], loss_scale: float = 1.0
+        self,
+        step: UserStep,
+        microbatches: Sequence[Microbatch],
+        loss_scale: float = 1.0,
+        denominators: Denominators | None = None,
+        on_first_outcome: Callable[[Outcome], Denominators] | None = None,
+        before_last_backward: Callable[[], None] | None = None,
     ) -> StepRun:
         assert self.holdings is not None
         return StepRun(
@@ -326,6 +484,9 @@ class Pipeline:
             self.holdings.shared,
             self._recorder,
             loss_scale,
+            denominators,
+            on_first_outcome,
+            before_last_backward,
         )
 
     @property
@@ -401,6 +562,8 @@ class Pipeline:
 
     def release_gates(self) -> None:
         """Gives the layers their own ``forward`` back."""
+        if self._aggregation is not None:
+            self._aggregation.close()
         remove(self._follower.gates)
         self._switch.current = None
 
@@ -422,4 +585,4 @@ def _on_cpu(tree: Any) -> Any:
 
 
 def _logs_on_cpu(logs: list[LoggedValue]) -> list[LoggedValue]:
-    return [LoggedValue(entry.name, _on_cpu(entry.value), entry.options) for entry in logs]
+    return [replace(entry, value=_on_cpu(entry.value)) for entry in logs]

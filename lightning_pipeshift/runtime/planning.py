@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from lightning_pipeshift.plan.flow import Flow
 from lightning_pipeshift.plan.partition import PartitionSpec, resolve
 from lightning_pipeshift.plan.placement import Placement
 from lightning_pipeshift.plan.plan import LayerRecord, Plan
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class Settings:
         partition: see :func:`lightning_pipeshift.plan.partition.resolve`.
         plan: a plan to use instead of all that.
         seed: what all random streams depend on.
+        gradient_aggregation: ``"ring"``, ``"allreduce"`` or ``"auto"``.
     """
 
     microbatches: int | str
@@ -30,29 +34,50 @@ class Settings:
     partition: PartitionSpec
     plan: Plan | None
     seed: int
+    gradient_aggregation: str = "auto"
 
-    def num_microbatches(self, num_stages: int) -> int:
-        """Into how many slices a training batch is cut."""
+    def num_microbatches(self, stages_per_vm: Sequence[int]) -> int:
+        """Into how many slices a virtual machine's training batch is cut."""
         if self.plan is not None:
             return self.plan.microbatches
         if isinstance(self.microbatches, int):
             return self.microbatches
         # Enough that filling and draining costs a fifth at most, with slices that are still worth
         # computing.
-        return 4 * num_stages if num_stages > 1 else 1
+        return 4 * max(stages_per_vm) if max(stages_per_vm) > 1 else 1
 
-    def check(self, gates: Sequence[Gate], num_stages: int) -> None:
+    def check(self, gates: Sequence[Gate], stages_per_vm: tuple[int, ...]) -> None:
         """Raises PartitionError or PlanError where the model's layers and the stages do not fit."""
         if self.plan is not None:
             self.plan.require_layers([gate.name for gate in gates])
-            planned = self.plan.placement.num_stages(0)
-            if planned != num_stages:
+            planned = tuple(map(len, self.plan.placement.counts))
+            if planned != stages_per_vm:
                 raise PlanError(
-                    f"The plan is for {planned} stages, and this run has {num_stages}. Use"
-                    f" `Trainer(devices={planned})`, or make a plan for {num_stages} stages."
+                    f"The plan is for {_stages(planned)}, and this run has"
+                    f" {_stages(stages_per_vm)}. Use `Trainer(devices={sum(planned)})`, or make a"
+                    " plan for the stages there are."
                 )
         else:
-            resolve(self.partition, num_layers=len(gates), stages_per_vm=(num_stages,))
+            resolve(self.partition, num_layers=len(gates), stages_per_vm=stages_per_vm)
+
+    def aggregation(self, backend: str, num_owner_sets: int, placement: Placement) -> str:
+        """``"ring"`` or ``"allreduce"``: how gradients are summed over virtual machines.
+
+        Args:
+            backend: that of the devices.
+            num_owner_sets: how many different sets of owners the layers have.
+            placement: who owns what.
+        """
+        if self.gradient_aggregation != "auto":
+            return self.gradient_aggregation
+        # NCCL's own collectives are rings already, inside of the GPU; gloo's wait for each other in
+        # one order.
+        kind = "ring" if backend == "gloo" else "allreduce"
+        why = f"the backend is {backend}"
+        if num_owner_sets != placement.num_stages(0):
+            why += f", and layers have {num_owner_sets} different sets of owners"
+        log.info("PipeShift: gradient_aggregation is %r, as %s.", kind, why)
+        return kind
 
 
 def make_plan(
@@ -60,7 +85,7 @@ def make_plan(
     gates: Sequence[Gate],
     flow: Flow,
     seconds: dict[int, float],
-    num_stages: int,
+    stages_per_vm: tuple[int, ...],
 ) -> Plan:
     """The plan for a model.
 
@@ -69,7 +94,7 @@ def make_plan(
         gates: the layers' gates, in call order.
         flow: of one microbatch.
         seconds: the measured forward time of each layer that could be measured.
-        num_stages: how many stages there are.
+        stages_per_vm: how many stages each virtual machine has.
     """
     if settings.plan is not None:
         return settings.plan
@@ -86,13 +111,19 @@ def make_plan(
         placement=resolve(
             settings.partition,
             num_layers=len(gates),
-            stages_per_vm=(num_stages,),
+            stages_per_vm=stages_per_vm,
             seconds=estimated if any(estimated) else None,
             payload_bytes=payload_bytes,
         ),
         schedule=settings.schedule,
-        microbatches=settings.num_microbatches(num_stages),
+        microbatches=settings.num_microbatches(stages_per_vm),
     )
+
+
+def _stages(stages_per_vm: Sequence[int]) -> str:
+    if len(stages_per_vm) == 1:
+        return f"{stages_per_vm[0]} stages"
+    return f"virtual machines of {', '.join(map(str, stages_per_vm))} stages"
 
 
 def check_order(flow: Flow, placement: Placement, vm: int, gates: Sequence[Gate]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,19 @@ class Microbatch:
     key: tuple[int | str, ...]
 
 
+class Denominators(NamedTuple):
+    """What the losses of all virtual machines are divided by: powers of two, so that the division
+    is exact, and which numbers they are makes no difference in the end.
+
+    Args:
+        sizes: where a microbatch counts by its samples.
+        weights: where it counts by the weight that ``training_step`` returns.
+    """
+
+    sizes: float
+    weights: float
+
+
 @dataclass
 class Outcome:
     """What the last stage got from one microbatch."""
@@ -67,6 +80,10 @@ class StepRun:
         shared: the shared parameters held here.
         recorder: stands in for ``LightningModule.log``.
         loss_scale: what every loss is multiplied with before its backward.
+        denominators: what losses are divided by before it is known what they count together;
+            ``None`` where this step's own numbers are to decide.
+        on_first_outcome: called on the last stage after its first forward.
+        before_last_backward: called in front of the stage's last backward.
     """
 
     def __init__(
@@ -80,6 +97,9 @@ class StepRun:
         shared: SharedParameters,
         recorder: LogRecorder,
         loss_scale: float = 1.0,
+        denominators: Denominators | None = None,
+        on_first_outcome: Callable[[Outcome], Denominators] | None = None,
+        before_last_backward: Callable[[], None] | None = None,
     ) -> None:
         self.outcomes: list[Outcome] = []
         self._root = root
@@ -97,8 +117,11 @@ class StepRun:
         self._gradients: dict[int, list[Receipt]] = {}
         self._outgoing: dict[int, dict[Value, Tensor]] = {}
         self._sent: dict[tuple[Kind, int], Sent] = {}
-        # The denominator that user-given weights are divided by before it is known: see
-        # `correction`.
+        self._denominators = denominators
+        self._on_first_outcome = on_first_outcome
+        self._before_last_backward = before_last_backward
+        self._num_backwards = 0
+        # The denominator that user-given weights are divided by before it is known: see `counted`.
         self._expected_weight: float | None = None
 
     def run(self, row: Row) -> None:
@@ -152,6 +175,8 @@ class StepRun:
         if self._is_last:
             self.outcomes.append(self._outcome(current.result, logs))
             current.result = None
+            if self._on_first_outcome is not None and len(self.outcomes) == 1:
+                self._denominators = self._on_first_outcome(self.outcomes[0])
 
     def _outcome(self, result: Any, logs: list[LoggedValue]) -> Outcome:
         if not torch.is_grad_enabled():
@@ -226,6 +251,9 @@ class StepRun:
                 if current.sent[value].edge is not None:
                     roots.append(current.sent[value].edge)
                     gradients.append(gradient)
+        self._num_backwards += 1
+        if self._num_backwards == len(self._microbatches) and self._before_last_backward:
+            self._before_last_backward()
         if roots:
             self._switch.current = current
             try:
@@ -251,6 +279,10 @@ class StepRun:
             self._outgoing[number][value] = back
 
     def _scale(self, outcome: Outcome, microbatch: Microbatch) -> float:
+        if self._denominators is not None:
+            if outcome.weight is None:
+                return microbatch.size / self._denominators.sizes * self._loss_scale
+            return outcome.weight / self._denominators.weights * self._loss_scale
         if outcome.weight is None:
             return microbatch.share * self._loss_scale
         if not outcome.weight:
@@ -283,8 +315,8 @@ class StepRun:
             for outcome, microbatch in zip(self.outcomes, self._microbatches, strict=True)
         ]
 
-    def correction(self) -> float:
-        """What the gradients still have to be multiplied with.
+    def counted(self) -> tuple[float, float]:
+        """What the losses count together, and what they have been divided by.
 
         The weights that ``training_step`` returns are known only as the microbatches come, and the
         first backward runs before the last forward. So each loss is divided by what the weights'
@@ -292,12 +324,14 @@ class StepRun:
         up for here; so is a microbatch without a loss.
         """
         counted = sum(self.weights())
-        if not counted:
-            return 0.0
+        if self._denominators is not None:
+            weighted = any(outcome.weight is not None for outcome in self.outcomes)
+            divided = self._denominators.weights if weighted else self._denominators.sizes
+            return counted, divided
         expected = self._expected_weight
         if expected is None:
             expected = float(sum(microbatch.size for microbatch in self._microbatches))
-        return expected / counted
+        return counted, expected
 
 
 # Outside of the instance: a table of its own methods would keep it, and with it the step's batches

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from lightning_pipeshift.runtime.channels import Channels
+from lightning_pipeshift.runtime.channels import Channels, make_groups
 from lightning_pipeshift.runtime.failure import FailureBoard
 
 
@@ -15,5 +15,7 @@ def connect() -> tuple[Channels, FailureBoard]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     board = FailureBoard(store, rank, world_size, 0)
-    channels = Channels(range(world_size), rank, torch.device("cpu"), "gloo", board.watched)
+    ranks = range(world_size)
+    groups = make_groups(ranks, "gloo")
+    channels = Channels(ranks, rank, torch.device("cpu"), "gloo", board.watched, groups)
     return channels, board

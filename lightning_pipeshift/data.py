@@ -1,0 +1,464 @@
+"""A user's dataloader, shared out over virtual machines.
+
+Lightning's way, a ``DistributedSampler`` injected into a loader that is built anew, gives every
+replica as many samples as the others, in another order than one device would see them. Virtual
+machines are unlike, and the promise is that a run computes what one device would have computed. So
+every virtual machine runs the user's own sampler and takes its slice of each *global batch*: the
+batch that one device would have drawn with the batch size of all virtual machines together. Put
+one after the other, the slices are that batch.
+
+All virtual machines therefore have to draw the same order from the global random generators, while
+the augmentations of a data set draw from the same generators as often as they please:
+:class:`SharedStream` keeps the two apart.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    IterDataPipe,
+    Sampler,
+    get_worker_info,
+)
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from lightning_pipeshift.errors import ConfigurationError
+from lightning_pipeshift.model.streams import global_state, set_global_state, stream_seed
+from lightning_pipeshift.plan.shares import shared_out
+
+T = TypeVar("T")
+
+_MASK_32 = (1 << 32) - 1
+
+
+def for_virtual_machine(
+    loader: object,
+    vm: int,
+    shares: Sequence[float],
+    pads: bool,
+    stream: SharedStream | None = None,
+) -> object:
+    """A loader of one virtual machine's part of the data. The user's own loader stays as it was.
+
+    Every virtual machine draws the order of all samples, and takes its share of each global batch.
+    Where batches come ready-made (a custom batch sampler, ``batch_size=None``, a loader that is not
+    a ``DataLoader``), as many of them as there are virtual machines are a global batch. A loader
+    whose sampler says that it serves several replicas is the user's own way of sharing, and is
+    returned unchanged.
+
+    Args:
+        loader: the user's, or one that this function returned: it is shared out from the start.
+        vm: index of the virtual machine.
+        shares: one positive number for each virtual machine.
+        pads: whether every virtual machine gets the same number of batches, as training needs: a
+            global batch of fewer samples than virtual machines is filled up with the first samples
+            of the epoch. Otherwise no sample is seen twice, and a virtual machine may get one batch
+            fewer.
+        stream: keeps the order of the samples apart from all else that is random; ``None`` leaves
+            the global random state alone.
+
+    Raises:
+        ConfigurationError: unequal shares of batches that come ready-made, or a loader whose order
+            was settled before it got here.
+    """
+    loader = getattr(loader, "__dict__", {}).get("_before_sharing", loader)
+    if len(shares) == 1:
+        return loader
+    stream = stream or _NoSwitching(vm)
+    if not isinstance(loader, DataLoader):
+        _require_equal(shares, f"a {type(loader).__name__}")
+        return _turns(loader, Part(vm, tuple(shares), len(shares), pads), stream)
+    if _is_shared_out_by_user(loader):
+        return loader
+    _check_not_begun(loader)
+    changes = _of_stream if isinstance(loader.dataset, IterableDataset) else _of_map
+    mine = copy.copy(loader)
+    # Past DataLoader.__setattr__, which forbids most of these: a user's subclass need not be one
+    # that can be built anew from its attributes.
+    vars(mine).update(
+        changes(loader, vm, tuple(shares), pads, stream),
+        _before_sharing=loader,
+        _iterator=None,
+        _IterableDataset_len_called=None,
+    )
+    return mine
+
+
+class SharedStream:
+    """Switches the global random state between a stream that is the same on all virtual machines,
+    and one of this virtual machine's own.
+
+    What is in force when it is made counts as shared, and has to be the same everywhere. The
+    samplers of :func:`for_virtual_machine` switch to the shared stream while they draw, and when an
+    iteration begins or has run dry; from a batch's indices on, all else draws from the own stream:
+    data sets, and the user's code around the steps. An epoch that is left before its loader ran dry
+    leaves the own stream in force.
+
+    Args:
+        vm: index of the virtual machine.
+    """
+
+    def __init__(self, vm: int) -> None:
+        self._vm = vm
+        self._is_own = False
+        self._resting: dict[str, Any] | None = None
+        """The state of the stream that is not in force; ``None`` before the own one has begun."""
+
+    def to_shared(self) -> None:
+        """From here on, draws come from the stream that all virtual machines share."""
+        if self._is_own:
+            self._switch()
+
+    def to_own(self) -> None:
+        """From here on, draws come from this virtual machine's own stream."""
+        if not self._is_own:
+            self._switch()
+
+    def _switch(self) -> None:
+        leaving = global_state()
+        if self._resting is None:
+            # A draw from a copy: what the shared stream draws next stays what it was.
+            generator = torch.Generator()
+            generator.set_state(leaving["torch"])
+            draw = torch.empty((), dtype=torch.int64).random_(generator=generator)
+            _seed_all(stream_seed("virtual machine", int(draw), self._vm))
+        else:
+            set_global_state(self._resting)
+        self._resting = leaving
+        self._is_own = not self._is_own
+
+
+class _NoSwitching(SharedStream):
+    """Where the random state is not ours to switch."""
+
+    def _switch(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one virtual machine takes of each global batch.
+
+    Args:
+        vm: index of the virtual machine.
+        shares: one positive number for each virtual machine.
+        size: how many items a global batch has; at least one for each virtual machine.
+        pads: see :func:`for_virtual_machine`.
+        drops_last: whether a partial global batch at the end is left out.
+    """
+
+    vm: int
+    shares: tuple[float, ...]
+    size: int
+    pads: bool
+    drops_last: bool = False
+
+    @property
+    def num_items(self) -> int:
+        """How many items of a whole global batch are this virtual machine's."""
+        return shared_out(self.size, self.shares)[self.vm]
+
+    def num_batches(self, num_items: int) -> int:
+        """How many batches this virtual machine gets out of ``num_items``."""
+        num_whole, rest = divmod(num_items, self.size)
+        return num_whole + self._takes_of(rest)
+
+    def batches(self, items: Iterable[T], num_items: int | None = None) -> Iterator[list[T]]:
+        """This virtual machine's batches.
+
+        Args:
+            items: all of them, in the order that all virtual machines have in common.
+            num_items: how many there are, where it is known.
+        """
+        order = iter(items)
+        first: list[T] = []
+        ahead: list[T] = []
+        while group := ahead or list(islice(order, self.size)):
+            ahead = []
+            first = first or group[: len(self.shares)]
+            batch = self._taken(group, first)
+            if not batch:
+                return
+            if num_items is not None:
+                num_items -= len(group)
+                is_rest_ahead = 0 < num_items < self.size and not self.drops_last
+                if is_rest_ahead and not self._takes_of(num_items):
+                    # Who knows the length does not ask for more than this batch. The other virtual
+                    # machines read on, and may draw random numbers at it: so must this one.
+                    ahead = list(islice(order, self.size))
+            yield batch
+
+    def _takes_of(self, rest: int) -> bool:
+        """Whether anything of a last, partial global batch is this virtual machine's."""
+        if rest == 0 or self.drops_last:
+            return False
+        return self.pads or shared_out(rest, self.shares)[self.vm] > 0
+
+    def _taken(self, group: list[T], first: list[T]) -> list[T]:
+        if len(group) < self.size:
+            if self.drops_last:
+                return []
+            if self.pads:
+                group = group + list(islice(cycle(first), max(0, len(self.shares) - len(group))))
+        counts = shared_out(len(group), self.shares)
+        start = sum(counts[: self.vm])
+        return group[start : start + counts[self.vm]]
+
+
+# --- the parts of a DataLoader that change ---
+
+
+def _of_map(
+    loader: DataLoader[Any], vm: int, shares: tuple[float, ...], pads: bool, stream: SharedStream
+) -> dict[str, Any]:
+    """What changes in a loader of a data set with indices."""
+    changes: dict[str, Any] = {}
+    if loader.num_workers > 0 and vm > 0:
+        changes["worker_init_fn"] = _OwnWorkerSeeds(vm, loader.worker_init_fn)
+    turn = Part(vm, shares, len(shares), pads)
+    batches: Any = loader.batch_sampler
+    if batches is None:
+        _require_equal(shares, "a DataLoader with batch_size=None")
+        return {**changes, "sampler": _turns(loader.sampler, turn, stream)}
+    # Lightning's, around the user's, for prediction: it has to stay the outermost.
+    is_recorded = isinstance(batches, _IndexBatchSamplerWrapper)
+    if is_recorded:
+        batches = batches._batch_sampler
+    mine: Any
+    if _is_standard(batches):
+        part = Part(vm, shares, len(shares) * batches.batch_size, pads, batches.drop_last)
+        mine = _BatchSamplerPart(batches.sampler, part, stream)
+        if loader.batch_size is not None:
+            changes["batch_size"] = part.num_items
+    else:
+        _require_equal(shares, f"the batch sampler {type(batches).__name__}")
+        mine = _turns(batches, turn, stream)
+    return {**changes, "batch_sampler": _IndexBatchSamplerWrapper(mine) if is_recorded else mine}
+
+
+def _of_stream(
+    loader: DataLoader[Any], vm: int, shares: tuple[float, ...], pads: bool, stream: SharedStream
+) -> dict[str, Any]:
+    """What changes in a loader of an iterable data set. Workers keep their seeds: each has to see
+    the same stream on all virtual machines.
+    """
+    if isinstance(loader.dataset, IterDataPipe) and loader.num_workers > 0:
+        raise ConfigurationError(
+            f"The data is an IterDataPipe with num_workers={loader.num_workers}, which its workers"
+            " share out by the rank of the process. Over several virtual machines, use"
+            " num_workers=0, or an IterableDataset that shares itself out over its workers."
+        )
+    is_batched = loader.batch_size is not None
+    if not is_batched:
+        _require_equal(shares, "a DataLoader with batch_size=None")
+    size = len(shares) * (loader.batch_size or 1)
+    part = Part(vm, shares, size, pads, drops_last=loader.drop_last)
+    is_sized = hasattr(loader.dataset, "__len__")
+    kind = _SizedIterableDatasetPart if is_sized else _IterableDatasetPart
+    # The data set makes the batches, as only it knows how large the last one is; for the loader
+    # they are ready-made, and go to `collate_fn` as they come.
+    return {
+        "dataset": kind(loader.dataset, part, is_batched, stream),
+        "sampler": _Endless(stream),
+        "batch_sampler": None,
+        "batch_size": part.num_items if is_batched else None,
+    }
+
+
+def _is_standard(batch_sampler: object) -> bool:
+    """Whether it only cuts what its sampler gives into pieces: torch's own, or torchdata's."""
+    library = type(batch_sampler).__module__.partition(".")[0]
+    return isinstance(batch_sampler, BatchSampler) and library in ("torch", "torchdata")
+
+
+def _is_shared_out_by_user(loader: DataLoader[Any]) -> bool:
+    """Whether the user shards: a ``DistributedSampler``, or one that has learned from it."""
+    batches = loader.batch_sampler
+    for sampler in (loader.sampler, batches, getattr(batches, "sampler", None)):
+        num_replicas = getattr(sampler, "num_replicas", 1)
+        if isinstance(num_replicas, int) and num_replicas > 1:
+            return True
+    return False
+
+
+def _check_not_begun(loader: DataLoader[Any]) -> None:
+    for name, value in vars(loader).items():
+        if isinstance(value, _BaseDataLoaderIter) and name != "_iterator":
+            raise ConfigurationError(
+                f"{type(loader).__name__} keeps an iterator that it made before training, as"
+                f" `{name}`: it would give every virtual machine all samples. Make the iterator in"
+                " `__iter__`, or use a DataLoader with persistent_workers=True instead."
+            )
+
+
+def _require_equal(shares: Sequence[float], found: str) -> None:
+    if len(set(shares)) > 1:
+        raise ConfigurationError(
+            f"batch_shares={list(shares)} with {found}: its batches come ready-made, and each goes"
+            " to one virtual machine whole, so only equal shares are possible. Leave `batch_shares`"
+            " out, or let the loader make the batches: DataLoader(dataset, batch_size=...)."
+        )
+
+
+# --- what stands in for the user's samplers, data sets and loaders ---
+
+
+class _BatchSamplerPart(BatchSampler):
+    """Slices of the global batches that a sampler's samples make up."""
+
+    def __init__(self, sampler: Any, part: Part, stream: SharedStream) -> None:
+        super().__init__(sampler, part.num_items, part.drops_last)
+        self._part = part
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # Now and not with the first batch: the loader's next act is to draw its workers' seed.
+        self._stream.to_shared()
+        # The sampler begins with the first batch, as in a BatchSampler: it draws after that seed.
+        batches = self._part.batches(self.sampler, _length(self.sampler))
+        return _drawn_on(self._stream, batches)
+
+    def __len__(self) -> int:
+        return self._part.num_batches(len(self.sampler))  # type: ignore[arg-type]
+
+
+class _StandIn:
+    """Answers for what it stands in front of: ``set_epoch``, ``state_dict``, a user's own."""
+
+    _source: Any
+    _part: Part
+    _stream: SharedStream
+
+    def __getattr__(self, name: str) -> Any:
+        # Python's own protocols are not passed on: the stand-in is copied and pickled itself.
+        if name.startswith("__") or "_source" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._source, name)
+
+
+class _Turns(_StandIn):
+    """Every m-th item: ready-made batches, or what stands for them."""
+
+    def __init__(self, source: Any, part: Part, stream: SharedStream) -> None:
+        self._source = self._before_sharing = source
+        self._part = part
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[Any]:
+        self._stream.to_shared()
+        batches = self._part.batches(iter(self._source), _length(self._source))
+        return _drawn_on(self._stream, (item for [item] in batches))
+
+
+class _SizedTurns(_Turns):
+    def __len__(self) -> int:
+        return self._part.num_batches(len(self._source))
+
+
+def _turns(source: Any, part: Part, stream: SharedStream) -> _Turns:
+    kind = _SizedTurns if hasattr(source, "__len__") else _Turns
+    return kind(source, part, stream)
+
+
+class _IterableDatasetPart(_StandIn, IterableDataset[Any]):
+    """A stream's slices, as lists where the loader would have made batches of samples.
+
+    Every virtual machine reads the whole stream, with the same random numbers. In a worker these
+    come from the worker's seed, and nothing is switched.
+    """
+
+    _is_batched: bool
+
+    def __init__(self, source: Any, part: Part, is_batched: bool, stream: SharedStream) -> None:
+        vars(self).update(_source=source, _part=part, _is_batched=is_batched, _stream=stream)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A `worker_init_fn` tells each worker its range by setting attributes of the data set.
+        setattr(self._source, name, value)
+
+    def __iter__(self) -> Iterator[Any]:
+        in_worker = get_worker_info() is not None
+        stream = _NoSwitching(self._part.vm) if in_worker else self._stream
+        stream.to_shared()
+        num_items = None if in_worker else _length(self._source)
+        batches = self._part.batches(iter(self._source), num_items)
+        return _drawn_on(stream, batches if self._is_batched else (item for [item] in batches))
+
+
+class _SizedIterableDatasetPart(_IterableDatasetPart):
+    def __len__(self) -> int:
+        """As many samples as make the loader's division by the batch size come out exactly."""
+        num_batches = self._part.num_batches(len(self._source))
+        return num_batches * (self._part.num_items if self._is_batched else 1)
+
+
+class _Endless(Sampler[None]):
+    """An iterable data set's sampler, which has nothing to say but when to ask."""
+
+    def __init__(self, stream: SharedStream) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[None]:
+        # The loader's next act is to draw its workers' seed.
+        self._stream.to_shared()
+        return self._calls()
+
+    def _calls(self) -> Iterator[None]:
+        while True:
+            self._stream.to_own()
+            yield None
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnWorkerSeeds:
+    """A ``worker_init_fn`` that sets a worker apart from its like in other virtual machines.
+
+    Args:
+        vm: index of the virtual machine.
+        then: the user's own.
+    """
+
+    vm: int
+    then: Callable[[int], None] | None
+
+    def __call__(self, worker_id: int) -> None:
+        _seed_all(stream_seed("worker", str(torch.initial_seed()), self.vm))
+        if self.then is not None:
+            self.then(worker_id)
+
+
+def _drawn_on(stream: SharedStream, items: Iterator[T]) -> Iterator[T]:
+    """The items, each drawn from the shared random stream; whoever takes one draws from its own."""
+    while True:
+        stream.to_shared()
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        stream.to_own()
+        yield item
+
+
+def _length(items: Any) -> int | None:
+    try:
+        return len(items)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _seed_all(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed & _MASK_32)
+    random.seed(seed)

@@ -1,0 +1,230 @@
+"""Sums the gradients of every layer over its owners in the virtual machines.
+
+A layer's sum begins when the last microbatch's backward has passed the layer, and goes on behind
+the backwards of the layers in front of it. Whether a parameter has a gradient at all travels along
+with the gradients, so nothing else has to be asked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_pipeshift.runtime.channels import Watched
+
+
+class Sum(Protocol):
+    """A sum under way."""
+
+    def wait(self) -> None:
+        """Returns when the sum is there."""
+
+
+# Given a number, the members' ranks and a vector: begins to sum it in place.
+StartSum = Callable[[int, Sequence[int], Tensor], Sum]
+
+_MOST_TYPES = 8
+
+
+@dataclass
+class GradientGroup:
+    """Parameters whose gradients are summed together: those of one layer.
+
+    Args:
+        number: tells it from the others; the same on every rank.
+        parameters: in the same order on every owner.
+        members: the ranks of the owners, one for each virtual machine.
+        is_hooked: whether the gradients are whole as soon as the last backward made them.
+    """
+
+    number: int
+    parameters: list[nn.Parameter]
+    members: list[int]
+    is_hooked: bool = True
+    _missing: int = 0
+    _sums: list[tuple[list[nn.Parameter], Tensor, Sum]] = field(default_factory=list)
+    _buffers: dict[torch.dtype, Tensor] = field(default_factory=dict)
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that may have a gradient now."""
+        return [parameter for parameter in self.parameters if parameter.requires_grad]
+
+    def start(self, start_sum: StartSum, device: torch.device) -> None:
+        """Begins to sum the gradients that are there."""
+        by_type: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in self.trained:
+            by_type.setdefault(parameter.dtype, []).append(parameter)
+        for index, (dtype, parameters) in enumerate(by_type.items()):
+            length = sum(parameter.numel() for parameter in parameters)
+            buffer = self._buffers.get(dtype)
+            if buffer is None or len(buffer) != length + len(parameters):
+                buffer = torch.empty(length + len(parameters), dtype=dtype, device=device)
+                self._buffers[dtype] = buffer
+            flags = []
+            for parameter, part in zip(parameters, _parts(buffer, parameters), strict=True):
+                gradient = parameter.grad
+                flags.append(float(gradient is not None))
+                if gradient is None:
+                    part.zero_()
+                else:
+                    part.view(parameter.shape).copy_(_dense(gradient))
+            buffer[length:] = torch.tensor(flags, dtype=dtype, device=device)
+            under_way = start_sum(self.number * _MOST_TYPES + index, self.members, buffer)
+            self._sums.append((parameters, buffer, under_way))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Waits for the sums, and gives them to the parameters."""
+        for parameters, buffer, under_way in self._sums:
+            under_way.wait()
+            there = buffer[len(buffer) - len(parameters) :].tolist()
+            for parameter, part, owners in zip(
+                parameters, _parts(buffer, parameters), there, strict=True
+            ):
+                if not owners:
+                    parameter.grad = None
+                    continue
+                if parameter.grad is None or parameter.grad.layout is not torch.strided:
+                    parameter.grad = torch.empty_like(parameter)
+                parameter.grad.copy_(part.view(parameter.shape))
+        self._sums = []
+
+    @property
+    def is_started(self) -> bool:
+        """Whether a sum is under way."""
+        return bool(self._sums)
+
+
+class Aggregation:
+    """The sums of one rank's layers.
+
+    Args:
+        groups: one for each layer that this rank owns, in call order.
+        start_sum: begins a sum.
+        device: where the sums are made.
+        in_order: whether sums have to begin in one order on all ranks; then it is that in which
+            backwards pass the layers, the last first.
+    """
+
+    def __init__(
+        self,
+        groups: list[GradientGroup],
+        start_sum: StartSum,
+        device: torch.device,
+        in_order: bool,
+    ) -> None:
+        self._groups = groups
+        self._start_sum = start_sum
+        self._device = device
+        self._in_order = in_order
+        self._is_armed = False
+        self._ready: set[int] = set()
+        self.exposed_seconds = 0.0
+        """How long the last step has waited for its sums, in seconds."""
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(_Noticed(self, index))
+            for index, group in enumerate(groups)
+            if group.is_hooked
+            for parameter in group.parameters
+        ]
+
+    def close(self) -> None:
+        """Takes the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def arm(self) -> None:
+        """From here on, the step's last backward on this stage runs."""
+        self._is_armed = True
+        self._ready.clear()
+        for group in self._groups:
+            group._missing = len(group.trained)
+
+    def notice(self, index: int) -> None:
+        """One of a group's parameters has its gradient."""
+        if not self._is_armed:
+            return
+        group = self._groups[index]
+        group._missing -= 1
+        if group._missing == 0:
+            self._ready.add(index)
+            self._start_ready()
+
+    @torch.no_grad()
+    def _start_ready(self) -> None:
+        for index in sorted(self._ready, reverse=True):
+            later = self._groups[index + 1 :] if self._in_order else []
+            if all(group.is_started or not group.trained for group in later):
+                self._ready.discard(index)
+                self._groups[index].start(self._start_sum, self._device)
+
+    def finish(self) -> None:
+        """Begins what has not begun (a layer that no gradient reached), and waits for all sums."""
+        self._is_armed = False
+        with torch.no_grad():
+            for group in reversed(self._groups):
+                if not group.is_started:
+                    group.start(self._start_sum, self._device)
+        begin = time.perf_counter()
+        for group in reversed(self._groups):
+            group.finish()
+        self.exposed_seconds = time.perf_counter() - begin
+
+
+@dataclass
+class _Noticed:
+    """A hook of a parameter. Not a closure, so that what it refers to can be seen."""
+
+    aggregation: Aggregation
+    index: int
+
+    def __call__(self, parameter: Tensor) -> None:
+        self.aggregation.notice(self.index)
+
+
+class AllReduce:
+    """Sums by torch's own collective, in one process group for each set of owners. Every rank makes
+    one, with the same sets.
+
+    Args:
+        owners: the owners' ranks, all that there are.
+        backend: the groups'.
+        watched: the context to communicate in.
+    """
+
+    def __init__(self, owners: Sequence[tuple[int, ...]], backend: str, watched: Watched) -> None:
+        self._groups = {ranks: dist.new_group(list(ranks), backend=backend) for ranks in owners}
+        self._watched = watched
+
+    def start(self, number: int, members: Sequence[int], buffer: Tensor) -> Sum:
+        """Begins to sum a vector in place."""
+        with self._watched(None):
+            work = dist.all_reduce(buffer, group=self._groups[tuple(members)], async_op=True)
+        return _Collective(work, self._watched)
+
+
+@dataclass
+class _Collective:
+    work: Any
+    watched: Watched
+
+    def wait(self) -> None:
+        with self.watched(None):
+            self.work.wait()
+
+
+def _parts(buffer: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
+    sizes = [parameter.numel() for parameter in parameters]
+    return list(buffer[: sum(sizes)].split(sizes))
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()

@@ -1,0 +1,89 @@
+"""Which parameters belong together over the virtual machines, and how they get the same values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from lightning_pipeshift.model.parameters import ParameterUse, other_state, take_other_state
+from lightning_pipeshift.plan.placement import Placement
+from lightning_pipeshift.plan.topology import Topology
+from lightning_pipeshift.runtime.aggregation import GradientGroup
+from lightning_pipeshift.runtime.replicas import Replicas
+
+
+def holder_ranks(use: ParameterUse, placement: Placement, topology: Topology) -> list[list[int]]:
+    """The ranks that hold a parameter, for every virtual machine, by ascending stage."""
+    found = []
+    for vm, ranks in enumerate(topology.ranks):
+        stage_of = [placement.stage_of(vm, layer) for layer in range(placement.num_layers)]
+        found.append([ranks[stage] for stage in use.holders(stage_of, len(ranks))])
+    return found
+
+
+def gradient_groups(
+    uses: Sequence[ParameterUse], placement: Placement, topology: Topology
+) -> list[GradientGroup]:
+    """One group for each layer, over its owners, and one for each shared parameter, over the last
+    of its holders in each virtual machine. In call order; the same on every rank.
+    """
+    own: dict[int, list[nn.Parameter]] = {}
+    for use in uses:
+        if not use.is_shared:
+            own.setdefault(use.layers[0], []).append(use.parameter)
+    groups = [
+        GradientGroup(
+            layer,
+            parameters,
+            [ranks[placement.stage_of(vm, layer)] for vm, ranks in enumerate(topology.ranks)],
+        )
+        for layer, parameters in sorted(own.items())
+    ]
+    # Their gradients are summed over the stages before they are summed over the virtual machines,
+    # which is at the step's end.
+    for number, use in enumerate(uses):
+        if use.is_shared:
+            last = [ranks[-1] for ranks in holder_ranks(use, placement, topology)]
+            groups.append(
+                GradientGroup(placement.num_layers + number, [use.parameter], last, is_hooked=False)
+            )
+    return groups
+
+
+@torch.no_grad()
+def match_replicas(
+    replicas: Replicas,
+    placement: Placement,
+    layers: Sequence[nn.Module],
+    uses: Sequence[ParameterUse],
+) -> None:
+    """Gives every holder in the other virtual machines what the first one holds. Every rank calls
+    this.
+
+    Args:
+        replicas: the virtual machines.
+        placement: who owns what.
+        layers: the layers, in call order; what they keep besides parameters is matched.
+        uses: the parameters to match.
+    """
+    world, topology = replicas.world, replicas.topology
+    for use in uses:
+        (source, *_), *others = holder_ranks(use, placement, topology)
+        targets = [rank for ranks in others for rank in ranks]
+        if replicas.rank == source:
+            for to in targets:
+                world.send_tensor(use.parameter, to)
+        elif replicas.rank in targets:
+            use.parameter.copy_(world.receive_tensor(use.parameter, source))
+    for index, layer in enumerate(layers):
+        source, *targets = [
+            ranks[placement.stage_of(vm, index)] for vm, ranks in enumerate(topology.ranks)
+        ]
+        if replicas.rank == source:
+            state = other_state(layer)
+            for to in targets if state else []:
+                world.send_values(state, to)
+        elif replicas.rank in targets and other_state(layer):
+            take_other_state(layer, dict(world.receive_values(source)))

@@ -1,0 +1,178 @@
+"""Sums of gradients over the owners of a layer, without a coordinator (CN112528108B).
+
+Every layer has a ring of its own, over its owners in the virtual machines. A member that has its
+own gradient and its upstream neighbour's partial sum adds the two and passes the sum on, at once:
+nobody reports that it is ready, nobody gives a go, and layers come in any order. The gradient is
+cut into as many chunks as the ring has members and each chunk starts at another member, so a member
+sends and receives 2 (m - 1) / m of the gradient, the bandwidth bound (Patarasuk and Yuan 2009,
+section 3). Chunk c is summed in the order of the members c, c + 1, ..., so all members hold the
+same bits, in every run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from itertools import accumulate, pairwise
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeshift.runtime.channels import Groups, Watched
+from lightning_pipeshift.runtime.sockets import shut_down
+
+# A long gradient is summed in pieces, each in a ring of its own: while one piece is added up,
+# another is on the wire.
+_PIECE_BYTES = 4 << 20
+_MOST_PIECES = 8
+_TAGS_PER_PIECE = 4
+
+
+class _Threads:
+    """As many threads as there is work that waits. Unlike those of ``concurrent.futures``, they do
+    not keep a process alive whose run has failed.
+    """
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._count = 0
+
+    def submit(self, function: Callable[[], None]) -> Future[None]:
+        """Calls a function in a thread of its own."""
+        future: Future[None] = Future()
+        if not self._idle.acquire(blocking=False):
+            self._count += 1
+            threading.Thread(target=self._serve, name=f"ring-{self._count}", daemon=True).start()
+        self._work.put((function, future))
+        return future
+
+    def close(self) -> None:
+        """Lets every thread end when it has nothing left to do."""
+        for _ in range(self._count):
+            self._work.put(None)
+        self._count = 0
+
+    def _serve(self) -> None:
+        while (item := self._work.get()) is not None:
+            function, future = item
+            try:
+                function()
+                future.set_result(None)
+            except BaseException as error:
+                future.set_exception(error)
+            del item, function, future
+            self._idle.release()
+
+
+class RingSum:
+    """A sum under way."""
+
+    def __init__(self, pieces: list[Future[None]]) -> None:
+        self._pieces = pieces
+
+    def wait(self) -> None:
+        """Returns when the sum is there.
+
+        Raises:
+            StageFailedError: a member of the ring ended before it was complete.
+        """
+        for piece in self._pieces:
+            piece.result()
+        self._pieces = []
+
+
+class Rings:
+    """One rank's part in all rings, on gloo.
+
+    Args:
+        groups: a gloo process group over all ranks. Nothing else may use it.
+        rank: this rank.
+        watched: the context to communicate in.
+    """
+
+    def __init__(self, groups: Groups, rank: int, watched: Watched) -> None:
+        self._group = groups.control
+        self._sockets = groups.sockets
+        self._rank = rank
+        self.watched = watched
+        # One for every piece under way: with fewer, two members that have begun other rings first
+        # could wait for each other. A thread that waits costs nothing but its stack.
+        self._threads = _Threads()
+
+    def start(self, number: int, members: Sequence[int], buffer: Tensor) -> RingSum:
+        """Sums a vector over the members of a ring, in place, without waiting.
+
+        Args:
+            number: tells rings that are under way at the same time apart; 0 to 8191.
+            members: the ranks, in the same order on each; this rank is one of them.
+            buffer: a contiguous vector on the CPU, of the same length and type on every member. Its
+                values are undefined until the sum has been waited for.
+        """
+        if len(members) == 1:
+            return RingSum([])
+        length = max(_PIECE_BYTES // buffer.element_size(), -(-len(buffer) // _MOST_PIECES))
+        pieces = [
+            self._threads.submit(partial(self._sum, number * _MOST_PIECES + i, members, piece))
+            for i, piece in enumerate(buffer.split(length))
+        ]
+        return RingSum(pieces)
+
+    def close(self) -> None:
+        """Closes the connections: the sums under way end with an error, here and at the peers."""
+        shut_down(self._sockets)
+        self._threads.close()
+
+    def _sum(self, number: int, members: Sequence[int], buffer: Tensor) -> None:
+        place, count = members.index(self._rank), len(members)
+        upstream, downstream = members[place - 1], members[(place + 1) % count]
+        sizes = [len(range(c, len(buffer), count)) for c in range(count)]
+        bounds = pairwise(accumulate(sizes, initial=0))
+        chunks = [buffer[begin:end] for begin, end in bounds]
+
+        def tag(step: int) -> int:
+            return number * _TAGS_PER_PIECE + step % _TAGS_PER_PIECE
+
+        def receive(step: int, into: Tensor) -> Any:
+            with self.watched(upstream):
+                return self._group.recv([into], upstream, tag(step)) if len(into) else None
+
+        def send(step: int, chunk: Tensor) -> Any:
+            with self.watched(downstream):
+                return self._group.send([chunk], downstream, tag(step)) if len(chunk) else None
+
+        def finish(work: Any, peer: int) -> None:
+            if work is not None:
+                with self.watched(peer):
+                    work.wait()
+
+        # In turn, so that the next partial sum is on its way while this one is added.
+        landing = [torch.empty_like(chunks[0]) for _ in range(2)]
+        expected = [(place - step - 1) % count for step in range(count - 1)]
+        partials = [landing[i % 2][: sizes[c]] for i, c in enumerate(expected)]
+        arriving = receive(0, partials[0])
+        sent = []
+        for step, chunk in enumerate(expected):
+            sent.append(send(step, chunks[(chunk + 1) % count]))
+            coming = receive(step + 1, partials[step + 1]) if step + 2 < count else None
+            finish(arriving, upstream)
+            chunks[chunk] += partials[step]
+            arriving = coming
+        # Each member has the complete sum of one chunk; the complete ones go round. What is
+        # overwritten now has been sent on `count - 1` steps ago.
+        finish(sent[0], downstream)
+        arriving = receive(count - 1, chunks[place])
+        for step in range(count - 1):
+            sent.append(send(count - 1 + step, chunks[(place + 1 - step) % count]))
+            coming = None
+            if step + 2 < count:
+                finish(sent[step + 1], downstream)
+                coming = receive(count + step, chunks[(place - step - 1) % count])
+            finish(arriving, upstream)
+            arriving = coming
+        for work in sent[count - 1 :]:
+            finish(work, downstream)

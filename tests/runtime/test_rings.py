@@ -1,0 +1,124 @@
+"""Rings: the sums, their bits, their order, and what happens when a member dies."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipeshift.runtime.channels import make_groups
+from lightning_pipeshift.runtime.rings import Rings
+from tests.harness import RanksFailed, run_ranks
+from tests.runtime.stages import connect
+
+
+def values(rank: int, number: int, length: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + number)
+    return torch.randn(length, generator=generator).to(dtype)
+
+
+def make_rings() -> tuple[Rings, int]:
+    channels, board = connect()
+    rank = dist.get_rank()
+    groups = make_groups(range(dist.get_world_size()), "gloo")
+    return Rings(groups, rank, board.watched), rank
+
+
+def sums(lengths: list[int], dtype: torch.dtype, late: float = 0.0) -> list[Tensor]:
+    rings, rank = make_rings()
+    members = list(range(dist.get_world_size()))
+    numbers = list(range(len(lengths)))
+    # Every rank starts them in another order, and some ranks late.
+    random.Random(rank).shuffle(numbers)
+    started = {}
+    for number in numbers:
+        if rank == 0:
+            time.sleep(late)
+        buffer = values(rank, number, lengths[number], dtype)
+        started[number] = (rings.start(number, members, buffer), buffer)
+    for ring, _ in started.values():
+        ring.wait()
+    return [started[number][1] for number in range(len(lengths))]
+
+
+LENGTHS = [0, 1, 2, 3, 5, 1000, 1 << 20, 2_100_001]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_every_member_holds_the_sum_in_the_rings_order(world_size: int, dtype: torch.dtype) -> None:
+    found = run_ranks(sums, world_size, LENGTHS, dtype)
+    for number, length in enumerate(LENGTHS):
+        parts = [values(rank, number, length, dtype) for rank in range(world_size)]
+        if length > 4:
+            exact = torch.stack([part.double() for part in parts]).sum(dim=0)
+            tolerance = 0.05 if dtype is torch.bfloat16 else 1e-5
+            assert torch.allclose(found[0][number].double(), exact, rtol=tolerance, atol=tolerance)
+        for result in found:
+            assert torch.equal(result[number], found[0][number])
+        if length == 1000:
+            chunks = [part.tensor_split(world_size) for part in parts]
+            for c in range(world_size):
+                total = chunks[c][c]
+                for step in range(1, world_size):
+                    total = total + chunks[(c + step) % world_size][c]
+                assert torch.equal(found[0][number].tensor_split(world_size)[c], total)
+
+
+def test_every_run_gives_the_same_bits() -> None:
+    early, late = (run_ranks(sums, 3, [1000, 70_000, 3], torch.float32, s) for s in (0.0, 0.05))
+    assert all(torch.equal(a, b) for a, b in zip(early[1], late[1], strict=True))
+
+
+def two_rings_of_different_owners() -> dict[int, Tensor]:
+    rings, rank = make_rings()
+    owners = {0: [0, 2], 1: [1, 2], 2: [3, 0], 3: [1, 3]}
+    mine = {n: values(rank, n, 5000) for n, ranks in owners.items() if rank in ranks}
+    started = [rings.start(n, owners[n], buffer) for n, buffer in reversed(mine.items())]
+    for ring in started:
+        ring.wait()
+    return mine
+
+
+def test_a_rank_is_a_member_of_rings_with_different_owners() -> None:
+    found = run_ranks(two_rings_of_different_owners, 4)
+    for number, ranks in {0: [0, 2], 1: [1, 2], 2: [3, 0], 3: [1, 3]}.items():
+        expected = values(ranks[0], number, 5000) + values(ranks[1], number, 5000)
+        for rank in ranks:
+            assert torch.equal(found[rank][number], expected)
+
+
+def more_than_anybody_has_threads_for() -> float:
+    rings, rank = make_rings()
+    numbers = range(200) if rank else reversed(range(200))
+    started = [rings.start(n, [0, 1], torch.ones(10)) for n in numbers]
+    for ring in started:
+        ring.wait()
+    return float(len(started))
+
+
+def test_many_rings_in_opposite_orders() -> None:
+    assert run_ranks(more_than_anybody_has_threads_for, 2) == [200.0, 200.0]
+
+
+def dies_in_the_middle() -> None:
+    rings, rank = make_rings()
+    buffer = torch.ones(30 << 20)
+    ring = rings.start(0, [0, 1, 2], buffer)
+    if rank == 1:
+        time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGKILL)
+    ring.wait()
+
+
+def test_a_member_that_dies_in_the_middle_of_a_sum() -> None:
+    begin = time.monotonic()
+    with pytest.raises(RanksFailed, match="Rank 1 ended without a word"):
+        run_ranks(dies_in_the_middle, 3)
+    assert time.monotonic() - begin < 30
