@@ -121,10 +121,10 @@ class ConnectedStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether Lightning has to spread the data; the strategy does that itself, as only it knows
-        of virtual machines.
+        """Whether there are several virtual machines: what is logged with ``sync_dist`` is reduced
+        over them.
         """
-        return False
+        return self._replicas is not None and self._replicas.count > 1
 
     @property
     def process_group_backend(self) -> str | None:

@@ -100,11 +100,12 @@ class SharedStream:
     """Switches the global random state between a stream that is the same on all virtual machines,
     and one of this virtual machine's own.
 
-    What is in force when it is made counts as shared, and has to be the same everywhere. The
-    samplers of :func:`for_virtual_machine` switch to the shared stream while they draw, and when an
-    iteration begins or has run dry; from a batch's indices on, all else draws from the own stream:
-    data sets, and the user's code around the steps. An epoch that is left before its loader ran dry
-    leaves the own stream in force.
+    What is in force when it is made counts as shared, and has to be the same everywhere. A loader
+    of :func:`for_virtual_machine` switches to the shared stream where its iteration begins, and
+    while its sampler draws. All else draws from the own stream: data sets, and the user's code
+    around the steps, which may draw as many numbers as its virtual machine has samples. That stays
+    so when the sampler has run dry, as the last batches are then still under way; whoever has
+    code run after an epoch that must draw the same everywhere calls :meth:`to_shared`.
 
     Args:
         vm: index of the virtual machine.
@@ -375,8 +376,8 @@ def _turns(source: Any, part: Part, stream: SharedStream) -> _Turns:
 class _IterableDatasetPart(_StandIn, IterableDataset[Any]):
     """A stream's slices, as lists where the loader would have made batches of samples.
 
-    Every virtual machine reads the whole stream, with the same random numbers. In a worker these
-    come from the worker's seed, and nothing is switched.
+    Every virtual machine reads the whole stream, with the same random numbers: in a worker, those
+    of the worker's seed. A ``collate_fn`` draws its own.
     """
 
     _is_batched: bool
@@ -389,10 +390,12 @@ class _IterableDatasetPart(_StandIn, IterableDataset[Any]):
         setattr(self._source, name, value)
 
     def __iter__(self) -> Iterator[Any]:
-        in_worker = get_worker_info() is not None
-        stream = _NoSwitching(self._part.vm) if in_worker else self._stream
+        stream, num_items = self._stream, _length(self._source)
+        if get_worker_info() is not None:
+            # Made once: workers that persist come here again, with their own stream in force.
+            stream = vars(self).setdefault("_worker_stream", type(stream)(self._part.vm))
+            num_items = None
         stream.to_shared()
-        num_items = None if in_worker else _length(self._source)
         batches = self._part.batches(iter(self._source), num_items)
         return _drawn_on(stream, batches if self._is_batched else (item for [item] in batches))
 
@@ -447,7 +450,8 @@ def _drawn_on(stream: SharedStream, items: Iterator[T]) -> Iterator[T]:
             item = next(items)
         except StopIteration:
             return
-        stream.to_own()
+        finally:
+            stream.to_own()
         yield item
 
 

@@ -143,6 +143,7 @@ class PipeShiftStrategy(ConnectedStrategy):
         self._batch_shares = batch_shares
         self._gradient_aggregation = gradient_aggregation
         self._shared_stream: SharedStream | None = None
+        self._shares_data: bool | None = None
         self._accumulates = False
         self._metric_sync: MetricSync | None = None
         self._pipeline: Pipeline | None = None
@@ -193,6 +194,11 @@ class PipeShiftStrategy(ConnectedStrategy):
         self._metric_sync = MetricSync(replicas)
         if replicas.count > 1:
             silence_advice_to_synchronise()
+        # Lightning's own samplers know neither shares nor global batches.
+        connector = trainer._accelerator_connector
+        if self._shares_data is None:
+            self._shares_data = connector.use_distributed_sampler
+        connector.use_distributed_sampler = False
         self.precision_plugin = over_stages(
             self.precision_plugin, self._gradient_norms, self._gradient_hooks, channels.sum
         )
@@ -247,7 +253,7 @@ class PipeShiftStrategy(ConnectedStrategy):
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.virtual_machine)
         trainer = self._require_module().trainer
         count = self._require_replicas().count
-        if count == 1 or not trainer._accelerator_connector.use_distributed_sampler:
+        if count == 1 or not self._shares_data:
             return dataloader
         return for_virtual_machine(
             dataloader,

@@ -128,25 +128,26 @@ class Aggregation:
         self._ready: set[int] = set()
         self.exposed_seconds = 0.0
         """How long the last step has waited for its sums, in seconds."""
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(_Noticed(self, index))
-            for index, group in enumerate(groups)
-            if group.is_hooked
-            for parameter in group.parameters
-        ]
+        # By identity of the parameter. One that is frozen takes no hook until it is trained.
+        self._handles: dict[int, Any] = {}
 
     def close(self) -> None:
         """Takes the hooks off the parameters."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
-        self._handles = []
+        self._handles.clear()
 
     def arm(self) -> None:
         """From here on, the step's last backward on this stage runs."""
         self._is_armed = True
         self._ready.clear()
-        for group in self._groups:
-            group._missing = len(group.trained)
+        for index, group in enumerate(self._groups):
+            trained = group.trained
+            group._missing = len(trained)
+            for parameter in trained if group.is_hooked else ():
+                if id(parameter) not in self._handles:
+                    hook = parameter.register_post_accumulate_grad_hook(_Noticed(self, index))
+                    self._handles[id(parameter)] = hook
 
     def notice(self, index: int) -> None:
         """One of a group's parameters has its gradient."""
