@@ -250,7 +250,8 @@ class PipeShiftStrategy(ConnectedStrategy):
             and int(os.environ.get("PL_SEED_WORKERS", 0))
             and dataloader.worker_init_fn is None
         ):
-            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.virtual_machine)
+            # The same everywhere: the virtual machine's own part in it comes below.
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)
         trainer = self._require_module().trainer
         count = self._require_replicas().count
         if count == 1 or not self._shares_data:
@@ -279,15 +280,29 @@ class PipeShiftStrategy(ConnectedStrategy):
 
     def on_validation_end(self) -> None:
         """Sees to it that nothing of the data was left out."""
-        self._require_evaluation().require_all_fetched("validation")
+        self._end_evaluation("validation")
 
     def on_test_end(self) -> None:
         """Sees to it that nothing of the data was left out."""
-        self._require_evaluation().require_all_fetched("test")
+        self._end_evaluation("test")
 
     def on_predict_end(self) -> None:
         """Sees to it that nothing of the data was left out."""
-        self._require_evaluation().require_all_fetched("prediction")
+        self._end_evaluation("prediction")
+
+    def _end_evaluation(self, what: str) -> None:
+        self._require_evaluation().require_all_fetched(what)
+        # After the sanity check Lightning puts the random state back that there was before, which
+        # was everybody's.
+        self._draw_as_everybody()
+
+    def on_train_end(self) -> None:
+        """Lets everything that draws from here on draw the same on every rank."""
+        self._draw_as_everybody()
+
+    def _draw_as_everybody(self) -> None:
+        if self._shared_stream is not None:
+            self._shared_stream.to_shared()
 
     def on_predict_start(self) -> None:
         """Compares the lengths of the data over the ranks."""

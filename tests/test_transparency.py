@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.plan.schedule import SCHEDULES
+from tests.features_models import quiet_trainer
 from tests.harness import run_ranks
 from tests.models import NUM_CLASSES, NUM_FEATURES, ZOO, Classifier, points
 
@@ -300,6 +301,28 @@ def test_a_trained_module_trains_on_as_if_it_had_been_whole_all_the_time() -> No
 def train_shuffled(how: Pipelined | None) -> Trained:
     loader = DataLoader(points(3).dataset, batch_size=8, shuffle=True)
     return fit(ZOO["sequential"].build(), loader, how, max_epochs=3)
+
+
+def placeholders_of_other_stages(partition: Any) -> list[str]:
+    class Looks(L.Callback):
+        held: list[str]
+
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            self.held = [n for n, p in module.named_parameters() if not p.is_meta]
+
+    looks = Looks()
+    trainer = quiet_trainer(
+        {"pipeshift": {"partition": partition}, "devices": 2}, callbacks=[looks], max_epochs=1
+    )
+    trainer.fit(ZOO["sequential"].build(), ZOO["sequential"].loader(2))
+    return looks.held
+
+
+@pytest.mark.parametrize("partition", ["auto", "uniform", [1, 4]])
+def test_each_parameter_is_held_by_one_stage_only(partition: Any) -> None:
+    first, second = run_ranks(placeholders_of_other_stages, 2, partition)
+    names = [name for name, _ in ZOO["sequential"].build().named_parameters()]
+    assert first + second == names
 
 
 def test_shuffled_epochs_come_in_the_order_of_plain_lightning() -> None:

@@ -55,11 +55,13 @@ def trained(how: Mapping[str, Any], name: str, count: int, **arguments: Any) -> 
         val,
         **{"max_epochs": 2, **arguments},
     )
-    for _, metrics in record["diary"]:
+    for moment, metrics in record["diary"]:
         for shown in metrics.values():
             if isinstance(shown, dict):
                 # What a metric shows for a step is its virtual machine's own.
                 shown.pop("train_accuracy_step", None)
+                if moment not in ("train epoch end", "train end"):
+                    shown.pop("train_accuracy", None)
     return plain(record)
 
 

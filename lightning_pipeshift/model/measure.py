@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_pipeshift.model.gate import Gate
-from lightning_pipeshift.model.parameters import slots_of, substituted
+from lightning_pipeshift.model.parameters import Slot, slots_of, substituted
 from lightning_pipeshift.model.placeholder import Placeholder
 from lightning_pipeshift.model.streams import Streams
 from lightning_pipeshift.model.trees import flatten
@@ -53,21 +53,16 @@ class Stopwatch:
 
     def _time(self, gate: Gate, leaves: Sequence[Any], rebuild: Any) -> float | None:
         slots = slots_of(gate.layer)
-        # Buffers are copied: a layer may write to its running statistics.
-        here = {
-            id(tensor): tensor.detach().to(self._device, copy=slot.is_buffer)
-            for slot in slots
-            if (tensor := slot.get()) is not None
-        }
         best = float("inf")
         try:
             with (
                 self._streams.switched("measure", gate.index),
                 torch.no_grad(),
-                substituted(slots, here),
-                # What watches the step while it is followed takes longer than small operations do.
+                # What watches the step while it is followed takes longer than small operations do,
+                # and must not take the measuring for the user's code.
                 _disable_current_modes(),
                 torch._C.DisableTorchFunction(),
+                substituted(slots, self._here(slots)),
             ):
                 for _ in range(_REPEATS):
                     args, kwargs = rebuild([self._made_up(leaf) for leaf in leaves])
@@ -81,6 +76,14 @@ class Stopwatch:
             # parameters instead.
             return None
         return best
+
+    def _here(self, slots: Sequence[Slot]) -> dict[int, Tensor]:
+        # Buffers are copied: a layer may write to its running statistics.
+        return {
+            id(tensor): tensor.detach().to(self._device, copy=slot.is_buffer)
+            for slot in slots
+            if (tensor := slot.get()) is not None
+        }
 
     def _made_up(self, leaf: Any) -> Any:
         if not isinstance(leaf, Placeholder):

@@ -11,7 +11,7 @@ import json
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -58,10 +58,10 @@ class FailureBoard:
         """Writes down a failure, unless another came first; returns whether it was the first."""
         text = "".join(traceback.format_exception(error))
         reason = f"{where} failed first: {type(error).__name__}: {error}\n\n{text[-6000:]}"
-        return self._write(reason)
+        return self._write(reason, self._rank)
 
-    def _write(self, reason: str) -> bool:
-        entry = json.dumps({"rank": self._rank, "reason": reason})
+    def _write(self, reason: str, failed: int | None) -> bool:
+        entry = json.dumps({"rank": failed, "reason": reason})
         try:
             written = self._store.compare_set(_KEY, "", entry).decode()
             if written != entry:
@@ -77,6 +77,10 @@ class FailureBoard:
         """Says that this rank needs the board no more, once."""
         if not self._has_signed:
             self._has_signed = True
+            self._store.add(_READ, 1)
+
+    def _sign_for_the_dead(self) -> None:
+        with suppress(Exception):
             self._store.add(_READ, 1)
 
     def wait_for_readers(self) -> None:
@@ -130,7 +134,8 @@ class FailureBoard:
                 raise StageFailedError(reason) from None
             reason = self._ended_without_a_word(peer)
             # For those who wait for this rank, and cannot know for whom it has waited.
-            self._write(reason)
+            if self._write(reason, peer) and peer is not None:
+                self._sign_for_the_dead()
             raise StageFailedError(reason) from error
 
 

@@ -237,21 +237,24 @@ class Pipeline:
             return
         follower, channels = self._follower, self.channels
         follower.put_in_order(key, step, batch)
+        stages_per_vm = self.replicas.topology.stages_per_vm
         stopwatch = None
-        if self.settings.partition == "auto" and channels.num_stages > 1:
+        if self.settings.partition == "auto" and max(stages_per_vm) > 1:
             stopwatch = Stopwatch(channels.device, self.streams)
         trace = follower.follow(key, step, batch, stopwatch)
         measured = stopwatch.seconds if stopwatch is not None else {}
-        stages_per_vm = self.replicas.topology.stages_per_vm
         plan = make_plan(self.settings, follower.gates, trace.flow, measured, stages_per_vm)
-        # Every stage measured for itself; one of them decides.
-        plan = Plan.from_json(self.replicas.world.share_object(plan.to_json(), source=0))
-        plan.require_layers([gate.name for gate in follower.gates])
-        placement = plan.placement
-        check_order(trace.flow, placement, self.vm, follower.gates)
         # What the sanity check's validation steps touched stays touched: every stage holds it.
         behind = Segment(len(follower.gates), False)
         touched = {key: trace.touched.get(key, {behind}) for key in self._touched | trace.touched}
+        named = {n: touched[id(p)] for n, p in self.root.named_parameters() if id(p) in touched}
+        # Every rank measured for itself, on its own batch; one of them decides.
+        text, named = self.replicas.world.share_object((plan.to_json(), named), source=0)
+        touched = {id(p): named[n] for n, p in self.root.named_parameters() if n in named}
+        plan = Plan.from_json(text)
+        plan.require_layers([gate.name for gate in follower.gates])
+        placement = plan.placement
+        check_order(trace.flow, placement, self.vm, follower.gates)
         layers = [gate.layer for gate in follower.gates]
         uses = parameter_uses(self.root, layers, touched)
         stage_of = [placement.stage_of(self.vm, layer) for layer in range(placement.num_layers)]

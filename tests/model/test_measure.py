@@ -97,6 +97,12 @@ def test_nothing_in_the_model_changes():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_measuring_is_not_taken_for_user_code():
+    model = Model(in_a_row, **linears("a b c"))
+    trace = follow(model, X, stopwatch=Stopwatch(CPU, Streams(CPU)))
+    assert not trace.touched
+
+
 def test_tokens_and_structures_as_inputs():
     def step(m, tokens):
         hidden = m.embed(tokens)

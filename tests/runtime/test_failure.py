@@ -2,6 +2,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -106,6 +107,6 @@ def test_other_errors_go_through() -> None:
 
 
 def test_the_boards_patience_is_not_that_of_the_whole_job() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=90))
+    store: Any = dist.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=90))
     FailureBoard(store, 0, 1, 1).publish("here", ValueError("no"))
     assert store.timeout == timedelta(seconds=90)

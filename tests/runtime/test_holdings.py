@@ -136,7 +136,7 @@ def gradients(correction: float) -> dict[str, Any]:
     if stage == 2:
         shared.sums["a.weight", Segment(3, True)] = torch.full((3, 3), 3.0)
         shared.sums["scale", Segment(3, False)] = torch.full((3,), 0.2)
-    holdings.collect_gradients(correction)
+    holdings.collect_gradients(correction, None, joins=False)
     kept = None if net.a.weight.grad is None else float(net.a.weight.grad[0, 0])
     holdings.hand_gradients_over()
     norms = holdings.gradient_norms(net.parameters(), 2.0)
@@ -176,9 +176,9 @@ def checkpoint() -> Any:
     for use in holdings.held:
         use.parameter.grad = torch.full_like(use.parameter, float(stage + 1))
     optimizer.step()
-    state = dict(holdings.gather_state(net.state_dict(keep_vars=True)))
+    state = dict(holdings.gather_state(net.state_dict(keep_vars=True), 0))
     # The state of shared parameters is the lowest holder's.
-    optimizer_state = holdings.gather_optimizer_state(optimizer)
+    optimizer_state = holdings.gather_optimizer_state(optimizer, 0)
     return (state, optimizer_state) if stage == 0 else None
 
 

@@ -24,7 +24,7 @@ def values(rank: int, number: int, length: int, dtype: torch.dtype = torch.float
 
 
 def make_rings() -> tuple[Rings, int]:
-    channels, board = connect()
+    _, board = connect()
     rank = dist.get_rank()
     groups = make_groups(range(dist.get_world_size()), "gloo")
     return Rings(groups, rank, board.watched), rank
