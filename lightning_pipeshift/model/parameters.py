@@ -176,23 +176,29 @@ def other_state(layer: nn.Module) -> dict[tuple[str, str], Any]:
 
 
 def take_other_state(layer: nn.Module, state: dict[tuple[str, str], Any]) -> None:
-    """Gives a layer what :func:`other_state` found on another rank. A buffer that is still of the
-    same shape and type stays the same object.
-    """
+    """Gives a layer what :func:`other_state` found on another rank."""
     modules = dict(layer.named_modules())
     for (owner, name), value in state.items():
-        before = modules[owner]._buffers.get(name)
-        if not name:
-            modules[owner].set_extra_state(value)
-        elif (
-            isinstance(before, Tensor)
-            and isinstance(value, Tensor)
-            and before.shape == value.shape
-            and before.dtype is value.dtype
-        ):
-            hold(before, value)
+        if name:
+            give_buffer(modules[owner], name, value)
         else:
-            modules[owner]._buffers[name] = value
+            modules[owner].set_extra_state(value)
+
+
+def give_buffer(module: nn.Module, name: str, value: Tensor | None) -> None:
+    """Gives a module a buffer's new values. One that is still of the same shape and type stays the
+    same object, where it was.
+    """
+    before = module._buffers.get(name)
+    if before is None or value is None:
+        module._buffers[name] = value
+    elif before.shape != value.shape or before.dtype is not value.dtype:
+        module._buffers[name] = value.to(before.device) if before.device != META else value
+    elif before.device == META:
+        hold(before, value)
+    else:
+        with torch.no_grad():
+            before.copy_(value)
 
 
 class flat_weights_forgotten:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
-from lightning_pipeshift.model.parameters import ParameterUse, other_state, take_other_state
+from lightning_pipeshift.model.parameters import (
+    ParameterUse,
+    give_buffer,
+    other_state,
+    take_other_state,
+)
 from lightning_pipeshift.plan.placement import Placement
 from lightning_pipeshift.plan.topology import Topology
 from lightning_pipeshift.runtime.aggregation import GradientGroup
@@ -57,6 +62,7 @@ def match_replicas(
     replicas: Replicas,
     placement: Placement,
     layers: Sequence[nn.Module],
+    outside: Mapping[str, nn.Module],
     uses: Sequence[ParameterUse],
 ) -> None:
     """Gives every holder in the other virtual machines what the first one holds. Every rank calls
@@ -66,6 +72,7 @@ def match_replicas(
         replicas: the virtual machines.
         placement: who owns what.
         layers: the layers, in call order; what they keep besides parameters is matched.
+        outside: the modules around them by name, whose own buffers are matched.
         uses: the parameters to match.
     """
     world, topology = replicas.world, replicas.topology
@@ -77,6 +84,19 @@ def match_replicas(
                 world.send_tensor(use.parameter, to)
         elif replicas.rank in targets:
             use.parameter.copy_(world.receive_tensor(use.parameter, source))
+    first, *_ = topology.ranks[0]
+    buffers = {
+        (owner, name): buffer
+        for owner, module in outside.items()
+        for name, buffer in module._buffers.items()
+    }
+    if buffers and replicas.rank == first:
+        for ranks in topology.ranks[1:]:
+            for to in ranks:
+                world.send_values(buffers, to)
+    elif buffers and replicas.vm:
+        for (owner, name), value in world.receive_values(first):
+            give_buffer(outside[owner], name, value)
     for index, layer in enumerate(layers):
         source, *targets = [
             ranks[placement.stage_of(vm, index)] for vm, ranks in enumerate(topology.ranks)

@@ -38,6 +38,7 @@ from lightning_pipeshift.runtime.checksum import (
     require_same_batch,
     require_same_end,
 )
+from lightning_pipeshift.runtime.device_rings import DeviceRings
 from lightning_pipeshift.runtime.following import Follower, Key
 from lightning_pipeshift.runtime.holdings import Holdings
 from lightning_pipeshift.runtime.matching import gradient_groups, match_replicas
@@ -280,6 +281,7 @@ class Pipeline:
             self.replicas,
             self.plan.placement,
             [gate.layer for gate in self._follower.gates],
+            self._modules_outside_layers(),
             self.holdings.uses if parameters_too else [],
         )
 
@@ -289,11 +291,19 @@ class Pipeline:
         mine = [group for group in groups if self.replicas.rank in group.members]
         owners = list(dict.fromkeys(tuple(group.members) for group in groups))
         kind = self.settings.aggregation(self.channels.backend, len(owners), placement)
+        backend, device, watched = (
+            self.channels.backend,
+            self.channels.device,
+            self.channels.watched,
+        )
+        if backend == "gloo":
+            device = torch.device("cpu")
+            if kind == "ring":
+                return Aggregation(mine, self._rings.start, device, in_order=False)
+        sums: Any = AllReduce(owners, backend, watched)
         if kind == "ring":
-            return Aggregation(mine, self._rings.start, torch.device("cpu"), in_order=False)
-        all_reduce = AllReduce(owners, self.channels.backend, self.channels.watched)
-        device = torch.device("cpu") if self.channels.backend == "gloo" else self.channels.device
-        return Aggregation(mine, all_reduce.start, device, in_order=True)
+            sums = DeviceRings(owners, self.replicas.rank, device, watched)
+        return Aggregation(mine, sums.start, device, in_order=True)
 
     @property
     def exposed_seconds(self) -> float:

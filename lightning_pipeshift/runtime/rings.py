@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import accumulate, pairwise
 from queue import SimpleQueue
 from typing import Any
 
@@ -130,9 +129,7 @@ class Rings:
     def _sum(self, number: int, members: Sequence[int], buffer: Tensor) -> None:
         place, count = members.index(self._rank), len(members)
         upstream, downstream = members[place - 1], members[(place + 1) % count]
-        sizes = [len(range(c, len(buffer), count)) for c in range(count)]
-        bounds = pairwise(accumulate(sizes, initial=0))
-        chunks = [buffer[begin:end] for begin, end in bounds]
+        chunks = chunks_of(buffer, count)
 
         def tag(step: int) -> int:
             return number * _TAGS_PER_PIECE + step % _TAGS_PER_PIECE
@@ -152,27 +149,49 @@ class Rings:
 
         # In turn, so that the next partial sum is on its way while this one is added.
         landing = [torch.empty_like(chunks[0]) for _ in range(2)]
-        expected = [(place - step - 1) % count for step in range(count - 1)]
-        partials = [landing[i % 2][: sizes[c]] for i, c in enumerate(expected)]
-        arriving = receive(0, partials[0])
+
+        def receive_partial(step: int) -> tuple[Tensor, Any]:
+            partial_sum = landing[step % 2][: len(chunks[received_at(step, place, count)])]
+            return partial_sum, receive(step, partial_sum)
+
+        coming = receive_partial(0)
         sent = []
-        for step, chunk in enumerate(expected):
-            sent.append(send(step, chunks[(chunk + 1) % count]))
-            coming = receive(step + 1, partials[step + 1]) if step + 2 < count else None
+        for step in range(count - 1):
+            sent.append(send(step, chunks[sent_at(step, place, count)]))
+            partial_sum, arriving = coming
+            if step + 2 < count:
+                coming = receive_partial(step + 1)
             finish(arriving, upstream)
-            chunks[chunk] += partials[step]
-            arriving = coming
+            chunks[received_at(step, place, count)] += partial_sum
         # Each member has the complete sum of one chunk; the complete ones go round. What is
         # overwritten now has been sent on `count - 1` steps ago.
-        finish(sent[0], downstream)
-        arriving = receive(count - 1, chunks[place])
-        for step in range(count - 1):
-            sent.append(send(count - 1 + step, chunks[(place + 1 - step) % count]))
-            coming = None
-            if step + 2 < count:
-                finish(sent[step + 1], downstream)
-                coming = receive(count + step, chunks[(place - step - 1) % count])
+        for step in range(count - 1, 2 * count - 2):
+            finish(sent[step - count + 1], downstream)
+            arriving = receive(step, chunks[received_at(step, place, count)])
+            sent.append(send(step, chunks[sent_at(step, place, count)]))
             finish(arriving, upstream)
-            arriving = coming
         for work in sent[count - 1 :]:
             finish(work, downstream)
+
+
+def chunks_of(buffer: Tensor, count: int) -> list[Tensor]:
+    """A vector in as many chunks as a ring has members, the longer ones first."""
+    sizes = [len(range(chunk, len(buffer), count)) for chunk in range(count)]
+    return list(buffer.split(sizes))
+
+
+def sent_at(step: int, place: int, count: int) -> int:
+    """Which chunk a member sends on, in each of the ``2 (count - 1)`` steps: first the partial sums
+    go round, and then, each behind the other, the complete ones.
+
+    Args:
+        step: from 0.
+        place: the member's.
+        count: how many members there are.
+    """
+    return (place - step) % count
+
+
+def received_at(step: int, place: int, count: int) -> int:
+    """Which chunk a member receives: see :func:`sent_at`."""
+    return sent_at(step, place - 1, count)
