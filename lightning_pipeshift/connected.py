@@ -16,7 +16,6 @@ from lightning.fabric.utilities.distributed import (
     _init_dist_connection,
     _set_num_threads_if_needed,
 )
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
@@ -26,6 +25,7 @@ from torch import Tensor
 from lightning_pipeshift.checks import check_packages, check_processes
 from lightning_pipeshift.connection import backends, device_of, payload_backend
 from lightning_pipeshift.errors import ConfigurationError, StageFailedError
+from lightning_pipeshift.model.streams import global_state, set_global_state
 from lightning_pipeshift.plan.topology import Topology, VirtualMachinesSpec, arrange
 from lightning_pipeshift.runtime.channels import Channels, make_groups
 from lightning_pipeshift.runtime.failure import FailureBoard
@@ -158,7 +158,6 @@ class ConnectedStrategy(ParallelStrategy):
             check_packages(module.trainer, module)
         check_processes(self.num_processes)
         super().setup_environment()
-        reset_seed()
         # The launcher does this for the process that it launches from alone.
         _set_num_threads_if_needed(self.num_processes)
         self.set_world_ranks()
@@ -181,10 +180,14 @@ class ConnectedStrategy(ParallelStrategy):
         dist.barrier()
         if self._replicas is None or self._replicas.topology != topology:
             self._connect(topology)
-        for channels in (self._require_channels(), self._require_replicas().world):
+        world = self._require_replicas().world
+        for channels in (self._require_channels(), world):
             channels.watched = self._board.watched
         if self._rings is not None:
             self._rings.watched = self._board.watched
+        # Whatever is drawn from here on (a split of the data in `setup`, say) is the same
+        # everywhere, seed or no seed, and as it would be on one device: rank 0's.
+        set_global_state(world.share_object(global_state(), source=0))
 
     def _topology(self) -> Topology:
         mine = device_of(self.root_device)

@@ -297,7 +297,8 @@ class PipeShiftStrategy(ConnectedStrategy):
         self._draw_as_everybody()
 
     def on_train_end(self) -> None:
-        """Lets everything that draws from here on draw the same on every rank."""
+        """Ends what virtual machines kept for themselves: running statistics, random numbers."""
+        self._require_pipeline().match_replicas(parameters_too=False)
         self._draw_as_everybody()
 
     def _draw_as_everybody(self) -> None:

@@ -275,6 +275,31 @@ def test_replicas_begin_with_the_same_weights() -> None:
     on_ranks(without_seed, 3, virtual_machines=[[0, 1], [2]])
 
 
+class SplitsAtRandom(L.LightningDataModule):
+    def setup(self, stage: str) -> None:
+        dataset: Any = points(6).dataset
+        self.train, self.val = torch.utils.data.random_split(dataset, [32, 16])
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.train, batch_size=4, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.val, batch_size=4)
+
+
+def splitting_without_seed(how: Any) -> Any:
+    torch.manual_seed(7 + int(os.environ["RANK"]))
+    trainer = quiet_trainer(how, max_epochs=2)
+    module = built(SequentialMLP)
+    trainer.fit(module, datamodule=SplitsAtRandom())
+    return plain([trainer.callback_metrics, module.state_dict()])
+
+
+@pytest.mark.parametrize("virtual_machines", [1, [[0, 1], [2]]])
+def test_data_split_at_random_without_a_seed(virtual_machines: Any) -> None:
+    on_ranks(splitting_without_seed, 3, virtual_machines=virtual_machines)
+
+
 def with_scaler(how: Any, where: int) -> Any:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
     data: Any = points(8).dataset
