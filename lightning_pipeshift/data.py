@@ -15,13 +15,10 @@ the augmentations of a data set draw from the same generators as often as they p
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch.utils.data import (
@@ -35,8 +32,12 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_pipeshift.errors import ConfigurationError
-from lightning_pipeshift.model.streams import global_state, set_global_state, stream_seed
-from lightning_pipeshift.plan.shares import shared_out
+from lightning_pipeshift.model.streams import (
+    SharedStream,
+    seed_all,
+    stream_seed,
+)
+from lightning_pipeshift.plan.shares import Part
 
 T = TypeVar("T")
 
@@ -96,126 +97,11 @@ def for_virtual_machine(
     return mine
 
 
-class SharedStream:
-    """Switches the global random state between a stream that is the same on all virtual machines,
-    and one of this virtual machine's own.
-
-    What is in force when it is made counts as shared, and has to be the same everywhere. A loader
-    of :func:`for_virtual_machine` switches to the shared stream where its iteration begins, and
-    while its sampler draws. All else draws from the own stream: data sets, and the user's code
-    around the steps, which may draw as many numbers as its virtual machine has samples. That stays
-    so when the sampler has run dry, as the last batches are then still under way; whoever has
-    code run after an epoch that must draw the same everywhere calls :meth:`to_shared`.
-
-    Args:
-        vm: index of the virtual machine.
-    """
-
-    def __init__(self, vm: int) -> None:
-        self._vm = vm
-        self._is_own = False
-        self._resting: dict[str, Any] | None = None
-        """The state of the stream that is not in force; ``None`` before the own one has begun."""
-
-    def to_shared(self) -> None:
-        """From here on, draws come from the stream that all virtual machines share."""
-        if self._is_own:
-            self._switch()
-
-    def to_own(self) -> None:
-        """From here on, draws come from this virtual machine's own stream."""
-        if not self._is_own:
-            self._switch()
-
-    def _switch(self) -> None:
-        leaving = global_state()
-        if self._resting is None:
-            # A draw from a copy: what the shared stream draws next stays what it was.
-            generator = torch.Generator()
-            generator.set_state(leaving["torch"])
-            draw = torch.empty((), dtype=torch.int64).random_(generator=generator)
-            _seed_all(stream_seed("virtual machine", int(draw), self._vm))
-        else:
-            set_global_state(self._resting)
-        self._resting = leaving
-        self._is_own = not self._is_own
-
-
 class _NoSwitching(SharedStream):
     """Where the random state is not ours to switch."""
 
     def _switch(self) -> None:
         pass
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What one virtual machine takes of each global batch.
-
-    Args:
-        vm: index of the virtual machine.
-        shares: one positive number for each virtual machine.
-        size: how many items a global batch has; at least one for each virtual machine.
-        pads: see :func:`for_virtual_machine`.
-        drops_last: whether a partial global batch at the end is left out.
-    """
-
-    vm: int
-    shares: tuple[float, ...]
-    size: int
-    pads: bool
-    drops_last: bool = False
-
-    @property
-    def num_items(self) -> int:
-        """How many items of a whole global batch are this virtual machine's."""
-        return shared_out(self.size, self.shares)[self.vm]
-
-    def num_batches(self, num_items: int) -> int:
-        """How many batches this virtual machine gets out of ``num_items``."""
-        num_whole, rest = divmod(num_items, self.size)
-        return num_whole + self._takes_of(rest)
-
-    def batches(self, items: Iterable[T], num_items: int | None = None) -> Iterator[list[T]]:
-        """This virtual machine's batches.
-
-        Args:
-            items: all of them, in the order that all virtual machines have in common.
-            num_items: how many there are, where it is known.
-        """
-        order = iter(items)
-        first: list[T] = []
-        ahead: list[T] = []
-        while group := ahead or list(islice(order, self.size)):
-            ahead = []
-            first = first or group[: len(self.shares)]
-            batch = self._taken(group, first)
-            if not batch:
-                return
-            if num_items is not None:
-                num_items -= len(group)
-                is_rest_ahead = 0 < num_items < self.size and not self.drops_last
-                if is_rest_ahead and not self._takes_of(num_items):
-                    # Who knows the length does not ask for more than this batch. The other virtual
-                    # machines read on, and may draw random numbers at it: so must this one.
-                    ahead = list(islice(order, self.size))
-            yield batch
-
-    def _takes_of(self, rest: int) -> bool:
-        """Whether anything of a last, partial global batch is this virtual machine's."""
-        if rest == 0 or self.drops_last:
-            return False
-        return self.pads or shared_out(rest, self.shares)[self.vm] > 0
-
-    def _taken(self, group: list[T], first: list[T]) -> list[T]:
-        if len(group) < self.size:
-            if self.drops_last:
-                return []
-            if self.pads:
-                group = group + list(islice(cycle(first), max(0, len(self.shares) - len(group))))
-        counts = shared_out(len(group), self.shares)
-        start = sum(counts[: self.vm])
-        return group[start : start + counts[self.vm]]
 
 
 # --- the parts of a DataLoader that change ---
@@ -437,7 +323,7 @@ class _OwnWorkerSeeds:
     then: Callable[[int], None] | None
 
     def __call__(self, worker_id: int) -> None:
-        _seed_all(stream_seed("worker", str(torch.initial_seed()), self.vm))
+        seed_all(stream_seed("worker", str(torch.initial_seed()), self.vm))
         if self.then is not None:
             self.then(worker_id)
 
@@ -460,9 +346,3 @@ def _length(items: Any) -> int | None:
         return len(items)
     except (TypeError, NotImplementedError):
         return None
-
-
-def _seed_all(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed & _MASK_32)
-    random.seed(seed)

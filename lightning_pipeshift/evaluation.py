@@ -18,7 +18,8 @@ from lightning_pipeshift.errors import BatchError
 from lightning_pipeshift.model.logs import say_again
 from lightning_pipeshift.model.trace import Trace
 from lightning_pipeshift.model.trees import map_leaves
-from lightning_pipeshift.runtime.pipeline import Pipeline, Report
+from lightning_pipeshift.runtime.pipeline import Pipeline
+from lightning_pipeshift.runtime.report import Report
 from lightning_pipeshift.runtime.step_run import UserStep
 
 

@@ -16,11 +16,9 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -32,19 +30,15 @@ from lightning_pipeshift.checks import (
     check_optimizers,
     check_run,
 )
-from lightning_pipeshift.connected import ConnectedStrategy
-from lightning_pipeshift.data import SharedStream, for_virtual_machine
-from lightning_pipeshift.errors import (
-    ConfigurationError,
-    PlanError,
-)
+from lightning_pipeshift.data import for_virtual_machine
 from lightning_pipeshift.evaluation import (
     EvaluationSteps,
     is_hook_used,
     somebody_looks_at_results,
 )
 from lightning_pipeshift.model.logs import say_again
-from lightning_pipeshift.model.streams import global_state, set_global_state
+from lightning_pipeshift.model.streams import SharedStream, global_state, set_global_state
+from lightning_pipeshift.pipelined import PipelinedStrategy
 from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.plan.schedule import schedule_named
 from lightning_pipeshift.plan.shares import check_shares
@@ -55,7 +49,6 @@ from lightning_pipeshift.runtime.checksum import (
     require_same_lengths,
     require_same_lengths_over_replicas,
 )
-from lightning_pipeshift.runtime.holdings import Holdings
 from lightning_pipeshift.runtime.pipeline import Accumulation, Pipeline
 from lightning_pipeshift.runtime.planning import Settings
 from lightning_pipeshift.synchronising import MetricSync, silence_advice_to_synchronise
@@ -66,7 +59,7 @@ T = TypeVar("T")
 _FRAMEWORK_ATTRIBUTES = frozenset(vars(pl.LightningModule())) | {"log", "log_dict", "_trainer"}
 
 
-class PipeShiftStrategy(ConnectedStrategy):
+class PipeShiftStrategy(PipelinedStrategy):
     """Trains one model as a pipeline over all devices, from an unmodified LightningModule.
 
     Every stage runs the user's own ``training_step``; a gate in front of each layer skips those
@@ -146,29 +139,10 @@ class PipeShiftStrategy(ConnectedStrategy):
         self._shares_data: bool | None = None
         self._accumulates = False
         self._metric_sync: MetricSync | None = None
-        self._pipeline: Pipeline | None = None
-        self._trained: Pipeline | None = None
         self._evaluation: EvaluationSteps | None = None
         self._step_is_skipped = False
 
     # --- what is known ---
-
-    @property
-    def plan(self) -> Plan:
-        """The plan in force. Raises PlanError before the first batch."""
-        if self._pipeline is None:
-            raise PlanError(
-                "There is no plan yet: no run has begun. It is made when the first batch comes."
-            )
-        return self._pipeline.plan
-
-    def _require_pipeline(self) -> Pipeline:
-        if self._pipeline is None:
-            raise ConfigurationError(
-                "There is no pipeline yet: it is built when `fit`, `validate`, `test` or `predict`"
-                " begins."
-            )
-        return self._pipeline
 
     def _depths(self) -> list[int] | None:
         if self._given_plan is not None:
@@ -437,29 +411,6 @@ class PipeShiftStrategy(ConnectedStrategy):
             return tensor
         return super().reduce(tensor, group, reduce_op)
 
-    def _gradient_norms(self, parameters: list[Tensor], norm_type: float) -> Tensor:
-        return self._require_holdings().gradient_norms(parameters, norm_type)
-
-    def gradient_norms(self, norm_type: float) -> dict[str, Tensor]:
-        """The norm of every parameter's gradient by the parameter's name, over all stages.
-
-        Every rank calls this. See :func:`lightning_pipeshift.grad_norm`, which adds the total.
-
-        Args:
-            norm_type: the order of the norm.
-
-        Returns:
-            Scalars, float32, on the CPU. A parameter without a gradient is left out.
-        """
-        holdings = self._require_holdings()
-        norms = holdings.gradient_norms([use.parameter for use in holdings.uses], norm_type)
-        there = holdings.have_gradients()
-        return {
-            use.name: norm.float()
-            for use, norm, has_one in zip(holdings.uses, norms, there, strict=True)
-            if has_one
-        }
-
     def _gradient_hooks(self) -> AbstractContextManager[None]:
         module = self._require_module()
         if not any(
@@ -473,76 +424,7 @@ class PipeShiftStrategy(ConnectedStrategy):
         assert self._evaluation is not None
         return self._evaluation
 
-    def _require_holdings(self) -> Holdings:
-        holdings = self._require_pipeline().holdings
-        if holdings is None:
-            raise ConfigurationError(
-                "No stage has its layers yet: they are given out when the first batch comes."
-            )
-        return holdings
-
-    def _require_module(self) -> pl.LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
-    # --- checkpoints ---
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
-    ) -> None:
-        """Writes a checkpoint, on rank 0. After a failure there is none to write: its parts are on
-        ranks that no longer talk to each other.
-        """
-        if self._has_failed():
-            rank_zero_warn(
-                f"PipeShift: {filepath} is not saved. A rank has failed, and the others cannot send"
-                " their layers any more. Go on from the last checkpoint that was saved before."
-            )
-            return
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole state on rank 0; elsewhere, what is not held is on the meta device."""
-        module = self._require_module()
-        if self._has_failed():
-            return {}
-        holdings = self._pipeline.holdings if self._pipeline is not None else None
-        if holdings is None:
-            return module.state_dict()
-        # The parameters themselves, not copies of them, are what the stages know each other's by.
-        state_dict: dict[str, Any] = module.state_dict(keep_vars=True)
-        home = self._home()
-        return state_dict if home is None else holdings.gather_state(state_dict, home)
-
-    def _home(self) -> int | None:
-        """The stage of rank 0, which writes checkpoints, if it is in this virtual machine."""
-        ranks = self.topology.ranks[self.virtual_machine]
-        return ranks.index(0) if 0 in ranks else None
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state on rank 0, in torch's own format."""
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
-        if self._has_failed():
-            return {}
-        # An evaluation that came after the training has a plan of its own; the optimizers' state is
-        # where the training left it.
-        holdings = self._trained.holdings if self._trained is not None else None
-        home = self._home()
-        if holdings is None or home is None:
-            return optimizer.state_dict()
-        return holdings.gather_optimizer_state(optimizer, home)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads the whole state, on the CPU; what a stage holds follows the parameters later."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            optimizer.load_state_dict(state)
-
     # --- the end ---
-
-    def _let_go(self) -> None:
-        if self._pipeline is not None:
-            self._pipeline.release_gates()
 
     def teardown(self) -> None:
         """Makes the model whole again on every rank, and gives back what the run took."""

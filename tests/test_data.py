@@ -35,9 +35,9 @@ from torch.utils.data import (
 )
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from lightning_pipeshift.data import SharedStream, for_virtual_machine
+from lightning_pipeshift.data import for_virtual_machine
 from lightning_pipeshift.errors import ConfigurationError
-from lightning_pipeshift.model.streams import global_state, set_global_state
+from lightning_pipeshift.model.streams import SharedStream, global_state, set_global_state
 from lightning_pipeshift.plan.shares import shared_out
 from tests.features_models import QUIET
 

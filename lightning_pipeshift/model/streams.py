@@ -151,3 +151,54 @@ def set_global_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
+
+
+def seed_all(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed & _MASK_32)
+    random.seed(seed)
+
+
+class SharedStream:
+    """Switches the global random state between a stream that is the same on all virtual machines,
+    and one of this virtual machine's own.
+
+    What is in force when it is made counts as shared, and has to be the same everywhere. A
+    dataloader that was shared out switches to the shared stream where its iteration begins, and
+    while its sampler draws. All else draws from the own stream: data sets, and the user's code
+    around the steps, which may draw as many numbers as its virtual machine has samples. That stays
+    so when the sampler has run dry, as the last batches are then still under way; whoever has
+    code run after an epoch that must draw the same everywhere calls :meth:`to_shared`.
+
+    Args:
+        vm: index of the virtual machine.
+    """
+
+    def __init__(self, vm: int) -> None:
+        self._vm = vm
+        self._is_own = False
+        self._resting: dict[str, Any] | None = None
+        """The state of the stream that is not in force; ``None`` before the own one has begun."""
+
+    def to_shared(self) -> None:
+        """From here on, draws come from the stream that all virtual machines share."""
+        if self._is_own:
+            self._switch()
+
+    def to_own(self) -> None:
+        """From here on, draws come from this virtual machine's own stream."""
+        if not self._is_own:
+            self._switch()
+
+    def _switch(self) -> None:
+        leaving = global_state()
+        if self._resting is None:
+            # A draw from a copy: what the shared stream draws next stays what it was.
+            generator = torch.Generator()
+            generator.set_state(leaving["torch"])
+            draw = torch.empty((), dtype=torch.int64).random_(generator=generator)
+            seed_all(stream_seed("virtual machine", int(draw), self._vm))
+        else:
+            set_global_state(self._resting)
+        self._resting = leaving
+        self._is_own = not self._is_own

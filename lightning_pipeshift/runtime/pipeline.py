@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipeshift.errors import BatchError, LayerError, PipeShiftError, PlanError
+from lightning_pipeshift.errors import LayerError, PipeShiftError, PlanError
 from lightning_pipeshift.model.gate import Gate, Switch, install, remove
 from lightning_pipeshift.model.layers import find_layers
-from lightning_pipeshift.model.logs import LoggedValue, LogRecorder, merge_logs
+from lightning_pipeshift.model.logs import LogRecorder, merge_logs
 from lightning_pipeshift.model.measure import Stopwatch
 from lightning_pipeshift.model.metrics import BatchMetrics
 from lightning_pipeshift.model.microbatch import batch_size_of, merge, split, weighted_mean
@@ -24,7 +23,6 @@ from lightning_pipeshift.model.signature import module_signature
 from lightning_pipeshift.model.state import TailState
 from lightning_pipeshift.model.streams import Streams
 from lightning_pipeshift.model.trace import Trace
-from lightning_pipeshift.model.trees import map_leaves
 from lightning_pipeshift.plan.action import Row, Schedule
 from lightning_pipeshift.plan.check import check
 from lightning_pipeshift.plan.lowering import with_communication
@@ -44,6 +42,7 @@ from lightning_pipeshift.runtime.holdings import Holdings
 from lightning_pipeshift.runtime.matching import gradient_groups, match_replicas
 from lightning_pipeshift.runtime.planning import Settings, check_order, make_plan
 from lightning_pipeshift.runtime.replicas import Replicas
+from lightning_pipeshift.runtime.report import Report, logs_on_cpu, merge_reports, on_cpu
 from lightning_pipeshift.runtime.rings import Rings
 from lightning_pipeshift.runtime.step_run import (
     Denominators,
@@ -57,36 +56,6 @@ from lightning_pipeshift.runtime.step_run import (
 _AHEAD = 4
 
 
-@dataclass
-class Report:
-    """What the last stage knows of a step, for every rank.
-
-    Args:
-        result: the step's result.
-        logs: what it logged.
-        changes: what it changed on the LightningModule.
-        is_last_batch: whether the epoch ends with this step.
-        loss: the batch's loss, ``None`` where no microbatch gave one.
-        counted: what the losses count together: see :meth:`StepRun.counted`.
-        divided: what they have been divided by.
-        size: how many samples the batch had.
-    """
-
-    result: Any
-    logs: list[LoggedValue]
-    changes: dict[tuple[str, str], Any]
-    is_last_batch: bool = False
-    loss: Tensor | None = None
-    counted: float = 0.0
-    divided: float = 1.0
-    size: int = 0
-
-    @property
-    def correction(self) -> float:
-        """What the gradients still have to be multiplied with; 0 where the step counts nothing."""
-        return self.divided / self.counted if self.counted else 0.0
-
-
 class Accumulation(NamedTuple):
     """A step's place among those between two optimizer steps.
 
@@ -97,38 +66,6 @@ class Accumulation(NamedTuple):
 
     has_begun: bool
     goes_on: bool
-
-
-def merge_reports(reports: list[Report], vm: int) -> Report:
-    """A virtual machine's report, with the loss and the logs of all of them.
-
-    Args:
-        reports: one for each virtual machine.
-        vm: whose result and changes count.
-    """
-    mine = reports[vm]
-    if len(reports) == 1:
-        return mine
-    ends = {report.is_last_batch for report in reports}
-    if len(ends) > 1:
-        raise BatchError(
-            "The virtual machines see different numbers of batches: for virtual machine"
-            f" {[report.is_last_batch for report in reports].index(True)} the epoch ends, and for"
-            " others it goes on. Give all of them the same number of batches."
-        )
-    sizes, counted = [r.size for r in reports], [r.counted for r in reports]
-    losses = [(r.loss, r.counted) for r in reports if r.loss is not None]
-    loss = None
-    if losses:
-        loss = weighted_mean([x for x, _ in losses], [w for _, w in losses])
-    return replace(
-        mine,
-        logs=merge_logs([report.logs for report in reports], sizes, counted),
-        loss=loss,
-        counted=sum(counted),
-        # Whoever had a loss knows by which of the denominators it was divided.
-        divided=next((r.divided for r in reports if r.counted), mine.divided),
-    )
 
 
 def _power_of_two(number: float) -> float:
@@ -437,8 +374,8 @@ class Pipeline:
         if wants_result:
             result = merge([outcome.result for outcome in run.outcomes], sizes, weights)
         return Report(
-            _on_cpu(result),
-            _logs_on_cpu(logs),
+            on_cpu(result),
+            logs_on_cpu(logs),
             self._tail.changes(),
             is_last_batch,
             loss,
@@ -537,7 +474,7 @@ class Pipeline:
         run = self._run_of(step, [microbatch])
         run.run(self._row("forward", 1))
         for outcome in run.outcomes:
-            outcome.result = _on_cpu(outcome.result) if wants_result else None
+            outcome.result = on_cpu(outcome.result) if wants_result else None
         self._pending.append((run.outcomes, _size_or_one(batch)))
         self._under_way.extend(run.unsettled())
         while len(self._under_way) > _AHEAD:
@@ -554,7 +491,7 @@ class Pipeline:
             reports = []
             for (outcome,), size in pending:
                 logs = merge_logs([outcome.logs], [size], [float(size)])
-                reports.append(Report(outcome.result, _logs_on_cpu(logs), {}))
+                reports.append(Report(outcome.result, logs_on_cpu(logs), {}))
             if reports:
                 reports[-1].changes = self._tail.changes()
         reports = self.channels.share_object(reports, source=self.channels.num_stages - 1)
@@ -591,11 +528,3 @@ def _size_or_one(batch: Any) -> int:
         return batch_size_of(batch)
     except PipeShiftError:
         return 1
-
-
-def _on_cpu(tree: Any) -> Any:
-    return map_leaves(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, tree)
-
-
-def _logs_on_cpu(logs: list[LoggedValue]) -> list[LoggedValue]:
-    return [replace(entry, value=_on_cpu(entry.value)) for entry in logs]

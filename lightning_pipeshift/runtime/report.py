@@ -1,0 +1,85 @@
+"""What the last stage knows of a step when it is over, and what the virtual machines make of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from lightning_pipeshift.errors import BatchError
+from lightning_pipeshift.model.logs import LoggedValue, merge_logs
+from lightning_pipeshift.model.microbatch import weighted_mean
+from lightning_pipeshift.model.trees import map_leaves
+
+
+@dataclass
+class Report:
+    """What the last stage knows of a step, for every rank.
+
+    Args:
+        result: the step's result.
+        logs: what it logged.
+        changes: what it changed on the LightningModule.
+        is_last_batch: whether the epoch ends with this step.
+        loss: the batch's loss, ``None`` where no microbatch gave one.
+        counted: what the losses count together: see :meth:`StepRun.counted`.
+        divided: what they have been divided by.
+        size: how many samples the batch had.
+    """
+
+    result: Any
+    logs: list[LoggedValue]
+    changes: dict[tuple[str, str], Any]
+    is_last_batch: bool = False
+    loss: Tensor | None = None
+    counted: float = 0.0
+    divided: float = 1.0
+    size: int = 0
+
+    @property
+    def correction(self) -> float:
+        """What the gradients still have to be multiplied with; 0 where the step counts nothing."""
+        return self.divided / self.counted if self.counted else 0.0
+
+
+def merge_reports(reports: list[Report], vm: int) -> Report:
+    """A virtual machine's report, with the loss and the logs of all of them.
+
+    Args:
+        reports: one for each virtual machine.
+        vm: whose result and changes count.
+    """
+    mine = reports[vm]
+    if len(reports) == 1:
+        return mine
+    ends = {report.is_last_batch for report in reports}
+    if len(ends) > 1:
+        raise BatchError(
+            "The virtual machines see different numbers of batches: for virtual machine"
+            f" {[report.is_last_batch for report in reports].index(True)} the epoch ends, and for"
+            " others it goes on. Give all of them the same number of batches."
+        )
+    sizes, counted = [r.size for r in reports], [r.counted for r in reports]
+    losses = [(r.loss, r.counted) for r in reports if r.loss is not None]
+    loss = None
+    if losses:
+        loss = weighted_mean([x for x, _ in losses], [w for _, w in losses])
+    return replace(
+        mine,
+        logs=merge_logs([report.logs for report in reports], sizes, counted),
+        loss=loss,
+        counted=sum(counted),
+        # Whoever had a loss knows by which of the denominators it was divided.
+        divided=next((r.divided for r in reports if r.counted), mine.divided),
+    )
+
+
+def on_cpu(tree: Any) -> Any:
+    """A structure with its tensors in host memory, detached."""
+    return map_leaves(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def logs_on_cpu(logs: list[LoggedValue]) -> list[LoggedValue]:
+    """Logged values in host memory, as they are sent."""
+    return [replace(entry, value=on_cpu(entry.value)) for entry in logs]
