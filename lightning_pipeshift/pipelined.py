@@ -39,6 +39,13 @@ class PipelinedStrategy(ConnectedStrategy):
             )
         return self._pipeline.plan
 
+    @property
+    def exposed_seconds(self) -> float:
+        """How long the last step has waited for gradients of other virtual machines, in seconds,
+        with nothing left to compute.
+        """
+        return self._require_pipeline().exposed_seconds
+
     def _require_pipeline(self) -> Pipeline:
         if self._pipeline is None:
             raise ConfigurationError(
