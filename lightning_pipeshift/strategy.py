@@ -19,6 +19,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -317,6 +318,8 @@ class PipeShiftStrategy(PipelinedStrategy):
                     goes_on=self._accumulates,
                 ),
             )
+        while pipeline.news:
+            rank_zero_info(f"PipeShift: {pipeline.news.pop(0)}")
         # They are those of all virtual machines already.
         synchronised = False if self._require_replicas().count > 1 else None
         say_again(report.logs, module.log, module, self.root_device, synchronised)

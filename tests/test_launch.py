@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from tests.features_models import differences, fit, on_one_device, on_rank, parameters_of
-from tests.harness import Launched, LaunchFailed, launch_script, launch_torchrun, run_ranks
+from tests.harness import (
+    Launched,
+    LaunchFailed,
+    free_port,
+    launch_script,
+    launch_torchrun,
+    run_ranks,
+)
 from tests.models import SequentialMLP, points
 
 SCRIPT = """
@@ -75,6 +82,35 @@ def test_lightning_and_torchrun_launch_the_ranks() -> None:
     by_torchrun = results_of(launch_torchrun(SCRIPT, 3, arguments))
     require_like_one_device(by_torchrun, 3)
     assert {result["total"] for result in by_lightning + by_torchrun} == {by_torchrun[0]["total"]}
+
+
+# Two hosts with two devices and one: an agent of torchrun on each.
+UNEVEN_HOSTS = """
+import json, os, subprocess, sys, tempfile
+from pathlib import Path
+
+port, arguments, script = sys.argv[1:4]
+with tempfile.TemporaryDirectory() as folder:
+    path = Path(folder, "script.py")
+    path.write_text(script)
+    agents = []
+    for node, devices in enumerate((2, 1)):
+        given = json.loads(arguments) | {"devices": devices, "num_nodes": 2}
+        agents.append(subprocess.Popen([
+            sys.executable, "-m", "torch.distributed.run", "--master-addr", "127.0.0.1",
+            "--master-port", port, "--nnodes", "2", "--node-rank", str(node),
+            "--nproc-per-node", str(devices), str(path), json.dumps(given),
+        ]))
+    sys.exit(max(agent.wait() for agent in agents))
+"""
+
+
+def test_hosts_with_different_numbers_of_devices() -> None:
+    arguments = {"strategy": {"virtual_machines": [[0, 1], [2]], "microbatches": 8}}
+    launched = launch_script(UNEVEN_HOSTS, str(free_port()), json.dumps(arguments), SCRIPT)
+    results = results_of(launched)
+    assert [result["stage"] for result in results] == [0, 1, 0]
+    assert len({result["total"] for result in results}) == 1
 
 
 def test_one_device() -> None:

@@ -109,6 +109,8 @@ class Pipeline:
         self._aggregation: Aggregation | None = None
         self._denominators: Denominators | None = None
         self._has_agreed = False
+        # What was decided and the user may want to know.
+        self.news: list[str] = []
         self.settings = settings
         self.streams = Streams(channels.device)
         self._switch = Switch()
@@ -227,7 +229,8 @@ class Pipeline:
         groups = gradient_groups(uses, placement, self.replicas.topology)
         mine = [group for group in groups if self.replicas.rank in group.members]
         owners = list(dict.fromkeys(tuple(group.members) for group in groups))
-        kind = self.settings.aggregation(self.channels.backend, len(owners), placement)
+        kind, why = self.settings.aggregation(self.channels.backend, len(owners), placement)
+        self.news.append(f"gradient_aggregation is {kind!r}: {why}.")
         backend, device, watched = (
             self.channels.backend,
             self.channels.device,

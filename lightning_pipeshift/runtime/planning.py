@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,8 +11,6 @@ from lightning_pipeshift.plan.flow import Flow
 from lightning_pipeshift.plan.partition import PartitionSpec, resolve
 from lightning_pipeshift.plan.placement import Placement
 from lightning_pipeshift.plan.plan import LayerRecord, Plan
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,8 +57,10 @@ class Settings:
         else:
             resolve(self.partition, num_layers=len(gates), stages_per_vm=stages_per_vm)
 
-    def aggregation(self, backend: str, num_owner_sets: int, placement: Placement) -> str:
-        """``"ring"`` or ``"allreduce"``: how gradients are summed over virtual machines.
+    def aggregation(
+        self, backend: str, num_owner_sets: int, placement: Placement
+    ) -> tuple[str, str]:
+        """``"ring"`` or ``"allreduce"``: how gradients are summed over virtual machines; and why.
 
         Args:
             backend: that of the devices.
@@ -69,15 +68,17 @@ class Settings:
             placement: who owns what.
         """
         if self.gradient_aggregation != "auto":
-            return self.gradient_aggregation
+            return self.gradient_aggregation, "you asked for it"
         # NCCL's own collectives are rings already, inside of the GPU; gloo's wait for each other in
         # one order.
         kind = "ring" if backend == "gloo" else "allreduce"
         why = f"the backend is {backend}"
-        if num_owner_sets != placement.num_stages(0):
+        if num_owner_sets > max(map(len, placement.counts)):
+            # Collectives would need a process group for each set, and keep one order in all of
+            # them; rings need neither.
+            kind = "ring"
             why += f", and layers have {num_owner_sets} different sets of owners"
-        log.info("PipeShift: gradient_aggregation is %r, as %s.", kind, why)
-        return kind
+        return kind, why
 
 
 def make_plan(
