@@ -148,10 +148,10 @@ class PipeShiftStrategy(PipelinedStrategy):
     def _depths(self) -> list[int] | None:
         if self._given_plan is not None:
             return [len(counts) for counts in self._given_plan.placement.counts]
-        nested = isinstance(self._partition, list) and all(
-            isinstance(counts, list | tuple) for counts in self._partition
-        )
-        return [len(counts) for counts in self._partition] if nested else None  # type: ignore[arg-type]
+        if not isinstance(self._partition, list | tuple):
+            return None
+        depths = [len(counts) for counts in self._partition if isinstance(counts, list | tuple)]
+        return depths if depths and len(depths) == len(self._partition) else None
 
     # --- setup ---
 

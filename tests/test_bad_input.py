@@ -98,7 +98,6 @@ def refused(outcomes: list[Outcome], error: type[Exception], *parts: str) -> Non
         ({"schedule": None}, ScheduleError, ["None", "gpipe", "1f1b"]),
         ({"partition": "evenly"}, ConfigurationError, ["'evenly'", "'auto'", "'uniform'"]),
         ({"partition": 4}, ConfigurationError, ["4", "'auto'", "'uniform'", "list"]),
-        ({"virtual_machines": 2}, ConfigurationError, ["virtual_machines=2", "1"]),
         ({"virtual_machines": 0}, ConfigurationError, ["virtual_machines=0", "1"]),
         ({"plan": "nowhere.json"}, PlanError, ["nowhere.json"]),
         ({"plan": 5}, ConfigurationError, ["5"]),
@@ -142,7 +141,7 @@ def fitting(how: Any, make_module: Callable[[], Any] = LayersOfItsOwn, **argumen
         ([5, -1], ["-1", "0 or more"]),
         ([2.0, 2.0], ["2.0", "whole number"]),
         ([], [r"\[\]"]),
-        ([[2, 2], [1, 3]], ["2 virtual machines", "there are 1"]),
+        ([[2, 2], [1, 3]], ["2 virtual machines", "of 2, 2 stages", "this run has 2"]),
     ],
     ids=str,
 )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_pipeshift.errors import ConfigurationError
+from lightning_pipeshift.errors import ConfigurationError, PartitionError
 
 VirtualMachinesSpec = int | str | Sequence[Sequence[int]]
 """How many virtual machines, ``"auto"``, or the ranks of each in stage order."""
@@ -103,6 +103,7 @@ def arrange(
 
     Raises:
         ConfigurationError: the ranks there are cannot be arranged like that.
+        PartitionError: the depths need another number of ranks.
     """
     num_ranks = len(devices)
     if not isinstance(spec, int | str):
@@ -114,6 +115,12 @@ def arrange(
                 f" to {num_ranks - 1} once, or change the number of devices."
             )
         return topology
+    if spec == "auto" and depths is not None and len(depths) > 1 and sum(depths) != num_ranks:
+        raise PartitionError(
+            f"The partition or the plan is for {len(depths)} virtual machines of"
+            f" {_listed(depths)} stages, which are {sum(depths)} ranks; this run has {num_ranks}."
+            " Give one list of layers per stage for each virtual machine that there is to be."
+        )
     count = spec if isinstance(spec, int) else (len(depths) if depths is not None else 1)
     if depths is not None and len(depths) == count and sum(depths) == num_ranks:
         return _fill(devices, depths)
