@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_pipeshift import PipeShiftStrategy
@@ -28,7 +29,7 @@ from tests.features_models import (
     quiet_trainer,
 )
 from tests.harness import RanksFailed, run_ranks
-from tests.models import ZOO, SequentialMLP, points
+from tests.models import NUM_FEATURES, ZOO, SequentialMLP, points
 
 GLOBAL_BATCH = 12
 
@@ -395,12 +396,85 @@ def evaluated(how: Any, name: str) -> Any:
     data = DataLoader(specimen.make_loader(3).dataset, batch_size=size)
     found = [trainer.validate(module, data, verbose=False)]
     found.append(plain(trainer.callback_metrics))
+    found.append(trainer.test(module, data, verbose=False))
     return plain(found)
 
 
 @pytest.mark.parametrize(("ranks", "virtual_machines"), [(4, 2), (3, [[0, 1], [2]]), (3, 3)])
 def test_evaluation_counts_every_sample_once(ranks: int, virtual_machines: Any) -> None:
     over_virtual_machines(evaluated, ranks, "accuracy", virtual_machines=virtual_machines)
+
+
+# What happened on this rank, in order.
+EVENTS: list[str] = []
+
+
+class _NotesBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        EVENTS.append(f"backward {ctx.name}")
+        return gradients[0], None
+
+
+class Noting(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(NUM_FEATURES, NUM_FEATURES)
+        self.name = name
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        # What is noted in the backward comes before the linear layer's own.
+        noted: Tensor = _NotesBackward.apply(self.linear(hidden), self.name)
+        return noted
+
+
+class NotingModel(SequentialMLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*(Noting(name) for name in "abc"))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0]).square().mean()
+
+
+def events(how: Any) -> list[str]:
+    class Listens(L.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            if index == 1:
+                EVENTS.clear()
+                aggregation = trainer.strategy._pipeline._aggregation
+                begin = aggregation._start_sum
+
+                def listening(number: int, *rest: Any) -> Any:
+                    EVENTS.append(f"ring {'abc'[number // 8]}")
+                    return begin(number, *rest)
+
+                aggregation._start_sum = listening
+
+    data = DataLoader(points(2).dataset, batch_size=4)
+    trainer = quiet_trainer(how, callbacks=[Listens()], max_epochs=1, limit_train_batches=2)
+    trainer.fit(built(NotingModel), data)
+    return EVENTS
+
+
+def test_a_layers_ring_begins_when_the_last_backward_has_passed_it() -> None:
+    strategy = {"virtual_machines": 2, "microbatches": 2}
+    for happened in run_ranks(on_rank, 2, events, strategy, (), {}):
+        first, last = happened[:3], happened[3:]
+        assert first == ["backward c", "backward b", "backward a"]
+        assert last == [
+            "backward c",
+            "ring c",
+            "backward b",
+            "ring b",
+            "backward a",
+            "ring a",
+        ]
 
 
 # --------------------------------------------------------------------------------------------------
