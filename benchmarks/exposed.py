@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.hosts import Link, hosts, why_not
 from benchmarks.measuring import arguments, print_table, save
+from benchmarks.sleeping import SleepingLayer
 from lightning_pipeshift import PipeShiftStrategy
 
 NUM_HOSTS = 4
@@ -34,36 +35,12 @@ NUM_MICROBATCHES = 8
 NUM_WARM_UP = 2
 
 
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        time.sleep(0.020)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        time.sleep(0.040)
-        return gradients[0]
-
-
-class SleepingLayer(nn.Module):
-    """Costs time, little of a processor, and has 4 MB of parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        slept: Tensor = _Sleep.apply(self.linear(x))
-        return slept
-
-
 class Sleeper(L.LightningModule):
-    """A row of sleeping layers."""
+    """A row of sleeping layers of 4 MB."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(SleepingLayer() for _ in range(NUM_LAYERS))
+        self.layers = nn.ModuleList(SleepingLayer(WIDTH) for _ in range(NUM_LAYERS))
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
         (x,) = batch

@@ -84,3 +84,11 @@ def busy_seconds() -> float:
     user, nice, system, *rest = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     interrupts = sum(map(int, rest[2:5]))  # after idle and iowait: irq, softirq, steal
     return (int(user) + int(nice) + int(system) + interrupts) / _TICKS_PER_SECOND
+
+
+def put_session_first(first: bool) -> None:
+    """Asks for this session's processes to run before those of others; needs root.
+
+    Linux shares a core among sessions first: a process's own niceness counts inside its own.
+    """
+    Path("/proc/self/autogroup").write_text("-20" if first else "0")

@@ -45,8 +45,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.hosts import CARD, Hosts, Link, hosts, why_not
-from benchmarks.measuring import arguments, print_table, save
-from benchmarks.side_by_side import _put_session_first
+from benchmarks.measuring import arguments, print_table, put_session_first, save
 from lightning_pipeshift.runtime.channels import make_groups
 from lightning_pipeshift.runtime.rings import Rings
 from tests.runtime.stages import connect
@@ -86,7 +85,7 @@ class Config:
 def make_rings(first_in_line: bool) -> Rings:
     """Connects this rank with all others; the rings get connections of their own."""
     if first_in_line:
-        _put_session_first(True)
+        put_session_first(True)
     _, board = connect()
     groups = make_groups(range(dist.get_world_size()), "gloo")
     return Rings(groups, dist.get_rank(), board.watched)

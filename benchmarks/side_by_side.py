@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.measuring import busy_seconds
+from benchmarks.measuring import busy_seconds, put_session_first
 from lightning_pipeshift import PipeShiftStrategy
 
 PIPESHIFT = "PipeShift, in Trainer.fit"
@@ -149,7 +148,7 @@ class Alternation(L.Callback):
 
     def _begin(self) -> None:
         if self._bursts:
-            _put_session_first(True)
+            put_session_first(True)
         dist.barrier()
         self._begun = _clocks()
 
@@ -160,17 +159,12 @@ class Alternation(L.Callback):
         self.rounds.append(Round(contender, self._steps[contender], *spans))
         self._begun = None
         if self._bursts:
-            _put_session_first(False)
+            put_session_first(False)
             time.sleep(self.rounds[-1].seconds)
 
 
 def _clocks() -> tuple[float, float, float]:
     return time.perf_counter(), time.process_time(), busy_seconds()
-
-
-def _put_session_first(first: bool) -> None:
-    # Linux shares a core among sessions first: a process's own niceness counts inside its own.
-    Path("/proc/self/autogroup").write_text("-20" if first else "0")
 
 
 def fit_beside(

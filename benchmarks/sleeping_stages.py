@@ -11,7 +11,6 @@ system's way to wake a process. Every contender runs in the same processes in tu
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from statistics import median
@@ -36,38 +35,12 @@ from benchmarks.side_by_side import (
     fit_beside,
     series,
 )
+from benchmarks.sleeping import BACKWARD_SECONDS, FORWARD_SECONDS, SleepingLayer
 from lightning_pipeshift import PipeShiftStrategy
 from tests.harness import run_ranks
 
-FORWARD_SECONDS = 0.020
-BACKWARD_SECONDS = 0.040
 WIDTH = 64
 NUM_STEPS = 2
-
-
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        time.sleep(FORWARD_SECONDS)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        time.sleep(BACKWARD_SECONDS)
-        return gradients[0]
-
-
-class SleepingLayer(nn.Module):
-    """Costs time and no processor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        # The linear comes first, so that the backward sleeps on the first stage too.
-        slept: Tensor = _Sleep.apply(self.linear(x))
-        return slept
 
 
 class Sleeper(L.LightningModule):
@@ -75,7 +48,7 @@ class Sleeper(L.LightningModule):
 
     def __init__(self, num_layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(SleepingLayer() for _ in range(num_layers))
+        self.layers = nn.ModuleList(SleepingLayer(WIDTH) for _ in range(num_layers))
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, target = batch
@@ -105,7 +78,7 @@ def measure(num_stages: int, schedule: str, num_rounds: int, bursts: bool) -> li
         batches = list(zip(*(x.split(num_microbatches) for x in data), strict=True))
         return {
             TORCH: TorchPipeline(
-                SleepingLayer(), num_microbatches, F.mse_loss, optimizer_of, batches
+                SleepingLayer(WIDTH), num_microbatches, F.mse_loss, optimizer_of, batches
             )
         }
 
