@@ -1128,7 +1128,7 @@ def detaching(how: Any) -> Any:
 
 def test_gradients_that_begin_to_flow_in_a_later_step_are_not_lost_silently() -> None:
     with pytest.raises(RanksFailed, match="LayerError: A gradient flows back to the layer 1"):
-        run_ranks(on_rank, 2, detaching, {"microbatches": 4}, (), {})
+        run_ranks(on_rank, 2, detaching, {"microbatches": 4, "partition": [2, 2]}, (), {})
 
 
 class WarmsUpItsSecondLoss(LayersOfItsOwn):
@@ -1151,7 +1151,7 @@ def warming_up(how: Any) -> Any:
 
 def test_a_loss_that_gets_another_part_in_a_later_step_is_not_wrong_silently() -> None:
     with pytest.raises(RanksFailed, match="LayerError: the step's result depends on a value"):
-        run_ranks(on_rank, 2, warming_up, {"microbatches": 4}, (), {})
+        run_ranks(on_rank, 2, warming_up, {"microbatches": 4, "partition": [2, 2]}, (), {})
 
 
 # --------------------------------------------------------------------------------------------------
