@@ -37,6 +37,7 @@ from lightning_pipeshift.evaluation import (
     is_hook_used,
     somebody_looks_at_results,
 )
+from lightning_pipeshift.model.deferred import Deferred, give_attributes_values
 from lightning_pipeshift.model.logs import say_again
 from lightning_pipeshift.model.streams import SharedStream, global_state, set_global_state
 from lightning_pipeshift.pipelined import PipelinedStrategy
@@ -141,6 +142,7 @@ class PipeShiftStrategy(PipelinedStrategy):
         self._accumulates = False
         self._metric_sync: MetricSync | None = None
         self._evaluation: EvaluationSteps | None = None
+        self._deferred = Deferred()
         self._step_is_skipped = False
 
     # --- what is known ---
@@ -177,7 +179,8 @@ class PipeShiftStrategy(PipelinedStrategy):
         self.precision_plugin = over_stages(
             self.precision_plugin, self._gradient_norms, self._gradient_hooks, channels.sum
         )
-        self.model = self.precision_plugin.convert_module(module)
+        with self._deferred.recording():
+            self.model = self.precision_plugin.convert_module(module)
         for metric in module.modules():
             if isinstance(metric, Metric):
                 metric.to(self.root_device)
@@ -198,6 +201,7 @@ class PipeShiftStrategy(PipelinedStrategy):
                 self._seed(),
                 self._gradient_aggregation,
             ),
+            deferred=self._deferred,
             ignored=_FRAMEWORK_ATTRIBUTES,
         )
         self._evaluation = EvaluationSteps(trainer, self._pipeline)
@@ -207,6 +211,16 @@ class PipeShiftStrategy(PipelinedStrategy):
             check_optimizers(self.optimizers)
             self._trained = self._pipeline
         self.setup_precision_plugin()
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """Context of ``configure_model``: what is made in it gets its values later, on the stages
+        that hold it.
+        """
+        self._deferred = Deferred(self._seed())
+        with self._deferred.recording():
+            yield
+        give_attributes_values(self._require_module(), self._deferred)
 
     def _seed(self) -> int:
         world = self._require_replicas().world

@@ -78,19 +78,28 @@ class Stopwatch:
         return best
 
     def _here(self, slots: Sequence[Slot]) -> dict[int, Tensor]:
-        # Buffers are copied: a layer may write to its running statistics.
         return {
-            id(tensor): tensor.detach().to(self._device, copy=slot.is_buffer)
+            id(tensor): self._stand_in(tensor, slot.is_buffer)
             for slot in slots
             if (tensor := slot.get()) is not None
         }
 
+    def _stand_in(self, tensor: Tensor, is_buffer: bool) -> Tensor:
+        if tensor.is_meta:
+            # Nobody holds the whole model: any numbers take as long as the layer's own.
+            return self._numbers(tensor)
+        # Buffers are copied: a layer may write to its running statistics.
+        return tensor.detach().to(self._device, copy=is_buffer)
+
     def _made_up(self, leaf: Any) -> Any:
         if not isinstance(leaf, Placeholder):
             return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-        if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
-            return torch.randn(leaf.shape, device=self._device).to(leaf.dtype)
-        return torch.zeros(leaf.shape, dtype=leaf.dtype, device=self._device)
+        return self._numbers(leaf)
+
+    def _numbers(self, like: Tensor) -> Tensor:
+        if like.dtype.is_floating_point or like.dtype.is_complex:
+            return torch.randn(like.shape, device=self._device).to(like.dtype)
+        return torch.zeros(like.shape, dtype=like.dtype, device=self._device)
 
     def _wait(self) -> None:
         if self._device.type == "cuda":

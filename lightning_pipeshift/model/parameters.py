@@ -161,6 +161,12 @@ def _swap(tensor: Tensor, data: Tensor) -> None:
     attributes: dict[str, Any] = dict(tensor.__dict__)
     torch.utils.swap_tensors(tensor, fresh)
     tensor.__dict__.update(attributes)
+    # Hooks belong to what was swapped away: naming them anew puts them into effect.
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(tensor, name)
+        if hooks:
+            setattr(tensor, name, None)
+            setattr(tensor, name, hooks)
 
 
 def other_state(layer: nn.Module) -> dict[tuple[str, str], Any]:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.cut import SharedParameters
+from lightning_pipeshift.model.deferred import Deferred
 from lightning_pipeshift.model.parameters import (
     ParameterUse,
     flat_weights_forgotten,
@@ -80,14 +81,80 @@ class Holdings:
         outside = {id(buffer): (buffer, True) for buffer in self._root.buffers()}
         return list((outside | inside).values())
 
+    def _tensors(self) -> list[tuple[Tensor, bool]]:
+        """All parameters and buffers, and whether this stage holds each."""
+        parameters: list[tuple[Tensor, bool]] = [
+            (use.parameter, self._stage in self.holders_of(use.parameter)) for use in self.uses
+        ]
+        return parameters + self._buffers()
+
     # --- where the values are ---
 
-    def settle(self, optimizers: Iterable[Optimizer], final: bool) -> None:
+    def obtain(self, deferred: Deferred) -> None:
+        """Gets the values that this stage is to hold and has not: from the stage that has them
+        since an earlier run, or by making them. Every stage calls this.
+
+        Raises:
+            LayerError: no stage has them, and how to make them is not known.
+        """
+        with torch.no_grad(), flat_weights_forgotten(self._root):
+            self._fetch(deferred)
+            for tensor, is_held in self._tensors():
+                if is_held and deferred.knows(tensor):
+                    hold(tensor, deferred.values(tensor))
+
+    def _fetch(self, deferred: Deferred) -> None:
+        channels = self._channels
+
+        def is_lacking(tensor: Tensor) -> bool:
+            return tensor.is_meta and not deferred.knows(tensor)
+
+        parameters = [use.parameter for use in self.uses]
+        lacking = [is_lacking(parameter) for parameter in parameters]
+        for layer, _ in self._layers:
+            lacking.append(any(map(is_lacking, [*layer.parameters(), *layer.buffers()])))
+        there = torch.zeros(channels.num_stages, len(lacking))
+        there[self._stage] = 1 - torch.tensor(lacking, dtype=torch.float32)
+        # Each entry is one stage's value plus zeros.
+        there = channels.sum(there.flatten()).view_as(there)
+        wanted = [self.holders_of(parameter) for parameter in parameters]
+        wanted += [[stage] for _, stage in self._layers]
+        for number, stages in enumerate(wanted):
+            targets = [stage for stage in stages if not there[stage, number]]
+            if not targets:
+                continue
+            sources = there[:, number].nonzero().flatten().tolist()
+            if not sources:
+                name = self.uses[number].name if number < len(parameters) else "a layer's buffer"
+                raise LayerError(
+                    f"No stage has the values of {name}: it is on the meta device everywhere, and"
+                    " was not made in `configure_model`. Make the whole model there, or give every"
+                    " parameter values in `__init__`."
+                )
+            for to in targets:
+                self._pass(number, sources[0], to)
+
+    def _pass(self, number: int, source: int, to: int) -> None:
+        """Sends a parameter, or what a layer keeps besides parameters, to another stage."""
+        channels = self._channels
+        if number < len(self.uses):
+            parameter = self.uses[number].parameter
+            if self._stage == source:
+                channels.send_tensor(parameter, to)
+            elif self._stage == to:
+                hold(parameter, channels.receive_tensor(parameter, source))
+            return
+        layer, _ = self._layers[number - len(self.uses)]
+        if self._stage == source:
+            channels.send_values(other_state(layer), to)
+        elif self._stage == to:
+            take_other_state(layer, dict(channels.receive_values(source)))
+
+    def settle(self, optimizers: Iterable[Optimizer], final: bool, deferred: Deferred) -> None:
         """Brings what is held to this stage's device; with ``final``, lets go of the rest."""
         device = self._channels.device
-        parameters = [(u.parameter, self._stage in self.holders_of(u.parameter)) for u in self.uses]
         with torch.no_grad(), flat_weights_forgotten(self._root):
-            for tensor, is_held in parameters + self._buffers():
+            for tensor, is_held in self._tensors():
                 if is_held:
                     if tensor.device != device and tensor.device != META:
                         tensor.data = tensor.data.to(device)
@@ -99,7 +166,7 @@ class Holdings:
                     if self._stage not in self.holders_of(parameter):
                         del optimizer.state[parameter]
                 # What was restored from a checkpoint, or made by the optimizer's constructor.
-                _optimizer_to_device(optimizer, device)
+                _optimizer_to_device(optimizer, device, deferred)
 
     def _release(self, tensor: Tensor) -> None:
         try:
@@ -411,12 +478,16 @@ def _on_cpu(entry: Any) -> Any:
     return entry
 
 
-def _optimizer_to_device(optimizer: Optimizer, device: torch.device) -> None:
+def _optimizer_to_device(optimizer: Optimizer, device: torch.device, deferred: Deferred) -> None:
     """Moves an optimizer's state. Step counters stay where torch made them: on the CPU, unless the
     optimizer wants them elsewhere.
     """
     for entry in optimizer.state.values():
         if isinstance(entry, MutableMapping):
             for name, value in entry.items():
-                if isinstance(value, Tensor) and name != "step":
+                if not isinstance(value, Tensor):
+                    continue
+                if deferred.knows(value):
+                    entry[name] = value = deferred.values(value)
+                if name != "step":
                     entry[name] = value.to(device)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipeshift.errors import LayerError, PipeShiftError, PlanError
+from lightning_pipeshift.model.deferred import Deferred, is_whole
 from lightning_pipeshift.model.gate import Gate, Switch, install, remove
 from lightning_pipeshift.model.layers import find_layers
 from lightning_pipeshift.model.logs import LogRecorder, merge_logs
@@ -89,6 +90,7 @@ class Pipeline:
         replicas: the virtual machines.
         rings: this rank's part in their rings, where there are several.
         settings: what the user asked for.
+        deferred: how the tensors of the model are made that are on the meta device.
         ignored: names of attributes that belong to the framework.
     """
 
@@ -99,9 +101,14 @@ class Pipeline:
         replicas: Replicas,
         rings: Rings | None,
         settings: Settings,
+        deferred: Deferred,
         ignored: frozenset[str],
     ) -> None:
         self.root = root
+        self._deferred = deferred
+        # A rank that owns every layer may have all values while others have not.
+        lacking = replicas.world.sum(torch.tensor([0.0 if is_whole(root) else 1.0]))
+        self._was_whole = not lacking
         self.channels = channels
         self.replicas = replicas
         self.vm = replicas.vm
@@ -122,6 +129,7 @@ class Pipeline:
         settings.check(gates, replicas.topology.stages_per_vm)
         install(gates)
         self._follower = Follower(root, gates, self._switch, self.streams, channels.device)
+        self._follower.model_is_whole = self._was_whole
         self._recorder = LogRecorder(root)
         self._tail = TailState(self._modules_outside_layers(), ignored)
         self._metrics = BatchMetrics(root)
@@ -202,13 +210,17 @@ class Pipeline:
         self._ownership = Ownership.of(placement)
         self._touched = touched
         self.holdings = Holdings(self.root, uses, layers, stage_of, channels)
+        if not self._was_whole:
+            self.holdings.obtain(self._deferred)
         self.holdings.match_shared()
         self.match_replicas(parameters_too=True)
-        self.holdings.settle(optimizers, final)
+        self.holdings.settle(optimizers, final, self._deferred)
+        if final:
+            self._deferred.forget()
         if trains and self.replicas.count > 1:
             self._aggregation = self._make_aggregation(uses, placement)
         self._is_final = final
-        follower.model_is_whole = not final or channels.num_stages == 1
+        follower.model_is_whole = channels.num_stages == 1 or (self._was_whole and not final)
 
     def match_replicas(self, parameters_too: bool) -> None:
         """Gives all virtual machines what the first one holds: what layers keep besides parameters
@@ -521,9 +533,15 @@ class Pipeline:
         self._switch.current = None
 
     def make_whole(self) -> None:
-        """Gives every rank the whole model again. Every stage calls this."""
-        if self.holdings is not None:
+        """Gives every rank the whole model again, where it had it before. Every stage calls
+        this.
+        """
+        if self.holdings is None:
+            return
+        if self._was_whole:
             self.holdings.make_whole()
+        else:
+            self.holdings.to_cpu()
 
 
 def _size_or_one(batch: Any) -> int:

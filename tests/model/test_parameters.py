@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_pipeshift.model.cut import SharedParameters
 from lightning_pipeshift.model.parameters import (
@@ -103,6 +103,9 @@ def test_releasing_and_holding_keeps_the_object():
     parameter: Any = net.a.weight
     parameter.grad = torch.ones(3, 3)
     parameter.mark = "the user's own"
+    parameter.register_hook(lambda gradient: 2 * gradient)
+    accumulated: list[Tensor] = []
+    parameter.register_post_accumulate_grad_hook(lambda one: accumulated.append(one.grad))
     reference = parameter
     release(parameter)
     assert net.a.weight is net.b.weight is reference is parameter
@@ -120,7 +123,8 @@ def test_releasing_and_holding_keeps_the_object():
     net.b(torch.ones(1, 3)).sum().backward()
     assert parameter.grad is not None
     optimizer.step()
-    assert torch.allclose(net.b.weight, values - 0.1)
+    assert torch.allclose(net.b.weight, values - 0.2)
+    assert len(accumulated) == 1
 
 
 @pytest.mark.parametrize(
