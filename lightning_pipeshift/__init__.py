@@ -7,6 +7,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_pipeshift.errors import (
     BatchError,
+    CheckpointError,
     ConfigurationError,
     LayerError,
     PartitionError,
@@ -17,13 +18,16 @@ from lightning_pipeshift.errors import (
 )
 from lightning_pipeshift.grad_norm import grad_norm
 from lightning_pipeshift.plan.plan import Plan
+from lightning_pipeshift.plugins.checkpoint_io import PipeShiftCheckpointIO
 from lightning_pipeshift.strategy import PipeShiftStrategy
 
 __all__ = [
     "BatchError",
+    "CheckpointError",
     "ConfigurationError",
     "LayerError",
     "PartitionError",
+    "PipeShiftCheckpointIO",
     "PipeShiftError",
     "PipeShiftStrategy",
     "Plan",

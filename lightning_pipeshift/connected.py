@@ -288,6 +288,7 @@ class ConnectedStrategy(ParallelStrategy):
             name = self._board.name_of(self.global_rank)
             first = self._board.publish(name[:1].upper() + name[1:], exception)
         self._let_go()
+        self._end_checkpoints()
         if self._channels is not None and self._replicas is not None:
             self._channels.close()
             self._replicas.world.close()
@@ -298,6 +299,9 @@ class ConnectedStrategy(ParallelStrategy):
         # Rank 0 keeps the board: when it ends, nobody can read any more.
         if (first or self.global_rank == 0) and self.world_size > 1 and self._board is not None:
             self._board.wait_for_readers()
+
+    def _end_checkpoints(self) -> None:
+        """Waits for checkpoints that are on their way to disk."""
 
     def _let_go(self) -> None:
         """Gives back what the run took from the model."""

@@ -35,5 +35,9 @@ class BatchError(PipeShiftError):
     """
 
 
+class CheckpointError(PipeShiftError):
+    """A checkpoint that is incomplete, damaged, or of another model, or that cannot be written."""
+
+
 class StageFailedError(PipeShiftError):
     """Another stage failed first; the message is that stage's."""

@@ -1,17 +1,11 @@
-"""A strategy that has a pipeline: its plan, and what user code and Lightning ask of the whole model
-while each rank holds a part: norms and checkpoints.
-"""
+"""A strategy that has a pipeline: its plan, and the norms of what its ranks hold."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_pipeshift.connected import ConnectedStrategy
 from lightning_pipeshift.errors import ConfigurationError, PlanError
@@ -90,59 +84,6 @@ class PipelinedStrategy(ConnectedStrategy):
             for use, norm, has_one in zip(holdings.uses, norms, there, strict=True)
             if has_one
         }
-
-    # --- checkpoints ---
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
-    ) -> None:
-        """Writes a checkpoint, on rank 0. After a failure there is none to write: its parts are on
-        ranks that no longer talk to each other.
-        """
-        if self._has_failed():
-            rank_zero_warn(
-                f"PipeShift: {filepath} is not saved. A rank has failed, and the others cannot send"
-                " their layers any more. Go on from the last checkpoint that was saved before."
-            )
-            return
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole state on rank 0; elsewhere, what is not held is on the meta device."""
-        module = self._require_module()
-        if self._has_failed():
-            return {}
-        holdings = self._pipeline.holdings if self._pipeline is not None else None
-        if holdings is None:
-            return module.state_dict()
-        # The parameters themselves, not copies of them, are what the stages know each other's by.
-        state_dict: dict[str, Any] = module.state_dict(keep_vars=True)
-        home = self._home()
-        return state_dict if home is None else holdings.gather_state(state_dict, home)
-
-    def _home(self) -> int | None:
-        """The stage of rank 0, which writes checkpoints, if it is in this virtual machine."""
-        ranks = self.topology.ranks[self.virtual_machine]
-        return ranks.index(0) if 0 in ranks else None
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state on rank 0, in torch's own format."""
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
-        if self._has_failed():
-            return {}
-        # An evaluation that came after the training has a plan of its own; the optimizers' state is
-        # where the training left it.
-        holdings = self._trained.holdings if self._trained is not None else None
-        home = self._home()
-        if holdings is None or home is None:
-            return optimizer.state_dict()
-        return holdings.gather_optimizer_state(optimizer, home)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads the whole state, on the CPU; what a stage holds follows the parameters later."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            optimizer.load_state_dict(state)
 
     # --- the end ---
 

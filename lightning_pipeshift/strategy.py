@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
+from lightning_pipeshift.checkpointing import CheckpointingStrategy
 from lightning_pipeshift.checks import (
     check_aggregation,
     check_arguments,
@@ -37,10 +38,8 @@ from lightning_pipeshift.evaluation import (
     is_hook_used,
     somebody_looks_at_results,
 )
-from lightning_pipeshift.model.deferred import Deferred, give_attributes_values
 from lightning_pipeshift.model.logs import say_again
 from lightning_pipeshift.model.streams import SharedStream, global_state, set_global_state
-from lightning_pipeshift.pipelined import PipelinedStrategy
 from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.plan.schedule import schedule_named
 from lightning_pipeshift.plan.shares import check_shares
@@ -61,7 +60,7 @@ T = TypeVar("T")
 _FRAMEWORK_ATTRIBUTES = frozenset(vars(pl.LightningModule())) | {"log", "log_dict", "_trainer"}
 
 
-class PipeShiftStrategy(PipelinedStrategy):
+class PipeShiftStrategy(CheckpointingStrategy):
     """Trains one model as a pipeline over all devices, from an unmodified LightningModule.
 
     Every stage runs the user's own ``training_step``; a gate in front of each layer skips those
@@ -137,12 +136,10 @@ class PipeShiftStrategy(PipelinedStrategy):
         self._given_plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
         self._batch_shares = batch_shares
         self._gradient_aggregation = gradient_aggregation
-        self._shared_stream: SharedStream | None = None
         self._shares_data: bool | None = None
         self._accumulates = False
         self._metric_sync: MetricSync | None = None
         self._evaluation: EvaluationSteps | None = None
-        self._deferred = Deferred()
         self._step_is_skipped = False
 
     # --- what is known ---
@@ -188,6 +185,8 @@ class PipeShiftStrategy(PipelinedStrategy):
                 # all ranks, as torchmetrics would, would count each several times.
                 metric.distributed_available_fn = self._metric_sync.is_possible
                 metric.dist_sync_fn = self._metric_sync.gather
+        self._connect_checkpoints()
+        self._seed_of_run = self._seed()
         self._pipeline = Pipeline(
             root=module,
             channels=channels,
@@ -198,7 +197,7 @@ class PipeShiftStrategy(PipelinedStrategy):
                 self._schedule,
                 self._partition,
                 self._given_plan,
-                self._seed(),
+                self._seed_of_run,
                 self._gradient_aggregation,
             ),
             deferred=self._deferred,
@@ -212,17 +211,9 @@ class PipeShiftStrategy(PipelinedStrategy):
             self._trained = self._pipeline
         self.setup_precision_plugin()
 
-    @contextmanager
-    def model_sharded_context(self) -> Generator[None, None, None]:
-        """Context of ``configure_model``: what is made in it gets its values later, on the stages
-        that hold it.
-        """
-        self._deferred = Deferred(self._seed())
-        with self._deferred.recording():
-            yield
-        give_attributes_values(self._require_module(), self._deferred)
-
     def _seed(self) -> int:
+        if self._resumed.get("seed") is not None:
+            return int(self._resumed["seed"])
         world = self._require_replicas().world
         seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() & (2**62 - 1)))
         return int(world.share_object(seed, source=0))
@@ -243,6 +234,9 @@ class PipeShiftStrategy(PipelinedStrategy):
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)
         trainer = self._require_module().trainer
         count = self._require_replicas().count
+        if trainer.state.stage == RunningStage.TRAINING:
+            # What comes next is the loader's iterator, whose order may be drawn.
+            self._resume_random_state()
         if count == 1 or not self._shares_data:
             return dataloader
         return for_virtual_machine(
@@ -255,7 +249,12 @@ class PipeShiftStrategy(PipelinedStrategy):
 
     def on_train_start(self) -> None:
         """Compares the lengths of the data over the ranks."""
-        length = self._require_module().trainer.num_training_batches
+        trainer = self._require_module().trainer
+        if trainer.fit_loop.epoch_loop.batch_progress.current.ready:
+            # In the middle of an epoch the iterator had been made before the checkpoint.
+            self._resume_random_state()
+        self._resumed = {}
+        length = trainer.num_training_batches
         require_same_lengths([length], "training", self._require_channels())
         require_same_lengths_over_replicas(length, self._require_replicas())
 

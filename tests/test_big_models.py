@@ -112,11 +112,11 @@ def test_virtual_machines_hold_the_same() -> None:
 
 
 def evaluating(how: Any) -> Any:
-    """Validation alone, then training with a sanity check, then a prediction by what was trained."""
+    """Validation alone, then training with a sanity check, then a prediction of what came of it."""
     torch.manual_seed(5)
     module = late(ZOO["sequential"].build)
     trainer = quiet_trainer(how, max_epochs=1, num_sanity_val_steps=1)
-    losses = []
+    losses: list[Any] = []
 
     class Validates(type(module)):  # type: ignore[misc]
         def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -240,7 +240,7 @@ _PRESERVED = torch.preserve_format
 _APPEARANCES: dict[Any, Callable[..., Any]] = {
     Tensor.is_meta.__get__: lambda *_: False,  # type: ignore[attr-defined]
     Tensor.is_cpu.__get__: lambda *_: True,  # type: ignore[attr-defined]
-    Tensor.device.__get__: lambda *_: _CPU,  # type: ignore[attr-defined]
+    Tensor.device.__get__: lambda *_: _CPU,
     Tensor.to: _moved,
     Tensor.cpu: _stays,
     Tensor.cuda: _stays,
@@ -266,7 +266,8 @@ def _truncated_normals_whole(deferred: Deferred) -> Iterator[None]:
     def truncated_normal(tensor: Tensor, *args: Any, generator: Any = None) -> Tensor:
         with torch._C.DisableTorchFunction():
             if not deferred.knows(tensor):
-                return original(tensor, *args, generator=generator)
+                made: Tensor = original(tensor, *args, generator=generator)
+                return made
             view = _view_of(tensor)
             covers = {view.storage: _covers(tensor)}
             deferred._write(_Entry(original, ((view, *args), {}), {}, covers, frozenset(), True))
@@ -281,7 +282,7 @@ def _truncated_normals_whole(deferred: Deferred) -> Iterator[None]:
 
 class _Operations(TorchDispatchMode):
     def __init__(self, deferred: Deferred) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._deferred = deferred
 
     def __torch_dispatch__(
@@ -379,7 +380,7 @@ def _view_of(tensor: Tensor) -> _View:
 
 def _part(view: _View, storages: dict[int, torch.UntypedStorage]) -> Tensor:
     part = torch.empty(0, dtype=view.dtype)
-    return part.set_(storages[view.storage], view.offset, view.size, view.stride)  # type: ignore[call-overload, no-any-return]
+    return part.set_(storages[view.storage], view.offset, view.size, view.stride)
 
 
 def _real_again(leaf: Any, storages: dict[int, torch.UntypedStorage]) -> Any:

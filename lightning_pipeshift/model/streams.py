@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 _MASK_32 = (1 << 32) - 1
 _MASK_64 = (1 << 64) - 1
@@ -153,6 +154,31 @@ def set_global_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
 
 
+def _plain_state(state: dict[str, Any]) -> dict[str, Any]:
+    """A state of types that ``torch.load`` takes for harmless."""
+    kind, keys, *others = state["numpy"]
+    version, words, spare = state["python"]
+    return {
+        "torch": state["torch"],
+        "numpy": (kind, _bytes_of(keys), *others),
+        "python": (version, _bytes_of(words), spare),
+    }
+
+
+def _from_plain(state: dict[str, Any]) -> dict[str, Any]:
+    kind, keys, *others = state["numpy"]
+    version, words, spare = state["python"]
+    return {
+        "torch": state["torch"],
+        "numpy": (kind, keys.numpy().view(np.uint32), *others),
+        "python": (version, tuple(words.numpy().view(np.uint32).tolist()), spare),
+    }
+
+
+def _bytes_of(words: Any) -> Tensor:
+    return torch.from_numpy(np.array(words, dtype=np.uint32).view(np.uint8))
+
+
 def seed_all(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed & _MASK_32)
@@ -189,6 +215,23 @@ class SharedStream:
         """From here on, draws come from this virtual machine's own stream."""
         if not self._is_own:
             self._switch()
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """The states of the shared stream, and of the own one (``None`` before it has begun), of
+        plain types and tensors.
+        """
+        here = _plain_state(global_state())
+        resting = _plain_state(self._resting) if self._resting is not None else None
+        if self._is_own:
+            assert resting is not None
+            return resting, here
+        return here, resting
+
+    def set_state(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
+        """Goes on, on the shared stream, where :meth:`state` was asked for."""
+        set_global_state(_from_plain(shared))
+        self._is_own = False
+        self._resting = _from_plain(own) if own is not None else None
 
     def _switch(self) -> None:
         leaving = global_state()

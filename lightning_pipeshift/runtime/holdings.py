@@ -51,40 +51,44 @@ class Holdings:
         channels: Channels,
     ) -> None:
         self.uses = uses
-        self._root = root
-        self._channels = channels
-        self._stage = channels.stage
-        self._layers = list(zip(layers, stage_of, strict=True))
+        self.root = root
+        self.channels = channels
+        self.stage = channels.stage
+        self.layers = list(zip(layers, stage_of, strict=True))
         # By identity of a parameter: the stages that hold it, lowest first.
         self._holders = {
             id(use.parameter): use.holders(stage_of, channels.num_stages) for use in uses
         }
-        self.held = [use for use in uses if self._stage in self.holders_of(use.parameter)]
+        self.held = [use for use in uses if self.stage in self.holders_of(use.parameter)]
         self.shared = SharedParameters([use for use in self.held if use.is_shared])
         self._fresh: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
         self._replaces = False
 
+    def knows(self, value: Any) -> bool:
+        """Whether it is one of the model's parameters."""
+        return id(value) in self._holders
+
     def holders_of(self, parameter: Tensor) -> list[int]:
         """The stages that hold a parameter, lowest first; one added later is held by all."""
-        return self._holders.get(id(parameter), list(range(self._channels.num_stages)))
+        return self._holders.get(id(parameter), list(range(self.channels.num_stages)))
 
     def _buffers(self) -> list[tuple[Tensor, bool]]:
         """The buffers that the model has now (a layer may replace its own at any time), and whether
         this stage holds each. One that several layers refer to is held by the stages of all.
         """
         inside: dict[int, tuple[Tensor, bool]] = {}
-        for layer, stage in self._layers:
+        for layer, stage in self.layers:
             for buffer in layer.buffers():
                 _, is_held = inside.get(id(buffer), (buffer, False))
-                inside[id(buffer)] = (buffer, is_held or stage == self._stage)
-        outside = {id(buffer): (buffer, True) for buffer in self._root.buffers()}
+                inside[id(buffer)] = (buffer, is_held or stage == self.stage)
+        outside = {id(buffer): (buffer, True) for buffer in self.root.buffers()}
         return list((outside | inside).values())
 
     def _tensors(self) -> list[tuple[Tensor, bool]]:
         """All parameters and buffers, and whether this stage holds each."""
         parameters: list[tuple[Tensor, bool]] = [
-            (use.parameter, self._stage in self.holders_of(use.parameter)) for use in self.uses
+            (use.parameter, self.stage in self.holders_of(use.parameter)) for use in self.uses
         ]
         return parameters + self._buffers()
 
@@ -97,28 +101,28 @@ class Holdings:
         Raises:
             LayerError: no stage has them, and how to make them is not known.
         """
-        with torch.no_grad(), flat_weights_forgotten(self._root):
+        with torch.no_grad(), flat_weights_forgotten(self.root):
             self._fetch(deferred)
             for tensor, is_held in self._tensors():
                 if is_held and deferred.knows(tensor):
                     hold(tensor, deferred.values(tensor))
 
     def _fetch(self, deferred: Deferred) -> None:
-        channels = self._channels
+        channels = self.channels
 
         def is_lacking(tensor: Tensor) -> bool:
             return tensor.is_meta and not deferred.knows(tensor)
 
         parameters = [use.parameter for use in self.uses]
         lacking = [is_lacking(parameter) for parameter in parameters]
-        for layer, _ in self._layers:
+        for layer, _ in self.layers:
             lacking.append(any(map(is_lacking, [*layer.parameters(), *layer.buffers()])))
         there = torch.zeros(channels.num_stages, len(lacking))
-        there[self._stage] = 1 - torch.tensor(lacking, dtype=torch.float32)
+        there[self.stage] = 1 - torch.tensor(lacking, dtype=torch.float32)
         # Each entry is one stage's value plus zeros.
         there = channels.sum(there.flatten()).view_as(there)
         wanted = [self.holders_of(parameter) for parameter in parameters]
-        wanted += [[stage] for _, stage in self._layers]
+        wanted += [[stage] for _, stage in self.layers]
         for number, stages in enumerate(wanted):
             targets = [stage for stage in stages if not there[stage, number]]
             if not targets:
@@ -136,24 +140,24 @@ class Holdings:
 
     def _pass(self, number: int, source: int, to: int) -> None:
         """Sends a parameter, or what a layer keeps besides parameters, to another stage."""
-        channels = self._channels
+        channels = self.channels
         if number < len(self.uses):
             parameter = self.uses[number].parameter
-            if self._stage == source:
+            if self.stage == source:
                 channels.send_tensor(parameter, to)
-            elif self._stage == to:
+            elif self.stage == to:
                 hold(parameter, channels.receive_tensor(parameter, source))
             return
-        layer, _ = self._layers[number - len(self.uses)]
-        if self._stage == source:
+        layer, _ = self.layers[number - len(self.uses)]
+        if self.stage == source:
             channels.send_values(other_state(layer), to)
-        elif self._stage == to:
+        elif self.stage == to:
             take_other_state(layer, dict(channels.receive_values(source)))
 
     def settle(self, optimizers: Iterable[Optimizer], final: bool, deferred: Deferred) -> None:
         """Brings what is held to this stage's device; with ``final``, lets go of the rest."""
-        device = self._channels.device
-        with torch.no_grad(), flat_weights_forgotten(self._root):
+        device = self.channels.device
+        with torch.no_grad(), flat_weights_forgotten(self.root):
             for tensor, is_held in self._tensors():
                 if is_held:
                     if tensor.device != device and tensor.device != META:
@@ -163,7 +167,7 @@ class Holdings:
         if final:
             for optimizer in optimizers:
                 for parameter in list(optimizer.state):
-                    if self._stage not in self.holders_of(parameter):
+                    if self.stage not in self.holders_of(parameter):
                         del optimizer.state[parameter]
                 # What was restored from a checkpoint, or made by the optimizer's constructor.
                 _optimizer_to_device(optimizer, device, deferred)
@@ -180,18 +184,18 @@ class Holdings:
         """Gives every stage the whole model again, on the CPU, one tensor at a time. Every stage
         calls this.
         """
-        channels = self._channels
-        with torch.no_grad(), flat_weights_forgotten(self._root):
+        channels = self.channels
+        with torch.no_grad(), flat_weights_forgotten(self.root):
             for use in self.uses:
                 holders = self.holders_of(use.parameter)
                 without = [stage for stage in range(channels.num_stages) if stage not in holders]
-                if self._stage == holders[0]:
+                if self.stage == holders[0]:
                     for to in without:
                         channels.send_tensor(use.parameter, to)
-                elif self._stage in without:
+                elif self.stage in without:
                     hold(use.parameter, channels.receive_tensor(use.parameter, holders[0]))
-            for layer, stage in self._layers:
-                if self._stage == stage:
+            for layer, stage in self.layers:
+                if self.stage == stage:
                     for to in range(channels.num_stages):
                         if to != stage:
                             channels.send_values(other_state(layer), to)
@@ -201,7 +205,7 @@ class Holdings:
 
     def to_cpu(self) -> None:
         """Brings what is held to the CPU."""
-        for slot in slots_of(self._root):
+        for slot in slots_of(self.root):
             tensor = slot.get()
             if tensor is not None and tensor.device.type not in ("cpu", "meta"):
                 tensor.data = tensor.data.cpu()
@@ -212,13 +216,13 @@ class Holdings:
         """
         for use in self.uses:
             holders = self.holders_of(use.parameter)
-            if not use.is_shared or len(holders) < 2 or self._stage not in holders:
+            if not use.is_shared or len(holders) < 2 or self.stage not in holders:
                 continue
-            if self._stage == holders[0]:
+            if self.stage == holders[0]:
                 for to in holders[1:]:
-                    self._channels.send_tensor(use.parameter, to)
+                    self.channels.send_tensor(use.parameter, to)
             else:
-                values = self._channels.receive_tensor(use.parameter, holders[0])
+                values = self.channels.receive_tensor(use.parameter, holders[0])
                 with torch.no_grad():
                     use.parameter.copy_(values)
 
@@ -276,7 +280,7 @@ class Holdings:
         for use in self.held:
             fresh, before = use.parameter.grad, earlier.get(id(use.parameter))
             fresh = fresh * correction if fresh is not None and correction else None
-            if use.is_shared and self.holders_of(use.parameter)[-1] != self._stage:
+            if use.is_shared and self.holders_of(use.parameter)[-1] != self.stage:
                 continue
             if before is not None:
                 fresh = before.clone() if fresh is None else fresh + before
@@ -333,7 +337,7 @@ class Holdings:
             if not use.parameter.requires_grad:
                 continue
             holders = self.holders_of(use.parameter)
-            place = holders.index(self._stage)
+            place = holders.index(self.stage)
             start = self._receive_optional(use, holders[place - 1]) if place else None
             total = self.shared.total(use, start)
             if place + 1 < len(holders):
@@ -348,21 +352,21 @@ class Holdings:
             if not use.parameter.requires_grad:
                 continue
             *others, last = self.holders_of(use.parameter)
-            if self._stage == last:
+            if self.stage == last:
                 for to in others:
                     self._send_optional(use.parameter.grad, to)
             else:
                 use.parameter.grad = self._receive_optional(use, last)
 
     def _send_optional(self, tensor: Tensor | None, to: int) -> None:
-        self._channels.send_object(tensor is not None, to)
+        self.channels.send_object(tensor is not None, to)
         if tensor is not None:
-            self._channels.send_tensor(tensor, to)
+            self.channels.send_tensor(tensor, to)
 
     def _receive_optional(self, use: ParameterUse, source: int) -> Tensor | None:
-        if not self._channels.receive_object(source):
+        if not self.channels.receive_object(source):
             return None
-        return self._channels.receive_tensor(use.parameter, source).to(self._channels.device)
+        return self.channels.receive_tensor(use.parameter, source).to(self.channels.device)
 
     def gradient_norms(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
         """The norm of every parameter's gradient, in the model's order, with the same bits on every
@@ -382,7 +386,7 @@ class Holdings:
         norms = torch.zeros(len(self.uses), dtype=torch.float64)
         for number, use in enumerate(self.uses):
             gradient = use.parameter.grad
-            counted = self._stage == self.holders_of(use.parameter)[0]
+            counted = self.stage == self.holders_of(use.parameter)[0]
             if (
                 counted
                 and gradient is not None
@@ -393,7 +397,7 @@ class Holdings:
                     torch.linalg.vector_norm(gradient.detach(), norm_type).double().cpu()
                 )
         # Each entry is one stage's value plus zeros: the sum is exact in any order.
-        return self._channels.sum(norms)
+        return self.channels.sum(norms)
 
     def have_gradients(self) -> list[bool]:
         """For each of ``uses``, whether its parameter has a gradient. Every stage calls this."""
@@ -401,81 +405,7 @@ class Holdings:
         for number, use in enumerate(self.uses):
             gradient = use.parameter.grad
             flags[number] = gradient is not None and not gradient.is_meta
-        return [bool(flag) for flag in self._channels.sum(flags)]
-
-    # --- checkpoints ---
-
-    def gather_state(self, state_dict: dict[str, Any], home: int) -> dict[str, Any]:
-        """Puts the state of the whole model together, on one stage. Every stage calls this.
-
-        Args:
-            home: the stage.
-            state_dict: the LightningModule's own, with the parameters themselves in it
-                (``keep_vars=True``). The stages may have different names in it: a layer may make
-                a buffer when it first runs.
-        """
-        stage_of = {id(layer): stage for layer, stage in self._layers}
-        prefixes = {
-            f"{name}.": stage_of[id(module)]
-            for name, module in self._root.named_modules(remove_duplicate=False)
-            if id(module) in stage_of
-        }
-
-        def source_of(name: str, value: Any) -> int:
-            if id(value) in self._holders:
-                return self._source_of(value, home)
-            return next((s for prefix, s in prefixes.items() if name.startswith(prefix)), home)
-
-        there = {}
-        for name, value in state_dict.items():
-            if source_of(name, value) == self._stage:
-                there[name] = value.detach() if isinstance(value, Tensor) else value
-        if self._stage != home:
-            self._channels.send_values(there, home)
-            return state_dict
-        for source in range(self._channels.num_stages):
-            if source != home:
-                there.update(self._channels.receive_values(source))
-        # In the model's order; what a layer made later comes last, what it gave up is gone.
-        for name in list(state_dict):
-            if name in there:
-                state_dict[name] = there.pop(name)
-            else:
-                del state_dict[name]
-        state_dict.update(there)
-        return state_dict
-
-    def _source_of(self, parameter: Tensor, home: int) -> int:
-        holders = self.holders_of(parameter)
-        return home if home in holders else holders[0]
-
-    def gather_optimizer_state(self, optimizer: Optimizer, home: int) -> dict[str, Any]:
-        """``optimizer.state_dict()`` with the state of all parameters, on the stage ``home``. Every
-        stage calls this.
-        """
-        state_dict: dict[str, Any] = optimizer.state_dict()
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        state: dict[int, Any] = {}
-        for index, parameter in enumerate(parameters):
-            source = self._source_of(parameter, home)
-            entry = state_dict["state"].get(index)
-            if source != home and self._stage == source:
-                self._channels.send_object(_on_cpu(entry), home)
-                self._channels.settle()
-            elif source != home and self._stage == home:
-                entry = self._channels.receive_object(source)
-            if entry is not None:
-                state[index] = entry
-        state_dict["state"] = state
-        return state_dict
-
-
-def _on_cpu(entry: Any) -> Any:
-    if isinstance(entry, Tensor):
-        return entry.detach().cpu()
-    if isinstance(entry, dict):
-        return {key: _on_cpu(value) for key, value in entry.items()}
-    return entry
+        return [bool(flag) for flag in self.channels.sum(flags)]
 
 
 def _optimizer_to_device(optimizer: Optimizer, device: torch.device, deferred: Deferred) -> None:

@@ -3,8 +3,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pipeshift.model.deferred import Deferred
 from lightning_pipeshift.model.parameters import Segment, parameter_uses
 from lightning_pipeshift.runtime.holdings import Holdings
+from lightning_pipeshift.runtime.saving import gather_optimizer_state, gather_state
 from tests.harness import run_ranks
 from tests.runtime.stages import connect
 
@@ -34,7 +36,7 @@ def make(settled: bool = True) -> tuple[Net, Holdings, int]:
     touched = {id(net.scale): {Segment(0, False), Segment(3, False)}}
     holdings = Holdings(net, parameter_uses(net, layers, touched), layers, STAGE_OF, channels)
     if settled:
-        holdings.settle([], final=True)
+        holdings.settle([], final=True, deferred=Deferred())
     return net, holdings, channels.stage
 
 
@@ -64,9 +66,9 @@ def optimizer_state() -> list[str]:
     for parameter in net.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    holdings.settle([optimizer], final=False)
+    holdings.settle([optimizer], final=False, deferred=Deferred())
     assert len(optimizer.state) == len(list(net.parameters()))
-    holdings.settle([optimizer], final=True)
+    holdings.settle([optimizer], final=True, deferred=Deferred())
     return [name for name, parameter in net.named_parameters() if parameter in optimizer.state]
 
 
@@ -176,9 +178,9 @@ def checkpoint() -> Any:
     for use in holdings.held:
         use.parameter.grad = torch.full_like(use.parameter, float(stage + 1))
     optimizer.step()
-    state = dict(holdings.gather_state(net.state_dict(keep_vars=True), 0))
+    state = dict(gather_state(holdings, net.state_dict(keep_vars=True), 0))
     # The state of shared parameters is the lowest holder's.
-    optimizer_state = holdings.gather_optimizer_state(optimizer, 0)
+    optimizer_state = gather_optimizer_state(holdings, optimizer, 0)
     return (state, optimizer_state) if stage == 0 else None
 
 

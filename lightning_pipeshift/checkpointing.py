@@ -1,0 +1,301 @@
+"""Checkpoints that say nothing of who held what, and models that no rank holds whole."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io.async_plugin import AsyncCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_pipeshift.errors import CheckpointError, ConfigurationError, PipeShiftError
+from lightning_pipeshift.model.deferred import Deferred, give_attributes_values
+from lightning_pipeshift.model.streams import SharedStream
+from lightning_pipeshift.pipelined import PipelinedStrategy
+from lightning_pipeshift.plugins.checkpoint_io import PipeShiftCheckpointIO
+from lightning_pipeshift.runtime.saving import (
+    gather_optimizer_state,
+    gather_state,
+    part_of_optimizer_state,
+    part_of_state,
+)
+
+log = logging.getLogger(__name__)
+
+# Under this name a checkpoint has what plain Lightning does not keep: what a run's random numbers
+# depend on.
+_EXTRA = "pipeshift"
+_MOST_NAMES = 8
+
+
+class CheckpointingStrategy(PipelinedStrategy):
+    """A rank that has its part in checkpoints, and in making the model."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._deferred = Deferred()
+        self._shared_stream: SharedStream | None = None
+        self._seed_of_run: int | None = None
+        self._resumed: dict[str, Any] = {}
+        self._checkpoint_group: dist.ProcessGroup | None = None
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._resumed = {}
+        self._deferred = Deferred()
+
+    # --- the plugin ---
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """How checkpoints are written; a :class:`PipeShiftCheckpointIO` unless another is given."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = PipeShiftCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
+    def _own_io(self) -> PipeShiftCheckpointIO | None:
+        io: Any = self.checkpoint_io
+        while isinstance(io, _WrappingCheckpointIO):
+            io = io.checkpoint_io
+        return io if isinstance(io, PipeShiftCheckpointIO) else None
+
+    @property
+    def _is_sharded(self) -> bool:
+        io = self._own_io()
+        return io is not None and io.sharded
+
+    def _connect_checkpoints(self) -> None:
+        """Gives sharded checkpoints connections of their own. Every rank calls this."""
+        io = self._own_io()
+        if io is None or not io.sharded:
+            return
+        if isinstance(self.checkpoint_io, AsyncCheckpointIO):
+            raise ConfigurationError(
+                "AsyncCheckpointIO removes older checkpoints before the new one is on disk. Use"
+                " PipeShiftCheckpointIO(sharded=True, asynchronous=True) by itself."
+            )
+        if self._checkpoint_group is None:
+            self._checkpoint_group = dist.new_group(backend="gloo", timeout=self._timeout)
+        io.connect(self._checkpoint_group)
+
+    def _end_checkpoints(self) -> None:
+        self._checkpoint_group = None
+        io = self._own_io()
+        if io is None:
+            return
+        try:
+            io.wait()
+        except Exception as error:
+            log.warning("PipeShift: %s", error)
+        io.connect(None)
+
+    # --- a model that is made late ---
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """Context of ``configure_model``: what is made in it gets its values later, on the stages
+        that hold it.
+        """
+        self._deferred = Deferred(self._seed())
+        with self._deferred.recording():
+            yield
+        give_attributes_values(self._require_module(), self._deferred)
+
+    def _seed(self) -> int:
+        """What the run's random streams depend on; the same on every rank."""
+        raise NotImplementedError
+
+    # --- saving ---
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Writes a checkpoint. After a failure there is none to write: its parts are on ranks that
+        no longer talk to each other.
+        """
+        if self._has_failed():
+            rank_zero_warn(
+                f"PipeShift: {filepath} is not saved. A rank has failed, and the others cannot send"
+                " their layers any more. Go on from the last checkpoint that was saved before."
+            )
+            return
+        checkpoint[_EXTRA] = {"seed": self._seed_of_run, "random": self._random_state()}
+        if self._is_sharded or self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(
+                checkpoint, filepath, storage_options=storage_options
+            )
+
+    def _random_state(self) -> dict[str, Any]:
+        replicas = self._require_replicas()
+        stream = self._shared_stream
+        shared, own = stream.state() if stream is not None else (None, None)
+        return {"shared": shared, "own": replicas.gather(own)}
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole state on rank 0; elsewhere, what is not held is on the meta device. For a
+        sharded checkpoint, the same of what this rank saves.
+        """
+        module = self._require_module()
+        if self._has_failed():
+            return {}
+        holdings = self._pipeline.holdings if self._pipeline is not None else None
+        # The parameters themselves, not copies of them, are what the stages know each other's by.
+        state_dict: dict[str, Any] = module.state_dict(keep_vars=True)
+        if holdings is None:
+            self._require_values(module)
+            if self._is_sharded and not self.is_global_zero:
+                state_dict.clear()
+            return state_dict
+        if self._is_sharded:
+            replicas = self._require_replicas()
+            return part_of_state(holdings, state_dict, replicas.vm, replicas.count)
+        home = self._home()
+        return state_dict if home is None else gather_state(holdings, state_dict, home)
+
+    def _require_values(self, module: nn.Module) -> None:
+        for name, parameter in module.named_parameters():
+            if parameter.is_meta:
+                raise CheckpointError(
+                    f"{name!r} has no values yet: a model that is made in `configure_model` gets"
+                    " them when the first batch comes. Save after that."
+                )
+
+    def _home(self) -> int | None:
+        """The stage of rank 0, which writes checkpoints, if it is in this virtual machine."""
+        ranks = self.topology.ranks[self.virtual_machine]
+        return ranks.index(0) if 0 in ranks else None
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole state on rank 0, in torch's own format. For a sharded checkpoint, what this
+        rank saves of it.
+        """
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        if self._has_failed():
+            return {}
+        # An evaluation that came after the training has a plan of its own; the optimizers' state is
+        # where the training left it.
+        holdings = self._trained.holdings if self._trained is not None else None
+        if holdings is not None and self._is_sharded:
+            replicas = self._require_replicas()
+            return part_of_optimizer_state(holdings, optimizer, replicas.vm, replicas.count)
+        home = self._home()
+        if holdings is None or home is None:
+            return optimizer.state_dict()
+        return gather_optimizer_state(holdings, optimizer, home)
+
+    # --- loading ---
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Opens a checkpoint, a file or a folder. A rank reads what it needs when it needs it.
+
+        Raises:
+            CheckpointError: it is not there for all ranks, not complete, or damaged.
+        """
+        io = self._own_io()
+        if io is None or not _is_local_file_protocol(str(checkpoint_path)):
+            checkpoint = self.checkpoint_io.load_checkpoint(
+                checkpoint_path, weights_only=weights_only
+            )
+        else:
+            io.wait()
+            self._require_visible(Path(checkpoint_path))
+            checkpoint = io.open(
+                checkpoint_path,
+                weights_only,
+                self._deferred.promise,
+                (self.local_rank, max(1, self.num_processes)),
+            )
+        trains = self._require_module().trainer.state.fn == TrainerFn.FITTING
+        self._resumed = checkpoint.get(_EXTRA, {}) if trains else {}
+        return checkpoint
+
+    def _require_visible(self, path: Path) -> None:
+        there = self._require_replicas().world.gather_int(int(path.exists()))
+        if all(there):
+            return
+        blind = ", ".join(str(rank) for rank, sees in enumerate(there) if not sees)
+        where = f"rank(s) {blind} do not see it" if any(there) else "no rank sees it"
+        raise CheckpointError(
+            f"There is no checkpoint {path}: {where}. Every rank reads what it is to hold: put the"
+            " checkpoint where all hosts see it, under the same path."
+        )
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Loads the model's state; where there are no values yet, when they are made.
+
+        Raises:
+            CheckpointError: the checkpoint is of another model.
+        """
+        module = self._require_module()
+        state_dict = checkpoint["state_dict"]
+        expected = {
+            name: value.shape if isinstance(value, torch.Tensor) else None
+            for name, value in module.state_dict().items()
+        }
+        try:
+            with self._deferred.recording():
+                module.load_state_dict(state_dict, strict=strict)
+        except PipeShiftError:
+            raise
+        except RuntimeError as error:
+            missing = [name for name in expected if name not in state_dict]
+            unexpected = [name for name in state_dict if name not in expected]
+            differing = [
+                name
+                for name, shape in expected.items()
+                if shape is not None and name in state_dict and state_dict[name].shape != shape
+            ]
+            if not missing and not unexpected and not differing:
+                raise
+            raise CheckpointError(
+                "The checkpoint is of another model."
+                + _told(" Not in the checkpoint", missing)
+                + _told(" Not in the model", unexpected)
+                + _told(" Of another shape", differing)
+                + " Build the model as it was, or load by hand what fits (`strict_loading=False`"
+                f" on the LightningModule leaves out what is missing). Torch says: {error}"
+            ) from error
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads the whole state, on the CPU; what a stage holds follows the parameters later."""
+        with self._deferred.recording():
+            for optimizer, state in zip(
+                self.optimizers, checkpoint["optimizer_states"], strict=False
+            ):
+                optimizer.load_state_dict(state)
+
+    def _resume_random_state(self) -> None:
+        """Lets what is drawn outside of steps go on where the checkpoint's run was."""
+        state, stream = self._resumed.get("random"), self._shared_stream
+        if state is not None and stream is not None and state["shared"] is not None:
+            own = state["own"]
+            same_count = len(own) == self._require_replicas().count
+            stream.set_state(state["shared"], own[self.virtual_machine] if same_count else None)
+
+
+def _told(what: str, names: list[str]) -> str:
+    """A part of a message: names grouped by their layers."""
+    if not names:
+        return ""
+    owners = list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
+    more = f" and {len(owners) - _MOST_NAMES} more" if len(owners) > _MOST_NAMES else ""
+    return f"{what}: {', '.join(owners[:_MOST_NAMES])}{more}."

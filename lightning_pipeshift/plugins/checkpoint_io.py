@@ -1,0 +1,221 @@
+"""``PipeShiftCheckpointIO``: how checkpoints get to disk and back."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_pipeshift.errors import CheckpointError, ConfigurationError
+from lightning_pipeshift.runtime import atomic
+from lightning_pipeshift.runtime.sharded import ShardedFolder, Writing
+from lightning_pipeshift.runtime.stored import MappedFile
+
+Wrap = Callable[[Tensor, Callable[[], Tensor]], Tensor]
+
+
+class PipeShiftCheckpointIO(TorchCheckpointIO):
+    """Writes checkpoints that are whole or not there, and reads no more of them than is needed.
+
+    A checkpoint is one file, Lightning's own, that rank 0 writes; or, with ``sharded``, a folder
+    that all ranks write at once, each what it holds. Either loads on any other number of stages and
+    of virtual machines. ``pipeshift export`` makes one file of a folder.
+
+    What is written appears under its name when it is complete: a run that is killed leaves the
+    checkpoint that was there before. What is read is compared with its checksums.
+
+    Args:
+        sharded: whether a checkpoint is a folder; its file system has to be shared by all hosts.
+        asynchronous: whether training goes on while the bytes go to disk. What is saved is copied
+            first, to host memory. One checkpoint is under way at a time: a second one, and the
+            removal of older ones, wait for it. A failure to write is raised at the next save, or
+            at the end of the run.
+
+    Raises:
+        CheckpointError: a checkpoint cannot be written, or what is to be read is none.
+    """
+
+    def __init__(self, sharded: bool = False, asynchronous: bool = False) -> None:
+        self.sharded = sharded
+        self.asynchronous = asynchronous
+        self._group: dist.ProcessGroup | None = None
+        self._worker: ThreadPoolExecutor | None = None
+        self._under_way: list[Future[None]] = []
+
+    def connect(self, group: dist.ProcessGroup | None) -> None:
+        """Takes the connections over which a sharded checkpoint is agreed upon: all ranks, on gloo,
+        and nobody else's.
+        """
+        self._group = group
+
+    # --- writing ---
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
+    ) -> None:
+        """Writes a checkpoint: on rank 0, or, if it is sharded, on every rank at the same time.
+
+        Args:
+            checkpoint: Lightning's dict; if it is sharded, with what this rank saves of the state
+                dicts.
+            path: the name of the file or the folder. A remote one (``s3://...``) is left to
+                Lightning, and is one file.
+            storage_options: none are known.
+        """
+        if storage_options is not None:
+            raise ConfigurationError(
+                "`storage_options` are not known to PipeShiftCheckpointIO. Leave them out."
+            )
+        if not _is_local_file_protocol(str(path)):
+            if self.sharded:
+                raise ConfigurationError(
+                    f"{path}: a sharded checkpoint goes to a local or shared file system. Use a"
+                    " path of one, or `sharded=False`."
+                )
+            super().save_checkpoint(checkpoint, path)
+            return
+        self.wait()
+        path = Path(os.path.abspath(path))
+        if self.sharded:
+            if self._group is None:
+                raise ConfigurationError(
+                    "PipeShiftCheckpointIO(sharded=True) belongs to `strategy='pipeshift'`: other"
+                    " strategies do not say which rank holds what. Use `sharded=False`."
+                )
+            job = Writing(checkpoint, path, self._group, copies=self.asynchronous).finish
+        else:
+            if self.asynchronous:
+                checkpoint = pytree.tree_map_only(
+                    Tensor, lambda x: x.detach().to("cpu", copy=True), checkpoint
+                )
+
+            def job() -> None:
+                _write(checkpoint, path)
+
+        self._do(job)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Removes a checkpoint, when those that were saved before are complete."""
+        if not _is_local_file_protocol(str(path)):
+            super().remove_checkpoint(path)
+            return
+        self._do(lambda: atomic.remove(Path(path)))
+
+    def _do(self, job: Callable[[], None]) -> None:
+        if not self.asynchronous:
+            job()
+            return
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._under_way.append(self._worker.submit(job))
+
+    def wait(self) -> None:
+        """Waits until all that was saved is on disk.
+
+        Raises:
+            CheckpointError: something could not be written.
+        """
+        under_way, self._under_way = self._under_way, []
+        errors = [error for future in under_way if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]
+
+    def teardown(self) -> None:
+        """Waits until all that was saved is on disk, and ends the thread that wrote it."""
+        worker, self._worker = self._worker, None
+        try:
+            self.wait()
+        finally:
+            if worker is not None:
+                worker.shutdown()
+
+    # --- reading ---
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Reads a whole checkpoint, a file or a folder.
+
+        Args:
+            path: its name.
+            map_location: the CPU; a remote file is left to Lightning.
+            weights_only: as in ``torch.load``; if it is not given, only what cannot run code is
+                loaded.
+        """
+        if not _is_local_file_protocol(str(path)):
+            return super().load_checkpoint(path, map_location, weights_only)
+        return self.open(path, weights_only, lambda _, load: load())
+
+    def open(
+        self, path: Any, weights_only: bool | None, wrap: Wrap, turn: tuple[int, int] = (0, 1)
+    ) -> dict[str, Any]:
+        """Opens a local checkpoint, whose tensors are read when they are needed.
+
+        Args:
+            path: its name.
+            weights_only: see :meth:`load_checkpoint`.
+            wrap: what stands for a tensor of a folder, given one like it on the meta device, and a
+                function that reads it. Those of a file are mapped.
+            turn: ``(1, 4)`` compares the second, sixth, ... entry of a file with its checksum, and
+                leaves the others to three more ranks.
+        """
+        self.wait()
+        path = Path(path)
+        if not path.exists():
+            raise CheckpointError(f"There is no checkpoint {path}.")
+        only = weights_only is not False
+        try:
+            if path.is_dir():
+                return ShardedFolder(path).checkpoint(only, wrap)
+            return _read(path, only, turn)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"{path} holds more than tensors and plain values, and loading that could run any"
+                " code. If you trust where it comes from, pass `weights_only=False` to `fit`,"
+                f" `validate`, `test` or `predict`. Torch says: {error}"
+            ) from error
+
+
+def _write(checkpoint: dict[str, Any], path: Path) -> None:
+    try:
+        with atomic.appearing(path) as temporary:
+            atomic.remove_leftovers(path)
+            torch.save(checkpoint, temporary)
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{path} could not be written ({error}). What was there before is as it was. Look at"
+            " the space and the rights on the disk."
+        ) from error
+
+
+def _read(path: Path, weights_only: bool, turn: tuple[int, int]) -> dict[str, Any]:
+    mapped = MappedFile(path)
+    if mapped.map[:2] == b"PK":
+        first, step = turn
+        for entry in list(mapped.archive().values())[first::step]:
+            mapped.verify(entry)
+    try:
+        with warnings.catch_warnings():
+            # Old formats cannot be mapped; torch says so, and reads them.
+            warnings.simplefilter("ignore")
+            found: dict[str, Any] = torch.load(
+                path, map_location="cpu", weights_only=weights_only, mmap=mapped.map[:2] == b"PK"
+            )
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} is truncated or damaged ({error}). Use another checkpoint."
+        ) from error
+    return found

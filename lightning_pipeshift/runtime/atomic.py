@@ -1,0 +1,107 @@
+"""Files and folders that appear under their names only when they are complete.
+
+What is written goes to a temporary name in the same folder (a rename is atomic inside a file
+system, not across two), is flushed to disk and renamed. A folder has a marker besides, which is
+written last, and names the subfolder that its data is in: to replace a folder that exists, the new
+data is put beside the old, and the marker is exchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+MARKER = "checkpoint.json"
+_TEMPORARY = ".tmp"
+
+
+def temporary_beside(path: Path) -> Path:
+    """A new name in the same folder, hidden, that tells what it is."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{_TEMPORARY}")
+
+
+def remove_leftovers(path: Path) -> None:
+    """Removes what killed attempts to write ``path`` have left behind."""
+    for left in path.parent.glob(f".{path.name}.*{_TEMPORARY}"):
+        remove(left)
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a link or a folder, if it is there. A folder loses its marker first, so that
+    half of it never looks like a checkpoint.
+    """
+    if path.is_dir() and not path.is_symlink():
+        (path / MARKER).unlink(missing_ok=True)
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def flush(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def appearing(path: Path) -> Iterator[Path]:
+    """Context that gives a temporary name to write a file to, and renames it at the end; after an
+    exception the file is gone, and what was there before is as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_beside(path)
+    try:
+        yield temporary
+        flush(temporary)
+        if path.is_dir() and not path.is_symlink():
+            remove(path)
+        temporary.replace(path)
+        flush(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_marker(folder: Path, data: str, content: dict[str, Any]) -> None:
+    """Declares a folder complete: what is in its subfolder ``data`` is on disk, and is to be used
+    from now on.
+    """
+    sizes = {file.name: file.stat().st_size for file in sorted((folder / data).iterdir())}
+    with appearing(folder / MARKER) as temporary:
+        temporary.write_text(json.dumps({**content, "data": data, "files": sizes}, indent=2))
+
+
+def publish(temporary: Path, path: Path, data: str, content: dict[str, Any]) -> None:
+    """Lets a folder appear, or replaces what is in it.
+
+    Args:
+        temporary: a folder beside ``path``, with everything in its subfolder ``data``.
+        path: the folder's name.
+        data: the subfolder's.
+        content: what the marker says besides.
+    """
+    if path.is_symlink() or path.is_file():
+        # A link may lead to another checkpoint, which stays what it is.
+        path.unlink()
+    flush(temporary / data)
+    if not path.exists():
+        write_marker(temporary, data, content)
+        temporary.rename(path)
+        flush(path.parent)
+        return
+    (temporary / data).rename(path / data)
+    write_marker(path, data, content)
+    for other in path.iterdir():
+        if other.name not in (data, MARKER):
+            remove(other)
+    remove(temporary)

@@ -1,0 +1,132 @@
+"""What goes from the stages into a checkpoint: all of it to one rank, or to each rank its part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipeshift.model.placeholder import META
+from lightning_pipeshift.runtime.holdings import Holdings
+
+
+def gather_state(holdings: Holdings, state_dict: dict[str, Any], home: int) -> dict[str, Any]:
+    """Puts the state of the whole model together, on one stage. Every stage calls this.
+
+    Args:
+        holdings: what this stage holds.
+        home: the stage.
+        state_dict: the LightningModule's own, with the parameters themselves in it
+            (``keep_vars=True``). The stages may have different names in it: a layer may make
+            a buffer when it first runs.
+    """
+    source_of = _sources(holdings, home)
+    there = {}
+    for name, value in state_dict.items():
+        if source_of(name, value) == holdings.stage:
+            there[name] = value.detach() if isinstance(value, Tensor) else value
+    if holdings.stage != home:
+        holdings.channels.send_values(there, home)
+        return state_dict
+    for source in range(holdings.channels.num_stages):
+        if source != home:
+            there.update(holdings.channels.receive_values(source))
+    # In the model's order; what a layer made later comes last, what it gave up is gone.
+    for name in list(state_dict):
+        if name in there:
+            state_dict[name] = there.pop(name)
+        else:
+            del state_dict[name]
+    state_dict.update(there)
+    return state_dict
+
+
+def _source_of(holdings: Holdings, parameter: Tensor, home: int) -> int:
+    holders = holdings.holders_of(parameter)
+    return home if home in holders else holders[0]
+
+
+def _sources(holdings: Holdings, home: int) -> Callable[[str, Any], int]:
+    """Says of an entry of the model's state dict which stage it is taken from: the stage
+    ``home`` wherever it has it.
+    """
+    stage_of = {id(layer): stage for layer, stage in holdings.layers}
+    prefixes = {
+        f"{name}.": stage_of[id(module)]
+        for name, module in holdings.root.named_modules(remove_duplicate=False)
+        if id(module) in stage_of
+    }
+
+    def source_of(name: str, value: Any) -> int:
+        if holdings.knows(value):
+            return _source_of(holdings, value, home)
+        return next((s for prefix, s in prefixes.items() if name.startswith(prefix)), home)
+
+    return source_of
+
+
+def part_of_state(
+    holdings: Holdings, state_dict: dict[str, Any], vm: int, num_virtual_machines: int
+) -> dict[str, Any]:
+    """What this rank saves of the model's state: every entry is one rank's, parameters by turns
+    those of each virtual machine, as they are the same in all.
+
+    Args:
+        state_dict: see :meth:`gather_state`.
+        vm: this rank's virtual machine.
+        num_virtual_machines: how many there are.
+
+    Returns:
+        The dict itself, with something on the meta device for what others save; the same thing
+        for the same parameter.
+    """
+    source_of = _sources(holdings, home=0)
+    of_others: dict[int, Tensor] = {}
+    for number, (name, value) in enumerate(state_dict.items()):
+        turn = number % num_virtual_machines if holdings.knows(value) else 0
+        if (vm, holdings.stage) != (turn, source_of(name, value)):
+            like = value if isinstance(value, Tensor) else torch.empty(0)
+            state_dict[name] = of_others.setdefault(
+                id(value), torch.empty(like.shape, dtype=like.dtype, device=META)
+            )
+    return state_dict
+
+
+def part_of_optimizer_state(
+    holdings: Holdings, optimizer: Optimizer, vm: int, num_virtual_machines: int
+) -> dict[str, Any]:
+    """``optimizer.state_dict()`` with the state of those parameters that this rank saves."""
+    state_dict: dict[str, Any] = optimizer.state_dict()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state_dict["state"] = {
+        index: entry
+        for index, entry in state_dict["state"].items()
+        if vm == index % num_virtual_machines
+        and holdings.stage == holdings.holders_of(parameters[index])[0]
+    }
+    return state_dict
+
+
+def gather_optimizer_state(holdings: Holdings, optimizer: Optimizer, home: int) -> dict[str, Any]:
+    """``optimizer.state_dict()`` with the state of all parameters, on the stage ``home``. Every
+    stage calls this.
+    """
+    state_dict: dict[str, Any] = optimizer.state_dict()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state: dict[int, Any] = {}
+    for index, parameter in enumerate(parameters):
+        source = _source_of(holdings, parameter, home)
+        entry = state_dict["state"].get(index)
+        if source != home and holdings.stage == source:
+            holdings.channels.send_object(entry is not None, home)
+            if entry is not None:
+                holdings.channels.send_values(entry, home)
+        elif source != home and holdings.stage == home and holdings.channels.receive_object(source):
+            entry = dict(holdings.channels.receive_values(source))
+        if entry is not None:
+            state[index] = entry
+    state_dict["state"] = state
+    return state_dict

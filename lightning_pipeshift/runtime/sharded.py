@@ -1,0 +1,365 @@
+"""A checkpoint as a folder: every rank writes what it holds, and reads what it is to hold.
+
+In the folder are the marker (see :mod:`lightning_pipeshift.runtime.atomic`) and a subfolder. In
+that are the tensors, as ``torch.distributed.checkpoint`` writes them, and ``checkpoint.pt``:
+Lightning's own dict, as in a file, but with tensors on the meta device where the numbers are
+elsewhere. Names are the user's own, and say nothing of who held what.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from lightning_pipeshift.errors import CheckpointError
+from lightning_pipeshift.runtime import atomic
+from lightning_pipeshift.runtime.stored import MappedFile
+
+REST = "checkpoint.pt"
+_FORMAT = {"format": "pipeshift sharded checkpoint", "version": 1}
+_ALIASES = "tied_names"
+# What the index of torch.distributed.checkpoint is made of. Nothing else is unpickled.
+_INDEX_NAMES = {
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+    ("collections", "OrderedDict"),
+}
+
+
+def leaves(checkpoint: Mapping[str, Any]) -> Iterator[tuple[str, dict[Any, Any], Any]]:
+    """The entries of the state dicts in a checkpoint: a key that is unique in it, the dict that
+    has the entry, and its name there.
+    """
+    for name in list(checkpoint.get("state_dict", ())):
+        yield f"state_dict/{name}", checkpoint["state_dict"], name
+    for number, state in enumerate(checkpoint.get("optimizer_states", ())):
+        for index, entry in state.get("state", {}).items():
+            for name in list(entry) if isinstance(entry, dict) else ():
+                yield f"optimizer_states/{number}/{index}/{name}", entry, name
+
+
+# --- writing ---
+
+
+class Writing:
+    """A checkpoint on its way to disk: made by every rank at the same time, from what it holds.
+
+    Args:
+        checkpoint: Lightning's dict. Of the state dicts, a rank passes what it is to save; what
+            others save is left out, or is a tensor on the meta device. Rank 0 passes all names of
+            the model's state.
+        path: the folder's name.
+        group: all ranks, on gloo; nothing else goes over it.
+        copies: whether what is to be saved is copied, so that it may change while it is written.
+
+    Raises:
+        CheckpointError: not all ranks see the folder, or it cannot be made.
+    """
+
+    def __init__(
+        self, checkpoint: dict[str, Any], path: Path, group: dist.ProcessGroup, copies: bool
+    ) -> None:
+        self._path = path
+        self._group = group
+        self._is_first = dist.get_rank(group) == 0
+        self._data = uuid.uuid4().hex[:12]
+        self._temporary = atomic.temporary_beside(path)
+        self._begin()
+        self._tensors: dict[str, Tensor] = {}
+        heads: dict[str, Any] = {}
+        aliases: dict[str, str] = {}
+        first_key: dict[int, str] = {}
+        for key, owner, name in leaves(checkpoint):
+            value = owner[name]
+            if not isinstance(value, Tensor):
+                heads[key] = value
+                continue
+            if first_key.setdefault(id(value), key) != key:
+                aliases[key] = first_key[id(value)]
+            if value.is_meta:
+                continue
+            value = value.detach()
+            if value.numel() <= 1:
+                # Step counters and the like, thousands of them.
+                heads[key] = value.cpu().clone()
+                continue
+            heads[key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            if key not in aliases:
+                on_cpu = value.cpu().contiguous()
+                if copies and on_cpu.data_ptr() == value.data_ptr():
+                    on_cpu = on_cpu.clone()
+                self._tensors[key] = on_cpu
+        self._rest = self._merged(checkpoint, _gathered(heads, group), aliases)
+
+    def _begin(self) -> None:
+        error = None
+        if self._is_first:
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                atomic.remove_leftovers(self._path)
+                (self._temporary / self._data).mkdir(parents=True)
+            except OSError as found:
+                error = f"{self._path} cannot be made: {found}"
+        self._temporary, self._data, error = _shared(
+            (self._temporary, self._data, error), self._group
+        )
+        blind = [
+            rank
+            for rank, sees in enumerate(
+                _gathered((self._temporary / self._data).is_dir(), self._group)
+            )
+            if not sees
+        ]
+        if error is None and blind:
+            if self._is_first:
+                atomic.remove(self._temporary)
+            error = (
+                f"{self._path.parent} is not the same folder everywhere: rank 0 made a folder in"
+                f" it, which rank(s) {', '.join(map(str, blind))} do not see. A sharded checkpoint"
+                " is written by all ranks: save to a file system that all hosts share, or use one"
+                " file (`sharded=False`), which rank 0 writes."
+            )
+        if error is not None:
+            raise CheckpointError(error)
+
+    def _merged(
+        self, checkpoint: dict[str, Any], heads: list[dict[str, Any]], aliases: dict[str, str]
+    ) -> dict[str, Any]:
+        """Lightning's dict without the numbers: on rank 0."""
+        if not self._is_first:
+            return {}
+        known = {key: value for of_rank in reversed(heads) for key, value in of_rank.items()}
+        rest = dict(checkpoint)
+        state_dict = rest["state_dict"] = checkpoint["state_dict"].copy()
+        if hasattr(checkpoint["state_dict"], "_metadata"):
+            state_dict._metadata = checkpoint["state_dict"]._metadata
+        for name in list(state_dict):
+            key = f"state_dict/{name}"
+            key = aliases.get(key, key)
+            if key in known:
+                state_dict[name] = known[key]
+            else:
+                # A layer has given up a buffer, on the rank that runs it.
+                del state_dict[name]
+        states = [{**state, "state": {}} for state in checkpoint.get("optimizer_states", ())]
+        for key, value in known.items():
+            kind, _, name = key.partition("/")
+            if kind == "state_dict":
+                # What is not there yet, a layer has made later, on the rank that runs it.
+                state_dict.setdefault(name, value)
+                continue
+            number, index, name = name.split("/", 2)
+            states[int(number)]["state"].setdefault(int(index), {})[name] = value
+        for state in states:
+            state["state"] = dict(sorted(state["state"].items()))
+        if "optimizer_states" in checkpoint:
+            rest["optimizer_states"] = states
+        rest[_ALIASES] = aliases
+        return rest
+
+    def finish(self) -> None:
+        """Writes, and lets the folder appear under its name. Every rank calls this.
+
+        Raises:
+            CheckpointError: a rank could not write. What was under the name before is as it was.
+        """
+        data, error = self._temporary / self._data, None
+        try:
+            dcp.save(
+                self._tensors,
+                storage_writer=dcp.FileSystemWriter(data, sync_files=True),
+                process_group=self._group,
+            )
+            if self._is_first:
+                with (data / REST).open("wb") as file:
+                    torch.save(self._rest, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                atomic.publish(self._temporary, self._path, self._data, dict(_FORMAT))
+        except Exception as found:
+            error = found
+        self._tensors, self._rest = {}, {}
+        failed = [
+            f"rank {rank}: {reason}"
+            for rank, reason in enumerate(_gathered(_reason(error), self._group))
+            if reason is not None
+        ]
+        if failed:
+            if self._is_first:
+                shutil.rmtree(self._temporary, ignore_errors=True)
+            raise CheckpointError(
+                f"{self._path} could not be written ({'; '.join(failed)}). What was there before is"
+                " as it was. Look at the space and the rights on the disk."
+            ) from error
+
+
+def _reason(error: Exception | None) -> str | None:
+    if error is None:
+        return None
+    # What torch.distributed.checkpoint raises shows all ranks' tracebacks; the last line counts.
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+def _gathered(obj: Any, group: dist.ProcessGroup) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, obj, group=group)
+    return found
+
+
+def _shared(obj: Any, group: dist.ProcessGroup) -> Any:
+    box = [obj]
+    dist.broadcast_object_list(box, group_src=0, group=group)
+    return box[0]
+
+
+# --- reading ---
+
+
+class ShardedFolder:
+    """A complete sharded checkpoint.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        CheckpointError: it is not complete.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        marker = path / atomic.MARKER
+        if not marker.is_file():
+            raise CheckpointError(
+                f"{path} is a folder without {atomic.MARKER}, which is written last: it is no"
+                " checkpoint of PipeShift's, or saving it was interrupted. Use another one."
+            )
+        try:
+            content = json.loads(marker.read_text())
+            data, sizes = content["data"], content["files"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{marker} is damaged: {error!r}. Use another one.") from error
+        self._data = path / data
+        for name, size in sizes.items():
+            file = self._data / name
+            found = file.stat().st_size if file.is_file() else None
+            if found != size:
+                what = "is missing" if found is None else f"has {found} bytes instead of {size}"
+                raise CheckpointError(f"{file} {what}: the checkpoint is damaged. Use another one.")
+        self._files: dict[str, MappedFile] = {}
+        self._places = self._index()
+
+    def _index(self) -> dict[str, Any]:
+        """By key, where its tensor lies."""
+        data = (self._data / ".metadata").read_bytes()
+        try:
+            metadata = _IndexUnpickler(io.BytesIO(data)).load()
+            return {
+                place.fqn: info
+                for place, info in metadata.storage_data.items()
+                if isinstance(place, MetadataIndex)
+            }
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"{self._data / '.metadata'} is damaged: {error!r}. Use another checkpoint."
+            ) from error
+
+    def rest(self, weights_only: bool) -> dict[str, Any]:
+        """Lightning's dict, with tensors on the meta device where :meth:`tensor` has them."""
+        found: dict[str, Any] = torch.load(
+            self._data / REST, map_location="cpu", weights_only=weights_only
+        )
+        return found
+
+    def tensor(self, key: str, like: Tensor) -> Tensor:
+        """Reads one tensor.
+
+        Args:
+            key: as :func:`leaves` names it.
+            like: has its shape and type.
+
+        Raises:
+            CheckpointError: it is not there, or not as it was written.
+        """
+        place = self._places.get(key)
+        if place is None:
+            raise CheckpointError(f"{self.path} has no numbers for {key!r}: it is damaged.")
+        file = self._files.get(place.relative_path)
+        if file is None:
+            file = MappedFile(self._data / place.relative_path)
+            self._files[place.relative_path] = file
+        entry = file.archive(place.offset, place.length).get("data/0")
+        if entry is None:
+            raise CheckpointError(f"{file.path} is damaged: {key!r} has no numbers in it.")
+        return file.read(entry, like.dtype, tuple(like.shape))
+
+    def checkpoint(
+        self, weights_only: bool, wrap: Callable[[Tensor, Callable[[], Tensor]], Tensor]
+    ) -> dict[str, Any]:
+        """Lightning's dict.
+
+        Args:
+            weights_only: as in ``torch.load``.
+            wrap: what stands for a tensor, given one like it on the meta device, and a function
+                that reads it.
+        """
+        rest = self.rest(weights_only)
+        aliases = rest.pop(_ALIASES, {})
+        found: dict[str, Tensor] = {}
+        for key, owner, name in leaves(rest):
+            value = owner[name]
+            if isinstance(value, Tensor) and value.is_meta:
+                key = aliases.get(key, key)
+                if key not in found:
+                    found[key] = wrap(value, self._reader(key, value))
+                owner[name] = found[key]
+        return rest
+
+    def _reader(self, key: str, like: Tensor) -> Callable[[], Tensor]:
+        return lambda: self.tensor(key, like)
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Makes what the index of torch.distributed.checkpoint is made of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_type_of_number = module == "torch" and isinstance(
+            getattr(torch, name, None), torch.dtype
+        )
+        if (module, name) in _INDEX_NAMES or is_type_of_number:
+            return super().find_class(module, name)
+        raise CheckpointError(
+            f"The index of the checkpoint asks for {module}.{name}, which is no part of an index:"
+            " the file is damaged, or was made to run code. Nothing was run."
+        )
