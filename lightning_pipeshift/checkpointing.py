@@ -265,7 +265,7 @@ class CheckpointingStrategy(PipelinedStrategy):
                 if shape is not None and name in state_dict and state_dict[name].shape != shape
             ]
             if not missing and not unexpected and not differing:
-                raise
+                raise CheckpointError(f"The checkpoint could not be loaded: {error}") from error
             raise CheckpointError(
                 "The checkpoint is of another model."
                 + _told(" Not in the checkpoint", missing)
