@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io.async_plugin import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -199,6 +203,67 @@ class CheckpointingStrategy(PipelinedStrategy):
         if holdings is None or home is None:
             return optimizer.state_dict()
         return gather_optimizer_state(holdings, optimizer, home)
+
+    # --- a machine that is taken away ---
+
+    def _watch_for_sigterm(self, trainer: pl.Trainer) -> None:
+        """Lets a SIGTERM that any rank gets end the run on all of them, after the same step.
+
+        Lightning's own handler talks to the other ranks from inside the signal handler, in the
+        middle of whatever they are saying to each other.
+        """
+        trainer._signal_connector._sigterm_notifier_fn = self._note_sigterm  # type: ignore[method-assign]
+
+    def _note_sigterm(self, signum: int, _: Any) -> None:
+        trainer = self._require_module().trainer
+        if self._launcher is not None:
+            self._launcher.kill(signum)
+        if self._pipeline is not None and trainer.state.fn == TrainerFn.FITTING:
+            self._pipeline.asks_to_end = True
+        else:
+            trainer._signal_connector.received_sigterm = True
+
+    def _heed_sigterm(self) -> None:
+        """After a step: lets Lightning's loop end it, where some rank got a SIGTERM."""
+        if self._require_pipeline().is_to_end:
+            self._require_module().trainer._signal_connector.received_sigterm = True
+
+    def on_exception(self, exception: BaseException) -> None:
+        """After a SIGTERM that all know of, saves ``last.ckpt`` where the ModelCheckpoint saves.
+        After everything else the connections are closed.
+        """
+        if not self._ends_in_order(exception):
+            super().on_exception(exception)
+            return
+        assert isinstance(exception, SIGTERMException)
+        # Other than success, so that `torchrun --max-restarts` goes on.
+        exception.code = 128 + signal.SIGTERM
+        trainer = self._require_module().trainer
+        callback = trainer.checkpoint_callback
+        if not isinstance(callback, ModelCheckpoint) or callback.dirpath is None:
+            rank_zero_warn(
+                "PipeShift: the run was ended by SIGTERM, and nothing is saved, as the Trainer has"
+                " no ModelCheckpoint, which would say where."
+            )
+            return
+        path = Path(callback.dirpath) / (callback.CHECKPOINT_NAME_LAST + callback.FILE_EXTENSION)
+        trainer.save_checkpoint(path)
+        rank_zero_info(
+            f"PipeShift: the run was ended by SIGTERM after step {trainer.global_step}. It goes on"
+            f" from {path}: fit(ckpt_path='last')."
+        )
+
+    def _ends_in_order(self, exception: BaseException) -> bool:
+        return (
+            isinstance(exception, SIGTERMException)
+            and self._pipeline is not None
+            and self._pipeline.is_to_end
+            and not self._failed
+        )
+
+    def _fail(self, exception: BaseException) -> None:
+        if not self._ends_in_order(exception):
+            super()._fail(exception)
 
     # --- loading ---
 

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.distributed import (
     _init_dist_connection,
     _set_num_threads_if_needed,
@@ -23,7 +24,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_pipeshift.checks import check_packages, check_processes
-from lightning_pipeshift.connection import backends, device_of, payload_backend
+from lightning_pipeshift.connection import (
+    backends,
+    device_of,
+    payload_backend,
+    store_of_this_start,
+)
 from lightning_pipeshift.errors import ConfigurationError, StageFailedError
 from lightning_pipeshift.model.streams import global_state, set_global_state
 from lightning_pipeshift.plan.topology import Topology, VirtualMachinesSpec, arrange
@@ -164,10 +170,18 @@ class ConnectedStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         self._failed = False
         if not dist.is_initialized():
+            store = store_of_this_start(
+                self.global_rank,
+                self.world_size,
+                self.cluster_environment.main_address,
+                self.cluster_environment.main_port,
+                self._timeout or default_pg_timeout,
+            )
             _init_dist_connection(
                 self.cluster_environment,
                 backends(self.root_device, self._process_group_backend),
                 timeout=self._timeout,
+                store=store,
             )
         self._num_runs += 1
         topology = self._topology()
@@ -273,13 +287,16 @@ class ConnectedStrategy(ParallelStrategy):
         trainer = self._lightning_module._trainer if self._lightning_module is not None else None
         handled = sys.exc_info()[1]
         if not self._failed and handled is not None and trainer is not None and trainer.interrupted:
-            self.on_exception(handled)
+            self._fail(handled)
         return self._failed
 
     def on_exception(self, exception: BaseException) -> None:
         """Tells the other ranks why, and closes the connections, so that none of them waits for
         this one.
         """
+        self._fail(exception)
+
+    def _fail(self, exception: BaseException) -> None:
         if self._failed or not dist.is_initialized():
             return
         self._failed = True

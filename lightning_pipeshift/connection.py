@@ -7,12 +7,16 @@ import logging
 import os
 import platform
 import socket
+import time
+import uuid
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lightning_pipeshift.errors import StageFailedError
 from lightning_pipeshift.plan.topology import Device
 
 log = logging.getLogger(__name__)
@@ -31,6 +35,57 @@ def backends(device: torch.device, asked: str | None) -> str:
     if device.type == "cuda" and asked == "nccl":
         return "cpu:gloo,cuda:nccl"
     return "gloo"
+
+
+def store_of_this_start(
+    rank: int, world_size: int, address: str, port: int, timeout: timedelta
+) -> dist.Store | None:
+    """Under torchrun, a store without anything of ranks that ended before a restart; ``None`` where
+    torch makes a new one anyway.
+
+    The agent hands the same store to the ranks of every restart. What dead ranks left in it (their
+    addresses, a failure's reason) would be taken for that of living ones.
+
+    Args:
+        rank: this process's.
+        world_size: how many there are.
+        address: the store's.
+        port: likewise.
+        timeout: how long to wait for the others.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    store = dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+    return dist.PrefixStore(f"pipeshift/{_agreed_name(store, rank, world_size, timeout)}", store)
+
+
+def _agreed_name(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """A new name that rank 0 makes up. It gives it to everyone who asks, and waits until every rank
+    has taken it: a question that a dead rank has left is never followed by that.
+    """
+    name = uuid.uuid4().hex
+    if rank:
+        store.set(f"pipeshift/asks/{rank}", name)
+        store.wait([f"pipeshift/answer/{name}"], timeout)
+        answer: str = store.get(f"pipeshift/answer/{name}").decode()
+        store.set(f"pipeshift/taken/{name}/{answer}", "")
+        return answer
+    waiting, deadline = set(range(1, world_size)), time.monotonic() + timeout.total_seconds()
+    while waiting:
+        for other in sorted(waiting):
+            if not store.check([f"pipeshift/asks/{other}"]):
+                continue
+            asks = store.get(f"pipeshift/asks/{other}").decode()
+            store.set(f"pipeshift/answer/{asks}", name)
+            if store.check([f"pipeshift/taken/{asks}/{name}"]):
+                waiting.discard(other)
+        if time.monotonic() > deadline:
+            raise StageFailedError(
+                f"Rank(s) {', '.join(map(str, sorted(waiting)))} did not come within"
+                f" {timeout.total_seconds():g} s. Look at what these processes printed."
+            )
+        time.sleep(0.01)
+    return name
 
 
 def device_of(device: torch.device) -> Device:

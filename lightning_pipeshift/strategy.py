@@ -186,6 +186,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
                 metric.distributed_available_fn = self._metric_sync.is_possible
                 metric.dist_sync_fn = self._metric_sync.gather
         self._connect_checkpoints()
+        self._watch_for_sigterm(trainer)
         self._seed_of_run = self._seed()
         self._pipeline = Pipeline(
             root=module,
@@ -250,7 +251,8 @@ class PipeShiftStrategy(CheckpointingStrategy):
     def on_train_start(self) -> None:
         """Compares the lengths of the data over the ranks."""
         trainer = self._require_module().trainer
-        if trainer.fit_loop.epoch_loop.batch_progress.current.ready:
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        if progress.current.ready and not progress.is_last_batch:
             # In the middle of an epoch the iterator had been made before the checkpoint.
             self._resume_random_state()
         self._resumed = {}
@@ -331,6 +333,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
                     goes_on=self._accumulates,
                 ),
             )
+        self._heed_sigterm()
         while pipeline.news:
             rank_zero_info(f"PipeShift: {pipeline.news.pop(0)}")
         # They are those of all virtual machines already.

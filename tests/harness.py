@@ -576,14 +576,18 @@ def launch_torchrun(
     script: Path | str,
     nproc_per_node: int,
     *argv: str,
+    options: Sequence[str] = (),
     timeout: float = 120.0,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     check: bool = True,
 ) -> Launched:
-    """Run ``torchrun --nproc-per-node N script argv...``; otherwise as :func:`launch_script`."""
+    """Run ``torchrun --nproc-per-node N options... script argv...``; otherwise as
+    :func:`launch_script`.
+    """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--master-addr", "127.0.0.1"]
     launcher += ["--master-port", str(free_port()), "--nproc-per-node", str(nproc_per_node)]
+    launcher += options
     return _launch(launcher, script, argv, timeout, env, cwd, check)
 
 

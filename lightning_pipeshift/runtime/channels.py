@@ -93,6 +93,22 @@ class PostedObject:
     source: int
 
 
+@dataclass
+class PostedSum:
+    """A sum over all stages that has begun."""
+
+    vector: Tensor
+    work: Any
+    watched: Watched
+
+    def wait(self) -> Tensor:
+        """The sum, once it is there."""
+        if self.work is not None:
+            with self.watched(None):
+                self.work.wait()
+        return self.vector
+
+
 class _Head(NamedTuple):
     """What is said of a tensor before it is sent."""
 
@@ -361,6 +377,14 @@ class Channels:
             with self.watched(None):
                 dist.all_reduce(vector, group=self.control)
         return vector
+
+    def post_sum(self, vector: Tensor) -> PostedSum:
+        """Begins what :meth:`sum` does, beside whatever comes next."""
+        work = None
+        if self.num_stages > 1:
+            with self.watched(None):
+                work = dist.all_reduce(vector, group=self.control, async_op=True)
+        return PostedSum(vector, work, self.watched)
 
     def gather_int(self, value: int) -> list[int]:
         """Every stage's value, in stage order."""

@@ -139,6 +139,9 @@ class Pipeline:
         self.holdings: Holdings | None = None
         self._is_final = False
         self._num_microbatches_done = 0
+        # Whether this rank wants the run to end, and whether all know by now that some rank does.
+        self.asks_to_end = False
+        self.is_to_end = False
         # The outcomes and the sizes of the evaluation's batches that nobody has asked for yet.
         self._pending: list[tuple[list[Outcome], int]] = []
         self._under_way: list[Sent] = []
@@ -315,6 +318,7 @@ class Pipeline:
         """
         # What was told in the last step has been heard by now: this waits for nobody in particular.
         self.channels.settle()
+        votes = self.replicas.world.post_sum(torch.tensor([float(self.asks_to_end)]))
         if is_checked(batch_idx):
             require_same_batch(batch, batch_idx, self.channels)
         stages_per_vm = self.replicas.topology.stages_per_vm
@@ -362,6 +366,7 @@ class Pipeline:
             # A sum that is complete here may still be under way elsewhere. Nobody steps before all
             # have all they need to.
             self.replicas.world.sum(torch.zeros(1))
+        self.is_to_end = bool(votes.wait())
         self._num_microbatches_done += len(microbatches)
         if not self.is_last:
             self._tail.apply(report.changes, self.channels.device)

@@ -1,0 +1,134 @@
+"""Machines that are taken away: SIGTERM ends a run with a checkpoint, and it goes on from there."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DataLoader
+
+from lightning_pipeshift import PipeShiftCheckpointIO
+from tests.features_models import built, on_rank, parameters_of, quiet_trainer
+from tests.harness import launch_torchrun, run_ranks
+from tests.models import SequentialMLP, points
+
+
+class TakenAway(L.Callback):
+    """One rank gets a SIGTERM while a step runs."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank, self.step = rank, step
+
+    def on_before_zero_grad(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_rank == self.rank and trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def data() -> DataLoader:
+    return DataLoader(points(6).dataset, batch_size=8, shuffle=True)
+
+
+def run(
+    how: Any, folder: str, taken: tuple[int, int] | None, io: dict[str, bool], resumes: bool
+) -> Any:
+    L.seed_everything(11 if not resumes else 12)
+    checkpoints = ModelCheckpoint(folder, save_top_k=0)
+    callbacks: list[L.Callback] = [checkpoints]
+    if taken is not None:
+        callbacks.append(TakenAway(*taken))
+    trainer = quiet_trainer(
+        how,
+        callbacks=callbacks,
+        enable_checkpointing=True,
+        max_epochs=2,
+        plugins=[PipeShiftCheckpointIO(**io)],
+    )
+    module = built(lambda: SequentialMLP(dropout=0.2))
+    code = None
+    try:
+        trainer.fit(module, data(), ckpt_path="last" if resumes else None)
+    except SIGTERMException as error:
+        code = error.code
+    return code, trainer.global_step, parameters_of(module), torch.rand(3)
+
+
+ONE_FILE: dict[str, bool] = {}
+ASYNCHRONOUS = {"sharded": True, "asynchronous": True}
+
+
+@pytest.mark.parametrize("io", [ONE_FILE, ASYNCHRONOUS], ids=["one file", "asynchronous folder"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_end_after_the_same_step_and_go_on_with_fewer(
+    io: dict[str, bool], rank: int, tmp_path: Path
+) -> None:
+    """From the end of an epoch on: the shuffle of the next one, too, is that of a whole run."""
+    strategy = {"microbatches": 4}
+    args: tuple[Any, ...] = (str(tmp_path / "whole"), None, ONE_FILE, False)
+    (whole,) = run_ranks(on_rank, 1, run, strategy, args, {})
+    # It is told while the fifth step runs, and all know of it after the sixth.
+    args = (str(tmp_path / "taken"), (rank, 4), io, False)
+    for code, step, _, _ in run_ranks(on_rank, 2, run, strategy, args, {}):
+        assert (code, step) == (143, 6)
+    assert [path.name for path in (tmp_path / "taken").iterdir()] == ["last.ckpt"]
+    args = (str(tmp_path / "taken"), None, io, True)
+    (found,) = run_ranks(on_rank, 1, run, strategy, args, {})
+    assert found[:2] == whole[:2] == (None, 12)
+    for name, value in whole[2].items():
+        assert torch.equal(found[2][name], value), name
+    assert torch.equal(found[3], whole[3])
+
+
+SCRIPT = """
+import os, signal, sys
+import lightning.pytorch as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_pipeshift import PipeShiftStrategy
+from tests.features_models import QUIET, built
+from tests.models import SequentialMLP, points
+
+class TakenAway(L.Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if first and trainer.global_rank == 1 and trainer.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+if __name__ == "__main__":
+    L.seed_everything(3)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy=PipeShiftStrategy(microbatches=4),
+        **{**QUIET, "enable_checkpointing": True}, max_epochs=1,
+        callbacks=[TakenAway(), ModelCheckpoint("checkpoints", save_top_k=0)],
+    )
+    begun = []
+    class Counts(L.Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            begun.append(batch_idx)
+    trainer.callbacks.append(Counts())
+    trainer.fit(built(SequentialMLP), points(6), ckpt_path="last")
+    sys.stdout.write(f"DONE {trainer.global_rank} {trainer.global_step} {begun}\\n")
+"""
+
+
+def test_torchrun_restarts_from_the_last_checkpoint() -> None:
+    launched = launch_torchrun(SCRIPT, 2, options=["--max-restarts", "1"])
+    done = sorted(line for line in launched.output.splitlines() if "DONE" in line)
+    assert done == ["DONE 0 6 [3, 4, 5]", "DONE 1 6 [3, 4, 5]"]
+    assert "the run was ended by SIGTERM after step 3" in launched.output
+
+
+def without_a_folder(how: Any) -> Any:
+    trainer = quiet_trainer(how, callbacks=[TakenAway(1, 1)], max_epochs=1)
+    with pytest.raises(SIGTERMException), pytest.warns(UserWarning, match="no ModelCheckpoint"):
+        trainer.fit(built(SequentialMLP), points(6))
+    return trainer.global_step
+
+
+def test_without_a_model_checkpoint_nothing_is_saved_and_said_so() -> None:
+    assert run_ranks(on_rank, 2, without_a_folder, {}, (), {}) == [3, 3]
