@@ -19,6 +19,7 @@ from lightning_pipeshift.errors import (
 from lightning_pipeshift.grad_norm import grad_norm
 from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.plugins.checkpoint_io import PipeShiftCheckpointIO
+from lightning_pipeshift.pretrained import load_pretrained
 from lightning_pipeshift.strategy import PipeShiftStrategy
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "ScheduleError",
     "StageFailedError",
     "grad_norm",
+    "load_pretrained",
 ]
 
 __version__ = "0.1.0.dev0"

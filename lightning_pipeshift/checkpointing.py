@@ -25,6 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipeshift.errors import CheckpointError, ConfigurationError, PipeShiftError
+from lightning_pipeshift.export import pretrained_prefix
 from lightning_pipeshift.model.deferred import Deferred, give_attributes_values
 from lightning_pipeshift.model.streams import SharedStream
 from lightning_pipeshift.pipelined import PipelinedStrategy
@@ -139,7 +140,11 @@ class CheckpointingStrategy(PipelinedStrategy):
                 " their layers any more. Go on from the last checkpoint that was saved before."
             )
             return
-        checkpoint[_EXTRA] = {"seed": self._seed_of_run, "random": self._random_state()}
+        checkpoint[_EXTRA] = {
+            "seed": self._seed_of_run,
+            "random": self._random_state(),
+            "pretrained_prefix": pretrained_prefix(self._require_module()),
+        }
         if self._is_sharded or self.is_global_zero:
             self.checkpoint_io.save_checkpoint(
                 checkpoint, filepath, storage_options=storage_options

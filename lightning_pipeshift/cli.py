@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_pipeshift  # noqa: F401  registers the strategy
+from lightning_pipeshift import export
 
 
 class PipeShiftCLI(LightningCLI):
@@ -26,7 +27,12 @@ class PipeShiftCLI(LightningCLI):
 
 
 def main() -> None:
-    """Runs the ``pipeshift`` command."""
+    """Runs the ``pipeshift`` command: ``pipeshift fit ...`` and what else a LightningCLI knows, and
+    ``pipeshift export CKPT OUT``.
+    """
+    if sys.argv[1:2] == ["export"]:
+        export.main(sys.argv[2:])
+        return
     # A configuration names classes by their path from where the user stands, as `python script.py`
     # would find them.
     if os.getcwd() not in sys.path:

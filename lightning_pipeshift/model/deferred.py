@@ -93,8 +93,12 @@ class Deferred:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Context in which tensors are made without values. Entered again, the record goes on."""
-        with _Operations(self), _Appearance(self), _truncated_normals_whole(self):
-            yield
+        _RECORDING.append(self)
+        try:
+            with _Operations(self), _Appearance(self), _truncated_normals_whole(self):
+                yield
+        finally:
+            _RECORDING.pop()
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether the tensor is on the meta device, and its values can be made."""
@@ -107,8 +111,9 @@ class Deferred:
             like: has its shape and type.
             load: returns the values, on the CPU.
         """
-        tensor = torch.empty(like.shape, dtype=like.dtype, device=_META)
-        self._write(_Entry(load, ((), {}), *self._made_by([tensor]), frozenset(), False))
+        with unrecorded():
+            tensor = torch.empty(like.shape, dtype=like.dtype, device=_META)
+            self._write(_Entry(load, ((), {}), *self._made_by([tensor]), frozenset(), False))
         return tensor
 
     def values(self, tensor: Tensor) -> Tensor:
@@ -125,12 +130,7 @@ class Deferred:
             )
         view = _view_of(tensor)
         storages: dict[int, torch.UntypedStorage] = {}
-        with (
-            _disable_current_modes(),
-            torch._C.DisableTorchFunction(),
-            torch.no_grad(),
-            torch.random.fork_rng(devices=[]),
-        ):
+        with unrecorded(), torch.no_grad(), torch.random.fork_rng(devices=[]):
             for number in self._needed(view.storage):
                 self._run(number, storages)
             found = _part(view, storages)
@@ -199,6 +199,13 @@ class Deferred:
                 laid_out = torch.empty_strided(view.size, view.stride, dtype=view.dtype)
                 result = laid_out.copy_(result)
             storages[view.storage] = result.untyped_storage()
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Context, inside of a record, in which tensors are what they are anywhere else."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 class _Appearance(TorchFunctionMode):
@@ -394,6 +401,15 @@ def _real_again(leaf: Any, storages: dict[int, torch.UntypedStorage]) -> Any:
             )
         return leaf.tensor
     return leaf
+
+
+# The records that are being made, innermost last.
+_RECORDING: list[Deferred] = []
+
+
+def current_record() -> Deferred | None:
+    """The record that is being made: in ``configure_model`` there is one."""
+    return _RECORDING[-1] if _RECORDING else None
 
 
 def is_whole(module: nn.Module) -> bool:
