@@ -194,8 +194,7 @@ def _write(checkpoint: dict[str, Any], path: Path) -> None:
             torch.save(checkpoint, temporary)
     except (OSError, RuntimeError) as error:
         raise CheckpointError(
-            f"{path} could not be written ({error}). What was there before is as it was. Look at"
-            " the space and the rights on the disk."
+            f"{path} could not be written ({error}). {atomic.advice(path)}"
         ) from error
 
 

@@ -43,6 +43,15 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def advice(path: Path) -> str:
+    """What to say where ``path`` could not be written."""
+    told = "What was there before is as it was."
+    with suppress(OSError):
+        free = shutil.disk_usage(path.parent).free / 1e6
+        told += f" {free:,.0f} MB are free there."
+    return f"{told} Make room, look at the rights, or save somewhere else."
+
+
 def flush(path: Path) -> None:
     """Waits until a file, or the names in a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)

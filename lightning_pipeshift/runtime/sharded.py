@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lightning_pipeshift.errors import CheckpointError
@@ -192,7 +193,8 @@ class Writing:
         Raises:
             CheckpointError: a rank could not write. What was under the name before is as it was.
         """
-        data, error = self._temporary / self._data, None
+        data = self._temporary / self._data
+        error: BaseException | None = None
         try:
             dcp.save(
                 self._tensors,
@@ -205,7 +207,7 @@ class Writing:
                     file.flush()
                     os.fsync(file.fileno())
                 atomic.publish(self._temporary, self._path, self._data, dict(_FORMAT))
-        except Exception as found:
+        except (Exception, CheckpointException) as found:
             error = found
         self._tensors, self._rest = {}, {}
         failed = [
@@ -217,17 +219,16 @@ class Writing:
             if self._is_first:
                 shutil.rmtree(self._temporary, ignore_errors=True)
             raise CheckpointError(
-                f"{self._path} could not be written ({'; '.join(failed)}). What was there before is"
-                " as it was. Look at the space and the rights on the disk."
+                f"{self._path} could not be written ({'; '.join(failed)})."
+                f" {atomic.advice(self._path)}"
             ) from error
 
 
-def _reason(error: Exception | None) -> str | None:
-    if error is None:
-        return None
-    # What torch.distributed.checkpoint raises shows all ranks' tracebacks; the last line counts.
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+def _reason(error: BaseException | None) -> str | None:
+    if isinstance(error, CheckpointException):
+        # It has the errors of all ranks, each with its traceback.
+        return "; ".join(str(found) for found, _ in error.failures.values())
+    return None if error is None else str(error) or type(error).__name__
 
 
 def _gathered(obj: Any, group: dist.ProcessGroup) -> list[Any]:
