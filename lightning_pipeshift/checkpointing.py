@@ -36,6 +36,7 @@ from lightning_pipeshift.runtime.saving import (
     part_of_optimizer_state,
     part_of_state,
 )
+from lightning_pipeshift.runtime.sharded import leaves
 
 log = logging.getLogger(__name__)
 
@@ -294,6 +295,10 @@ class CheckpointingStrategy(PipelinedStrategy):
                 self._deferred.promise,
                 (self.local_rank, max(1, self.num_processes)),
             )
+            if Path(checkpoint_path).is_file():
+                for _, owner, name in leaves(checkpoint):
+                    if isinstance(owner[name], torch.Tensor):
+                        self._deferred.lend(owner[name])
         trains = self._require_module().trainer.state.fn == TrainerFn.FITTING
         self._resumed = checkpoint.get(_EXTRA, {}) if trains else {}
         return checkpoint

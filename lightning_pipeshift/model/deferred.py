@@ -13,6 +13,8 @@ same numbers wherever it is made.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -89,6 +91,8 @@ class Deferred:
         # names are not given to others.
         self._writers: dict[int, list[int]] = {}
         self._alive: list[Any] = []
+        # By storage: the version of the tensor when it was lent.
+        self._lent: dict[int | None, int] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -116,6 +120,14 @@ class Deferred:
             self._write(_Entry(load, ((), {}), *self._made_by([tensor]), frozenset(), False))
         return tensor
 
+    def lend(self, tensor: Tensor) -> None:
+        """Says that a tensor's memory is a private mapping of a file, so that what was read of it
+        can be let go of: it would be in memory twice.
+        """
+        storage = _storage_of(tensor)
+        if storage is not None:
+            self._lent[storage] = tensor._version
+
     def values(self, tensor: Tensor) -> Tensor:
         """What a tensor would hold had nothing been deferred: on the CPU, in memory of its own.
 
@@ -140,7 +152,7 @@ class Deferred:
 
     def forget(self) -> None:
         """Lets go of the record, and of what was to be loaded."""
-        self._entries, self._writers, self._alive = [], {}, []
+        self._entries, self._writers, self._alive, self._lent = [], {}, [], {}
 
     # --- the record ---
 
@@ -192,6 +204,10 @@ class Deferred:
             is_leaf=lambda leaf: isinstance(leaf, _View | _Real),
         )
         results = pytree.tree_leaves(entry.run(*arguments[0], **arguments[1]))
+        for leaf in pytree.tree_leaves(arguments) if self._lent else ():
+            # What somebody has changed is nowhere but in memory.
+            if isinstance(leaf, Tensor) and self._lent.get(_storage_of(leaf)) == leaf._version:
+                _let_go(leaf)
         for position, view in entry.results.items():
             result = results[position]
             if result.stride() != view.stride or result.storage_offset() != view.offset:
@@ -388,6 +404,19 @@ def _view_of(tensor: Tensor) -> _View:
 def _part(view: _View, storages: dict[int, torch.UntypedStorage]) -> Tensor:
     part = torch.empty(0, dtype=view.dtype)
     return part.set_(storages[view.storage], view.offset, view.size, view.stride)
+
+
+def _let_go(tensor: Tensor) -> None:
+    """Takes the pages of a mapped tensor out of memory; touched again, they are read again."""
+    if not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    page = mmap.PAGESIZE
+    begin = -(-tensor.data_ptr() // page) * page
+    end = (tensor.data_ptr() + tensor.nbytes) // page * page
+    if end > begin:
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED
+        )
 
 
 def _real_again(leaf: Any, storages: dict[int, torch.UntypedStorage]) -> Any:
