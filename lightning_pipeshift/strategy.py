@@ -14,7 +14,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
@@ -50,6 +49,7 @@ from lightning_pipeshift.runtime.checksum import (
     require_same_lengths,
     require_same_lengths_over_replicas,
 )
+from lightning_pipeshift.runtime.holdings import optimizer_to_device
 from lightning_pipeshift.runtime.pipeline import Accumulation, Pipeline
 from lightning_pipeshift.runtime.planning import Settings
 from lightning_pipeshift.synchronising import MetricSync, silence_advice_to_synchronise
@@ -457,7 +457,8 @@ class PipeShiftStrategy(CheckpointingStrategy):
         for metric in self._require_module().modules():
             if isinstance(metric, Metric):
                 metric.cpu()
-        _optimizers_to_device(self.optimizers, torch.device("cpu"))
+        for optimizer in self.optimizers:
+            optimizer_to_device(optimizer, torch.device("cpu"), self._deferred)
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()

@@ -143,8 +143,10 @@ class Deferred:
         view = _view_of(tensor)
         storages: dict[int, torch.UntypedStorage] = {}
         with unrecorded(), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            for number in self._needed(view.storage):
-                self._run(number, storages)
+            needed = self._needed(view.storage)
+            for number in needed:
+                if not self._is_handed_on(number, needed, storages):
+                    self._run(number, storages)
             found = _part(view, storages)
             if found.untyped_storage().nbytes() != found.numel() * found.element_size():
                 found = found.clone()
@@ -193,6 +195,22 @@ class Deferred:
                         asked += [(other, first) for other in self._entries[first].reads]
                     break
         return sorted(needed)
+
+    def _is_handed_on(
+        self, number: int, needed: list[int], storages: dict[int, torch.UntypedStorage]
+    ) -> bool:
+        """Whether a copy of all that was loaded, for this alone, can do without copying."""
+        entry = self._entries[number]
+        if entry.run is not torch.ops.aten.copy_.default or not all(entry.writes.values()):
+            return False
+        target, source = entry.arguments[0][:2]
+        if not isinstance(source, _View) or target[1:] != source[1:] or source.offset:
+            return False
+        readers = [other for other in needed if source.storage in self._entries[other].reads]
+        if readers != [number] or self._entries[self._writers[source.storage][0]].reads:
+            return False
+        storages[target.storage] = storages[source.storage]
+        return True
 
     def _run(self, number: int, storages: dict[int, torch.UntypedStorage]) -> None:
         entry = self._entries[number]

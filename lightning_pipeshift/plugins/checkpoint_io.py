@@ -20,7 +20,8 @@ from torch.utils import _pytree as pytree
 from lightning_pipeshift.errors import CheckpointError, ConfigurationError
 from lightning_pipeshift.runtime import atomic
 from lightning_pipeshift.runtime.sharded import ShardedFolder, Writing
-from lightning_pipeshift.runtime.stored import MappedFile
+from lightning_pipeshift.runtime.staging import Staging
+from lightning_pipeshift.runtime.stored import StoredFile
 
 Wrap = Callable[[Tensor, Callable[[], Tensor]], Tensor]
 
@@ -37,10 +38,10 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
 
     Args:
         sharded: whether a checkpoint is a folder; its file system has to be shared by all hosts.
-        asynchronous: whether training goes on while the bytes go to disk. What is saved is copied
-            first, to host memory. One checkpoint is under way at a time: a second one, and the
-            removal of older ones, wait for it. A failure to write is raised at the next save, or
-            at the end of the run.
+        asynchronous: whether training goes on while the bytes go to disk. What this rank saves is
+            copied first, to host memory, which is kept for the next time. One checkpoint is under
+            way at a time: a second one, and the removal of older ones, wait for it. A failure to
+            write is raised at the next save, or at the end of the run.
 
     Raises:
         CheckpointError: a checkpoint cannot be written, or what is to be read is none.
@@ -52,6 +53,7 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
         self._group: dist.ProcessGroup | None = None
         self._worker: ThreadPoolExecutor | None = None
         self._under_way: list[Future[None]] = []
+        self._staging = Staging()
 
     def connect(self, group: dist.ProcessGroup | None) -> None:
         """Takes the connections over which a sharded checkpoint is agreed upon: all ranks, on gloo,
@@ -93,17 +95,28 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
                     "PipeShiftCheckpointIO(sharded=True) belongs to `strategy='pipeshift'`: other"
                     " strategies do not say which rank holds what. Use `sharded=False`."
                 )
-            job = Writing(checkpoint, path, self._group, copies=self.asynchronous).finish
+            staging = self._staging if self.asynchronous else None
+            job = Writing(checkpoint, path, self._group, staging).finish
         else:
             if self.asynchronous:
-                checkpoint = pytree.tree_map_only(
-                    Tensor, lambda x: x.detach().to("cpu", copy=True), checkpoint
-                )
+                checkpoint = self._copied(checkpoint)
 
             def job() -> None:
                 _write(checkpoint, path)
 
         self._do(job)
+
+    def _copied(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        leaves, spec = pytree.tree_flatten(checkpoint)
+        copies: dict[int, Tensor] = {}
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                # What is tied stays tied.
+                if id(leaf) not in copies:
+                    copies[id(leaf)] = self._staging.copy(str(number), leaf)
+                leaves[number] = copies[id(leaf)]
+        copied: dict[str, Any] = pytree.tree_unflatten(leaves, spec)
+        return copied
 
     def remove_checkpoint(self, path: Any) -> None:
         """Removes a checkpoint, when those that were saved before are complete."""
@@ -139,6 +152,7 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
         finally:
             if worker is not None:
                 worker.shutdown()
+            self._staging.clear()
 
     # --- reading ---
 
@@ -199,17 +213,18 @@ def _write(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def _read(path: Path, weights_only: bool, turn: tuple[int, int]) -> dict[str, Any]:
-    mapped = MappedFile(path)
-    if mapped.map[:2] == b"PK":
+    stored = StoredFile(path)
+    is_archive = stored.is_archive
+    if is_archive:
         first, step = turn
-        for entry in list(mapped.archive().values())[first::step]:
-            mapped.verify(entry)
+        for entry in list(stored.archive().values())[first::step]:
+            stored.verify(entry)
     try:
         with warnings.catch_warnings():
             # Old formats cannot be mapped; torch says so, and reads them.
             warnings.simplefilter("ignore")
             found: dict[str, Any] = torch.load(
-                path, map_location="cpu", weights_only=weights_only, mmap=mapped.map[:2] == b"PK"
+                path, map_location="cpu", weights_only=weights_only, mmap=is_archive
             )
     except pickle.UnpicklingError:
         raise

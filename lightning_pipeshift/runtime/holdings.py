@@ -170,7 +170,7 @@ class Holdings:
                     if self.stage not in self.holders_of(parameter):
                         del optimizer.state[parameter]
                 # What was restored from a checkpoint, or made by the optimizer's constructor.
-                _optimizer_to_device(optimizer, device, deferred)
+                optimizer_to_device(optimizer, device, deferred)
 
     def _release(self, tensor: Tensor) -> None:
         try:
@@ -408,9 +408,9 @@ class Holdings:
         return [bool(flag) for flag in self.channels.sum(flags)]
 
 
-def _optimizer_to_device(optimizer: Optimizer, device: torch.device, deferred: Deferred) -> None:
-    """Moves an optimizer's state. Step counters stay where torch made them: on the CPU, unless the
-    optimizer wants them elsewhere.
+def optimizer_to_device(optimizer: Optimizer, device: torch.device, deferred: Deferred) -> None:
+    """Moves an optimizer's state, and makes what is deferred. Step counters stay where torch made
+    them: on the CPU, unless the optimizer wants them elsewhere.
     """
     for entry in optimizer.state.values():
         if isinstance(entry, MutableMapping):
@@ -419,5 +419,5 @@ def _optimizer_to_device(optimizer: Optimizer, device: torch.device, deferred: D
                     continue
                 if deferred.knows(value):
                     entry[name] = value = deferred.values(value)
-                if name != "step":
+                if name != "step" and not value.is_meta:
                     entry[name] = value.to(device)

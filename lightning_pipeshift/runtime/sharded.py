@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lightning_pipeshift.errors import CheckpointError
 from lightning_pipeshift.runtime import atomic
-from lightning_pipeshift.runtime.stored import MappedFile
+from lightning_pipeshift.runtime.staging import Staging
+from lightning_pipeshift.runtime.stored import StoredFile
 
 REST = "checkpoint.pt"
 _FORMAT = {"format": "pipeshift sharded checkpoint", "version": 1}
@@ -80,14 +81,18 @@ class Writing:
             the model's state.
         path: the folder's name.
         group: all ranks, on gloo; nothing else goes over it.
-        copies: whether what is to be saved is copied, so that it may change while it is written.
+        staging: takes copies of what is to be saved, so that it may change while it is written.
 
     Raises:
         CheckpointError: not all ranks see the folder, or it cannot be made.
     """
 
     def __init__(
-        self, checkpoint: dict[str, Any], path: Path, group: dist.ProcessGroup, copies: bool
+        self,
+        checkpoint: dict[str, Any],
+        path: Path,
+        group: dist.ProcessGroup,
+        staging: Staging | None = None,
     ) -> None:
         self._path = path
         self._group = group
@@ -115,10 +120,9 @@ class Writing:
                 continue
             heads[key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
             if key not in aliases:
-                on_cpu = value.cpu().contiguous()
-                if copies and on_cpu.data_ptr() == value.data_ptr():
-                    on_cpu = on_cpu.clone()
-                self._tensors[key] = on_cpu
+                self._tensors[key] = (
+                    value.cpu().contiguous() if staging is None else staging.copy(key, value)
+                )
         self._rest = self._merged(checkpoint, _gathered(heads, group), aliases)
 
     def _begin(self) -> None:
@@ -276,7 +280,7 @@ class ShardedFolder:
             if found != size:
                 what = "is missing" if found is None else f"has {found} bytes instead of {size}"
                 raise CheckpointError(f"{file} {what}: the checkpoint is damaged. Use another one.")
-        self._files: dict[str, MappedFile] = {}
+        self._files: dict[str, StoredFile] = {}
         self._places = self._index()
 
     def _index(self) -> dict[str, Any]:
@@ -318,7 +322,7 @@ class ShardedFolder:
             raise CheckpointError(f"{self.path} has no numbers for {key!r}: it is damaged.")
         file = self._files.get(place.relative_path)
         if file is None:
-            file = MappedFile(self._data / place.relative_path)
+            file = StoredFile(self._data / place.relative_path)
             self._files[place.relative_path] = file
         entry = file.archive(place.offset, place.length).get("data/0")
         if entry is None:

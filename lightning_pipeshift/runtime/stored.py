@@ -1,17 +1,15 @@
 """Reads tensors from what ``torch.save`` wrote, one at a time, checked against their checksums.
 
 ``torch.save`` writes a zip archive whose entries are not compressed: a tensor's bytes lie in one
-piece, and the archive has a CRC-32 of each entry, which torch itself does not look at. Here the
-file is mapped, so that a rank reads from disk only what it takes; what was taken is let go of
-again, so that it is not in memory twice.
+piece, and the archive has a CRC-32 of each entry, which torch itself does not look at. A rank reads
+only what it takes, straight to where it is to be.
 """
 
 from __future__ import annotations
 
 import io
-import mmap
+import os
 import struct
-import warnings
 import zipfile
 import zlib
 from pathlib import Path
@@ -21,38 +19,41 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.errors import CheckpointError
+from lightning_pipeshift.runtime.staging import room_for
 
 # Small enough to be in the cache still when its checksum is taken.
 _CHUNK_BYTES = 1 << 20
-# What is in memory twice.
-_KEPT_BYTES = 16 << 20
 
 
 class Entry(NamedTuple):
-    """Bytes of a file, and the CRC-32 that they should have (``None``: not known)."""
+    """Bytes of a file, and the CRC-32 that they should have."""
 
     begin: int
     size: int
-    checksum: int | None
+    checksum: int
 
 
-class MappedFile:
-    """A file as memory that is read when it is touched.
+class StoredFile:
+    """A file with tensors in it.
 
     Args:
         path: the file.
+
+    Raises:
+        CheckpointError: it is empty.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with path.open("rb") as file:
-            if not path.stat().st_size:
-                raise CheckpointError(f"{path} is empty. Use another checkpoint.")
-            self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        with warnings.catch_warnings():
-            # Torch has no tensors that cannot be written to; nobody writes to this one.
-            warnings.simplefilter("ignore")
-            self._bytes = torch.frombuffer(self.map, dtype=torch.uint8)
+        self._file = path.open("rb", buffering=0)
+        self._size = path.stat().st_size
+        if not self._size:
+            raise CheckpointError(f"{path} is empty. Use another checkpoint.")
+
+    @property
+    def is_archive(self) -> bool:
+        """Whether it is of a torch that writes archives (1.6 or later)."""
+        return os.pread(self._file.fileno(), 2, 0) == b"PK"
 
     def archive(self, begin: int = 0, size: int | None = None) -> dict[str, Entry]:
         """The entries of a zip archive that lies in the file, by their names without the archive's
@@ -61,9 +62,9 @@ class MappedFile:
         Raises:
             CheckpointError: there is no whole archive.
         """
-        size = len(self.map) - begin if size is None else size
+        size = self._size - begin if size is None else size
         try:
-            with zipfile.ZipFile(_Window(self.map, begin, size)) as archive:
+            with zipfile.ZipFile(_Window(self._file, begin, size)) as archive:
                 return {
                     info.filename.partition("/")[2]: self._entry(begin, info)
                     for info in archive.infolist()
@@ -76,23 +77,26 @@ class MappedFile:
     def _entry(self, begin: int, info: zipfile.ZipInfo) -> Entry:
         start = begin + info.header_offset
         # A local header: 30 bytes, of which the last four are the lengths of a name and of more.
-        name, more = struct.unpack("<HH", self.map[start + 26 : start + 30])
+        name, more = struct.unpack("<HH", os.pread(self._file.fileno(), 4, start + 26))
         return Entry(start + 30 + name + more, info.file_size, info.CRC)
 
     def read(self, entry: Entry, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """A copy of a tensor whose numbers lie in the file row by row.
+        """A tensor whose numbers lie in the file row by row.
 
         Raises:
             CheckpointError: they are not those that were written.
         """
-        tensor = torch.empty(shape, dtype=dtype)
-        target = tensor.reshape(-1).view(torch.uint8)
-        if len(target) != entry.size or entry.begin + entry.size > len(self.map):
+        tensor = room_for(shape, dtype)
+        if tensor.nbytes != entry.size:
             raise CheckpointError(
-                f"{self.path} is truncated or damaged: a tensor of {len(target)} bytes has"
-                f" {entry.size} there. Use another checkpoint."
+                f"{self.path} is damaged: a tensor of {tensor.nbytes} bytes has {entry.size} there."
+                " Use another checkpoint."
             )
-        self._go_through(entry, target)
+        target = tensor.reshape(-1).view(torch.uint8).numpy().data
+        found = 0
+        for offset in range(0, entry.size, _CHUNK_BYTES):
+            found = self._read(entry.begin + offset, target[offset : offset + _CHUNK_BYTES], found)
+        self._require(entry, found)
         return tensor
 
     def verify(self, entry: Entry) -> None:
@@ -101,39 +105,35 @@ class MappedFile:
         Raises:
             CheckpointError: they are not those that were written.
         """
-        self._go_through(entry, None)
-
-    def _go_through(self, entry: Entry, target: Tensor | None) -> None:
-        found = 0
+        found, buffer = 0, memoryview(bytearray(min(_CHUNK_BYTES, entry.size)))
         for offset in range(0, entry.size, _CHUNK_BYTES):
-            begin, size = entry.begin + offset, min(_CHUNK_BYTES, entry.size - offset)
-            chunk = self._bytes[begin : begin + size]
-            if target is not None:
-                chunk = target[offset : offset + size].copy_(chunk)
-            if entry.checksum is not None:
-                found = zlib.crc32(chunk.numpy().data, found)
-            if (offset + size) % _KEPT_BYTES == 0 or offset + size == entry.size:
-                self._let_go(max(entry.begin, begin + size - _KEPT_BYTES), begin + size)
-        if entry.checksum is not None and found != entry.checksum:
+            found = self._read(entry.begin + offset, buffer[: entry.size - offset], found)
+        self._require(entry, found)
+
+    def _read(self, begin: int, buffer: memoryview, checksum: int) -> int:
+        """Fills a buffer, and goes on with a checksum."""
+        done = 0
+        while done < len(buffer):
+            read = os.preadv(self._file.fileno(), [buffer[done:]], begin + done)
+            if not read:
+                raise CheckpointError(f"{self.path} is truncated. Use another checkpoint.")
+            done += read
+        return zlib.crc32(buffer, checksum)
+
+    def _require(self, entry: Entry, checksum: int) -> None:
+        if checksum != entry.checksum:
             raise CheckpointError(
                 f"{self.path} is damaged: {entry.size} bytes at {entry.begin} are not those that"
                 " were written. Use another checkpoint."
             )
 
-    def _let_go(self, begin: int, end: int) -> None:
-        """Takes whole pages out of this process's memory; touched again, they are read again."""
-        begin = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = end // mmap.PAGESIZE * mmap.PAGESIZE
-        if end > begin and hasattr(mmap, "MADV_DONTNEED"):
-            self.map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
-
 
 class _Window(io.RawIOBase):
-    """A part of a mapped file as a file."""
+    """A part of a file as a file."""
 
-    def __init__(self, mapped: mmap.mmap, begin: int, size: int) -> None:
+    def __init__(self, file: io.FileIO, begin: int, size: int) -> None:
         super().__init__()
-        self._map, self._begin, self._size, self._at = mapped, begin, size, 0
+        self._file, self._begin, self._size, self._at = file, begin, size, 0
 
     def readable(self) -> bool:
         return True
@@ -153,6 +153,6 @@ class _Window(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         size = max(0, min(len(buffer), self._size - self._at))
-        buffer[:size] = self._map[self._begin + self._at : self._begin + self._at + size]
-        self._at += size
-        return size
+        read = os.preadv(self._file.fileno(), [memoryview(buffer)[:size]], self._begin + self._at)
+        self._at += read
+        return read
