@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -195,3 +196,34 @@ def test_a_rank_never_holds_the_layers_of_others() -> None:
     assert whole > 0.9 * MODEL_BYTES
     for peak in run_ranks(on_rank, 2, peak_growth, {"partition": "uniform"}, (), {}):
         assert peak < whole - 0.4 * MODEL_BYTES
+
+
+def growth_while_saving(how: Any, path: Path) -> tuple[int, int]:
+    """How much the peak grows by a save in one file, and how large the file is."""
+    torch.manual_seed(0)
+    data = DataLoader(TensorDataset(torch.zeros(2, WIDTH)))
+    trainer = quiet_trainer(how)
+    trainer.validate(Wide(), data, verbose=False)
+    # Forgets the peak so far.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident()
+    trainer.save_checkpoint(path)
+    return resident() - before, path.stat().st_size
+
+
+def resident() -> int:
+    """The peak of this process's memory, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
+
+
+def test_a_save_streams_tensor_by_tensor(tmp_path: Path) -> None:
+    path = tmp_path / "one.ckpt"
+    first, second = run_ranks(
+        on_rank, 2, growth_while_saving, {"partition": "uniform"}, (path,), {}
+    )
+    layer = MODEL_BYTES // DEPTH
+    some = 4 << 20
+    assert second[0] < layer + some
+    # What it had, the first stage has already.
+    assert first[0] < first[1] / 2 + some

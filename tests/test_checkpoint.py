@@ -267,6 +267,17 @@ def test_training_goes_on_where_the_other_stopped(
         assert not problems, "\n".join(problems[:20])
 
 
+def test_ddp_goes_on_from_a_pipelines_checkpoint(tmp_path: Path) -> None:
+    pipeline = tmp_path / "pipeline"
+    run_ranks(on_rank, 2, training, {"microbatches": 4}, (0.0, True, None, str(pipeline)), {})
+    file = next(path for path in pipeline.iterdir() if path.name.endswith("step=3.ckpt"))
+    expected = on_one_device(training, 0.0, True, str(file), "goes on")
+    ddp = {"strategy": "ddp", "devices": 1}
+    (found,) = run_ranks(training, 1, ddp, 0.0, True, str(file), str(tmp_path / "ddp"))
+    problems = differences(found, expected, 0.0, 0.0)
+    assert not problems, "\n".join(problems[:20])
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize(
     ("partition", "stages"),
