@@ -69,6 +69,11 @@ class CheckpointingStrategy(PipelinedStrategy):
         """How checkpoints are written; a :class:`PipeShiftCheckpointIO` unless another is given."""
         if self._checkpoint_io is None:
             self._checkpoint_io = PipeShiftCheckpointIO()
+        io: Any = self._checkpoint_io
+        while isinstance(io, _WrappingCheckpointIO):
+            if io.checkpoint_io is None:
+                io.checkpoint_io = PipeShiftCheckpointIO()
+            io = io.checkpoint_io
         return self._checkpoint_io
 
     @checkpoint_io.setter

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_pipeshift import CheckpointError, PipeShiftCheckpointIO
-from tests.features_models import differences, on_one_device, on_rank
+from tests.features_models import built, differences, on_one_device, on_rank, quiet_trainer
 from tests.harness import RanksFailed, run_ranks
+from tests.models import SequentialMLP, points
 from tests.test_checkpoint import loaded, training, without_paths
 
 SHARDED = {"sharded": True, "asynchronous": False}
@@ -135,6 +138,25 @@ def test_other_strategies_load_a_folder(folders: Path, one_file: tuple[Path, Any
     args = (DROPOUT, True, str(at_step(folders, 4)), "plain", 9, "32-true", {"sharded": False})
     losses, *_ = on_one_device(training, *args)
     assert len(losses) == 5
+
+
+def wrapped(how: Any, sharded: bool) -> None:
+    io = AsyncCheckpointIO(PipeShiftCheckpointIO(sharded=True) if sharded else None)
+    trainer = quiet_trainer(
+        how,
+        callbacks=[ModelCheckpoint("kept", filename="one")],
+        enable_checkpointing=True,
+        max_epochs=1,
+        plugins=[io],
+    )
+    trainer.fit(built(SequentialMLP), points(2))
+
+
+def test_lightnings_own_plugin_writes_files_beside_the_training(tmp_path: Path) -> None:
+    run_ranks(on_rank, 2, wrapped, {}, (False,), {}, cwd=tmp_path)
+    assert loaded(tmp_path / "kept" / "one.ckpt")["global_step"] == 2
+    with pytest.raises(RanksFailed, match="AsyncCheckpointIO removes older checkpoints before"):
+        run_ranks(on_rank, 2, wrapped, {}, (True,), {})
 
 
 # --------------------------------------------------------------------------------------------------
