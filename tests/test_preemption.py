@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipeshift import PipeShiftCheckpointIO
 from tests.features_models import built, on_rank, parameters_of, quiet_trainer
-from tests.harness import launch_torchrun, run_ranks
+from tests.harness import free_port, launch_script, launch_torchrun, run_ranks
 from tests.models import SequentialMLP, points
 
 
@@ -132,3 +133,65 @@ def without_a_folder(how: Any) -> Any:
 
 def test_without_a_model_checkpoint_nothing_is_saved_and_said_so() -> None:
     assert run_ranks(on_rank, 2, without_a_folder, {}, (), {}) == [3, 3]
+
+
+# Two hosts, an agent of torchrun on each; one of them is taken away after some steps.
+TWO_HOSTS = """
+import signal, subprocess, sys, time
+from pathlib import Path
+
+port, script = sys.argv[1:3]
+Path("script.py").write_text(script)
+agents = []
+for node in range(2):
+    agents.append(subprocess.Popen([
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1",
+        "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
+        "--rdzv-id", "job", "--rdzv-conf", "last_call_timeout=5", "script.py",
+    ]))
+    time.sleep(1)
+while not Path("begun").exists() and all(agent.poll() is None for agent in agents):
+    time.sleep(0.05)
+agents[1].send_signal(signal.SIGTERM)
+agents[1].wait()
+sys.exit(agents[0].wait())
+"""
+
+ON_EACH_HOST = """
+import os, sys, time
+from pathlib import Path
+import lightning.pytorch as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_pipeshift import PipeShiftStrategy
+from tests.features_models import QUIET, built
+from tests.models import SequentialMLP, points
+
+class Notes(L.Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.world_size == 2 and batch_idx >= 3:
+            Path("begun").touch()
+            time.sleep(0.2)
+        if trainer.is_global_zero:
+            sys.stdout.write(f"STEP {trainer.world_size} {batch_idx}\\n")
+
+if __name__ == "__main__":
+    L.seed_everything(3)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
+        strategy=PipeShiftStrategy(microbatches=4), **{**QUIET, "enable_checkpointing": True},
+        max_epochs=1, callbacks=[Notes(), ModelCheckpoint("checkpoints", save_top_k=0)],
+    )
+    trainer.fit(built(SequentialMLP), points(200), ckpt_path="last")
+    sys.stdout.write(f"DONE {trainer.world_size} {trainer.global_step}\\n")
+"""
+
+
+def test_a_host_that_is_taken_away_leaves_the_others_to_go_on() -> None:
+    output = launch_script(TWO_HOSTS, str(free_port()), ON_EACH_HOST, timeout=240).output
+    steps = re.findall(r"STEP (\d) (\d+)", output)
+    both = [int(step) for size, step in steps if size == "2"]
+    alone = [int(step) for size, step in steps if size == "1"]
+    assert both + alone == list(range(200)), "no step is lost, and none is taken twice"
+    assert len(both) > 3
+    assert alone
+    assert "DONE 1 200" in output
