@@ -337,7 +337,9 @@ class _Operations(TorchDispatchMode):
         elif not any(map(deferred.knows, tensors)):
             return func(*args, **kwargs)
         changed = _changed(func, args, kwargs)
-        wants_values = kwargs.get("device") is not None and torch.device(kwargs["device"]) == _CPU
+        # Torch itself asks so for numbers, to make a list of them; the user's own `to` and `cpu`
+        # have been seen to before they come here.
+        wants_values = func is torch.ops.aten._to_copy.default and kwargs.get("device") == _CPU
         if (
             wants_values
             or torch.Tag.data_dependent_output in func.tags

@@ -71,6 +71,8 @@ class Exact(nn.Module):
         self.register_buffer("halves", torch.ones(4).to(torch.float16).to("cpu"))
         self.like = nn.Parameter(torch.empty(2, 2, device=self.filled.device).fill_(3))
         nn.init.eye_(self.like)
+        self.zeros = nn.Parameter(torch.zeros_like(self.filled, device=self.filled.device))
+        self.fresh = nn.Parameter(self.filled.new_full((2,), 4.0, device=self.filled.device))
         self.copied = nn.Parameter(self.computed.detach().clone())
         with torch.no_grad():
             self.computed.copy_(torch.ones(3, 4))
@@ -83,6 +85,7 @@ def test_values_are_those_of_a_model_made_at_once() -> None:
     found = values_of(module, deferred)
     assert found.keys() == tensors_of(made).keys()
     for name, value in tensors_of(made).items():
+        assert tensors_of(module)[name].is_meta, name
         assert found[name].dtype == value.dtype, name
         assert torch.equal(found[name], value), name
     assert module.tied.weight is module.part
