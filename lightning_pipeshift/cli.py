@@ -37,4 +37,8 @@ def main() -> None:
     # would find them.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    PipeShiftCLI()
+    PipeShiftCLI(
+        parser_kwargs={
+            "epilog": "pipeshift export CKPT OUT makes one file of a checkpoint; see its --help."
+        }
+    )

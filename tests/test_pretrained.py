@@ -172,3 +172,13 @@ def test_bad_files(tmp_path: Path, pretrained: Path) -> None:
     torch.save({"0.weight": torch.zeros(4, 4)}, tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match=r"'0.weight' has the shape \(4, 4\) in"):
         load_pretrained(small(), tmp_path / "a.pt", strict=False)
+
+
+def test_the_commands_help_names_the_export(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for argv, expected in (["--help"], "pipeshift export CKPT OUT"), (["export", "-h"], "--prefix"):
+        monkeypatch.setattr(sys, "argv", ["pipeshift", *argv])
+        with pytest.raises(SystemExit):
+            main()
+        assert expected in " ".join(capsys.readouterr().out.split())
