@@ -118,7 +118,7 @@ if __name__ == "__main__":
 
 
 def test_torchrun_restarts_from_the_last_checkpoint() -> None:
-    launched = launch_torchrun(SCRIPT, 2, options=["--max-restarts", "1"])
+    launched = launch_torchrun(SCRIPT, 2, options=["--max-restarts", "1"], timeout=300)
     done = sorted(line for line in launched.output.splitlines() if "DONE" in line)
     assert done == ["DONE 0 6 [3, 4, 5]", "DONE 1 6 [3, 4, 5]"]
     assert "the run was ended by SIGTERM after step 3" in launched.output
@@ -187,7 +187,7 @@ if __name__ == "__main__":
 
 
 def test_a_host_that_is_taken_away_leaves_the_others_to_go_on() -> None:
-    output = launch_script(TWO_HOSTS, str(free_port()), ON_EACH_HOST, timeout=240).output
+    output = launch_script(TWO_HOSTS, str(free_port()), ON_EACH_HOST, timeout=480).output
     steps = re.findall(r"STEP (\d) (\d+)", output)
     both = [int(step) for size, step in steps if size == "2"]
     alone = [int(step) for size, step in steps if size == "1"]
