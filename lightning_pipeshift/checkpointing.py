@@ -24,7 +24,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipeshift.errors import CheckpointError, ConfigurationError, PipeShiftError
+from lightning_pipeshift.errors import (
+    CheckpointError,
+    ConfigurationError,
+    PipeShiftError,
+    some_of,
+)
 from lightning_pipeshift.export import pretrained_prefix
 from lightning_pipeshift.model.deferred import Deferred, give_attributes_values
 from lightning_pipeshift.model.streams import SharedStream
@@ -43,7 +48,6 @@ log = logging.getLogger(__name__)
 # Under this name a checkpoint has what plain Lightning does not keep: what a run's random numbers
 # depend on.
 _EXTRA = "pipeshift"
-_MOST_NAMES = 8
 
 
 class CheckpointingStrategy(PipelinedStrategy):
@@ -69,11 +73,9 @@ class CheckpointingStrategy(PipelinedStrategy):
         """How checkpoints are written; a :class:`PipeShiftCheckpointIO` unless another is given."""
         if self._checkpoint_io is None:
             self._checkpoint_io = PipeShiftCheckpointIO()
-        io: Any = self._checkpoint_io
-        while isinstance(io, _WrappingCheckpointIO):
-            if io.checkpoint_io is None:
-                io.checkpoint_io = PipeShiftCheckpointIO()
-            io = io.checkpoint_io
+        innermost = _innermost(self._checkpoint_io)
+        if isinstance(innermost, _WrappingCheckpointIO):
+            innermost.checkpoint_io = PipeShiftCheckpointIO()
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -81,9 +83,7 @@ class CheckpointingStrategy(PipelinedStrategy):
         self._checkpoint_io = io
 
     def _own_io(self) -> PipeShiftCheckpointIO | None:
-        io: Any = self.checkpoint_io
-        while isinstance(io, _WrappingCheckpointIO):
-            io = io.checkpoint_io
+        io = _innermost(self.checkpoint_io)
         return io if isinstance(io, PipeShiftCheckpointIO) else None
 
     @property
@@ -372,10 +372,16 @@ class CheckpointingStrategy(PipelinedStrategy):
             stream.set_state(state["shared"], own[self.virtual_machine] if same_count else None)
 
 
+def _innermost(io: CheckpointIO) -> CheckpointIO:
+    """What plugins are wrapped around; one of these itself, if there is nothing in it yet."""
+    while isinstance(io, _WrappingCheckpointIO) and io.checkpoint_io is not None:
+        io = io.checkpoint_io
+    return io
+
+
 def _told(what: str, names: list[str]) -> str:
     """A part of a message: names grouped by their layers."""
     if not names:
         return ""
     owners = list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
-    more = f" and {len(owners) - _MOST_NAMES} more" if len(owners) > _MOST_NAMES else ""
-    return f"{what}: {', '.join(owners[:_MOST_NAMES])}{more}."
+    return f"{what}: {some_of(owners)}."

@@ -4,6 +4,17 @@ One root, so that a user can catch them all; one type for each kind of remedy, s
 tell them apart. A message names what was found, what is allowed, and what to change.
 """
 
+from collections.abc import Sequence
+
+_MOST_NAMES = 8
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Names for a message, the first ones where there are many."""
+    left = len(names) - _MOST_NAMES
+    more = f" and {left} more" if left > 0 else ""
+    return (", ".join(names[:_MOST_NAMES]) + more) or "nothing"
+
 
 class PipeShiftError(RuntimeError):
     """The root of the package's errors."""

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from lightning_pipeshift.errors import CheckpointError
+from lightning_pipeshift.errors import CheckpointError, some_of
 from lightning_pipeshift.model.deferred import current_record, unrecorded
 
 _INDEX = "model.safetensors.index.json"
@@ -51,8 +51,8 @@ def load_pretrained(module: nn.Module, path: str | Path, strict: bool = True) ->
     unexpected = [name for name in stored if name not in targets]
     if strict and (missing or unexpected):
         raise CheckpointError(
-            f"{path} is of another model. Not in the file: {_some(missing)}. Not in the model:"
-            f" {_some(unexpected)}. Pass the part of the model that was saved (`self.model`), or"
+            f"{path} is of another model. Not in the file: {some_of(missing)}. Not in the model:"
+            f" {some_of(unexpected)}. Pass the part of the model that was saved (`self.model`), or"
             " `strict=False` to load what fits."
         )
     for name, value in targets.items():
@@ -67,11 +67,6 @@ def load_pretrained(module: nn.Module, path: str | Path, strict: bool = True) ->
         record = current_record()
         with torch.no_grad():
             value.copy_(load() if record is None else record.promise(like, load))
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return (", ".join(names[:8]) + more) or "nothing"
 
 
 def _is_safetensors(path: Path) -> bool:

@@ -13,8 +13,6 @@ same numbers wherever it is made.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.pages import let_go
 from lightning_pipeshift.model.streams import stream_seed
 from lightning_pipeshift.model.trees import flatten
 
@@ -225,7 +224,7 @@ class Deferred:
         for leaf in pytree.tree_leaves(arguments) if self._lent else ():
             # What somebody has changed is nowhere but in memory.
             if isinstance(leaf, Tensor) and self._lent.get(_storage_of(leaf)) == leaf._version:
-                _let_go(leaf)
+                let_go(leaf)
         for position, view in entry.results.items():
             result = results[position]
             if result.stride() != view.stride or result.storage_offset() != view.offset:
@@ -424,19 +423,6 @@ def _view_of(tensor: Tensor) -> _View:
 def _part(view: _View, storages: dict[int, torch.UntypedStorage]) -> Tensor:
     part = torch.empty(0, dtype=view.dtype)
     return part.set_(storages[view.storage], view.offset, view.size, view.stride)
-
-
-def _let_go(tensor: Tensor) -> None:
-    """Takes the pages of a mapped tensor out of memory; touched again, they are read again."""
-    if not hasattr(mmap, "MADV_DONTNEED"):
-        return
-    page = mmap.PAGESIZE
-    begin = -(-tensor.data_ptr() // page) * page
-    end = (tensor.data_ptr() + tensor.nbytes) // page * page
-    if end > begin:
-        ctypes.CDLL(None).madvise(
-            ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED
-        )
 
 
 def _real_again(leaf: Any, storages: dict[int, torch.UntypedStorage]) -> Any:

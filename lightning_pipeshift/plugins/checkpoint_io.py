@@ -169,6 +169,7 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
         """
         if not _is_local_file_protocol(str(path)):
             return super().load_checkpoint(path, map_location, weights_only)
+        self.wait()
         return self.open(path, weights_only, lambda _, load: load())
 
     def open(
@@ -184,7 +185,6 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
             turn: ``(1, 4)`` compares the second, sixth, ... entry of a file with its checksum, and
                 leaves the others to three more ranks.
         """
-        self.wait()
         path = Path(path)
         if not path.exists():
             raise CheckpointError(f"There is no checkpoint {path}.")

@@ -99,12 +99,11 @@ def publish(temporary: Path, path: Path, data: str, content: dict[str, Any]) -> 
         data: the subfolder's.
         content: what the marker says besides.
     """
-    if path.is_symlink() or path.is_file():
-        # A link may lead to another checkpoint, which stays what it is.
-        path.unlink()
     flush(temporary / data)
-    if not path.exists():
+    # A link may lead to another checkpoint, which stays what it is.
+    if path.is_symlink() or not path.is_dir():
         write_marker(temporary, data, content)
+        path.unlink(missing_ok=True)
         temporary.rename(path)
         flush(path.parent)
         return

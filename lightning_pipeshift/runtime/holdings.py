@@ -121,9 +121,7 @@ class Holdings:
         there[self.stage] = 1 - torch.tensor(lacking, dtype=torch.float32)
         # Each entry is one stage's value plus zeros.
         there = channels.sum(there.flatten()).view_as(there)
-        wanted = [self.holders_of(parameter) for parameter in parameters]
-        wanted += [[stage] for _, stage in self.layers]
-        for number, stages in enumerate(wanted):
+        for number, stages in enumerate(self._all_holders()):
             targets = [stage for stage in stages if not there[stage, number]]
             if not targets:
                 continue
@@ -138,8 +136,13 @@ class Holdings:
             for to in targets:
                 self._pass(number, sources[0], to)
 
+    def _all_holders(self) -> list[list[int]]:
+        """The stages that hold each parameter, and then what each layer keeps besides."""
+        holders = [self.holders_of(use.parameter) for use in self.uses]
+        return holders + [[stage] for _, stage in self.layers]
+
     def _pass(self, number: int, source: int, to: int) -> None:
-        """Sends a parameter, or what a layer keeps besides parameters, to another stage."""
+        """Sends one thing of those that :meth:`_all_holders` lists to another stage."""
         channels = self.channels
         if number < len(self.uses):
             parameter = self.uses[number].parameter
@@ -184,23 +187,11 @@ class Holdings:
         """Gives every stage the whole model again, on the CPU, one tensor at a time. Every stage
         calls this.
         """
-        channels = self.channels
         with torch.no_grad(), flat_weights_forgotten(self.root):
-            for use in self.uses:
-                holders = self.holders_of(use.parameter)
-                without = [stage for stage in range(channels.num_stages) if stage not in holders]
-                if self.stage == holders[0]:
-                    for to in without:
-                        channels.send_tensor(use.parameter, to)
-                elif self.stage in without:
-                    hold(use.parameter, channels.receive_tensor(use.parameter, holders[0]))
-            for layer, stage in self.layers:
-                if self.stage == stage:
-                    for to in range(channels.num_stages):
-                        if to != stage:
-                            channels.send_values(other_state(layer), to)
-                else:
-                    take_other_state(layer, dict(channels.receive_values(stage)))
+            for number, holders in enumerate(self._all_holders()):
+                for to in range(self.channels.num_stages):
+                    if to not in holders:
+                        self._pass(number, holders[0], to)
         self.to_cpu()
 
     def to_cpu(self) -> None:

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-
 import torch
 from torch import Tensor
 
-_HUGE_PAGE = 2 << 20
-_ADVICE = 14  # MADV_HUGEPAGE, of Linux
+from lightning_pipeshift.model.pages import ask_for_large_pages
 
 
 def room_for(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An uninitialised tensor in host memory.
-
-    New memory comes page by page when it is touched, and that takes longer than copying: large
-    pages are asked for, where the system has them.
-    """
+    """An uninitialised tensor in host memory."""
     tensor = torch.empty(shape, dtype=dtype)
-    begin = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
-    size = (tensor.data_ptr() + tensor.nbytes) // _HUGE_PAGE * _HUGE_PAGE - begin
-    if size > 0 and hasattr(mmap, "MADV_DONTNEED"):
-        # Advice: where it is not taken, nothing is lost.
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), _ADVICE)
+    ask_for_large_pages(tensor)
     return tensor
 
 
