@@ -58,6 +58,17 @@ def check_aggregation(kind: Any) -> None:
         )
 
 
+def check_planning(recompute: Any, profile_steps: Any) -> None:
+    """Raises ConfigurationError for a value that has no meaning to the planner."""
+    if recompute not in ("auto", "full", "none"):
+        raise ConfigurationError(f"recompute={recompute!r}: allowed are 'auto', 'full' and 'none'.")
+    if isinstance(profile_steps, bool) or not isinstance(profile_steps, int) or profile_steps < 0:
+        raise ConfigurationError(
+            f"profile_steps={profile_steps!r}: pass a whole number; 0 plans once, before the first"
+            " step."
+        )
+
+
 def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Raises ConfigurationError for a run that cannot be a pipeline."""
     if not module.automatic_optimization:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -32,6 +33,7 @@ from lightning_pipeshift.connection import (
 )
 from lightning_pipeshift.errors import ConfigurationError, StageFailedError
 from lightning_pipeshift.model.streams import global_state, set_global_state
+from lightning_pipeshift.plan.cluster import Device
 from lightning_pipeshift.plan.topology import Topology, VirtualMachinesSpec, arrange
 from lightning_pipeshift.runtime.channels import Channels, make_groups
 from lightning_pipeshift.runtime.failure import FailureBoard
@@ -95,6 +97,10 @@ class ConnectedStrategy(ParallelStrategy):
     def topology(self) -> Topology:
         """The ranks of every virtual machine, in stage order."""
         return self._require_replicas().topology
+
+    def _wanted(self) -> VirtualMachinesSpec:
+        """How many virtual machines there are to be, or the ranks of each."""
+        return self._virtual_machines
 
     def _depths(self) -> list[int] | None:
         """How many stages each virtual machine is to have, where something else than the number of
@@ -207,7 +213,12 @@ class ConnectedStrategy(ParallelStrategy):
         mine = device_of(self.root_device)
         devices: list[Any] = [None] * self.world_size
         dist.all_gather_object(devices, mine)
-        return arrange(self._virtual_machines, devices, self._depths())
+        topology = arrange(self._wanted(), devices, self._depths())
+        self._check_devices(topology, devices)
+        return topology
+
+    def _check_devices(self, topology: Topology, devices: Sequence[Device]) -> None:
+        """Raises ConfigurationError where these devices are not those that were asked for."""
 
     def _connect(self, topology: Topology) -> None:
         assert self._board is not None

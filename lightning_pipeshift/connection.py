@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipeshift.errors import StageFailedError
-from lightning_pipeshift.plan.topology import Device
+from lightning_pipeshift.plan.cluster import Device
 
 log = logging.getLogger(__name__)
 

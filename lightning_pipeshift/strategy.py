@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -29,9 +29,12 @@ from lightning_pipeshift.checks import (
     check_aggregation,
     check_arguments,
     check_optimizers,
+    check_planning,
     check_run,
 )
+from lightning_pipeshift.connection import device_of
 from lightning_pipeshift.data import for_virtual_machine
+from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.evaluation import (
     EvaluationSteps,
     is_hook_used,
@@ -39,10 +42,11 @@ from lightning_pipeshift.evaluation import (
 )
 from lightning_pipeshift.model.logs import say_again
 from lightning_pipeshift.model.streams import SharedStream, global_state, set_global_state
+from lightning_pipeshift.plan.cluster import Device
 from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.plan.schedule import schedule_named
 from lightning_pipeshift.plan.shares import check_shares
-from lightning_pipeshift.plan.topology import check_spec
+from lightning_pipeshift.plan.topology import Topology, VirtualMachinesSpec, check_spec
 from lightning_pipeshift.plugins.precision import loss_scale_of, over_stages
 from lightning_pipeshift.runtime.checksum import (
     require_data_for_all,
@@ -77,11 +81,17 @@ class PipeShiftStrategy(CheckpointingStrategy):
         partition: who owns which layers. ``"auto"`` balances the measured forward times,
             ``"uniform"`` the number of layers, a list gives the number of layers of each stage, and
             a list of lists does so for each virtual machine.
-        plan: a :class:`~lightning_pipeshift.Plan`, or the path of one, that overrides the three
-            above.
+        plan: a :class:`~lightning_pipeshift.Plan`, or the path of one, that overrides the four
+            above, ``recompute``, and ``batch_shares`` where it has any.
         batch_shares: how the samples of a global batch are shared out over the virtual machines,
             one number for each: ``[3, 1]``. By default equally. A global batch has the
             DataLoader's batch size times the number of virtual machines.
+        recompute: which layers let go of what they save for their backward, and run again before
+            it: ``"auto"``, as few as the memory of the devices asks for; ``"full"``, all where it
+            frees memory; ``"none"``. It changes no bit. With a ``partition`` of your own,
+            ``"auto"`` is ``"none"``.
+        profile_steps: after how many measured steps the layers are shared out anew, where
+            ``partition`` is ``"auto"``; 0: never.
         gradient_aggregation: how gradients are summed over the virtual machines: ``"ring"``, a ring
             for each layer that begins as soon as its gradient is there; ``"allreduce"``, torch's
             own collectives; ``"auto"``, rings on gloo and collectives on NCCL.
@@ -106,6 +116,8 @@ class PipeShiftStrategy(CheckpointingStrategy):
         partition: Literal["auto", "uniform"] | list[int] | list[list[int]] = "auto",
         plan: str | Path | Plan | None = None,
         batch_shares: list[float] | None = None,
+        recompute: Literal["auto", "full", "none"] = "auto",
+        profile_steps: int = 20,
         gradient_aggregation: Literal["auto", "ring", "allreduce"] = "auto",
         process_group_backend: Literal["nccl", "gloo"] | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -129,12 +141,17 @@ class PipeShiftStrategy(CheckpointingStrategy):
         check_spec(virtual_machines)
         check_shares(batch_shares, None)
         check_aggregation(gradient_aggregation)
+        check_planning(recompute, profile_steps)
         schedule_named(schedule)
         self._microbatches = microbatches
         self._schedule = schedule
         self._partition = partition
         self._given_plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
+        if self._given_plan is not None and self._given_plan.batch_shares:
+            batch_shares = list(self._given_plan.batch_shares)
         self._batch_shares = batch_shares
+        self._recompute = recompute
+        self._profile_steps = profile_steps
         self._gradient_aggregation = gradient_aggregation
         self._shares_data: bool | None = None
         self._accumulates = False
@@ -143,6 +160,23 @@ class PipeShiftStrategy(CheckpointingStrategy):
         self._step_is_skipped = False
 
     # --- what is known ---
+
+    def _wanted(self) -> VirtualMachinesSpec:
+        if self._given_plan is not None and self._given_plan.ranks:
+            return self._given_plan.ranks
+        return super()._wanted()
+
+    def _check_devices(self, topology: Topology, devices: Sequence[Device]) -> None:
+        planned = self._given_plan.kinds if self._given_plan is not None else ()
+        for ranks, kinds in zip(topology.ranks, planned, strict=False):
+            for stage, (rank, kind) in enumerate(zip(ranks, kinds, strict=True)):
+                if devices[rank].kind != kind:
+                    raise PlanError(
+                        f"The plan was made for another cluster: for stage {stage} it has a"
+                        f" {kind!r}, and rank {rank} is a {devices[rank].kind!r} (host"
+                        f" {devices[rank].host!r}). Make a plan here with `pipeshift plan`, or take"
+                        " the field 'kinds' out of it if you know that it will do."
+                    )
 
     def _depths(self) -> list[int] | None:
         if self._given_plan is not None:
@@ -200,7 +234,10 @@ class PipeShiftStrategy(CheckpointingStrategy):
                 self._given_plan,
                 self._seed_of_run,
                 self._gradient_aggregation,
+                self._recompute,
+                self._profile_steps,
             ),
+            here=device_of(self.root_device),
             deferred=self._deferred,
             ignored=_FRAMEWORK_ATTRIBUTES,
         )

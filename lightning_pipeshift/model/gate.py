@@ -50,6 +50,8 @@ class Gate:
         self.name = name
         self.layer = layer
         self.index = index
+        self.writes_to_buffers: bool | None = None
+        """Whether the layer writes to its buffers when it runs; ``None`` until somebody asks."""
         self._switch = switch
         self._installed: Callable[..., Any] | None = None
         self._had_own_forward = "forward" in layer.__dict__

@@ -1,22 +1,53 @@
-"""Measures how long each layer's forward takes, before training, on this stage's device."""
+"""Measures what each layer takes, before training, on this stage's device.
+
+A first guess, for the plan of the first steps; what the layers take in training is measured there.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_pipeshift.model.cut import GradientBox
 from lightning_pipeshift.model.gate import Gate
 from lightning_pipeshift.model.parameters import Slot, slots_of, substituted
 from lightning_pipeshift.model.placeholder import Placeholder
+from lightning_pipeshift.model.saved import SavedBytes, bytes_of
 from lightning_pipeshift.model.streams import Streams
-from lightning_pipeshift.model.trees import flatten
+from lightning_pipeshift.model.trees import flatten, leaves_of
 
 _REPEATS = 3
+
+
+class Figures(NamedTuple):
+    """What one layer takes for a microbatch.
+
+    Args:
+        forward_seconds: its forward.
+        backward_seconds: its backward, 0 where it was not tried.
+        saved_bytes: what its forward keeps for the backward.
+        input_bytes: what it is called with.
+    """
+
+    forward_seconds: float
+    backward_seconds: float = 0.0
+    saved_bytes: int = 0
+    input_bytes: int = 0
+
+    def plus(self, other: Figures) -> Figures:
+        """Those of two calls together."""
+        return Figures(
+            self.forward_seconds + other.forward_seconds,
+            self.backward_seconds + other.backward_seconds,
+            self.saved_bytes + other.saved_bytes,
+            self.input_bytes + other.input_bytes,
+        )
 
 
 class Stopwatch:
@@ -29,13 +60,15 @@ class Stopwatch:
     Args:
         device: where to run.
         streams: to keep the random state as it is.
+        trains: whether to measure backwards too.
     """
 
-    def __init__(self, device: torch.device, streams: Streams) -> None:
-        self.seconds: dict[int, float] = {}
+    def __init__(self, device: torch.device, streams: Streams, trains: bool = False) -> None:
+        self.figures: dict[int, Figures] = {}
         self._device = device
         self._streams = streams
-        self._known: dict[Any, float | None] = {}
+        self._trains = trains
+        self._known: dict[Any, Figures | None] = {}
 
     def observe(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Times the layer on inputs like these; a layer that refuses made-up inputs is left out."""
@@ -46,43 +79,74 @@ class Stopwatch:
             tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves),
         )
         if signature not in self._known:
-            self._known[signature] = self._time(gate, leaves, rebuild)
-        seconds = self._known[signature]
-        if seconds is not None:
-            self.seconds[gate.index] = self.seconds.get(gate.index, 0.0) + seconds
+            figures = self._time(gate, leaves, rebuild, self._trains)
+            if figures is None and self._trains:
+                figures = self._time(gate, leaves, rebuild, False)
+            self._known[signature] = figures
+        figures = self._known[signature]
+        if figures is not None:
+            before = self.figures.get(gate.index)
+            self.figures[gate.index] = figures if before is None else before.plus(figures)
 
-    def _time(self, gate: Gate, leaves: Sequence[Any], rebuild: Any) -> float | None:
+    def _time(
+        self, gate: Gate, leaves: Sequence[Any], rebuild: Any, trains: bool
+    ) -> Figures | None:
         slots = slots_of(gate.layer)
-        best = float("inf")
+        forward = backward = float("inf")
+        saved = SavedBytes()
         try:
             with (
                 self._streams.switched("measure", gate.index),
-                torch.no_grad(),
+                torch.set_grad_enabled(trains),
                 # What watches the step while it is followed takes longer than small operations do,
                 # and must not take the measuring for the user's code.
                 _disable_current_modes(),
                 torch._C.DisableTorchFunction(),
-                substituted(slots, self._here(slots)),
+                substituted(slots, self._here(slots, trains)),
             ):
-                for _ in range(_REPEATS):
-                    args, kwargs = rebuild([self._made_up(leaf) for leaf in leaves])
-                    self._wait()
-                    start = time.perf_counter()
-                    gate.original(*args, **kwargs)
-                    self._wait()
-                    best = min(best, time.perf_counter() - start)
+                for repeat in range(_REPEATS):
+                    args, kwargs = rebuild([self._made_up(leaf, trains) for leaf in leaves])
+                    # Counting takes time of its own, which the best of several leaves out.
+                    run = partial(gate.original, *args, **kwargs)
+                    if repeat == 0:
+                        run = partial(saved.run, gate, args, kwargs)
+                    output, seconds = self._seconds(run)
+                    forward = min(forward, seconds)
+                    ends = [x for x in leaves_of(output) if isinstance(x, Tensor) and x.grad_fn]
+                    seconds = 0.0
+                    if ends:
+                        ones = [torch.ones_like(end) for end in ends]
+                        _, seconds = self._seconds(partial(torch.autograd.backward, ends, ones))
+                    backward = min(backward, seconds)
+                    saved.end()
         except Exception:
             # Any error says only that this layer needs real inputs; the planner goes by its
             # parameters instead.
             return None
-        return best
+        return Figures(
+            forward,
+            backward,
+            saved.of_layers.get(gate.index, 0) if trains else 0,
+            bytes_of(args) + bytes_of(kwargs.values()),
+        )
 
-    def _here(self, slots: Sequence[Slot]) -> dict[int, Tensor]:
-        return {
-            id(tensor): self._stand_in(tensor, slot.is_buffer)
-            for slot in slots
-            if (tensor := slot.get()) is not None
-        }
+    def _seconds(self, run: Callable[[], Any]) -> tuple[Any, float]:
+        self._wait()
+        start = time.perf_counter()
+        result = run()
+        self._wait()
+        return result, time.perf_counter() - start
+
+    def _here(self, slots: Sequence[Slot], trains: bool) -> dict[int, Tensor]:
+        found = {}
+        for slot in slots:
+            tensor = slot.get()
+            if tensor is not None:
+                stand_in = self._stand_in(tensor, slot.is_buffer)
+                if trains and tensor.requires_grad:
+                    stand_in.requires_grad_()
+                found[id(tensor)] = stand_in
+        return found
 
     def _stand_in(self, tensor: Tensor, is_buffer: bool) -> Tensor:
         if tensor.is_meta:
@@ -91,10 +155,14 @@ class Stopwatch:
         # Buffers are copied: a layer may write to its running statistics.
         return tensor.detach().to(self._device, copy=is_buffer)
 
-    def _made_up(self, leaf: Any) -> Any:
+    def _made_up(self, leaf: Any, trains: bool) -> Any:
         if not isinstance(leaf, Placeholder):
             return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-        return self._numbers(leaf)
+        numbers = self._numbers(leaf)
+        if trains and (numbers.is_floating_point() or numbers.is_complex()):
+            # As what an earlier layer returned: no leaf, so that this one may write to it.
+            return GradientBox(numbers).open()
+        return numbers
 
     def _numbers(self, like: Tensor) -> Tensor:
         if like.dtype.is_floating_point or like.dtype.is_complex:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,10 @@ from lightning_pipeshift.model.placeholder import (
     spec_of,
     watching,
 )
+from lightning_pipeshift.model.recompute import Region
+from lightning_pipeshift.model.saved import SavedBytes
 from lightning_pipeshift.model.streams import Place, Streams
+from lightning_pipeshift.model.timing import Timer
 from lightning_pipeshift.model.trace import Trace
 from lightning_pipeshift.model.trees import flatten, leaves_of
 from lightning_pipeshift.plan.flow import Call, Value
@@ -54,6 +58,9 @@ class StagePass(Watcher):
         streams: the generators to switch.
         key: what the random streams of this microbatch depend on.
         shared: the shared parameters held here.
+        recompute: the layers that let go of what they save, and run again before the backward.
+        timer: measures the layers, where somebody wants to know.
+        saved: counts what the layers save, where somebody wants to know.
     """
 
     trace: Trace
@@ -64,6 +71,9 @@ class StagePass(Watcher):
     streams: Streams
     key: tuple[int | str, ...]
     shared: SharedParameters
+    recompute: frozenset[int] = frozenset()
+    timer: Timer | None = None
+    saved: SavedBytes | None = None
     sent: dict[Value, Outgoing] = field(default_factory=dict)
     boxes: dict[Value, GradientBox] = field(default_factory=dict)
     result: Any = None
@@ -76,6 +86,7 @@ class StagePass(Watcher):
         payload = () if self.is_last else self.trace.payload(self.layers.stop)
         self._wanted = {value for value, _ in payload}
         self._handed_out: dict[Value, Tensor] = {}
+        self._regions: list[Region] = []
         for value, tensor in self.received.items():
             self._receive(value, tensor)
 
@@ -118,6 +129,14 @@ class StagePass(Watcher):
             self._ended = True
             self.shared.restore()
             self._handed_out.clear()
+        # Only now is user code done with what the layers were given.
+        self._regions = [region for region in self._regions if region.let_go()]
+
+    def recompute_layers(self) -> None:
+        """Makes again what layers let go of, for the backward that comes next."""
+        for region in self._regions:
+            region.run_again()
+        self._regions.clear()
 
     def draws(self, draw: Callable[[], object]) -> None:
         if self._gap in self.trace.drawing_gaps:
@@ -168,8 +187,12 @@ class StagePass(Watcher):
     def _run(self, gate: Gate, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.streams.go_to(Place.LAYER, call.layer, call.call, host=self.trace.draws_on_host)
         self.shared.enter(Segment(call.layer, True))
-        output = gate.original(*args, **kwargs)
+        begin = self.timer.now() if self.timer is not None else None
+        output = self._call(gate, call, args, kwargs)
         leaves, rebuild = flatten(output)
+        if self.timer is not None:
+            self.timer.add("forward", gate.index, begin, self.timer.now())
+            self.timer.watch_backward(gate.index, leaves)
         for leaf in leaves:
             if isinstance(leaf, Placeholder):
                 raise LayerError(
@@ -182,7 +205,7 @@ class StagePass(Watcher):
         ends = (
             not self.is_last
             and self._position == self._own.stop
-            and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+            and _no_hooks()
         )
         for number, leaf in enumerate(leaves):
             value = Value(call.layer, call.call, number)
@@ -193,6 +216,21 @@ class StagePass(Watcher):
         if ends:
             raise StageDone
         return rebuild(leaves)
+
+    def _call(self, gate: Gate, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # A model that checkpoints by itself has its own way with what is saved.
+        if torch.is_grad_enabled() and _no_hooks():
+            if gate.index in self.recompute:
+                region = Region(gate, args, kwargs, partial(self._draw_as, call))
+                self._regions.append(region)
+                return region.run(args, kwargs)
+            if self.saved is not None:
+                return self.saved.run(gate, args, kwargs)
+        return gate.original(*args, **kwargs)
+
+    def _draw_as(self, call: Call) -> None:
+        self.streams.begin(*self.key)
+        self.streams.go_to(Place.LAYER, call.layer, call.call)
 
     def _check(self, gate: Gate, call: Call, number: int, leaf: Any) -> None:
         expected = call.leaves[number] if number < len(call.leaves) else None
@@ -231,8 +269,7 @@ class StagePass(Watcher):
                     tracked = value in self.trace.tracked
                     self._handed_out[value] = GradientBox(again).open() if tracked else again
             return self._skip(position, calls[position])
-        self.streams.begin(*self.key)
-        self.streams.go_to(Place.LAYER, gate.index)
+        self._draw_as(calls[position])
         return gate.original(*args, **kwargs)
 
     @staticmethod
@@ -244,6 +281,11 @@ class StagePass(Watcher):
                     " was first followed it did not. Let the step compute the same things for"
                     " every batch."
                 )
+
+
+def _no_hooks() -> bool:
+    """Whether nobody has to say in what is saved for the backward."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def _edge(tensor: Tensor) -> Any:

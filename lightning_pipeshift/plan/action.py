@@ -27,6 +27,9 @@ class Kind(enum.Enum):
     """Run the forward. Away from stage 0, waits for its RECEIVE_PAYLOAD."""
     BACKWARD = "B"
     """Run the backward. Away from the last stage, waits for its RECEIVE_GRADIENT."""
+    RECOMPUTE = "R"
+    """Run forwards again whose saved tensors were let go of, for the backward that follows. Waits
+    for nothing: it fills the time in which a stage waits for a gradient."""
     RECEIVE_PAYLOAD = ">F"
     """Post the receive of a payload from the previous stage; pairs with that stage's
     SEND_PAYLOAD."""

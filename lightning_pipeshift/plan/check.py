@@ -6,6 +6,7 @@ an arrow at the culprit.
 """
 
 from collections import Counter
+from itertools import pairwise
 from typing import Final, NoReturn
 
 from lightning_pipeshift.errors import ScheduleError
@@ -20,6 +21,7 @@ def check(schedule: Schedule) -> None:
 
     - Every stage does the forward and the backward of every microbatch exactly once, the forward
       first; or, where the schedule has no backward at all, the forward exactly once.
+    - A recomputation, where there is one, comes once, between the two.
     - Every send has one receive, every receive one send, and per neighbour and direction their
       orders agree.
     - A receive is posted before the compute action that needs it, a send follows the one that makes
@@ -69,9 +71,15 @@ def _check_compute(schedule: Schedule) -> None:
                 if action not in places:
                     what = f"never does {action}; every stage does {letters} of each microbatch"
                     _fail(schedule, stage, len(row), f"{what}, 0 to {num_microbatches - 1}")
-            if places[needed[0]] > places[needed[-1]]:
-                what = f"does {needed[-1]} before {needed[0]}"
-                _fail(schedule, stage, places[needed[-1]], what)
+            recompute = Action(Kind.RECOMPUTE, microbatch)
+            in_order = [needed[0], *[recompute] * (recompute in places), *needed[1:]]
+            if recompute in places and not trains:
+                what = f"does {recompute}, but there is no backward that it is for"
+                _fail(schedule, stage, places[recompute], what)
+            for first, second in pairwise(in_order):
+                if places[first] > places[second]:
+                    what = f"does {second} before {first}"
+                    _fail(schedule, stage, places[second], what)
 
 
 def _check_pairs(schedule: Schedule) -> None:

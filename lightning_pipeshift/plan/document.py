@@ -1,27 +1,48 @@
-"""Reads a JSON document that a person may have edited, with errors that name the field.
+"""Documents that a person may have edited: read with errors that name the field, written whole.
 
 Python's own error for a damaged file is a KeyError somewhere; ours says which field, what was
 found, what is allowed.
 """
 
 import json
+import os
+import tempfile
 from collections.abc import Iterable
+from pathlib import Path
+from typing import NoReturn
 
 from lightning_pipeshift.errors import PlanError
 
 
 class Fields:
-    """One JSON object's fields: all known, each of its type. Raises PlanError otherwise."""
+    """One JSON object's fields: all known, each of its type. Raises PlanError otherwise.
 
-    def __init__(self, value: object, where: str, known: Iterable[str]) -> None:
-        known = tuple(known)
+    Args:
+        value: what was read.
+        where: names it in errors.
+        known: the fields that it must have.
+        optional: those that it may have besides.
+        instead: what else than adding it helps against a field that is missing.
+    """
+
+    def __init__(
+        self,
+        value: object,
+        where: str,
+        known: Iterable[str],
+        optional: Iterable[str] = (),
+        instead: str = "or make the plan anew",
+    ) -> None:
+        required = tuple(known)
+        known = (*required, *optional)
         if not isinstance(value, dict):
             raise PlanError(
                 f"{where} is {_shown(value)}; it must be an object with {', '.join(known)}"
             )
-        for name in known:
+        for name in required:
             if name not in value:
-                raise PlanError(f"{where} has no field {name!r}; add it, or make the plan anew")
+                remedy = ", ".join(filter(None, ("add it", instead)))
+                raise PlanError(f"{where} has no field {name!r}; {remedy}")
         for name in value:
             if name not in known:
                 raise PlanError(
@@ -30,43 +51,84 @@ class Fields:
         self._value = value
         self._where = where
 
+    def __contains__(self, name: str) -> bool:
+        """Whether an optional field is there."""
+        return name in self._value
+
     def text(self, name: str) -> str:
         value = self._value[name]
         if not isinstance(value, str):
-            self._fail(name, "a text")
+            self.fail(name, "a text")
         return str(value)
 
     def integer(self, name: str) -> int:
         value = self._value[name]
         # JSON's true is an int to Python.
         if type(value) is not int:
-            self._fail(name, "a whole number")
+            self.fail(name, "a whole number")
         return int(value)
 
     def number(self, name: str) -> float:
         value = self._value[name]
         if type(value) not in (int, float):
-            self._fail(name, "a number")
+            self.fail(name, "a number")
         return float(value)
 
     def items(self, name: str) -> list[object]:
         value = self._value[name]
         if not isinstance(value, list):
-            self._fail(name, "a list")
+            self.fail(name, "a list")
         return list(value)
 
     def integer_rows(self, name: str) -> tuple[tuple[int, ...], ...]:
         rows = self.items(name)
         for row in rows:
             if not isinstance(row, list) or any(type(item) is not int for item in row):
-                self._fail(name, "a list of lists of whole numbers")
+                self.fail(name, "a list of lists of whole numbers")
         return tuple(tuple(row) for row in rows if isinstance(row, list))
 
-    def _fail(self, name: str, allowed: str) -> None:
+    def numbers(self, name: str) -> tuple[float, ...]:
+        row = self.items(name)
+        if any(type(item) not in (int, float) for item in row):
+            self.fail(name, "a list of numbers")
+        return tuple(float(item) for item in row if isinstance(item, (int, float)))
+
+    def entries(self, name: str) -> dict[str, object]:
+        """An object whose names are not known beforehand."""
+        value = self._value[name]
+        if not isinstance(value, dict):
+            self.fail(name, "an object")
+        return dict(value)
+
+    def value(self, name: str) -> object:
+        """A field of any type, for a reader of its own."""
+        return self._value[name]
+
+    def fail(self, name: str, allowed: str) -> NoReturn:
+        """Raises the PlanError for a field that isn't as it must be."""
         found = _shown(self._value[name])
         raise PlanError(f"{self._where}: field {name!r} is {found}; it must be {allowed}")
 
 
+def write_text(path: str | Path, text: str) -> None:
+    """Writes beside ``path`` first, so that no reader ever finds half of it."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        # mkstemp makes a private file; these documents are no secret.
+        os.chmod(part, 0o644)
+        os.replace(part, path)
+    except BaseException:
+        Path(part).unlink(missing_ok=True)
+        raise
+
+
 def _shown(value: object) -> str:
-    text = json.dumps(value)
+    try:
+        text = json.dumps(value)
+    except TypeError:  # YAML has dates, JSON has none.
+        text = repr(value)
     return text if len(text) <= 60 else text[:60] + " ..."

@@ -6,7 +6,7 @@ at most 100 columns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -21,6 +21,7 @@ _BAR_WIDTH: Final = 12
 _GRID_WIDTH: Final = 82
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉"
 _NOT_MEASURED: Final = "no layer is measured yet: drawn as if all took equal time"
+_RECOMPUTED: Final = "       2~~  forward of microbatch 2 run again, for what its backward needs"
 _LEGEND: Final = (
     "       2──  forward of microbatch 2    2━━  its backward    ···  idle    time runs right"
 )
@@ -37,7 +38,7 @@ def draw(plan: Plan) -> str:
     step_seconds = max(timeline.step_seconds for timeline in timelines.values())
     scale = Scale.fitting(timelines.values(), _GRID_WIDTH)
 
-    lines = [_headline(plan), _prediction(step_seconds) if measured else _NOT_MEASURED]
+    lines = [_headline(plan), _prediction(plan, step_seconds) if measured else _NOT_MEASURED]
     for vms, timeline in timelines.items():
         lines += ["", _rule(_machine_names(vms)), *_stage_table(plan, vms[0]), ""]
         for stage, row in enumerate(timeline.rows):
@@ -45,6 +46,8 @@ def draw(plan: Plan) -> str:
             drawing = draw_row(row, step_seconds, scale, _GRID_WIDTH)
             lines.append(f"{stage:>5} │{drawing}│ {1 - busy_seconds / step_seconds:4.0%} idle")
     lines += ["", _LEGEND]
+    if any(plan.recompute):
+        lines.append(_RECOMPUTED)
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -59,7 +62,12 @@ def _headline(plan: Plan) -> str:
     )
 
 
-def _prediction(step_seconds: float) -> str:
+def _prediction(plan: Plan, step_seconds: float) -> str:
+    if plan.prediction is not None:
+        step = _seconds(plan.prediction.step_seconds)
+        exposed = plan.prediction.exposed_seconds
+        waits = f", {_seconds(exposed)} of it for other virtual machines' gradients"
+        return f"predicted step: {step}{waits if exposed else ''}"
     return f"predicted step: {_seconds(step_seconds)} (a backward as 2 forwards, transfers as free)"
 
 
@@ -67,24 +75,32 @@ def _stage_table(plan: Plan, vm: int) -> list[str]:
     seconds = plan.stage_forward_seconds(vm)
     parameters = plan.stage_parameter_bytes(vm)
     payloads = [*map(_bytes, plan.stage_payload_bytes(vm)), "-"]
-    rows = [("stage", "layers", "parameters", "forward time", "payload out")]
+    memory = None
+    if plan.prediction is not None and plan.prediction.memory_bytes:
+        memory = plan.prediction.memory_bytes[vm]
+    # The prediction's memory takes its column from the names.
+    width = _NAMES_WIDTH - (13 if memory else 0)
+    rows = [("stage", "layers", "parameters", "peak memory", "forward time", "payload out")]
     for stage, layers in enumerate(plan.stage_layers(vm)):
         share = seconds[stage] / sum(seconds)
         bar = f"{_bar(share)} {share:4.0%}"
-        rows.append(
-            (str(stage), _layer_names(layers), _bytes(parameters[stage]), bar, payloads[stage])
-        )
+        peak = _bytes(round(memory[stage])) if memory else ""
+        names, held = _layer_names(layers, width), _bytes(parameters[stage])
+        rows.append((str(stage), names, held, peak, bar, payloads[stage]))
     return [
-        f"{stage:>5}  {names:<{_NAMES_WIDTH}}  {held:>10}  {bar:<{_BAR_WIDTH + 5}}  {payload:>11}"
-        for stage, names, held, bar, payload in rows
+        f"{stage:>5}  {names:<{width}}  {held:>10}  "
+        + (f"{peak:>11}  " if memory else "")
+        + f"{bar:<{_BAR_WIDTH + 5}}  {payload:>11}"
+        for stage, names, held, peak, bar, payload in rows
     ]
 
 
 def _equal_machines(plan: Plan) -> list[tuple[int, ...]]:
     """The virtual machines, those with equal cuts together: one drawing serves them all."""
-    groups: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[Hashable, list[int]] = {}
     for vm, counts in enumerate(plan.placement.counts):
-        groups.setdefault(counts, []).append(vm)
+        costs = plan.prediction.costs[vm] if plan.prediction is not None else None
+        groups.setdefault((counts, plan.recomputed(vm), costs), []).append(vm)
     return [tuple(vms) for vms in groups.values()]
 
 
@@ -96,15 +112,15 @@ def _machine_names(vms: Sequence[int]) -> str:
     return f"virtual machines {', '.join(map(str, vms[:-1]))} and {vms[-1]}"[: _WIDTH - 8]
 
 
-def _layer_names(layers: Sequence[LayerRecord]) -> str:
+def _layer_names(layers: Sequence[LayerRecord], width: int) -> str:
     """The first and the last name, with as much of each as there is room for."""
     if not layers:
         return "(none: passes the payload on)"
     if len(layers) == 1:
-        return _shortened(layers[0].name, _NAMES_WIDTH)
+        return _shortened(layers[0].name, width)
     joint = " … "
     tail = f" ({len(layers)} layers)"
-    room = _NAMES_WIDTH - len(joint) - len(tail)
+    room = width - len(joint) - len(tail)
     first, last = layers[0].name, layers[-1].name
     # What one of them leaves free, the other may have.
     first = _shortened(first, max(room // 2, room - len(last)))

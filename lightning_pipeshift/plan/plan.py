@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_pipeshift.errors import PartitionError, PlanError, ScheduleError
-from lightning_pipeshift.plan.document import Fields
+from lightning_pipeshift.errors import (
+    ConfigurationError,
+    PartitionError,
+    PlanError,
+    ScheduleError,
+)
+from lightning_pipeshift.plan.document import Fields, write_text
 from lightning_pipeshift.plan.draw import draw
 from lightning_pipeshift.plan.placement import Placement
-from lightning_pipeshift.plan.schedule import schedule_named
-from lightning_pipeshift.plan.simulator import Costs, Timeline, simulate
+from lightning_pipeshift.plan.prediction import Prediction
+from lightning_pipeshift.plan.schedule import recomputing_stages, schedule_named
+from lightning_pipeshift.plan.shares import check_shares
+from lightning_pipeshift.plan.simulator import Costs, Timeline, clock, simulate
+from lightning_pipeshift.plan.topology import Topology
 
 FORMAT_VERSION: Final = 1
 """Raised when an older version of the package could no longer read what this one writes."""
@@ -52,14 +58,78 @@ class LayerRecord:
 class Plan:
     """The layers in call order, who owns them, and the schedule.
 
+    Args:
+        layers: in call order.
+        placement: who owns what.
+        schedule: by name.
+        microbatches: into how many slices a virtual machine's batch is cut.
+        recompute: for each virtual machine the layers that let go of what they saved, and run again
+            before the backward; empty where none does anywhere.
+        ranks: for each virtual machine its ranks in stage order; empty where any will do.
+        kinds: the kind of each of these ranks' devices; empty where that was not asked.
+        batch_shares: how a global batch is shared out; empty for equally.
+        prediction: what the simulator says of it, where there is enough to say something.
+
     Raises PlanError where these don't fit together."""
 
     layers: tuple[LayerRecord, ...]
     placement: Placement
     schedule: str
     microbatches: int
+    recompute: tuple[tuple[int, ...], ...] = ()
+    ranks: tuple[tuple[int, ...], ...] = ()
+    kinds: tuple[tuple[str, ...], ...] = ()
+    batch_shares: tuple[float, ...] = ()
+    prediction: Prediction | None = None
 
     def __post_init__(self) -> None:
+        self._check_model()
+        self._check_machines()
+
+    def _check_machines(self) -> None:
+        count = self.placement.num_virtual_machines
+        depths = [self.placement.num_stages(vm) for vm in range(count)]
+        costs = self.prediction.costs if self.prediction is not None else ()
+        found: dict[str, Sequence[Any]] = {
+            "recompute": self.recompute,
+            "ranks": self.ranks,
+            "kinds": self.kinds,
+            "batch_shares": self.batch_shares,
+            "prediction": costs,
+        }
+        for name, value in found.items():
+            if value and len(value) != count:
+                raise PlanError(
+                    f"the field {name!r} has entries for {len(value)} virtual machines, and"
+                    f" 'placement' has {count}; give one for each, or leave the field out"
+                )
+        for name, lengths in (
+            ("ranks", [len(ranks) for ranks in self.ranks]),
+            ("kinds", [len(kinds) for kinds in self.kinds]),
+            ("prediction", [cost.num_stages for cost in costs]),
+        ):
+            if lengths and lengths != depths:
+                raise PlanError(
+                    f"the field {name!r} is for virtual machines of {lengths} stages, and"
+                    f" 'placement' has {depths}; give one entry for each stage, or leave the field"
+                    " out"
+                )
+        for vm, layers in enumerate(self.recompute):
+            wrong = [layer for layer in layers if not 0 <= layer < len(self.layers)]
+            if wrong or len(set(layers)) < len(layers):
+                raise PlanError(
+                    f"the field 'recompute' of virtual machine {vm} is {list(layers)}; it lists"
+                    f" layers from 0 to {len(self.layers) - 1}, each once"
+                )
+        try:
+            if self.ranks:
+                Topology(self.ranks)
+            check_shares(self.batch_shares or None, count)
+        except ConfigurationError as error:
+            name = "ranks" if "rank" in str(error) else "batch_shares"
+            raise PlanError(f"the field {name!r}: {error}") from error
+
+    def _check_model(self) -> None:
         if len(self.layers) != self.placement.num_layers:
             raise PlanError(
                 f"the field 'placement' places {self.placement.num_layers} layers, and 'layers' "
@@ -91,8 +161,22 @@ class Plan:
             for stage in range(self.placement.num_stages(vm))
         )
 
+    def recomputed(self, vm: int) -> frozenset[int]:
+        """The layers of a virtual machine that run again before their backward."""
+        return frozenset(self.recompute[vm]) if self.recompute else frozenset()
+
+    def recomputing_stages(self, vm: int) -> frozenset[int]:
+        """The stages of a virtual machine on which any layer does."""
+        stages = {self.placement.stage_of(vm, layer) for layer in self.recomputed(vm)}
+        worthwhile = recomputing_stages(
+            self.schedule, self.placement.num_stages(vm), self.microbatches
+        )
+        return worthwhile & stages
+
     def stage_forward_seconds(self, vm: int) -> tuple[float, ...]:
         """What one microbatch's forward takes on each stage."""
+        if self.prediction is not None:
+            return self.prediction.costs[vm].forward_seconds
         return tuple(
             math.fsum(layer.forward_seconds for layer in stage) for stage in self.stage_layers(vm)
         )
@@ -111,14 +195,20 @@ class Plan:
     @property
     def is_measured(self) -> bool:
         """Whether there is any layer's time to predict from."""
+        if self.prediction is not None:
+            return any(any(costs.forward_seconds) for costs in self.prediction.costs)
         return any(layer.forward_seconds for layer in self.layers)
 
     def timeline(self, vm: int = 0) -> Timeline:
         """What a step of a virtual machine should look like.
 
-        The backward is counted as twice the forward (two matrix products for one), and transfers as
-        free, because a plan knows no link.
+        Without a prediction the backward is counted as twice the forward (two matrix products for
+        one), and transfers as free, because then a plan knows no link.
         """
+        if self.prediction is not None:
+            costs = self.prediction.costs[vm]
+            again = costs.recomputing_stages
+            return simulate(clock(self.schedule, costs.num_stages, self.microbatches, again), costs)
         forward = self.stage_forward_seconds(vm)
         free = (0.0,) * (len(forward) - 1)
         costs = Costs(
@@ -127,13 +217,13 @@ class Plan:
             payload_seconds=free,
             gradient_seconds=free,
         )
-        return simulate(schedule_named(self.schedule)(len(forward), self.microbatches), costs)
+        return simulate(clock(self.schedule, len(forward), self.microbatches), costs)
 
     # Another plan.
 
     def with_placement(self, placement: Placement) -> Plan:
-        """The same plan with other owners."""
-        return replace(self, placement=placement)
+        """The same plan with other owners. What was predicted of the old ones is left out."""
+        return replace(self, placement=placement, prediction=None)
 
     def require_layers(self, names: Sequence[str]) -> None:
         """Raises PlanError unless the plan was made for these layers in this order."""
@@ -159,12 +249,17 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as a JSON document, a layer per line, to be read, edited and diffed."""
-        head = {
+        head: dict[str, Any] = {
             "version": FORMAT_VERSION,
             "schedule": self.schedule,
             "microbatches": self.microbatches,
             "placement": self.placement.counts,
         }
+        for name in ("recompute", "ranks", "kinds", "batch_shares"):
+            if getattr(self, name):
+                head[name] = getattr(self, name)
+        if self.prediction is not None:
+            head["prediction"] = asdict(self.prediction)
         lines = [f"  {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
         layers = ",\n".join(f"    {json.dumps(asdict(layer))}" for layer in self.layers)
         return "\n".join(["{", *lines, '  "layers": [', layers, "  ]", "}"]) + "\n"
@@ -188,7 +283,8 @@ class Plan:
                 f"{FORMAT_VERSION}: make the plan anew, or use the version that made it"
             )
         known = ("version", "schedule", "microbatches", "placement", "layers")
-        document = Fields(value, "the plan", known)
+        optional = ("recompute", "ranks", "kinds", "batch_shares", "prediction")
+        document = Fields(value, "the plan", known, optional)
         try:
             placement = Placement(document.integer_rows("placement"))
         except PartitionError as error:
@@ -201,22 +297,18 @@ class Plan:
             placement=placement,
             schedule=document.text("schedule"),
             microbatches=document.integer("microbatches"),
+            recompute=document.integer_rows("recompute") if "recompute" in document else (),
+            ranks=document.integer_rows("ranks") if "ranks" in document else (),
+            kinds=_kinds(document) if "kinds" in document else (),
+            batch_shares=document.numbers("batch_shares") if "batch_shares" in document else (),
+            prediction=_prediction(document.value("prediction"))
+            if "prediction" in document
+            else None,
         )
 
     def save(self, path: str | Path) -> None:
         """Writes the plan beside ``path`` first, so that no reader ever finds half of it."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(self.to_json())
-            # mkstemp makes a private file; a plan is no secret.
-            os.chmod(part, 0o644)
-            os.replace(part, path)
-        except BaseException:
-            Path(part).unlink(missing_ok=True)
-            raise
+        write_text(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -238,6 +330,38 @@ def _layer(item: object, where: str) -> LayerRecord:
         parameter_bytes=record.integer("parameter_bytes"),
         forward_seconds=record.number("forward_seconds"),
         payload_bytes=record.integer("payload_bytes"),
+    )
+
+
+def _kinds(document: Fields) -> tuple[tuple[str, ...], ...]:
+    rows = document.items("kinds")
+    for row in rows:
+        if not isinstance(row, list) or any(not isinstance(kind, str) for kind in row):
+            document.fail("kinds", "a list of lists of texts")
+    return tuple(tuple(row) for row in rows if isinstance(row, list))
+
+
+def _prediction(value: object) -> Prediction:
+    record = Fields(
+        value,
+        "the plan: prediction",
+        ("costs", "step_seconds", "exposed_seconds", "memory_bytes"),
+        instead="or leave the prediction out",
+    )
+    names = [field.name for field in fields(Costs)]
+    costs = []
+    for vm, item in enumerate(record.items("costs")):
+        entry = Fields(item, f"the plan: prediction: costs of virtual machine {vm}", names)
+        costs.append(Costs(*[entry.numbers(name) for name in names]))
+    memory = record.items("memory_bytes")
+    if any(not isinstance(row, list) for row in memory):
+        record.fail("memory_bytes", "a list of lists of numbers")
+    rows = [
+        Fields({"row": row}, "the plan: prediction: memory_bytes", ["row"]).numbers("row")
+        for row in memory
+    ]
+    return Prediction(
+        tuple(costs), record.number("step_seconds"), record.number("exposed_seconds"), tuple(rows)
     )
 
 

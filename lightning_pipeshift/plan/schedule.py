@@ -10,7 +10,8 @@ makes the schedules bitwise equal to each other, and to one device that runs the
 after another.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import lru_cache
 from typing import Final
 
 from lightning_pipeshift.errors import ScheduleError
@@ -84,6 +85,48 @@ def _in_turn(num_stages: int, num_microbatches: int, in_flight: Callable[[int], 
             row.extend(forwards[num_warm_up + microbatch :][:1])
         rows.append(tuple(row))
     return tuple(rows)
+
+
+def with_recomputation(schedule: Schedule, stages: Collection[int]) -> Schedule:
+    """The schedule with an ``R`` in front of each backward of ``stages``.
+
+    ::
+
+        stage 0   F0 F1 R0 B0 R1 B1
+        stage 1   F0 B0 F1 B1
+
+    The recomputation runs while the stage waits for the gradient, and costs nothing where that
+    takes as long (NUDT, "distributed parallel training method and system for heterogeneous
+    computing clusters": recomputation in idle time). A backward that follows directly after its own
+    forward has none: nothing would be held for shorter.
+    """
+    return tuple(
+        _recomputing(row) if stage in stages else row for stage, row in enumerate(schedule)
+    )
+
+
+def _recomputing(row: Row) -> Row:
+    recomputing: list[Action] = []
+    for action in row:
+        forward = Action(Kind.FORWARD, action.microbatch)
+        if action.kind is Kind.BACKWARD and recomputing[-1:] != [forward]:
+            recomputing.append(Action(Kind.RECOMPUTE, action.microbatch))
+        recomputing.append(action)
+    return tuple(recomputing)
+
+
+@lru_cache(maxsize=256)
+def recomputing_stages(name: str, num_stages: int, num_microbatches: int) -> frozenset[int]:
+    """The stages of a schedule on which letting go of saved tensors frees memory: those that do not
+    run each backward directly after its forward.
+    """
+    schedule = schedule_named(name)(num_stages, num_microbatches)
+    everywhere = with_recomputation(schedule, range(num_stages))
+    return frozenset(
+        stage
+        for stage, row in enumerate(everywhere)
+        if any(action.kind is Kind.RECOMPUTE for action in row)
+    )
 
 
 def forward_only(num_stages: int, num_microbatches: int) -> Schedule:

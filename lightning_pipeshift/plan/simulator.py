@@ -4,15 +4,27 @@ The same actions that the executor runs, and the same rules of what waits for wh
 one action at a time. A transfer starts when its send does (directly after the compute action that
 made it), or when the link is free: each boundary has one link per direction, which carries one
 transfer after the other. Links and compute overlap.
+
+A planner asks about many costs of one schedule: a :class:`Clock` works out once in which order the
+actions happen, and then adds numbers, or vectors of numbers, one entry for each of many costs.
 """
 
+from __future__ import annotations
+
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lightning_pipeshift.errors import PlanError, ScheduleError
 from lightning_pipeshift.plan.action import Action, Kind, Row, Schedule
 from lightning_pipeshift.plan.lowering import with_communication
 from lightning_pipeshift.plan.order import execution_order
+from lightning_pipeshift.plan.schedule import schedule_named, with_recomputation
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +35,8 @@ class Costs:
     backward_seconds: tuple[float, ...]
     payload_seconds: tuple[float, ...]
     gradient_seconds: tuple[float, ...]
+    recompute_seconds: tuple[float, ...] = ()
+    """Per stage; empty where nothing is recomputed."""
 
     def __post_init__(self) -> None:
         num_stages = len(self.forward_seconds)
@@ -32,6 +46,7 @@ class Costs:
             "backward_seconds": num_stages,
             "payload_seconds": num_stages - 1,
             "gradient_seconds": num_stages - 1,
+            "recompute_seconds": num_stages if self.recompute_seconds else 0,
         }
         for name, length in allowed.items():
             if len(getattr(self, name)) != length:
@@ -49,6 +64,11 @@ class Costs:
     @property
     def num_stages(self) -> int:
         return len(self.forward_seconds)
+
+    @property
+    def recomputing_stages(self) -> frozenset[int]:
+        """The stages that recompute anything."""
+        return frozenset(s for s, seconds in enumerate(self.recompute_seconds) if seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,63 +95,189 @@ class Timeline:
     activations are held. Zero where there are no backwards: nothing is held."""
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+class Instant(NamedTuple):
+    """An action on a stage, and when it starts and ends: numbers, or vectors of them."""
+
+    stage: int
+    action: Action
+    start: Any
+    end: Any
+
+
+Costing = Sequence[Sequence[Any] | NDArray[np.float64]]
+"""The fields of :class:`Costs`, each per stage or boundary: numbers, or vectors of them."""
+
+
+_Array = NDArray[Any]
+
+
+class Clock:
+    """Times one schedule; communication is added where it has none.
+
+    Raises ScheduleError where the schedule deadlocks.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        if all(action.kind.is_compute for row in schedule for action in row):
+            schedule = with_communication(schedule)
+        order = execution_order(schedule)
+        if len(order) < sum(map(len, schedule)):
+            raise ScheduleError("the schedule deadlocks; check() draws where")
+        self.schedule = schedule
+        self.num_stages = len(schedule)
+        self.peak_in_flight = tuple(map(_peak_in_flight, schedule))
+        # What an action waits for, and what it gives, as indices: looked up once.
+        self._steps: list[tuple[int, Action, int, int, int]] = []
+        arrivals: dict[tuple[int, Action], int] = {}
+        for stage, index in order:
+            action = schedule[stage][index]
+            if action.kind.is_compute:
+                needed = action.receive_needed(stage, self.num_stages)
+                waits = arrivals[stage, needed] if needed else -1
+                self._steps.append((stage, action, waits, _COMPUTES[action.kind], -1))
+            elif action.kind.is_send:
+                there = action.neighbour(stage)
+                # The boundary between stages b and b + 1 is number b.
+                number = arrivals[there, action.pair()] = len(arrivals)
+                kind = _SENDS[action.kind]
+                self._steps.append((stage, action, number, kind, min(stage, there)))
+        self._num_arrivals = len(arrivals)
+
+    @cached_property
+    def _waves(self) -> tuple[_Array, list[tuple[int, int, _Array, _Array]], _Array]:
+        """The same steps in waves: what is in one waits for nothing else in it, so that one
+        operation on arrays times all of it.
+
+        Returns the row of costs of each step, in the order of the waves; each wave's first step,
+        the one behind its last, and the two steps that each of its steps waits for; and each
+        stage's last compute action. Steps are counted from 1: step 0 is the step's begin.
+        """
+        before: dict[tuple[int, int], int] = {}
+        arrives: dict[int, int] = {}
+        waits: list[tuple[int, int]] = [(0, 0)]
+        wave, row = [0], [0]
+        # The fields of Costs, one below the other.
+        lengths = (self.num_stages,) * 2 + (self.num_stages - 1,) * 2 + (self.num_stages,)
+        first_row = [sum(lengths[:kind]) for kind in range(len(lengths))]
+        computes = -1
+        for number, (stage, _, arrival, kind, boundary) in enumerate(self._steps, 1):
+            if boundary < 0:
+                needed = (before.get((computes, stage), 0), arrives.get(arrival, 0))
+                before[computes, stage] = number
+            else:
+                needed = (before.get((computes, stage), 0), before.get((kind, boundary), 0))
+                before[kind, boundary] = arrives[arrival] = number
+            waits.append(needed)
+            wave.append(1 + max(wave[needed[0]], wave[needed[1]]))
+            row.append(first_row[kind] + (stage if boundary < 0 else boundary))
+        order = np.argsort(wave, kind="stable")
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        needs = place[np.array(waits)[order]]
+        starts = (np.flatnonzero(np.diff(np.array(wave)[order])) + 1).tolist()
+        ends = [*starts[1:], len(order)]
+        lasts = [before.get((computes, stage), 0) for stage in range(self.num_stages)]
+        return (
+            np.array(row)[order[1:]],
+            [(a, b, needs[a:b, 0], needs[a:b, 1]) for a, b in zip(starts, ends, strict=True)],
+            place[lasts],
+        )
+
+    def run(self, costs: Costing, later: Callable[[Any, Any], Any]) -> list[Instant]:
+        """When every compute action and every transfer starts and ends, in order of execution.
+
+        Args:
+            costs: what the actions take.
+            later: the maximum of two of them.
+        """
+        free: list[Any] = [0.0] * self.num_stages
+        link_free: dict[tuple[int, int], Any] = {}
+        arrived: list[Any] = [0.0] * self._num_arrivals
+        instants = []
+        for stage, action, number, kind, boundary in self._steps:
+            if boundary < 0:
+                start = free[stage] if number < 0 else later(free[stage], arrived[number])
+                end = free[stage] = start + costs[kind][stage]
+            else:
+                link = (boundary, kind)
+                start = later(free[stage], link_free[link]) if link in link_free else free[stage]
+                end = start + costs[kind][boundary]
+                link_free[link] = arrived[number] = end
+            instants.append(Instant(stage, action, start, end))
+        return instants
+
+    def step_seconds(self, costs: Costing) -> Any:
+        """How long a step takes under each of many costs, as a vector.
+
+        Args:
+            costs: what the actions take, a vector for each stage or boundary.
+        """
+        rows, waves, lasts = self._waves
+        table = np.concatenate([np.asarray(field, np.float64) for field in costs if len(field)])
+        # Each step's row holds its cost until its wave comes, and then its end.
+        ends = np.zeros((len(rows) + 1, table.shape[1]))
+        table.take(rows, axis=0, out=ends[1:])
+        for begin, end, one, other in waves:
+            ends[begin:end] += np.maximum(ends.take(one, axis=0), ends.take(other, axis=0))
+        return ends[lasts].max(axis=0)
+
+
+_COMPUTES: Final = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.RECOMPUTE: 4}
+_SENDS: Final = {Kind.SEND_PAYLOAD: 2, Kind.SEND_GRADIENT: 3}
+
+
+@lru_cache(maxsize=256)
+def clock(
+    name: str,
+    num_stages: int,
+    num_microbatches: int,
+    recomputing: frozenset[int] = frozenset(),
+) -> Clock:
+    """The clock of a schedule by its name, made once."""
+    schedule = schedule_named(name)(num_stages, num_microbatches)
+    return Clock(with_recomputation(schedule, recomputing))
+
+
+def simulate(schedule: Schedule | Clock, costs: Costs) -> Timeline:
     """The timeline of a schedule; communication is added where it has none.
 
     Raises ScheduleError where the schedule deadlocks, or where the costs are of another number of
     stages.
     """
-    if len(schedule) != costs.num_stages:
+    num_stages = schedule.num_stages if isinstance(schedule, Clock) else len(schedule)
+    if num_stages != costs.num_stages:
         raise ScheduleError(
-            f"a schedule of {len(schedule)} stages and costs of {costs.num_stages}; they must agree"
+            f"a schedule of {num_stages} stages and costs of {costs.num_stages}; they must agree"
         )
-    if all(action.kind.is_compute for row in schedule for action in row):
-        schedule = with_communication(schedule)
-    order = execution_order(schedule)
-    if len(order) < sum(map(len, schedule)):
-        raise ScheduleError("the schedule deadlocks; check() draws where")
-
-    compute_seconds = {
-        Kind.FORWARD: costs.forward_seconds,
-        Kind.BACKWARD: costs.backward_seconds,
-    }
-    free = [0.0] * len(schedule)
-    link_free: dict[tuple[int, Kind], float] = {}
-    arrived: dict[tuple[int, Action], float] = {}
-    rows: list[list[Span]] = [[] for _ in schedule]
-    transfers: list[list[Span]] = [[] for _ in schedule]
-    for stage, index in order:
-        action = schedule[stage][index]
-        if action.kind.is_compute:
-            needed = action.receive_needed(stage, len(schedule))
-            start = max(free[stage], arrived[stage, needed] if needed else 0.0)
-            free[stage] = start + compute_seconds[action.kind][stage]
-            rows[stage].append(Span(action, start, free[stage]))
-        elif action.kind.is_send:
-            start = max(free[stage], link_free.get((stage, action.kind), 0.0))
-            end = start + _transfer_seconds(action, stage, costs)
-            link_free[stage, action.kind] = end
-            arrived[action.neighbour(stage), action.pair()] = end
-            transfers[stage].append(Span(action, start, end))
-
-    step_seconds = max(free)
-    busy = [sum(compute_seconds[s.action.kind][i] for s in row) for i, row in enumerate(rows)]
+    timed = schedule if isinstance(schedule, Clock) else Clock(schedule)
+    rows: list[list[Span]] = [[] for _ in range(num_stages)]
+    transfers: list[list[Span]] = [[] for _ in range(num_stages)]
+    for instant in timed.run(columns(costs), max):
+        lines = rows if instant.action.kind.is_compute else transfers
+        lines[instant.stage].append(Span(instant.action, instant.start, instant.end))
+    step_seconds = max(row[-1].end if row else 0.0 for row in rows)
+    # Not the spans' differences: the sum of what was given is exact where that is.
+    by_kind = columns(costs)
+    busy = [sum(by_kind[_COMPUTES[s.action.kind]][i] for s in row) for i, row in enumerate(rows)]
     return Timeline(
         rows=tuple(map(tuple, rows)),
         transfers=tuple(map(tuple, transfers)),
         step_seconds=step_seconds,
         # Rounding can leave a fully busy stage a hair below zero.
         idle_seconds=tuple(max(0.0, step_seconds - seconds) for seconds in busy),
-        peak_in_flight=tuple(map(_peak_in_flight, schedule)),
+        peak_in_flight=timed.peak_in_flight,
     )
 
 
-def _transfer_seconds(send: Action, stage: int, costs: Costs) -> float:
-    # The boundary between stages b and b + 1 is number b.
-    boundary = min(stage, send.neighbour(stage))
-    if send.kind is Kind.SEND_PAYLOAD:
-        return costs.payload_seconds[boundary]
-    return costs.gradient_seconds[boundary]
+def columns(costs: Costs) -> tuple[tuple[float, ...], ...]:
+    """The costs by field, as :meth:`Clock.run` takes them."""
+    return (
+        costs.forward_seconds,
+        costs.backward_seconds,
+        costs.payload_seconds,
+        costs.gradient_seconds,
+        costs.recompute_seconds or (0.0,) * costs.num_stages,
+    )
 
 
 def _peak_in_flight(row: Row) -> int:

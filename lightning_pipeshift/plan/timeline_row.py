@@ -1,7 +1,7 @@
 """Draws what a stage does over a step as one line of text.
 
 A block begins with its microbatch's number; a thin line is a forward, a heavy one a backward, dots
-are idle time::
+are idle time, waves run a forward again::
 
     0──1──······0━━━━━2──1━━━━━
     ···0──0━━━━━1──1━━━━━2──2━━
@@ -16,7 +16,7 @@ from typing import Final
 from lightning_pipeshift.plan.action import Kind
 from lightning_pipeshift.plan.simulator import Span, Timeline
 
-_LINES: Final = {Kind.FORWARD: "─", Kind.BACKWARD: "━"}
+_LINES: Final = {Kind.FORWARD: "─", Kind.BACKWARD: "━", Kind.RECOMPUTE: "~"}
 _IDLE: Final = "·"
 _LEFT_OUT: Final = " ⋯ "
 _MOST_COLUMNS: Final = 6

@@ -13,22 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_pipeshift.errors import ConfigurationError, PartitionError
+from lightning_pipeshift.plan.cluster import Device
 
 VirtualMachinesSpec = int | str | Sequence[Sequence[int]]
 """How many virtual machines, ``"auto"``, or the ranks of each in stage order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """What is known of one rank's device.
-
-    Args:
-        host: names the operating system; devices with the same one share a NIC.
-        kind: the model of the device; devices of one kind are equally fast.
-    """
-
-    host: str
-    kind: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,10 @@ class Follower:
             self._traces.popitem(last=False)
         return fresh, True
 
+    def traces(self) -> list[Trace]:
+        """The flows that are known."""
+        return list(self._traces.values())
+
     def put_in_order(self, key: Key, step: UserStep, batch: Any) -> None:
         """Sorts the gates by when a step calls their layers."""
         flow = self.follow(key, step, batch).flow

@@ -54,16 +54,21 @@ class Holdings:
         self.root = root
         self.channels = channels
         self.stage = channels.stage
-        self.layers = list(zip(layers, stage_of, strict=True))
-        # By identity of a parameter: the stages that hold it, lowest first.
-        self._holders = {
-            id(use.parameter): use.holders(stage_of, channels.num_stages) for use in uses
-        }
-        self.held = [use for use in uses if self.stage in self.holders_of(use.parameter)]
-        self.shared = SharedParameters([use for use in self.held if use.is_shared])
+        self._modules = list(layers)
+        self._place(stage_of)
         self._fresh: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
         self._replaces = False
+
+    def _place(self, stage_of: Sequence[int]) -> None:
+        self.layers = list(zip(self._modules, stage_of, strict=True))
+        # By identity of a parameter: the stages that hold it, lowest first.
+        self._holders = {
+            id(use.parameter): use.holders(list(stage_of), self.channels.num_stages)
+            for use in self.uses
+        }
+        self.held = [use for use in self.uses if self.stage in self.holders_of(use.parameter)]
+        self.shared = SharedParameters([use for use in self.held if use.is_shared])
 
     def knows(self, value: Any) -> bool:
         """Whether it is one of the model's parameters."""
@@ -182,6 +187,60 @@ class Holdings:
             # Torch refuses while somebody holds a weak reference to it. What stays costs memory,
             # and nothing else.
             log.warning("PipeShift: a tensor of another stage stays here: %s", error)
+
+    def move(
+        self, stage_of: Sequence[int], optimizers: Sequence[Optimizer], deferred: Deferred
+    ) -> int:
+        """Lets layers change their owners, between two steps. With a layer go its parameters, their
+        gradients, what optimizers keep for them, and what else the layer keeps. Every stage calls
+        this.
+
+        Args:
+            stage_of: the new stage of each layer.
+            optimizers: the same ones on every stage.
+            deferred: see :meth:`settle`.
+
+        Returns:
+            How many things were sent to another stage.
+        """
+        before = self._all_holders()
+        self._place(stage_of)
+        num_sent = 0
+        with torch.no_grad(), flat_weights_forgotten(self.root):
+            for number, (old, new) in enumerate(zip(before, self._all_holders(), strict=True)):
+                for to in new:
+                    if to not in old:
+                        num_sent += 1
+                        self._pass(number, old[0], to)
+                        if number < len(self.uses):
+                            parameter = self.uses[number].parameter
+                            self._pass_training_state(parameter, old[0], to, optimizers)
+        # Nothing is let go of before it has arrived.
+        self.channels.settle()
+        self.settle(optimizers, final=True, deferred=deferred)
+        return num_sent
+
+    def _pass_training_state(
+        self, parameter: nn.Parameter, source: int, to: int, optimizers: Sequence[Optimizer]
+    ) -> None:
+        """Sends a parameter's gradient, and what optimizers keep for it, to another stage."""
+        if self.stage == source:
+            state: dict[tuple[int, Any], Any] = {
+                (index, name): value
+                for index, optimizer in enumerate(optimizers)
+                for name, value in optimizer.state.get(parameter, {}).items()
+            }
+            if parameter.grad is not None:
+                state[-1, "gradient"] = parameter.grad
+            self.channels.send_values(state, to)
+        elif self.stage == to:
+            parameter.grad = None
+            for (index, name), value in self.channels.receive_values(source):
+                if index < 0:
+                    parameter.data = parameter.data.to(self.channels.device)
+                    parameter.grad = value.to(self.channels.device)
+                else:
+                    optimizers[index].state[parameter][name] = value
 
     def make_whole(self) -> None:
         """Gives every stage the whole model again, on the CPU, one tensor at a time. Every stage

@@ -20,16 +20,19 @@ from lightning_pipeshift.model.measure import Stopwatch
 from lightning_pipeshift.model.metrics import BatchMetrics
 from lightning_pipeshift.model.microbatch import batch_size_of, merge, split, weighted_mean
 from lightning_pipeshift.model.parameters import ParameterUse, Segment, parameter_uses
+from lightning_pipeshift.model.saved import SavedBytes
 from lightning_pipeshift.model.signature import module_signature
 from lightning_pipeshift.model.state import TailState
 from lightning_pipeshift.model.streams import Streams
+from lightning_pipeshift.model.timing import Timer
 from lightning_pipeshift.model.trace import Trace
 from lightning_pipeshift.plan.action import Row, Schedule
 from lightning_pipeshift.plan.check import check
+from lightning_pipeshift.plan.cluster import Device
 from lightning_pipeshift.plan.lowering import with_communication
 from lightning_pipeshift.plan.placement import Ownership, Placement
 from lightning_pipeshift.plan.plan import Plan
-from lightning_pipeshift.plan.schedule import forward_only, schedule_named
+from lightning_pipeshift.plan.schedule import forward_only, schedule_named, with_recomputation
 from lightning_pipeshift.runtime.aggregation import Aggregation, AllReduce
 from lightning_pipeshift.runtime.channels import Channels, Sent
 from lightning_pipeshift.runtime.checksum import (
@@ -41,7 +44,8 @@ from lightning_pipeshift.runtime.device_rings import DeviceRings
 from lightning_pipeshift.runtime.following import Follower, Key
 from lightning_pipeshift.runtime.holdings import Holdings
 from lightning_pipeshift.runtime.matching import gradient_groups, match_replicas
-from lightning_pipeshift.runtime.planning import Settings, check_order, make_plan
+from lightning_pipeshift.runtime.planning import Settings, check_order
+from lightning_pipeshift.runtime.replanning import Replanning
 from lightning_pipeshift.runtime.replicas import Replicas
 from lightning_pipeshift.runtime.report import Report, logs_on_cpu, merge_reports, on_cpu
 from lightning_pipeshift.runtime.rings import Rings
@@ -74,9 +78,12 @@ def _power_of_two(number: float) -> float:
 
 
 @lru_cache(maxsize=512)
-def _lowered(name: str, num_stages: int, num_microbatches: int) -> Schedule:
+def _lowered(
+    name: str, num_stages: int, num_microbatches: int, recomputing: frozenset[int] = frozenset()
+) -> Schedule:
     make = forward_only if name == "forward" else schedule_named(name)
-    schedule = with_communication(make(num_stages, num_microbatches))
+    schedule = make(num_stages, num_microbatches)
+    schedule = with_communication(with_recomputation(schedule, recomputing))
     check(schedule)
     return schedule
 
@@ -90,6 +97,7 @@ class Pipeline:
         replicas: the virtual machines.
         rings: this rank's part in their rings, where there are several.
         settings: what the user asked for.
+        here: what is known of this rank's device.
         deferred: how the tensors of the model are made that are on the meta device.
         ignored: names of attributes that belong to the framework.
     """
@@ -101,6 +109,7 @@ class Pipeline:
         replicas: Replicas,
         rings: Rings | None,
         settings: Settings,
+        here: Device,
         deferred: Deferred,
         ignored: frozenset[str],
     ) -> None:
@@ -119,6 +128,8 @@ class Pipeline:
         # What was decided and the user may want to know.
         self.news: list[str] = []
         self.settings = settings
+        self.planning = Replanning(settings, replicas, here, channels.device, self.news)
+        self._next_plan: Plan | None = None
         self.streams = Streams(channels.device)
         self._switch = Switch()
         layers = find_layers(root, channels.num_stages)
@@ -190,19 +201,25 @@ class Pipeline:
         follower.put_in_order(key, step, batch)
         stages_per_vm = self.replicas.topology.stages_per_vm
         stopwatch = None
-        if self.settings.partition == "auto" and max(stages_per_vm) > 1:
-            stopwatch = Stopwatch(channels.device, self.streams)
+        if self.settings.is_free and max(stages_per_vm) > 1:
+            stopwatch = Stopwatch(channels.device, self.streams, trains)
         trace = follower.follow(key, step, batch, stopwatch)
-        measured = stopwatch.seconds if stopwatch is not None else {}
-        plan = make_plan(self.settings, follower.gates, trace.flow, measured, stages_per_vm)
+        optimizers = list(optimizers)
+        plan = self.planning.first_plan(
+            follower.gates,
+            trace,
+            stopwatch.figures if stopwatch is not None else {},
+            optimizers if trains else [],
+            float(_size_or_one(batch)),
+            trains,
+        )
         # What the sanity check's validation steps touched stays touched: every stage holds it.
         behind = Segment(len(follower.gates), False)
         touched = {key: trace.touched.get(key, {behind}) for key in self._touched | trace.touched}
         named = {n: touched[id(p)] for n, p in self.root.named_parameters() if id(p) in touched}
-        # Every rank measured for itself, on its own batch; one of them decides.
-        text, named = self.replicas.world.share_object((plan.to_json(), named), source=0)
+        # Every rank followed its own batch; one of them decides.
+        named = self.replicas.world.share_object(named, source=0)
         touched = {id(p): named[n] for n, p in self.root.named_parameters() if n in named}
-        plan = Plan.from_json(text)
         plan.require_layers([gate.name for gate in follower.gates])
         placement = plan.placement
         check_order(trace.flow, placement, self.vm, follower.gates)
@@ -225,6 +242,52 @@ class Pipeline:
         self._is_final = final
         follower.model_is_whole = channels.num_stages == 1 or (self._was_whole and not final)
 
+    # --- another plan ---
+
+    def adopt(self, plan: Plan) -> None:
+        """Lets another plan be in force from the next step on at which no gradients are under way.
+        Every rank calls this, with the same plan, between the same steps.
+
+        Raises:
+            PlanError: it is for another model, other virtual machines, or another way to train:
+                only who owns what, and what is recomputed, can change.
+        """
+        now = self.plan
+        plan.require_layers([gate.name for gate in self._follower.gates])
+        found = (plan.schedule, plan.microbatches, tuple(map(len, plan.placement.counts)))
+        allowed = (now.schedule, now.microbatches, tuple(map(len, now.placement.counts)))
+        if found != allowed:
+            raise PlanError(
+                "Only who owns what and what is recomputed can change while training runs: the new"
+                f" plan has (schedule, microbatches, stages of each virtual machine) {found}, the"
+                f" one in force {allowed}. Start a run with the new plan instead."
+            )
+        self._next_plan = plan
+
+    def _change_plan(self, optimizers: Sequence[Optimizer]) -> None:
+        plan, self._next_plan = self._next_plan, None
+        assert plan is not None
+        assert self.holdings is not None
+        assert self._ownership is not None
+        gates, placement = self._follower.gates, plan.placement
+        try:
+            for trace in self._follower.traces():
+                check_order(trace.flow, placement, self.vm, gates)
+            objection = ""
+        except LayerError as error:
+            objection = str(error)
+        # What one virtual machine has seen another may not have.
+        if self.replicas.world.sum(torch.tensor([float(bool(objection))])):
+            self.news.append(f"the new plan was left alone. {objection}")
+            return
+        stage_of = [placement.stage_of(self.vm, layer) for layer in range(placement.num_layers)]
+        self.holdings.move(stage_of, optimizers, self._deferred)
+        self._ownership = self._ownership.moved(placement, self._num_microbatches_done)
+        self._plan = plan
+        if self._aggregation is not None:
+            self._aggregation.close()
+            self._aggregation = self._make_aggregation(self.holdings.uses, placement, is_new=False)
+
     def match_replicas(self, parameters_too: bool) -> None:
         """Gives all virtual machines what the first one holds: what layers keep besides parameters
         (running statistics), and the parameters as well. Every rank calls this.
@@ -239,13 +302,16 @@ class Pipeline:
             self.holdings.uses if parameters_too else [],
         )
 
-    def _make_aggregation(self, uses: list[ParameterUse], placement: Placement) -> Aggregation:
+    def _make_aggregation(
+        self, uses: list[ParameterUse], placement: Placement, is_new: bool = True
+    ) -> Aggregation:
         assert self._rings is not None
         groups = gradient_groups(uses, placement, self.replicas.topology)
         mine = [group for group in groups if self.replicas.rank in group.members]
         owners = list(dict.fromkeys(tuple(group.members) for group in groups))
         kind, why = self.settings.aggregation(self.channels.backend, len(owners), placement)
-        self.news.append(f"gradient_aggregation is {kind!r}: {why}.")
+        if is_new:
+            self.news.append(f"gradient_aggregation is {kind!r}: {why}.")
         backend, device, watched = (
             self.channels.backend,
             self.channels.device,
@@ -325,6 +391,8 @@ class Pipeline:
         slices = split(batch, self.settings.num_microbatches(stages_per_vm))
         keys = [self._key("train", step_number, number) for number in range(len(slices))]
         self._settle(keys[0], step, slices[0][0], optimizers, final=True, trains=True)
+        if self._next_plan is not None and not accumulation.has_begun:
+            self._change_plan(optimizers)
         assert self.holdings is not None
         total = sum(size for _, size in slices)
         state = module_signature(self.root)
@@ -332,7 +400,10 @@ class Pipeline:
             self._microbatch(key, step, part, state, size, size / total if total else 0.0)
             for key, (part, size) in zip(keys, slices, strict=True)
         ]
-        row = self._row(self.plan.schedule, len(slices))
+        again = self.plan.recomputing_stages(self.vm)
+        row = self._row(self.plan.schedule, len(slices), again)
+        profiler = self.planning.profiler
+        is_measured = self.planning.measures and not profiler.is_over
         self._tail.remember()
         self.holdings.set_gradients_aside(keeps_gradients)
         sums = self._aggregation if not accumulation.goes_on else None
@@ -343,12 +414,16 @@ class Pipeline:
             self._agreed_denominators(total),
             self._agree if self.replicas.count > 1 and not self._has_agreed else None,
             sums.arm if sums is not None and not accumulation.has_begun else None,
+            profiler.timer if is_measured else None,
+            profiler.saved if is_measured and not profiler.num_steps else None,
         )
         last = self.channels.num_stages - 1
         posted = None if self.is_last else self.channels.post_object(last)
         if self.is_last and len(microbatches) > 1:
             self._metrics.begin()
+        profiler.begin_step()
         run.run(row)
+        profiler.end_step()
         mine = None
         if self.is_last:
             mine = self._training_report(run, microbatches, wants_result, is_last_batch)
@@ -370,6 +445,14 @@ class Pipeline:
         self._num_microbatches_done += len(microbatches)
         if not self.is_last:
             self._tail.apply(report.changes, self.channels.device)
+        own = self.plan.placement.layers_of(self.vm, self.channels.stage)
+        decision = self.planning.after_step(self.plan, own, self._follower.gates, optimizers)
+        if decision is not None:
+            plan = Plan.from_json(decision.plan)
+            if decision.is_new:
+                self.adopt(plan)
+            else:
+                self._plan = plan
         return report
 
     def _training_report(
@@ -429,10 +512,17 @@ class Pipeline:
         assert self._ownership is not None
         number = self._num_microbatches_done + int(key[3])
         layers = self._ownership.layers_of(self.vm, self.channels.stage, number)
-        return Microbatch(part, size, share, self._trace(key, step, part, state), layers, key)
+        trace = self._trace(key, step, part, state)
+        again: frozenset[int] = frozenset()
+        if self.channels.stage in self.plan.recomputing_stages(self.vm):
+            again = self.plan.recomputed(self.vm)
+        return Microbatch(part, size, share, trace, layers, key, again)
 
-    def _row(self, schedule: str, num_microbatches: int) -> Row:
-        return _lowered(schedule, self.channels.num_stages, num_microbatches)[self.channels.stage]
+    def _row(
+        self, schedule: str, num_microbatches: int, recomputing: frozenset[int] = frozenset()
+    ) -> Row:
+        num_stages = self.channels.num_stages
+        return _lowered(schedule, num_stages, num_microbatches, recomputing)[self.channels.stage]
 
     def _run_of(
         self,
@@ -442,6 +532,8 @@ class Pipeline:
         denominators: Denominators | None = None,
         on_first_outcome: Callable[[Outcome], Denominators] | None = None,
         before_last_backward: Callable[[], None] | None = None,
+        timer: Timer | None = None,
+        saved: SavedBytes | None = None,
     ) -> StepRun:
         assert self.holdings is not None
         return StepRun(
@@ -457,6 +549,8 @@ class Pipeline:
             denominators,
             on_first_outcome,
             before_last_backward,
+            timer,
+            saved,
         )
 
     @property

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 from lightning_pipeshift.errors import LayerError, PlanError
 from lightning_pipeshift.model.gate import Gate
+from lightning_pipeshift.plan.cluster import Cluster
+from lightning_pipeshift.plan.cuts import worthwhile_cuts
 from lightning_pipeshift.plan.flow import Flow
 from lightning_pipeshift.plan.partition import PartitionSpec, resolve
 from lightning_pipeshift.plan.placement import Placement
 from lightning_pipeshift.plan.plan import LayerRecord, Plan
+from lightning_pipeshift.plan.prediction import Prediction, predict
+from lightning_pipeshift.plan.profile import Profile
+from lightning_pipeshift.plan.search import best_cut
+from lightning_pipeshift.plan.topology import Topology
+from lightning_pipeshift.plan.workload import Cut, Workload, workload_of
+
+_PATIENCE: Final = 1.1
+"""How much slower a step may be for the sake of cutting between blocks."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +35,8 @@ class Settings:
         plan: a plan to use instead of all that.
         seed: what all random streams depend on.
         gradient_aggregation: ``"ring"``, ``"allreduce"`` or ``"auto"``.
+        recompute: ``"auto"``, ``"full"`` or ``"none"``.
+        profile_steps: after how many steps to plan anew.
     """
 
     microbatches: int | str
@@ -32,6 +45,13 @@ class Settings:
     plan: Plan | None
     seed: int
     gradient_aggregation: str = "auto"
+    recompute: str = "auto"
+    profile_steps: int = 20
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it is left to PipeShift who owns what."""
+        return self.plan is None and self.partition == "auto"
 
     def num_microbatches(self, stages_per_vm: Sequence[int]) -> int:
         """Into how many slices a virtual machine's training batch is cut."""
@@ -83,42 +103,132 @@ class Settings:
 
 def make_plan(
     settings: Settings,
-    gates: Sequence[Gate],
-    flow: Flow,
-    seconds: dict[int, float],
-    stages_per_vm: tuple[int, ...],
+    profile: Profile,
+    cluster: Cluster,
+    topology: Topology,
+    current: Plan | None = None,
 ) -> Plan:
-    """The plan for a model.
+    """The plan for a model, on the virtual machines that there are.
 
     Args:
         settings: what the user asked for.
-        gates: the layers' gates, in call order.
-        flow: of one microbatch.
-        seconds: the measured forward time of each layer that could be measured.
-        stages_per_vm: how many stages each virtual machine has.
+        profile: of the model.
+        cluster: the machines.
+        topology: the virtual machines.
+        current: the plan in force, to start from.
+
+    Raises:
+        PlanError: nothing that is allowed fits in memory.
     """
     if settings.plan is not None:
         return settings.plan
-    payload_bytes = [flow.payload_bytes(boundary) for boundary in range(len(gates) + 1)]
-    parameter_bytes = [
-        sum(p.numel() * p.element_size() for p in gate.layer.parameters()) for gate in gates
+    microbatches = settings.num_microbatches(topology.stages_per_vm)
+    workloads = [
+        workload_of(profile, cluster, ranks, settings.schedule, microbatches)
+        for ranks in topology.ranks
     ]
-    estimated = _estimated(seconds, parameter_bytes)
-    return Plan(
-        layers=tuple(
-            LayerRecord(gate.name, parameter_bytes[i], estimated[i], payload_bytes[i + 1])
-            for i, gate in enumerate(gates)
-        ),
-        placement=resolve(
+    if settings.partition == "auto" and max(topology.stages_per_vm) > 1:
+        cuts = []
+        for vm, workload in enumerate(workloads):
+            start = [_cut_of(current, vm)] if current is not None else []
+            cuts.append(_chosen_cut(settings, profile, workload, start))
+    else:
+        placement = resolve(
             settings.partition,
-            num_layers=len(gates),
-            stages_per_vm=stages_per_vm,
-            seconds=estimated if any(estimated) else None,
-            payload_bytes=payload_bytes,
+            num_layers=profile.num_layers,
+            stages_per_vm=topology.stages_per_vm,
+        )
+        cuts = [Cut(counts) for counts in placement.counts]
+        if settings.recompute == "full":
+            cuts = [
+                workload.everything_recomputed(cut.counts)
+                for workload, cut in zip(workloads, cuts, strict=True)
+            ]
+    return plan_of(settings.schedule, microbatches, profile, cluster, topology, cuts)
+
+
+def plan_of(
+    schedule: str,
+    microbatches: int,
+    profile: Profile,
+    cluster: Cluster,
+    topology: Topology,
+    cuts: Sequence[Cut],
+    batch_shares: tuple[float, ...] = (),
+    named: bool = False,
+) -> Plan:
+    """A plan of known cuts, and what the simulator says of it.
+
+    Args:
+        schedule: by name.
+        microbatches: of a virtual machine's batch.
+        profile: of the model.
+        cluster: the machines.
+        topology: the virtual machines.
+        cuts: one for each of them.
+        batch_shares: how a global batch is shared out; empty for equally.
+        named: whether the plan is to say which ranks it is for.
+    """
+    first = cluster.devices[topology.ranks[0][0]]
+    known = any(any(times.forward) for times in profile.kinds.values())
+    times = profile.times_on(first) if profile.kinds else None
+    plan = Plan(
+        layers=tuple(
+            LayerRecord(
+                layer.name,
+                layer.parameter_bytes,
+                times.forward[index] if times is not None else 0.0,
+                layer.payload_bytes,
+            )
+            for index, layer in enumerate(profile.layers)
         ),
-        schedule=settings.schedule,
-        microbatches=settings.num_microbatches(stages_per_vm),
+        placement=Placement(tuple(cut.counts for cut in cuts)),
+        schedule=schedule,
+        microbatches=microbatches,
+        recompute=tuple(tuple(sorted(cut.recompute)) for cut in cuts)
+        if any(cut.recompute for cut in cuts)
+        else (),
+        batch_shares=batch_shares,
     )
+    if named:
+        kinds = [[cluster.devices[rank].kind for rank in ranks] for ranks in topology.ranks]
+        plan = replace(plan, ranks=topology.ranks, kinds=tuple(map(tuple, kinds)))
+    if known:
+        plan = replace(plan, prediction=prediction_of(plan, profile, cluster, topology))
+    return plan
+
+
+def prediction_of(plan: Plan, profile: Profile, cluster: Cluster, topology: Topology) -> Prediction:
+    """What the simulator says of a plan, by what has been measured."""
+    workloads = [
+        workload_of(profile, cluster, ranks, plan.schedule, plan.microbatches)
+        for ranks in topology.ranks
+    ]
+    cuts = [_cut_of(plan, vm) for vm in range(len(workloads))]
+    return predict(profile, cluster, topology.ranks, workloads, cuts)
+
+
+def _cut_of(plan: Plan, vm: int) -> Cut:
+    return Cut(plan.placement.counts[vm], plan.recomputed(vm))
+
+
+def _chosen_cut(
+    settings: Settings, profile: Profile, workload: Workload, start: Sequence[Cut]
+) -> Cut:
+    """The best cut at worthwhile boundaries, unless one elsewhere is faster by more than those save
+    in work that no figure shows (more tensors to send, more to clone).
+    """
+    anywhere = best_cut(workload, settings.recompute, start)
+    payloads = [0, *(layer.payload_bytes for layer in profile.layers)]
+    allowed = worthwhile_cuts(payloads, workload.num_stages)
+    between = replace(workload, allowed=allowed)
+    try:
+        kept = [cut for cut in start if between.is_allowed(cut)]
+        best = best_cut(between, settings.recompute, kept)
+    except PlanError:
+        return anywhere
+    seconds = workload.step_seconds([best, anywhere])
+    return best if seconds[0] <= _PATIENCE * seconds[1] else anywhere
 
 
 def _stages(stages_per_vm: Sequence[int]) -> str:
@@ -139,11 +249,3 @@ def check_order(flow: Flow, placement: Placement, vm: int, gates: Sequence[Gate]
                 " another order than the one that the plan was made for. Call them in one order in"
                 " training and evaluation, or choose a `partition` that has both in one stage."
             )
-
-
-def _estimated(seconds: dict[int, float], parameter_bytes: Sequence[int]) -> list[float]:
-    """Measured seconds; where there are none, seconds in proportion to the parameters."""
-    measured = sum(seconds.values())
-    bytes_measured = sum(parameter_bytes[layer] for layer in seconds)
-    per_byte = measured / bytes_measured if measured and bytes_measured else 0.0
-    return [seconds.get(layer, per_byte * size) for layer, size in enumerate(parameter_bytes)]

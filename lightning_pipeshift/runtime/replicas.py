@@ -34,6 +34,11 @@ class Replicas:
         self._speakers = [ranks[-1] for ranks in topology.ranks]
 
     @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank is the last stage of its virtual machine."""
+        return self.rank in self._speakers
+
+    @property
     def count(self) -> int:
         """How many virtual machines there are."""
         return self.topology.num_virtual_machines

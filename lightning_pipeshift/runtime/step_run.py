@@ -13,10 +13,12 @@ from lightning_pipeshift.errors import BatchError, LayerError
 from lightning_pipeshift.model.cut import SharedParameters
 from lightning_pipeshift.model.gate import Switch
 from lightning_pipeshift.model.logs import LoggedValue, LogRecorder
+from lightning_pipeshift.model.saved import SavedBytes
 from lightning_pipeshift.model.stage_pass import StagePass
 from lightning_pipeshift.model.streams import Streams
+from lightning_pipeshift.model.timing import Timer
 from lightning_pipeshift.model.trace import Trace
-from lightning_pipeshift.plan.action import Kind, Row
+from lightning_pipeshift.plan.action import Action, Kind, Row
 from lightning_pipeshift.plan.flow import Value
 from lightning_pipeshift.runtime.channels import Channels, Direction, Receipt, Sent
 
@@ -34,6 +36,7 @@ class Microbatch:
         trace: the flow of a slice of this shape.
         layers: the layers that this stage owns for it.
         key: what its random streams depend on.
+        recompute: the layers that run again before the backward.
     """
 
     batch: Any
@@ -42,6 +45,7 @@ class Microbatch:
     trace: Trace
     layers: range
     key: tuple[int | str, ...]
+    recompute: frozenset[int] = frozenset()
 
 
 class Denominators(NamedTuple):
@@ -84,6 +88,8 @@ class StepRun:
             ``None`` where this step's own numbers are to decide.
         on_first_outcome: called on the last stage after its first forward.
         before_last_backward: called in front of the stage's last backward.
+        timer: measures layers and actions, where somebody wants to know.
+        saved: counts what the first microbatch's layers save, where somebody wants to know.
     """
 
     def __init__(
@@ -100,6 +106,8 @@ class StepRun:
         denominators: Denominators | None = None,
         on_first_outcome: Callable[[Outcome], Denominators] | None = None,
         before_last_backward: Callable[[], None] | None = None,
+        timer: Timer | None = None,
+        saved: SavedBytes | None = None,
     ) -> None:
         self.outcomes: list[Outcome] = []
         self._root = root
@@ -121,6 +129,10 @@ class StepRun:
         self._on_first_outcome = on_first_outcome
         self._before_last_backward = before_last_backward
         self._num_backwards = 0
+        self._timer = timer
+        self._saved = saved
+        # Until when the action under way has waited for other stages.
+        self._waited: Any = None
         # The denominator that user-given weights are divided by before it is known: see `counted`.
         self._expected_weight: float | None = None
 
@@ -128,7 +140,21 @@ class StepRun:
         """Carries out the stage's actions in order."""
         with self._streams.switched(*self._microbatches[0].key):
             for action in row:
-                _ACTIONS[action.kind](self, action.microbatch)
+                if self._timer is None:
+                    _ACTIONS[action.kind](self, action.microbatch)
+                else:
+                    self._timed(self._timer, action)
+
+    def _timed(self, timer: Timer, action: Action) -> None:
+        begin, self._waited = timer.now(), None
+        _ACTIONS[action.kind](self, action.microbatch)
+        # What an action waits for others comes first in it, and is nothing that it does.
+        start = self._waited if self._waited is not None else begin
+        timer.add(action.kind.name, -1, start, timer.now())
+
+    def _has_waited(self) -> None:
+        if self._timer is not None:
+            self._waited = self._timer.now()
 
     def settle(self) -> None:
         """Waits for everything that is still being sent."""
@@ -154,6 +180,7 @@ class StepRun:
         values = [value for value, _ in microbatch.trace.payload(microbatch.layers.start)]
         receipts = self._payloads.pop(number, [])
         received = {value: receipt.wait() for value, receipt in zip(values, receipts, strict=True)}
+        self._has_waited()
         self._streams.begin(*microbatch.key, host=microbatch.trace.draws_on_host)
         current = StagePass(
             trace=microbatch.trace,
@@ -164,6 +191,9 @@ class StepRun:
             streams=self._streams,
             key=microbatch.key,
             shared=self._shared,
+            recompute=microbatch.recompute,
+            timer=self._timer,
+            saved=self._saved if number == 0 else None,
         )
         self._switch.current = current
         try:
@@ -224,6 +254,10 @@ class StepRun:
 
     # --- backward ---
 
+    def recompute(self, number: int) -> None:
+        """Runs layers again that let go of what they had saved."""
+        self._passes[number].recompute_layers()
+
     def receive_gradient(self, number: int) -> None:
         """Posts the receive of the gradients of what was sent on."""
         microbatch = self._microbatches[number]
@@ -233,6 +267,8 @@ class StepRun:
     def backward(self, number: int) -> None:
         """Runs this stage's part of the backward."""
         microbatch, current = self._microbatches[number], self._passes.pop(number)
+        if self._saved is not None and number == 0:
+            self._saved.end()
         roots: list[Any] = []
         gradients: list[Tensor | None] = []
         if self._is_last:
@@ -251,15 +287,19 @@ class StepRun:
                 if current.sent[value].edge is not None:
                     roots.append(current.sent[value].edge)
                     gradients.append(gradient)
+            self._has_waited()
         self._num_backwards += 1
         if self._num_backwards == len(self._microbatches) and self._before_last_backward:
             self._before_last_backward()
         if roots:
             self._switch.current = current
+            begin = self._timer.now() if self._timer is not None else None
             try:
                 torch.autograd.backward(roots, gradients)
             finally:
                 self._switch.current = None
+            if self._timer is not None:
+                self._timer.end_backward(begin)
         for value, box in current.boxes.items():
             if box.gradient is not None and value not in microbatch.trace.flow.differentiable:
                 raise LayerError(
@@ -340,6 +380,7 @@ _ACTIONS: dict[Kind, Callable[[StepRun, int], None]] = {
     Kind.RECEIVE_PAYLOAD: StepRun.receive_payload,
     Kind.FORWARD: StepRun.forward,
     Kind.SEND_PAYLOAD: StepRun.send_payload,
+    Kind.RECOMPUTE: StepRun.recompute,
     Kind.RECEIVE_GRADIENT: StepRun.receive_gradient,
     Kind.BACKWARD: StepRun.backward,
     Kind.SEND_GRADIENT: StepRun.send_gradient,

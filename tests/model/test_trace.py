@@ -712,5 +712,5 @@ def test_the_stopwatch_times_each_layer_and_nothing_changes():
     torch.manual_seed(3)
     trace = follow(model, X, stopwatch=stopwatch)
     assert table(trace, model) == ["a:", "b: a", "c: b", "tail: c", "grad: a b c"]
-    assert sorted(stopwatch.seconds) == [0, 1, 2]
+    assert sorted(stopwatch.figures) == [0, 1, 2]
     assert torch.equal(torch.rand(3), expected)

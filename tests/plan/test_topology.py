@@ -5,7 +5,8 @@ import pytest
 
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.plan.shares import check_shares, shared_out
-from lightning_pipeshift.plan.topology import Device, Topology, arrange, check_spec
+from lightning_pipeshift.plan.cluster import Device
+from lightning_pipeshift.plan.topology import Topology, arrange, check_spec
 
 
 def devices(text):

@@ -1,0 +1,160 @@
+"""Times every layer, forward and backward, while training runs.
+
+A forward is timed at the gate. A backward is not a call: autograd runs the nodes of all layers one
+after the other, the last first. So a hook on what a layer returned marks the moment at which the
+backward enters the layer, and it lasts until the backward enters the one before it, or ends. What
+user code does between two layers counts with the earlier one.
+
+On a GPU the marks are events in the stream, read when they have happened: nothing waits for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+_MOST_SAMPLES = 512
+
+
+class Marker(Protocol):
+    """Marks moments of a device."""
+
+    def now(self) -> Any:
+        """The moment at which the device gets here."""
+
+    def seconds(self, begin: Any, end: Any) -> float | None:
+        """What lies between two of them; ``None`` while the device has not got there."""
+
+
+class HostMarker:
+    """Moments of a CPU."""
+
+    def now(self) -> float:
+        """See :class:`Marker`."""
+        return time.perf_counter()
+
+    def seconds(self, begin: float, end: float) -> float | None:
+        """See :class:`Marker`."""
+        return end - begin
+
+
+class CudaMarker:
+    """Moments of a GPU's current stream."""
+
+    def now(self) -> Any:
+        """See :class:`Marker`."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: Any, end: Any) -> float | None:
+        """See :class:`Marker`."""
+        return float(begin.elapsed_time(end)) / 1000 if end.query() else None
+
+
+def marker_of(device: torch.device) -> Marker:
+    """What marks the moments of a device."""
+    return CudaMarker() if device.type == "cuda" else HostMarker()
+
+
+class Samples:
+    """The latest figures of something that is measured again and again."""
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=_MOST_SAMPLES)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def add(self, value: float) -> None:
+        """One more; the oldest goes where there are many."""
+        self._values.append(value)
+
+    @property
+    def median(self) -> float:
+        """The middle one: what disturbs the machine now and then does not move it."""
+        return median(self._values)
+
+
+class Timer:
+    """The times of one stage's layers and actions.
+
+    Args:
+        device: the stage's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._marker = marker_of(device)
+        self._samples: dict[tuple[str, int], Samples] = {}
+        # What has been marked, and not been read yet.
+        self._marked: list[tuple[tuple[str, int], Any, Any]] = []
+        self._entered: list[tuple[int, Any]] = []
+
+    def now(self) -> Any:
+        """The moment at which the device gets here."""
+        return self._marker.now()
+
+    def add(self, what: str, number: int, begin: Any, end: Any) -> None:
+        """Something lasted from one moment to another.
+
+        Args:
+            what: names it.
+            number: tells it from others of the name; for ``"forward"`` and ``"backward"`` the
+                layer.
+            begin: what :meth:`now` returned.
+            end: likewise.
+        """
+        self._marked.append(((what, number), begin, end))
+
+    def watch_backward(self, layer: int, outputs: Iterable[Any]) -> None:
+        """From the moment at which a backward reaches any of the outputs, it is in the layer."""
+        has_entered: list[bool] = []
+
+        def enter(_: Any) -> None:
+            if not has_entered:
+                has_entered.append(True)
+                self._entered.append((layer, self._marker.now()))
+
+        for output in outputs:
+            if isinstance(output, Tensor) and output.grad_fn is not None:
+                output.grad_fn.register_prehook(enter)
+
+    def end_backward(self, begin: Any) -> None:
+        """A backward is over.
+
+        Args:
+            begin: when it began; until it enters a layer it is in the code behind the last one.
+        """
+        end = self._marker.now()
+        moments = [(-1, begin), *self._entered]
+        for (layer, start), (_, stop) in zip(moments, [*moments[1:], (-1, end)], strict=True):
+            self.add("backward", layer, start, stop)
+        self._entered.clear()
+
+    def read(self) -> None:
+        """Takes in what has happened by now."""
+        waiting = []
+        for entry in self._marked:
+            key, begin, end = entry
+            seconds = self._marker.seconds(begin, end)
+            if seconds is None:
+                waiting.append(entry)
+            else:
+                self._samples.setdefault(key, Samples()).add(seconds)
+        self._marked = waiting
+
+    def median(self, what: str, number: int = -1) -> float | None:
+        """The middle of what was measured of something; ``None`` where nothing was."""
+        samples = self._samples.get((what, number))
+        return samples.median if samples else None
+
+    def forget(self) -> None:
+        """Begins anew: the first steps warm up."""
+        self._samples.clear()
+        self._marked.clear()

@@ -1,0 +1,123 @@
+"""The machines: what is known of each rank's device, and of the ways between them.
+
+The general form of the heterogeneous cluster of NUDT's "distributed parallel training method and
+system for heterogeneous computing clusters": kinds, speeds and links are numbers per device, so
+that counts need not be equal and no two devices need be alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lightning_pipeshift.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What is known of one rank's device.
+
+    Args:
+        host: names the operating system; devices with the same one share a NIC.
+        kind: the model of the device; devices of one kind take equal time at equal ``speed``.
+        speed: relative to others of its kind: 0.5 takes twice the time.
+        memory_bytes: what it has; 0 where that is not known, which counts as boundless.
+        free_bytes: what was free when it was looked at, of ``memory_bytes``.
+    """
+
+    host: str
+    kind: str
+    speed: float = 1.0
+    memory_bytes: int = 0
+    free_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.speed) and self.speed > 0):
+            raise PlanError(
+                f"a device of kind {self.kind!r} on host {self.host!r} with speed {self.speed}; a"
+                " speed is finite and above 0 (leave a device that does nothing out)"
+            )
+        for name in ("memory_bytes", "free_bytes"):
+            if getattr(self, name) < 0:
+                raise PlanError(
+                    f"a device of kind {self.kind!r} on host {self.host!r} with {name}"
+                    f" {getattr(self, name)}; it is at least 0 (0: not known)"
+                )
+
+    @property
+    def room_bytes(self) -> float:
+        """What a plan may fill: what is free, or what there is, or without bound."""
+        return float(self.free_bytes or self.memory_bytes or math.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The way from one device to another, in one direction.
+
+    Args:
+        latency_seconds: until the first byte arrives.
+        bandwidth: bytes per second.
+    """
+
+    latency_seconds: float = 0.0
+    bandwidth: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.latency_seconds) and self.latency_seconds >= 0):
+            raise PlanError(
+                f"a link with a latency of {self.latency_seconds} s; it is finite and at least 0"
+            )
+        if math.isnan(self.bandwidth) or self.bandwidth <= 0:
+            raise PlanError(f"a link of {self.bandwidth} bytes/s; a bandwidth is above 0")
+
+    def seconds(self, num_bytes: float) -> float:
+        """How long a message takes; nothing is sent for 0 bytes."""
+        return self.latency_seconds + num_bytes / self.bandwidth if num_bytes else 0.0
+
+
+FREE: Link = Link()
+"""Where nothing is known of a way: it counts as taking no time."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The devices, one for each rank, and the links between them.
+
+    Args:
+        devices: by rank.
+        inside: between devices of one host.
+        outside: between devices of different hosts.
+        hosts: between two hosts (either order), or inside of one (``(a, a)``), where it differs.
+        ranks: between two ranks (the lower first), where it was measured; goes before all others.
+    """
+
+    devices: tuple[Device, ...]
+    inside: Link = FREE
+    outside: Link = FREE
+    hosts: Mapping[tuple[str, str], Link] = field(default_factory=dict)
+    ranks: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise PlanError("a cluster of no device; it needs at least 1")
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.devices)
+
+    def link(self, one: int, other: int) -> Link:
+        """The way between two ranks' devices; free between a rank and itself."""
+        if one == other:
+            return FREE
+        found = self.ranks.get((min(one, other), max(one, other)))
+        if found is not None:
+            return found
+        a, b = self.devices[one].host, self.devices[other].host
+        found = self.hosts.get((a, b)) or self.hosts.get((b, a))
+        return found or (self.inside if a == b else self.outside)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds there are, in the order of the ranks."""
+        return tuple(dict.fromkeys(device.kind for device in self.devices))

@@ -1,0 +1,378 @@
+"""The two documents that describe machines and models, on disk.
+
+A plan can be made for machines that aren't there: a person writes the cluster by hand, as YAML with
+units, and takes the model's profile, as JSON, from a run that measured it.
+
+A cluster::
+
+    devices:
+      - {host: lab1, kind: rtx4090, count: 2, memory: 24GB}
+      - {host: lab2, kind: rtx3090, speed: 0.5, memory: 24 GB, free: 20GB}
+      - {hosts: 128, host: node, kind: a100, count: 8, memory: 80GB}  # node0 ... node127, 8 on each
+    links:
+      inside: {latency: 5us, bandwidth: 200 Gbit/s}
+      outside: {latency: 50us, bandwidth: 1 Gbit/s}
+      between:
+        - {hosts: [lab1, lab2], bandwidth: 200 Mbit/s, latency: 1ms}
+        - {ranks: [0, 3], bandwidth: 50 Mbit/s}
+
+Ranks are counted in the order of the devices. Numbers without a unit are bytes, bytes per second
+and seconds. Of a link in ``between``, what isn't said is as it is without that entry.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Mapping, Set
+from dataclasses import asdict, fields
+from decimal import Decimal
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final
+
+import yaml  # type: ignore[import-untyped]
+
+from lightning_pipeshift.errors import PlanError, some_of
+from lightning_pipeshift.plan.cluster import FREE, Cluster, Device, Link
+from lightning_pipeshift.plan.document import Fields, write_text
+from lightning_pipeshift.plan.profile import KindProfile, LayerProfile, Profile
+
+PROFILE_VERSION: Final = 1
+"""Raised when an older version of the package could no longer read what this one writes."""
+
+# The base unit first. Decimals: 5us is then the same number as 5e-6.
+_BYTES: Final = {
+    **{f"{prefix}B": Decimal(1000) ** power for power, prefix in enumerate(("", *"kMGT"))},
+    **{f"{prefix}iB": Decimal(1024) ** power for power, prefix in enumerate("KMG", 1)},
+}
+_BYTES_PER_SECOND: Final = {
+    **{f"{prefix}B/s": Decimal(1000) ** power for power, prefix in enumerate(("", *"kMG"))},
+    **{f"{prefix}bit/s": Decimal(1000) ** power / 8 for power, prefix in enumerate(("", *"kMG"))},
+}
+_SECONDS: Final = {
+    "s": Decimal(1),
+    "ms": Decimal(10) ** -3,
+    "us": Decimal(10) ** -6,
+    "\u00b5s": Decimal(10) ** -6,  # the micro sign
+    "\u03bcs": Decimal(10) ** -6,  # the Greek letter
+    "ns": Decimal(10) ** -9,
+}
+_QUANTITY: Final = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)\s*(\S*)\s*")
+
+# The loader and dumper in C take a tenth of the time, and not every PyYAML has them.
+_Loader: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_Dumper: Final = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
+# --- a cluster ---
+
+
+def load_cluster(path: str | Path) -> Cluster:
+    """Reads a cluster that a person or :func:`save_cluster` has written.
+
+    Raises PlanError, naming the file and the field."""
+    text = _text(path, "the cluster")
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: the 31st of February, say
+        raise PlanError(f"{path}: the cluster is no YAML document: {error}") from error
+    try:
+        return _cluster(value)
+    except (PlanError, OverflowError) as error:  # OverflowError: a number of 400 digits
+        raise PlanError(f"{path}: {error}") from error
+
+
+def save_cluster(cluster: Cluster, path: str | Path) -> None:
+    """Writes a cluster for :func:`load_cluster`, a run of like devices per line, all of the file or
+    nothing of it.
+    """
+    document: dict[str, Any] = {
+        "devices": [
+            _device_entry(device, len(list(alike))) for device, alike in groupby(cluster.devices)
+        ]
+    }
+    links: dict[str, Any] = {
+        name: _link_entry(link)
+        for name, link in (("inside", cluster.inside), ("outside", cluster.outside))
+        if link != FREE
+    }
+    between = [
+        *({"hosts": list(pair), **_link_entry(link)} for pair, link in cluster.hosts.items()),
+        *({"ranks": list(ends), **_link_entry(link)} for ends, link in cluster.ranks.items()),
+    ]
+    if between:
+        links["between"] = between
+    if links:
+        document["links"] = links
+    text = yaml.dump(
+        document,
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        default_flow_style=None,
+        width=1_000_000,  # one line per entry, however long
+    )
+    write_text(path, text)
+
+
+def _cluster(value: object) -> Cluster:
+    document = Fields(value, "the cluster", ["devices"], ["links"], instead="")
+    devices: list[Device] = []
+    for index, item in enumerate(document.items("devices")):
+        devices += _devices(item, f"the cluster: devices[{index}]")
+    if not devices:
+        document.fail("devices", "a list of at least 1 device")
+    if "links" not in document:
+        return Cluster(tuple(devices))
+
+    where = "the cluster: links"
+    links = Fields(document.value("links"), where, [], ["inside", "outside", "between"])
+    inside, outside = (
+        _link(links.value(name), f"{where}.{name}") if name in links else FREE
+        for name in ("inside", "outside")
+    )
+    between = links.items("between") if "between" in links else []
+    entries = [_between(item, f"{where}.between[{i}]") for i, item in enumerate(between)]
+
+    # Hosts first: a link between two ranks takes what it doesn't say from that of their hosts.
+    of_hosts: dict[tuple[str, str], Link] = {}
+    known = dict.fromkeys(device.host for device in devices).keys()
+    for entry in entries:
+        if "hosts" in entry:
+            a, b = _two_hosts(entry, known)
+            if (a, b) in of_hosts or (b, a) in of_hosts:
+                entry.fail("hosts", "a pair that no other entry names")
+            of_hosts[a, b] = _link_of(entry, inside if a == b else outside)
+    without_ranks = Cluster(tuple(devices), inside, outside, of_hosts)
+    of_ranks: dict[tuple[int, int], Link] = {}
+    for entry in entries:
+        if "ranks" in entry:
+            ends = _two_ranks(entry, len(devices))
+            if ends in of_ranks:
+                entry.fail("ranks", "a pair that no other entry names")
+            of_ranks[ends] = _link_of(entry, without_ranks.link(*ends))
+    return Cluster(tuple(devices), inside, outside, of_hosts, of_ranks)
+
+
+def _devices(item: object, where: str) -> list[Device]:
+    """The devices that one entry stands for."""
+    optional = ("hosts", "count", "speed", "memory", "free")
+    entry = Fields(item, where, ["host", "kind"], optional, instead="")
+    host, kind = _name(entry, "host"), _name(entry, "kind")
+    hosts = [f"{host}{n}" for n in range(_count(entry, "hosts"))] if "hosts" in entry else [host]
+    speed = entry.number("speed") if "speed" in entry else 1.0
+    if not (math.isfinite(speed) and speed > 0):
+        entry.fail("speed", "a number above 0; leave a device that does nothing out")
+    memory = round(_quantity(entry, "memory", _BYTES)) if "memory" in entry else 0
+    free = round(_quantity(entry, "free", _BYTES)) if "free" in entry else 0
+    if 0 < memory < free:
+        entry.fail("free", f"at most the field 'memory', {memory} bytes")
+    count = _count(entry, "count") if "count" in entry else 1
+    return [Device(name, kind, speed, memory, free) for name in hosts for _ in range(count)]
+
+
+def _between(item: object, where: str) -> Fields:
+    """An entry of the links between hosts or ranks."""
+    entry = Fields(item, where, [], ["hosts", "ranks", "latency", "bandwidth"])
+    if ("hosts" in entry) == ("ranks" in entry):
+        found = "both 'hosts' and 'ranks'" if "hosts" in entry else "neither 'hosts' nor 'ranks'"
+        raise PlanError(f"{where} has {found}; it must have one of the two fields")
+    if "latency" not in entry and "bandwidth" not in entry:
+        raise PlanError(
+            f"{where} has neither 'latency' nor 'bandwidth'; it must have at least one of the two"
+            " fields"
+        )
+    return entry
+
+
+def _two_hosts(entry: Fields, known: Set[str]) -> tuple[str, str]:
+    hosts = [host for host in entry.items("hosts") if isinstance(host, str) and host in known]
+    if len(entry.items("hosts")) != 2 or len(hosts) != 2:
+        entry.fail("hosts", f"a list of 2 hosts that have devices: {some_of(list(known))}")
+    return hosts[0], hosts[1]
+
+
+def _two_ranks(entry: Fields, num_ranks: int) -> tuple[int, int]:
+    # YAML's true is an int to Python.
+    ranks = [rank for rank in entry.items("ranks") if type(rank) is int and 0 <= rank < num_ranks]
+    if len(entry.items("ranks")) != 2 or len(set(ranks)) != 2:
+        entry.fail("ranks", f"a list of 2 different ranks, each from 0 to {num_ranks - 1}")
+    return min(ranks), max(ranks)
+
+
+def _link(item: object, where: str) -> Link:
+    return _link_of(Fields(item, where, [], ["latency", "bandwidth"]), FREE)
+
+
+def _link_of(entry: Fields, otherwise: Link) -> Link:
+    """The link that an entry describes; what it doesn't say is as in another."""
+    latency, bandwidth = otherwise.latency_seconds, otherwise.bandwidth
+    if "latency" in entry:
+        latency = _quantity(entry, "latency", _SECONDS)
+    if "bandwidth" in entry:
+        # A number may be infinite here: a link that takes no time is saved like that.
+        bandwidth = _quantity(entry, "bandwidth", _BYTES_PER_SECOND, most=math.inf)
+        if bandwidth == 0:
+            entry.fail("bandwidth", "above 0; write a very small one where nothing gets through")
+    return Link(latency, bandwidth)
+
+
+def _name(entry: Fields, name: str) -> str:
+    # YAML makes a number of 4090.
+    if not (isinstance(entry.value(name), str) and entry.value(name)):
+        entry.fail(name, 'a text that is not empty; a number goes in quotes, as "4090"')
+    return entry.text(name)
+
+
+def _count(entry: Fields, name: str) -> int:
+    count = entry.integer(name)
+    if count < 1:
+        entry.fail(name, "at least 1; leave out what isn't there")
+    return count
+
+
+def _quantity(
+    entry: Fields, name: str, units: Mapping[str, Decimal], most: float = sys.float_info.max
+) -> float:
+    """A number at least 0 and at most ``most``, with or without a unit, in the base unit."""
+    value, found = entry.value(name), math.nan
+    if type(value) in (int, float):
+        found = entry.number(name)
+    elif isinstance(value, str) and (match := _QUANTITY.fullmatch(value)):
+        number, unit = match.groups()
+        if not unit or unit in units:
+            found = float(Decimal(number) * units.get(unit, 1))
+    if not 0 <= found <= most:  # nor is NaN
+        base, *others = units
+        entry.fail(name, f"a number at least 0, in {base} or with a unit: {', '.join(others)}")
+    return found
+
+
+def _device_entry(device: Device, count: int) -> dict[str, Any]:
+    """What is not as an entry has it by itself."""
+    entry: dict[str, Any] = {"host": device.host, "kind": device.kind}
+    if count > 1:
+        entry["count"] = count
+    if device.speed != 1:
+        entry["speed"] = float(device.speed)
+    for name, num_bytes in (("memory", device.memory_bytes), ("free", device.free_bytes)):
+        if num_bytes:
+            entry[name] = num_bytes
+    return entry
+
+
+def _link_entry(link: Link) -> dict[str, Any]:
+    return {"latency": float(link.latency_seconds), "bandwidth": float(link.bandwidth)}
+
+
+# --- a profile ---
+
+_MEASURE: Final = "or measure the profile anew"
+
+
+def load_profile(path: str | Path) -> Profile:
+    """Reads a profile that :func:`save_profile` has written.
+
+    Raises PlanError, naming the file and the field, for what is damaged or of another version."""
+    text = _text(path, "the profile")
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise PlanError(
+            f"{path}: the profile is no JSON document: {error}; take an undamaged copy, or measure"
+            " it anew"
+        ) from error
+    try:
+        return _profile(value)
+    except (PlanError, OverflowError) as error:  # OverflowError: a number of 400 digits
+        raise PlanError(f"{path}: {error}") from error
+
+
+def save_profile(profile: Profile, path: str | Path) -> None:
+    """Writes a profile for :func:`load_profile`, a layer per line, all of the file or nothing of
+    it.
+    """
+    head = {
+        "version": PROFILE_VERSION,
+        "samples": profile.samples,
+        "microbatches": profile.microbatches,
+        "step_seconds": profile.step_seconds,
+        "optimizer_seconds_per_byte": profile.optimizer_seconds_per_byte,
+    }
+    layers = [json.dumps(asdict(layer)) for layer in profile.layers]
+    kinds = [f"{json.dumps(kind)}: {json.dumps(asdict(of))}" for kind, of in profile.kinds.items()]
+    lines = [f"  {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
+    lines += ['  "layers": [', _listed(layers), "  ],", '  "kinds": {', _listed(kinds), "  }"]
+    write_text(path, "\n".join(["{", *filter(None, lines), "}"]) + "\n")
+
+
+def _listed(items: list[str]) -> str:
+    return ",\n".join(f"    {item}" for item in items)
+
+
+def _profile(value: object) -> Profile:
+    # Before the other fields: those of another version may have other names.
+    if isinstance(value, dict) and value.get("version", PROFILE_VERSION) != PROFILE_VERSION:
+        raise PlanError(
+            f"the profile: field 'version' is {value['version']!r}; this PipeShift reads version"
+            f" {PROFILE_VERSION}: measure the profile anew, or use the version that measured it"
+        )
+    known = ["version", *(field.name for field in fields(Profile))]
+    document = Fields(value, "the profile", known, instead=_MEASURE)
+    samples, microbatches = document.number("samples"), document.integer("microbatches")
+    if not (math.isfinite(samples) and samples > 0):
+        document.fail("samples", "finite and above 0")
+    if microbatches < 1:
+        document.fail("microbatches", "at least 1")
+    return Profile(
+        layers=tuple(
+            _layer(item, f"the profile: layers[{index}]")
+            for index, item in enumerate(document.items("layers"))
+        ),
+        kinds={
+            kind: _times(item, f"the profile: kinds[{kind!r}]")
+            for kind, item in document.entries("kinds").items()
+        },
+        samples=samples,
+        microbatches=microbatches,
+        step_seconds=_at_least_0(document, "step_seconds"),
+        optimizer_seconds_per_byte=_at_least_0(document, "optimizer_seconds_per_byte"),
+    )
+
+
+def _layer(item: object, where: str) -> LayerProfile:
+    names = [field.name for field in fields(LayerProfile)]
+    entry = Fields(item, where, names, instead=_MEASURE)
+    counts = {name: entry.integer(name) for name in names if name != "name"}
+    return LayerProfile(name=entry.text("name"), **counts)
+
+
+def _times(item: object, where: str) -> KindProfile:
+    names = [field.name for field in fields(KindProfile)]
+    entry = Fields(item, where, names, instead=_MEASURE)
+    forward, backward = entry.numbers(names[0]), entry.numbers(names[1])
+    others = [_at_least_0(entry, name) for name in names[2:]]
+    try:
+        return KindProfile(forward, backward, *others)
+    except PlanError as error:
+        raise PlanError(f"{where}: {error}") from error
+
+
+def _at_least_0(entry: Fields, name: str) -> float:
+    value = entry.number(name)
+    if not (math.isfinite(value) and value >= 0):
+        entry.fail(name, "finite and at least 0")
+    return value
+
+
+# --- both ---
+
+
+def _text(path: str | Path, what: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{what} {str(path)!r} cannot be read: {error}") from error

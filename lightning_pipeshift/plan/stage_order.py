@@ -1,0 +1,212 @@
+"""In which order a virtual machine's devices are its stages."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise, product
+from typing import Final
+
+from lightning_pipeshift.plan.cluster import Cluster
+from lightning_pipeshift.plan.profile import Profile
+
+Order = tuple[int, ...]
+"""A virtual machine's ranks, in stage order."""
+
+_PATIENCE: Final = 1.02
+"""How much slower a step may be for the sake of the order in which the ranks were given."""
+
+
+def by_ratio(
+    profile: Profile, cluster: Cluster, machine: Sequence[int], replicas: Sequence[Sequence[int]]
+) -> Order:
+    """The order by compute time over communication time, largest first.
+
+    NUDT, "distributed parallel training method and system for heterogeneous computing clusters":
+    stages should take equal time, so a device's share of the model is proportional to its compute
+    power c_i; the gradients it must exchange are proportional to that share; with its bandwidth b_i
+    this gives its communication time. Stage 0 finishes its backward last and has nothing left to
+    hide communication behind, so it should have the least of it. As all compute times are equal,
+    the order is that of the communication times c_i / b_i, the least first.
+
+    Args:
+        profile: of the model.
+        cluster: the machines.
+        machine: the virtual machine's ranks; ties keep the order in which they are given.
+        replicas: the other virtual machines' ranks, in the order of the ring from the next on.
+    """
+    communication = {
+        rank: compute_power(profile, cluster, rank) * _seconds_per_byte(cluster, rank, replicas)
+        for rank in machine
+    }
+    return tuple(sorted(machine, key=communication.__getitem__))
+
+
+def compute_power(profile: Profile, cluster: Cluster, rank: int) -> float:
+    """How many microbatches a device would train per second, if it had the whole model."""
+    times = profile.times_on(cluster.devices[rank])
+    seconds = math.fsum(times.forward) + math.fsum(times.backward)
+    return 1 / seconds if seconds else 1.0
+
+
+def _seconds_per_byte(cluster: Cluster, rank: int, replicas: Sequence[Sequence[int]]) -> float:
+    """Of a device's way to its neighbours in a ring, the slower of the two.
+
+    Who they are follows from an order that isn't known yet: they count as devices of the same kind
+    where there are some, and as the mean of what there is."""
+
+    def to(ranks: Sequence[int]) -> float:
+        kind = cluster.devices[rank].kind
+        alike = [other for other in ranks if cluster.devices[other].kind == kind] or ranks
+        return math.fsum(1 / cluster.link(rank, other).bandwidth for other in alike) / len(alike)
+
+    return max((to(ranks) for ranks in (*replicas[:1], *replicas[-1:])), default=0.0)
+
+
+def best_order(
+    cluster: Cluster,
+    machines: Sequence[Order],
+    starts: Sequence[Sequence[Order]],
+    step_seconds: Callable[[Sequence[Order]], float],
+    estimate: Callable[[Sequence[Order]], float],
+    most: int = 120,
+) -> tuple[Order, ...]:
+    """The orders with the shortest step; of those within 2 % of it the one nearest to ``machines``.
+
+    Where there are few different orders all are tried. Otherwise the starts are, and what becomes
+    of the best of them when stages are swapped as long as that helps.
+
+    Args:
+        cluster: the machines.
+        machines: the ranks of each virtual machine, in the order that is preferred.
+        starts: orders of all virtual machines to begin with: the rule's, say.
+        step_seconds: what the simulator says of the orders of all virtual machines.
+        estimate: the same at a fraction of the cost; it decides about swaps.
+        most: how many orders are few.
+    """
+    named = [names(cluster, machine) for machine in machines]
+    tried: dict[tuple[Order, ...], float] = {}
+
+    def attempt(orders: Sequence[Order]) -> float:
+        key = tuple(orders)
+        if key not in tried:
+            tried[key] = step_seconds(key)
+        return tried[key]
+
+    for start in (machines, *starts):
+        attempt(start)
+    if math.prod(map(_num_orders, named)) <= most:
+        every = [
+            list(_orders(machine, alike)) for machine, alike in zip(machines, named, strict=True)
+        ]
+        for orders in product(*every):
+            attempt(orders)
+    else:
+        best = min(tried, key=tried.__getitem__)
+        attempt(_climbed(best, named, machines, estimate, most))
+    limit = _PATIENCE * min(tried.values())
+    within = [orders for orders, seconds in tried.items() if seconds <= limit]
+    return min(within, key=lambda orders: (_num_out_of_order(orders, machines), tried[orders]))
+
+
+def names(cluster: Cluster, machine: Order) -> tuple[int, ...]:
+    """For each rank, the first one of the machine that could stand in for it: a device of the same
+    kind, speed and room, with the same links to all others.
+    """
+    found: list[int] = []
+    for rank in machine:
+        firsts = dict.fromkeys(found)
+        found.append(next((first for first in firsts if alike(cluster, first, rank)), rank))
+    return tuple(found)
+
+
+def alike(cluster: Cluster, one: int, other: int) -> bool:
+    """Whether two ranks are interchangeable."""
+    a, b = cluster.devices[one], cluster.devices[other]
+    if (a.kind, a.speed, a.room_bytes) != (b.kind, b.speed, b.room_bytes):
+        return False
+    if a.host == b.host and not cluster.ranks:
+        return True
+    return all(
+        cluster.link(one, third) == cluster.link(other, third)
+        for third in range(cluster.num_ranks)
+        if third not in (one, other)
+    )
+
+
+def _num_orders(alike: Sequence[int]) -> int:
+    same = math.prod(math.factorial(count) for count in Counter(alike).values())
+    return math.factorial(len(alike)) // same
+
+
+def _orders(machine: Order, alike: Sequence[int]) -> Iterator[Order]:
+    """All orders that differ by more than interchangeable ranks, which stay in their order."""
+    if not machine:
+        yield ()
+    for place in [alike.index(name) for name in dict.fromkeys(alike)]:
+        rest = machine[:place] + machine[place + 1 :]
+        for order in _orders(rest, [*alike[:place], *alike[place + 1 :]]):
+            yield (machine[place], *order)
+
+
+def _climbed(
+    orders: Sequence[Order],
+    named: Sequence[Sequence[int]],
+    machines: Sequence[Order],
+    estimate: Callable[[Sequence[Order]], float],
+    most: int,
+) -> tuple[Order, ...]:
+    """The orders after swaps of two stages, each of which shortened the step.
+
+    Virtual machines that look alike are swapped alike: a ring would pay for one that is not. Runs
+    of interchangeable stages are swapped whole: nothing is gained in between."""
+    name_of = {
+        rank: name
+        for machine, alike in zip(machines, named, strict=True)
+        for rank, name in zip(machine, alike, strict=True)
+    }
+    best = tuple(orders)
+    seconds = estimate(best)
+    left = most
+    improved = True
+    while improved and left > 0:
+        improved = False
+        runs = [_runs([name_of[rank] for rank in order]) for order in best]
+        for pattern in dict.fromkeys(map(tuple, runs)):
+            pairs = [(i, j) for i in range(len(pattern)) for j in range(i + 1, len(pattern))]
+            # Neighbours first: the rule is seldom far off.
+            for i, j in sorted(pairs, key=lambda pair: pair[1] - pair[0]):
+                if left <= 0:
+                    break
+                left -= 1
+                changed = tuple(
+                    _swapped(order, run, i, j) if tuple(run) == pattern else order
+                    for order, run in zip(best, runs, strict=True)
+                )
+                found = estimate(changed)
+                if found < seconds * (1 - 1e-9):
+                    best, seconds, improved = changed, found, True
+                    break
+    return best
+
+
+def _runs(alike: Sequence[int]) -> list[int]:
+    """Where runs of equal names begin."""
+    return [0, *(place for place, (a, b) in enumerate(pairwise(alike), 1) if a != b)]
+
+
+def _swapped(order: Order, begins: Sequence[int], one: int, other: int) -> Order:
+    """The order with two of its runs swapped."""
+    pieces = [order[a:b] for a, b in pairwise([*begins, len(order)])]
+    pieces[one], pieces[other] = pieces[other], pieces[one]
+    return tuple(rank for piece in pieces for rank in piece)
+
+
+def _num_out_of_order(orders: Sequence[Order], machines: Sequence[Order]) -> int:
+    """How many pairs of stages are the other way round."""
+    count = 0
+    for order, machine in zip(orders, machines, strict=True):
+        place = {rank: number for number, rank in enumerate(machine)}
+        count += sum(place[a] > place[b] for i, a in enumerate(order) for b in order[i + 1 :])
+    return count

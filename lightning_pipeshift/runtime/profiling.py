@@ -1,0 +1,205 @@
+"""What one rank measures of its run, and how all ranks' figures come together on the first.
+
+Training itself is measured: a guess before its first step, the layers' own times in its first
+steps (NUDT: the first samples train and are the profile at once).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipeshift.model.gate import Gate
+from lightning_pipeshift.model.measure import Figures
+from lightning_pipeshift.model.saved import SavedBytes, bytes_of
+from lightning_pipeshift.model.timing import Samples, Timer
+from lightning_pipeshift.model.trace import Trace
+from lightning_pipeshift.plan.action import Kind
+from lightning_pipeshift.plan.measured import RankFigures, Times
+from lightning_pipeshift.plan.profile import LayerProfile
+from lightning_pipeshift.runtime.replicas import Replicas
+
+_WARM_UP_STEPS: Final = 3
+"""Steps that are not measured: memory is taken, kernels are chosen, optimizers make their state."""
+
+_FORWARDS: Final = (Kind.RECEIVE_PAYLOAD, Kind.FORWARD, Kind.SEND_PAYLOAD)
+_BACKWARDS: Final = (Kind.RECEIVE_GRADIENT, Kind.BACKWARD, Kind.SEND_GRADIENT)
+
+
+class Profiler:
+    """One rank's figures.
+
+    Args:
+        device: the rank's.
+        is_last: whether it is the last stage of its virtual machine.
+    """
+
+    def __init__(self, device: torch.device, is_last: bool) -> None:
+        self.timer = Timer(device)
+        self.saved = SavedBytes()
+        self.num_steps = 0
+        self._is_last = is_last
+        self._guesses: dict[int, Figures] = {}
+        self._outside = Samples()
+        self._steps = Samples()
+        self._begun: float | None = None
+        self._ended: float | None = None
+        self.is_over = False
+        """Whether nobody needs to know any more."""
+
+    def take_guesses(self, guesses: dict[int, Figures]) -> None:
+        """What a stopwatch found before training."""
+        self._guesses = guesses
+
+    # --- step by step ---
+
+    def begin_step(self) -> None:
+        """The stage's part of a step begins."""
+        if self.is_over:
+            return
+        now = time.perf_counter()
+        if self._ended is not None and self._begun is not None:
+            self._outside.add(now - self._ended)
+            self._steps.add(now - self._begun)
+        self._begun = now
+
+    def end_step(self) -> None:
+        """The stage's part of a step is over."""
+        if self.is_over:
+            return
+        self._ended = time.perf_counter()
+        self.timer.read()
+        self.num_steps += 1
+        if self.num_steps == _WARM_UP_STEPS:
+            self.begin_anew()
+
+    def begin_anew(self, for_good: bool = False) -> None:
+        """Forgets what was measured of other circumstances; how many steps there were stays.
+
+        Args:
+            for_good: whether to measure nothing from here on.
+        """
+        self.is_over = for_good
+        self.timer.forget()
+        self._outside, self._steps = Samples(), Samples()
+        self._begun = self._ended = None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """From one step's begin to the next one's, usually."""
+        return self._steps.median if len(self._steps) else None
+
+    @property
+    def num_measured(self) -> int:
+        """How many steps that is known of."""
+        return len(self._steps)
+
+    # --- what comes of it ---
+
+    def figures(
+        self, layers: Iterable[int], gates: Sequence[Gate], optimizers: Iterable[Optimizer]
+    ) -> RankFigures:
+        """What this rank has measured.
+
+        Args:
+            layers: those that its stage owns.
+            gates: of all layers.
+            optimizers: that keep something for them.
+        """
+        timer, times = self.timer, {}
+        for layer in layers:
+            forward, backward = timer.median("forward", layer), timer.median("backward", layer)
+            if forward is not None:
+                times[layer] = (forward, backward or 0.0)
+        guesses: dict[int, Times] = {
+            layer: (found.forward_seconds, found.backward_seconds or 2 * found.forward_seconds)
+            for layer, found in self._guesses.items()
+        }
+        saved = {layer: found.saved_bytes for layer, found in self._guesses.items()}
+        inputs = {layer: found.input_bytes for layer, found in self._guesses.items()}
+        return RankFigures(
+            guesses=guesses,
+            times=times,
+            extra=self._extra(times.values()),
+            outside_seconds=self._outside.median if len(self._outside) else None,
+            saved_bytes=saved | self.saved.of_layers,
+            input_bytes=inputs | self.saved.of_inputs,
+            optimizer_bytes={
+                layer: sum(
+                    bytes_of(_state_of(optimizer, parameter))
+                    for optimizer in optimizers
+                    for parameter in gates[layer].layer.parameters()
+                )
+                for layer in times
+            },
+            is_last=self._is_last,
+        )
+
+    def _extra(self, times: Iterable[Times]) -> Times | None:
+        own = [sum(seconds) for seconds in zip(*times, strict=True)] or [0.0, 0.0]
+        found = []
+        for kinds, layers in zip((_FORWARDS, _BACKWARDS), own, strict=True):
+            if self.timer.median(kinds[1].name) is None:
+                return None
+            taken = sum(self.timer.median(kind.name) or 0.0 for kind in kinds)
+            found.append(max(0.0, taken - layers))
+        return found[0], found[1]
+
+
+def _state_of(optimizer: Optimizer, parameter: Tensor) -> Iterable[Any]:
+    state = optimizer.state.get(parameter)
+    return state.values() if isinstance(state, dict) else ()
+
+
+def layers_of(
+    gates: Sequence[Gate], trace: Trace, optimizers: Iterable[Optimizer]
+) -> tuple[LayerProfile, ...]:
+    """What is known of the layers without measuring anything.
+
+    Args:
+        gates: in call order.
+        trace: of one microbatch.
+        optimizers: by whose kind it is guessed what they will keep.
+    """
+    copies = max(map(_copies, optimizers), default=0)
+    found = []
+    for index, gate in enumerate(gates):
+        trained = bytes_of(p for p in gate.layer.parameters() if p.requires_grad)
+        found.append(
+            LayerProfile(
+                gate.name,
+                parameter_bytes=bytes_of(gate.layer.parameters()),
+                gradient_bytes=trained,
+                optimizer_bytes=copies * trained,
+                payload_bytes=sum(spec.num_bytes for _, spec in trace.payload(index + 1)),
+                payload_gradient_bytes=sum(
+                    spec.num_bytes for _, spec in trace.gradients(index + 1)
+                ),
+            )
+        )
+    return tuple(found)
+
+
+def _copies(optimizer: Optimizer) -> int:
+    """How many numbers for each parameter an optimizer is likely to keep; none are there before its
+    first step.
+    """
+    defaults = optimizer.defaults
+    if "betas" in defaults:
+        return 3 if defaults.get("amsgrad") else 2
+    return 1 if defaults.get("momentum") or defaults.get("alpha") else 0
+
+
+def gather_figures(mine: RankFigures, replicas: Replicas) -> list[RankFigures] | None:
+    """All ranks' figures on rank 0, by rank; ``None`` elsewhere. Every rank calls this."""
+    world = replicas.world
+    if replicas.rank:
+        world.send_object(mine, 0)
+        return None
+    ranks = range(1, replicas.topology.num_ranks)
+    return [mine, *(world.receive_object(rank) for rank in ranks)]

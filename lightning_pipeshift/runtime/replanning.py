@@ -1,0 +1,221 @@
+"""Plans a run at its first batch, and once more when its first steps have been measured.
+
+NUDT, "distributed parallel training method and system for heterogeneous computing clusters", trains
+on the first samples to measure every layer, and on the others under the plan made of that. Here
+nothing stops in between: the second plan is a change of owners at a step's boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.model.gate import Gate
+from lightning_pipeshift.model.measure import Figures
+from lightning_pipeshift.model.trace import Trace
+from lightning_pipeshift.plan.cluster import Cluster, Device
+from lightning_pipeshift.plan.measured import profile_of
+from lightning_pipeshift.plan.plan import Plan
+from lightning_pipeshift.plan.profile import LayerProfile, Profile
+from lightning_pipeshift.runtime.planning import Settings, make_plan, prediction_of
+from lightning_pipeshift.runtime.probe import probe
+from lightning_pipeshift.runtime.profiling import Profiler, gather_figures, layers_of
+from lightning_pipeshift.runtime.replicas import Replicas
+
+MIN_GAIN: Final = 0.05
+"""By how much a step has to get shorter for layers to change their owners."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the first rank has decided, for all.
+
+    Args:
+        plan: as a document.
+        is_new: whether it is another than the one in force.
+        message: what the user is told; empty for nothing.
+    """
+
+    plan: str
+    is_new: bool
+    message: str
+
+
+class Replanning:
+    """One rank's part in planning.
+
+    Args:
+        settings: what the user asked for.
+        replicas: the virtual machines.
+        here: this rank's device.
+        device: likewise, as torch names it.
+        news: what the user is told.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        replicas: Replicas,
+        here: Device,
+        device: torch.device,
+        news: list[str],
+    ) -> None:
+        self.profiler = Profiler(device, is_last=replicas.is_last_stage)
+        # On the first rank: what is known, as soon as anything is.
+        self.profile: Profile | None = None
+        self.cluster = Cluster((Device(here.host, here.kind),) * replicas.topology.num_ranks)
+        self._settings = settings
+        self._replicas = replicas
+        self._here = here
+        self._device = device
+        self._news = news
+        self._layers: tuple[LayerProfile, ...] = ()
+        self._samples = 1.0
+        # What a step took before the plan changed, and how many times as fast it was to get.
+        self._before: tuple[float, float] | None = None
+
+    @property
+    def _is_first(self) -> bool:
+        return self._replicas.rank == 0
+
+    @property
+    def measures(self) -> bool:
+        """Whether anything depends on what is measured."""
+        return self._settings.is_free and max(self._replicas.topology.stages_per_vm) > 1
+
+    def first_plan(
+        self,
+        gates: Sequence[Gate],
+        trace: Trace,
+        guesses: dict[int, Figures],
+        optimizers: Sequence[Optimizer],
+        samples: float,
+        trains: bool,
+    ) -> Plan:
+        """The plan for the first steps: the first rank's, on all. Every rank calls this.
+
+        Args:
+            gates: of the layers, in call order.
+            trace: of a microbatch.
+            guesses: what a stopwatch found.
+            optimizers: those of the run.
+            samples: of a microbatch.
+            trains: whether the plan is for training.
+        """
+        if self.measures and trains:
+            measured = probe(self._replicas.world, self._device, self._here, self._news.append)
+            self.cluster = measured.cluster
+            self._news.extend(measured.notes if self._is_first else ())
+        self.profiler.take_guesses(guesses)
+        self._layers = layers_of(gates, trace, optimizers)
+        self._samples = samples
+        figures = gather_figures(self.profiler.figures((), gates, optimizers), self._replicas)
+        text = None
+        if figures is not None:
+            self._learn(figures)
+            assert self.profile is not None
+            plan = make_plan(self._settings, self.profile, self.cluster, self._replicas.topology)
+            text = plan.to_json()
+        return Plan.from_json(self._replicas.world.share_object(text, source=0))
+
+    def _learn(self, figures: Sequence[Any]) -> None:
+        microbatches = self._settings.num_microbatches(self._replicas.topology.stages_per_vm)
+        self.profile, self.cluster = profile_of(
+            self._layers, self.cluster, figures, self._samples, microbatches
+        )
+
+    # --- once the first steps have been measured ---
+
+    def after_step(
+        self, plan: Plan, own: Iterable[int], gates: Sequence[Gate], optimizers: Sequence[Optimizer]
+    ) -> Decision | None:
+        """What to do after a step; ``None``: nothing. Every rank calls this, with the same plan.
+
+        Args:
+            plan: the one in force.
+            own: the layers that this rank owns.
+            gates: of all layers.
+            optimizers: those of the run.
+        """
+        steps = self._settings.profile_steps
+        if not (self.measures and steps and self.profiler.num_measured == steps):
+            return None
+        figures = gather_figures(self.profiler.figures(own, gates, optimizers), self._replicas)
+        if self._before is not None:
+            self._say_what_was_gained()
+            self._before = None
+            self.profiler.begin_anew(for_good=True)
+            return None
+        decision = None
+        if figures is not None:
+            self._learn(figures)
+            decision = self._decide(plan)
+        found: Decision = self._replicas.world.share_object(decision, source=0)
+        if found.message:
+            self._news.append(found.message)
+        took = self.profiler.step_seconds
+        if found.is_new and took is not None:
+            new, old = Plan.from_json(found.plan), plan
+            expected = 0.0
+            if new.prediction is not None and old.prediction is not None:
+                expected = old.prediction.step_seconds / new.prediction.step_seconds
+            self._before = (took, expected)
+        self.profiler.begin_anew(for_good=not found.is_new)
+        return found
+
+    def _decide(self, plan: Plan) -> Decision:
+        assert self.profile is not None
+        topology = self._replicas.topology
+        now = prediction_of(plan, self.profile, self.cluster, topology)
+        kept = replace(plan, prediction=now)
+        try:
+            best = make_plan(self._settings, self.profile, self.cluster, topology, plan)
+        except PlanError as error:
+            # The run goes on as it is: it has fitted so far.
+            return Decision(kept.to_json(), False, f"the plan stays: {error}")
+        then = best.prediction
+        same = (best.placement, best.recompute) == (plan.placement, plan.recompute)
+        if then is None or same:
+            return Decision(kept.to_json(), False, "")
+        gain = now.step_seconds / then.step_seconds - 1
+        if gain < MIN_GAIN and self._fits(now.memory_bytes):
+            return Decision(kept.to_json(), False, "")
+        took = self.profiler.step_seconds or now.step_seconds
+        message = (
+            f"{self._settings.profile_steps} steps have been measured, and the layers change their"
+            f" owners: {_counts(plan)} becomes {_counts(best)}. A step took {took:.3g} s"
+            f" ({now.step_seconds:.3g} s by the simulator); {then.step_seconds:.3g} s are expected,"
+            f" {1 + gain:.2f} times as fast."
+        )
+        return Decision(best.to_json(), True, message)
+
+    def _fits(self, memory_bytes: Sequence[Sequence[float]]) -> bool:
+        devices, topology = self.cluster.devices, self._replicas.topology
+        return all(
+            held <= devices[rank].room_bytes
+            for ranks, peaks in zip(topology.ranks, memory_bytes, strict=True)
+            for rank, held in zip(ranks, peaks, strict=True)
+        )
+
+    def _say_what_was_gained(self) -> None:
+        took = self.profiler.step_seconds
+        if took is None or self._before is None:
+            return
+        before, expected = self._before
+        said = f", {expected:.2f} times was expected" if expected else ""
+        self._news.append(
+            f"a step takes {took:.3g} s since the layers have changed their owners, and took"
+            f" {before:.3g} s before: {before / took:.2f} times as fast{said}."
+        )
+
+
+def _counts(plan: Plan) -> str:
+    different = list(dict.fromkeys(plan.placement.counts))
+    shown = [list(counts) for counts in different]
+    text = str(shown[0]) if len(shown) == 1 else str(shown)
+    return text + (" (with recomputation)" if any(plan.recompute) else "")
