@@ -33,6 +33,19 @@ class PipelinedStrategy(ConnectedStrategy):
             )
         return self._pipeline.plan
 
+    def adopt(self, plan: Plan) -> None:
+        """Lets another plan be in force from the next step on: layers change their owners, and
+        nothing that is computed changes. Every rank calls this, with the same plan, between the
+        same steps (in ``on_train_batch_end``, say).
+
+        While gradients are accumulated, the plan waits for the next optimizer step.
+
+        Raises:
+            PlanError: it is for another model, or would change more than who owns what and what is
+                recomputed.
+        """
+        self._require_pipeline().adopt(plan)
+
     @property
     def exposed_seconds(self) -> float:
         """How long the last step has waited for gradients of other virtual machines, in seconds,

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_pipeshift import PipeShiftStrategy
+from lightning_pipeshift.plan.placement import Placement
 from lightning_pipeshift.plan.schedule import SCHEDULES
 from tests.features_models import quiet_trainer
 from tests.harness import run_ranks
@@ -39,6 +40,13 @@ class Pipelined(NamedTuple):
     partition: Any = "auto"
     schedule: str = "1f1b"
     microbatches: int = MICROBATCHES
+    recompute: str = "none"
+    #: Cuts that take over while training runs, each after one more step.
+    then: tuple[list[int], ...] = ()
+
+    @property
+    def last_cut(self) -> tuple[int, ...]:
+        return tuple(self.then[-1] if self.then else self.partition)
 
 
 PLAIN = None
@@ -69,23 +77,40 @@ class _Logged(L.Callback):
         self.take(trainer)
 
 
+class _Moves(L.Callback):
+    """Lets layers change their owners after each of the first steps."""
+
+    def __init__(self, cuts: Sequence[list[int]]) -> None:
+        self.cuts = list(cuts)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if self.cuts:
+            strategy: Any = trainer.strategy
+            strategy.adopt(strategy.plan.with_placement(Placement((tuple(self.cuts.pop(0)),))))
+
+
 def fit(
     module: L.LightningModule, loader: DataLoader, how: Pipelined | None, max_epochs: int = 1
 ) -> Trained:
     """Trains on all ranks of the job; ``PLAIN`` on this one alone and without PipeShift."""
     L.seed_everything(SEED, verbose=False)
     strategy: Any = "auto"
+    moves = []
     if how is not PLAIN:
         strategy = PipeShiftStrategy(
-            microbatches=how.microbatches, schedule=how.schedule, partition=how.partition
+            microbatches=how.microbatches,
+            schedule=how.schedule,
+            partition=how.partition,
+            recompute=how.recompute,
         )
+        moves = [_Moves(how.then)]
     logged = _Logged()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
         strategy=strategy,
         max_epochs=max_epochs,
-        callbacks=[logged],
+        callbacks=[logged, *moves],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -175,7 +200,7 @@ def assert_all_same(
         of_run = [trained[number] for trained in of_each_rank]
         for rank, found in enumerate(of_run):
             what = f"{how}, rank {rank} of {len(of_each_rank)}"
-            assert found.counts == tuple(how.partition), what
+            assert found.counts == how.last_cut, what
             if same_bits:
                 assert_same_bits(found, expected, what)
             else:
@@ -219,9 +244,19 @@ def cuts_in_three(num_layers: int, number: int) -> list[list[int]]:
 
 
 def with_schedules(cuts: Sequence[list[int]], number: int) -> list[Pipelined]:
-    """All schedules by turns."""
+    """All schedules by turns, with and without recomputation; and every second one ends as the
+    others are cut.
+    """
     names = tuple(SCHEDULES)
-    return [Pipelined(cut, names[(i + number) % len(names)]) for i, cut in enumerate(cuts)]
+    found = []
+    for i, cut in enumerate(cuts):
+        how = Pipelined(cut, names[(i + number) % len(names)])
+        if (i + number // 3) % 2:
+            how = how._replace(recompute="full")
+        if i % 2:
+            how = how._replace(then=tuple(cuts[i - 1 :: -1]))
+        found.append(how)
+    return found
 
 
 @pytest.mark.parametrize("name", ZOO)

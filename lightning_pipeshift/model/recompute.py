@@ -83,7 +83,11 @@ class Region:
         self._draw = draw
         self._ambient = _ambient()
         leaves, self._rebuild = flatten((args, kwargs))
-        self._inputs = [_Input.of(leaf) for leaf in leaves]
+        # One tensor given twice is one tensor again: attention asks whether `query is key`.
+        unique = {id(leaf): leaf for leaf in leaves}
+        places = {identity: place for place, identity in enumerate(unique)}
+        self._places = [places[id(leaf)] for leaf in leaves]
+        self._inputs = [_Input.of(leaf) for leaf in unique.values()]
         self._slots = slots_of(gate.layer)
         # Its parameters are there anyway; a view of one saves nothing.
         self._resident = {
@@ -153,7 +157,8 @@ class Region:
                 stack.enter_context(context())
             if self._buffers is not None:
                 stack.enter_context(self._buffers.in_place())
-            args, kwargs = self._rebuild([entry.again() for entry in self._inputs])
+            inputs = [entry.again() for entry in self._inputs]
+            args, kwargs = self._rebuild([inputs[place] for place in self._places])
             self._draw()
             # What this graph would need for a backward is taken out; nobody runs it.
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _never))

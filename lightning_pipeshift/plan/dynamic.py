@@ -14,121 +14,136 @@ make up for the sum. (Zheng et al., Alpa, OSDI 2022, section 5.2, tries every po
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
-from lightning_pipeshift.plan.workload import Cut, Numbers, Workload, running_sums
+from lightning_pipeshift.plan.recomputation import bytes_held
+from lightning_pipeshift.plan.workload import Cut, Numbers, Workload, sums_of_ranges
 
 
-def fastest_cuts(
-    workload: Workload,
-    most: int = 8,
-    again: Numbers | None = None,
-    drained: frozenset[int] | None = None,
-    slack: float = 0.05,
-) -> list[Cut]:
-    """The cut with the least :meth:`Workload.estimate` without recomputation, and near ones.
+def fastest_cuts(workload: Workload, most: int = 8) -> list[Cut]:
+    """The cut with the least :meth:`Workload.estimate` of those that fit without recomputation, and
+    others that come near it.
 
     Args:
         workload: the layers, the stages in their order, and the boundaries that may be cut.
         most: how many cuts, at most.
-        again: (S, L + 1, L + 1) seconds that stage s recomputes in order to have room for the
-            layers from b to e, at ``[s, b, e]``: infinite where it can't. ``None``: nothing is
-            recomputed, and what has no room as it is, is out.
-        drained: the stages that own no layer; ``None``: any.
-        slack: how much more than the best the others may take.
 
-    Returns the best one first. The others are on the Pareto front of pace and sum: the best of
-    their pace. Empty where nothing fits.
+    Returns the best one first; empty where nothing fits.
     """
-    programme = _Programme.of(workload, again, drained)
-    solution = programme.solve(math.inf)
-    if solution is None:
-        return []
-    rest = workload.microbatches - 1
-    least_pace, least_sum = programme.least_pace(), solution.sum
-    found: list[_Solution] = []
-    best = math.inf
-    limit = math.inf
-    # The one that bounds the others best, next to the first: where the pace is least.
-    for first in (solution, programme.solve(least_pace)):
-        assert first is not None, "a pace that some cut has"
-        found.append(first)
-        best = min(best, first.seconds(rest))
-    while True:
-        if rest:
-            limit = min(limit, (best * (1 + slack) - least_sum) / rest)
-        if limit < least_pace:
-            break
-        solution = programme.solve(limit)
-        if solution is None:
-            break
-        found.append(solution)
-        best = min(best, solution.seconds(rest))
-        # Lower paces have sums at least as large.
-        least_sum = solution.sum
-        limit = math.nextafter(solution.pace, -math.inf)
-    ordered = sorted(set(found), key=lambda one: (one.seconds(rest), one.counts))
-    near = [one for one in ordered if one.seconds(rest) <= best * (1 + slack)]
-    return [Cut(one.counts) for one in near[:most]]
+    fits = bytes_held(workload, "none") <= workload.room_bytes[:, None, None]
+    programme = Programme.of(workload, np.where(fits, 0.0, math.inf))
+    return [Cut(solution.counts) for solution in programme.fastest(most)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Solution:
-    sum: float
-    pace: float
+class Solution:
+    """A cut and its estimate.
+
+    Args:
+        seconds: of a step.
+        pace: of the slowest stage or link, for a microbatch.
+        sum: of all stages and links.
+        counts: the layers per stage.
+    """
+
+    seconds: float
     counts: tuple[int, ...]
-
-    def seconds(self, rest: int) -> float:
-        return self.sum + rest * self.pace
+    pace: float = field(compare=False)
+    sum: float = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
-class _Programme:
-    """What stage s adds with the layers from b to e, at ``[s, b, e]``; infinite where it can't."""
+class Programme:
+    """What each stage adds with each range of layers, and the best way to add that up.
+
+    Args:
+        sums: (S, L + 1, L + 1), the seconds of a microbatch on stage s with the layers from b to e,
+            and on the link behind it, at ``[s, b, e]``; infinite where that is not possible.
+        paces: (S, L + 1, L + 1), the seconds of the slower of the two, likewise.
+        microbatches: of a step.
+    """
 
     sums: Numbers
     paces: Numbers
+    microbatches: int
 
     @classmethod
-    def of(
-        cls, workload: Workload, again: Numbers | None, drained: frozenset[int] | None
-    ) -> _Programme:
+    def of(cls, workload: Workload, again: Numbers) -> Programme:
+        """The programme of a workload.
+
+        Args:
+            workload: the layers, stages and boundaries.
+            again: (S, L + 1, L + 1), the seconds that a stage recomputes; infinite where it has no
+                room.
+        """
         num_stages, num_layers = workload.num_stages, workload.num_layers
         begins, ends = np.ogrid[: num_layers + 1, : num_layers + 1]
-        last = np.arange(num_stages)[:, None, None] == num_stages - 1
-        possible = np.broadcast_to(begins <= ends, (num_stages, num_layers + 1, num_layers + 1))
+        is_last = np.arange(num_stages)[:, None, None] == num_stages - 1
+        possible = (begins <= ends) & np.isfinite(again)
         if workload.allowed is not None:
-            allowed = [b in workload.allowed or b in (0, num_layers) for b in range(num_layers + 1)]
-            possible = possible & (last | np.array(allowed))
-        if drained is not None:
-            empty = np.array([s in drained for s in range(num_stages)])[:, None, None]
-            possible = possible & (empty == (begins == ends))
-        if again is None:
-            held = range_bytes(workload)
-            again = np.where(held <= workload.room_bytes[:, None, None], 0.0, math.inf)
-        runs = (begins < ends) | last
+            allowed = {*workload.allowed, 0, num_layers}
+            possible &= is_last | np.array([b in allowed for b in range(num_layers + 1)])
+        # A stage without layers runs none of the user's code; see Workload.costs.
+        runs = (begins < ends) | is_last
         extra = workload.forward_extra + workload.backward_extra
-        slots = _of_ranges(workload.forward + workload.backward) + extra[:, None, None] * runs
+        slots = sums_of_ranges(workload.forward + workload.backward) + extra[:, None, None] * runs
+        sums = np.where(possible, slots, math.inf)
         paces = np.where(possible, slots + again, math.inf)
-        sums = np.where(np.isfinite(paces), slots, math.inf)
         # A link belongs to the stage in front of it.
-        links = [workload.payload_seconds[:, None, :], workload.gradient_seconds[:, None, :]]
-        sums[:-1] += links[0] + links[1]
-        paces[:-1] = np.maximum(paces[:-1], np.maximum(*links))
-        return cls(sums, paces)
+        there, back = workload.payload_seconds[:, None], workload.gradient_seconds[:, None]
+        sums[:-1] += there + back
+        paces[:-1] = np.maximum(paces[:-1], np.maximum(there, back))
+        return cls(sums, paces, workload.microbatches)
 
-    def solve(self, limit: float) -> _Solution | None:
-        """The least sum at a pace of at most ``limit``."""
+    def fastest(
+        self, most: int, drained: frozenset[int] | None = None, slack: float = 0.05
+    ) -> list[Solution]:
+        """The best solution, and others of the Pareto front of pace and sum.
+
+        Args:
+            most: how many, at most.
+            drained: the stages that own no layer; ``None``: whichever is best.
+            slack: how much more than the best the others may take, relative to it.
+
+        Returns the best one first; empty where nothing is possible.
+        """
+        programme = self if drained is None else self._drained(drained)
+        least_pace = narrowest(programme.paces)[0]
+        if not math.isfinite(least_pace):
+            return []
+        # The two ends of the front bound what can be in between.
+        ends = [programme.solve(math.inf), programme.solve(least_pace)]
+        found = {solution for solution in ends if solution is not None}
+        best = min(found).seconds
+        least_sum = min(solution.sum for solution in found)
+        limit = math.inf
+        rest = self.microbatches - 1
+        while True:
+            if rest:
+                limit = min(limit, (best * (1 + slack) - least_sum) / rest)
+            solution = programme.solve(limit) if limit >= least_pace else None
+            if solution is None:
+                break
+            found.add(solution)
+            best = min(best, solution.seconds)
+            # A lower pace has a sum at least as large.
+            least_sum = solution.sum
+            limit = math.nextafter(solution.pace, -math.inf)
+        return [one for one in sorted(found) if one.seconds <= best * (1 + slack)][:most]
+
+    def solve(self, limit: float) -> Solution | None:
+        """The least sum at a pace of at most ``limit`` seconds; ``None`` where there is none."""
         sums = np.where(self.paces <= limit, self.sums, math.inf)
         num_stages, num_ends = sums.shape[:2]
         everywhere = np.arange(num_ends)
         # What the stages so far take, by the boundary at which they end.
         best = sums[0, 0]
         origins = []
-        for stage in range(1, num_stages):
-            whole = best[:, None] + sums[stage]
+        for stage in sums[1:]:
+            whole = best[:, None] + stage
             origin = whole.argmin(axis=0)
             origins.append(origin)
             best = whole[origin, everywhere]
@@ -138,26 +153,34 @@ class _Programme:
         for origin in reversed(origins):
             bounds.append(int(origin[bounds[-1]]))
         bounds = [0, *reversed(bounds)]
-        pace = self.paces[range(num_stages), bounds[:-1], bounds[1:]].max()
-        counts = tuple(end - begin for begin, end in zip(bounds, bounds[1:], strict=False))
-        return _Solution(float(best[-1]), float(pace), counts)
+        counts = tuple(end - begin for begin, end in pairwise(bounds))
+        pace = float(self.paces[range(num_stages), bounds[:-1], bounds[1:]].max())
+        total = float(best[-1])
+        return Solution(total + (self.microbatches - 1) * pace, counts, pace, total)
 
-    def least_pace(self) -> float:
-        """The least pace of all cuts; infinite where there is none."""
-        best = self.paces[0, 0]
-        for paces in self.paces[1:]:
-            best = np.maximum(best[:, None], paces).min(axis=0)
-        return float(best[-1])
-
-
-def range_bytes(workload: Workload) -> Numbers:
-    """(S, L + 1, L + 1): what stage s holds with the layers from b to e, none recomputed."""
-    in_flight = np.array(workload.in_flight)[:, None]
-    return _of_ranges(workload.static_bytes + in_flight * workload.saved_bytes)
+    def _drained(self, drained: frozenset[int]) -> Programme:
+        """This one where these stages own no layer, and all others own some."""
+        empty = np.eye(self.sums.shape[1], dtype=bool)
+        given = np.array([s in drained for s in range(len(self.sums))])[:, None, None]
+        paces = np.where(empty == given, self.paces, math.inf)
+        return Programme(self.sums, paces, self.microbatches)
 
 
-def _of_ranges(table: Numbers) -> Numbers:
-    """(S, L) as (S, L + 1, L + 1): the sum from b to e, at ``[s, b, e]``."""
-    sums = running_sums(table)
-    ranges: Numbers = np.asarray(sums[:, None, :] - sums[:, :, None], float)
-    return ranges
+def narrowest(table: Numbers) -> tuple[float, tuple[int, ...]]:
+    """The counts whose largest entry is the least, and that entry.
+
+    Args:
+        table: (S, L + 1, L + 1), stage s with the layers from b to e, at ``[s, b, e]``; infinite
+            where that is not possible.
+    """
+    best = table[0, 0]
+    origins = []
+    for stage in table[1:]:
+        whole = np.maximum(best[:, None], stage)
+        origins.append(whole.argmin(axis=0))
+        best = whole.min(axis=0)
+    bounds = [table.shape[1] - 1]
+    for origin in reversed(origins):
+        bounds.append(int(origin[bounds[-1]]))
+    bounds = [0, *reversed(bounds)]
+    return float(best[-1]), tuple(end - begin for begin, end in pairwise(bounds))

@@ -77,15 +77,9 @@ def predict(
     if len(ranks) > 1:
         ends = rings(profile, cluster, ranks, workloads, cuts, timelines)
         summed = max([computed, *ends])
-    gradients = list(accumulate((layer.gradient_bytes for layer in profile.layers), initial=0))
-    optimizer = profile.optimizer_seconds_per_byte * max(
-        (gradients[end] - gradients[begin]) / cluster.devices[rank].speed
-        for machine, cut in zip(ranks, cuts, strict=True)
-        for rank, (begin, end) in zip(machine, pairwise(cut.bounds), strict=True)
-    )
     return Prediction(
         costs=tuple(costs),
-        step_seconds=summed + optimizer + profile.step_seconds,
+        step_seconds=summed + _besides(profile, cluster, ranks, cuts),
         exposed_seconds=summed - computed,
         memory_bytes=tuple(held),
     )
@@ -107,10 +101,63 @@ def rings(
     does a host's NIC.
     """
     ready = {
-        (id(workload), cut): _ready(profile.num_layers, workload, cut, timeline)
+        (id(workload), cut): _ready(workload, cut, _last_backwards(timeline))
         for workload, cut, timeline in zip(workloads, cuts, timelines, strict=True)
     }
-    begins: list[float] = np.maximum.reduce(list(ready.values())).tolist()
+    return _ring_ends(profile, cluster, ranks, cuts, list(ready.values()))
+
+
+def estimated_seconds(
+    profile: Profile,
+    cluster: Cluster,
+    ranks: Sequence[Sequence[int]],
+    workloads: Sequence[Workload],
+    cuts: Sequence[Cut],
+) -> float:
+    """The step of :func:`predict` in closed form, for a first look at many plans.
+
+    What :meth:`Workload.estimate` leaves out of the pipeline is left out here.
+    """
+    computed: dict[tuple[int, Cut], float] = {}
+    ready = []
+    for workload, cut in zip(workloads, cuts, strict=True):
+        if (id(workload), cut) in computed:
+            continue
+        seconds = computed[id(workload), cut] = workload.estimate(cut)
+        if len(ranks) > 1:
+            # Stage 0 ends last, and each of the others a backward and a message before the next.
+            costs = workload.costs(cut)
+            back = zip(costs.backward_seconds, costs.gradient_seconds, strict=False)
+            before = accumulate((compute + message for compute, message in back), initial=0.0)
+            ready.append(_ready(workload, cut, [seconds - earlier for earlier in before]))
+    ends = _ring_ends(profile, cluster, ranks, cuts, ready) if len(ranks) > 1 else []
+    return max([*computed.values(), *ends]) + _besides(profile, cluster, ranks, cuts)
+
+
+def _besides(
+    profile: Profile, cluster: Cluster, ranks: Sequence[Sequence[int]], cuts: Sequence[Cut]
+) -> float:
+    """What a step takes besides its actions and its rings: the optimizer, the loop, the data."""
+    gradients = list(accumulate((layer.gradient_bytes for layer in profile.layers), initial=0))
+    most = max(
+        (gradients[end] - gradients[begin]) / cluster.devices[rank].speed
+        for machine, cut in zip(ranks, cuts, strict=True)
+        for rank, (begin, end) in zip(machine, pairwise(cut.bounds), strict=True)
+    )
+    return profile.step_seconds + profile.optimizer_seconds_per_byte * most
+
+
+def _ring_ends(
+    profile: Profile,
+    cluster: Cluster,
+    ranks: Sequence[Sequence[int]],
+    cuts: Sequence[Cut],
+    ready: Sequence[NDArray[np.float64]],
+) -> list[float]:
+    """When each layer's ring is complete, where ``ready`` says when virtual machines have its
+    gradient: one entry for each that differs from the others.
+    """
+    begins: list[float] = np.maximum.reduce(ready).tolist()
     ring_of = {layer: ring for layers, ring in _rings(cluster, ranks, cuts) for layer in layers}
     count = len(ranks)
     free: dict[Hashable, float] = {}
@@ -171,18 +218,27 @@ def _rings(
         )
 
 
-def _ready(
-    num_layers: int, workload: Workload, cut: Cut, timeline: Timeline
-) -> NDArray[np.float64]:
-    """When each layer's gradient is there: the last backward passes the later layers first."""
-    ready = np.zeros(num_layers)
-    for stage, row in enumerate(timeline.rows):
-        ends = [span.end for span in row if span.action.kind is Kind.BACKWARD]
-        moment = ends[-1] if ends else timeline.step_seconds
-        for layer in range(cut.bounds[stage], cut.bounds[stage + 1]):
-            ready[layer] = moment
-            moment -= float(workload.backward[stage, layer])
+def _ready(workload: Workload, cut: Cut, ends: Sequence[float]) -> NDArray[np.float64]:
+    """When each layer's gradient is there, where ``ends`` says when each stage's last backward
+    ends: it passes the later layers first.
+    """
+    ready = np.zeros(workload.num_layers)
+    for stage, moment in enumerate(ends):
+        own = slice(cut.bounds[stage], cut.bounds[stage + 1])
+        after = np.cumsum(workload.backward[stage, own])
+        ready[own] = moment - np.concatenate([[0.0], after[:-1]])[: len(after)]
     return ready
+
+
+def _last_backwards(timeline: Timeline) -> list[float]:
+    """When each stage's last backward ends."""
+    return [
+        max(
+            (span.end for span in row if span.action.kind is Kind.BACKWARD),
+            default=timeline.step_seconds,
+        )
+        for row in timeline.rows
+    ]
 
 
 def crowded(cluster: Cluster, ranks: Sequence[Sequence[int]]) -> Cluster:

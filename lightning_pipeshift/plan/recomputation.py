@@ -115,11 +115,12 @@ class Recomputation:
         return Cut(tuple(counts), frozenset(layers))
 
     def fewest(self, stage: int, begin: int, end: int) -> tuple[int, ...]:
-        """The layers that a stage recomputes if it is to be as few as possible."""
-        weights = 1.0 + self._workload.forward[stage, begin:end] / (
-            1.0 + self._workload.forward[stage].sum()
-        )
-        return self._cover(stage, begin, end, weights / len(weights))
+        """The layers that a stage recomputes for a range if they are to be as few as possible."""
+        if self._recompute != "auto" or self._lacking[stage, begin, end] == 0:
+            return ()
+        seconds = self._workload.forward[stage, begin:end]
+        # All seconds together weigh less than one layer.
+        return self._cover(stage, begin, end, 1.0 + seconds / (1.0 + 2.0 * seconds.sum()))
 
     def _settle(self, stage: int, begin: int, end: int) -> bool:
         where = (stage, begin, end)
@@ -172,7 +173,7 @@ def lightest_cover(gains: Numbers, weights: Numbers, needed: float) -> list[int]
     gain, weight = np.zeros(1), np.zeros(1)
     taken = np.zeros((1, len(order)), dtype=bool)
     enough = math.inf
-    best = taken[0]
+    best = ~taken[0]
     for item in range(len(order)):
         more = taken.copy()
         more[:, item] = True
@@ -195,7 +196,6 @@ def lightest_cover(gains: Numbers, weights: Numbers, needed: float) -> list[int]
         if len(gain) > _LONGEST_FRONT:
             kept = np.linspace(0, len(gain) - 1, _LONGEST_FRONT).astype(int)
             gain, weight, taken = gain[kept], weight[kept], taken[kept]
-    assert math.isfinite(enough), "all items together are enough"
     return sorted(int(index) for index in order[best])
 
 

@@ -1,18 +1,202 @@
-"""Interim."""
+"""The best cut: candidates from the exact solvers, improved on the simulator.
+
+The estimate that :mod:`dynamic` minimises knows neither that transfers and computing overlap only
+in part nor how a schedule starts and ends. The simulator does, and is asked about many cuts at
+once. What it says depends most on which stages own layers at all (a slow device, or one behind a
+slow link, is better drained) and then on the last few layers at each boundary: so there is a
+candidate for each choice of stages, and the best of them are moved by a layer or two.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import chain, combinations, pairwise
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lightning_pipeshift.errors import PlanError
-from lightning_pipeshift.plan.dynamic import fastest_cuts
+from lightning_pipeshift.plan.dynamic import Programme
+from lightning_pipeshift.plan.recomputation import Recomputation
+from lightning_pipeshift.plan.room import nothing_fits
 from lightning_pipeshift.plan.workload import Cut, Workload
+
+RECOMPUTE: Final = ("auto", "full", "none")
+"""What a user may say of recomputation: where it pays, of everything, or never."""
+
+# How many candidates are improved, side by side.
+_CLIMBERS: Final = 4
+
+# With no more stages than this, all choices of those that own layers are tried; with more, those
+# that differ from the estimate's by one stage.
+_FEW_STAGES: Final = 4
+
+# Runs of neighbouring cuts that move together have at most this length.
+_LONGEST_RUN: Final = 8
+
+# What takes a billionth longer is as fast: the rest is rounding.
+_EQUAL: Final = 1 + 1e-9
+
+# A stage with more than its even share of the estimated time, by this factor, is never of use.
+_PATIENCE: Final = 1.5
+
+Counts = tuple[int, ...]
 
 
 def best_cut(workload: Workload, recompute: str = "auto", start: Sequence[Cut] = ()) -> Cut:
-    """Interim: the fastest by estimate."""
-    cuts = fastest_cuts(workload)
-    if not cuts:
-        raise PlanError("nothing fits")
-    times = workload.step_seconds(cuts)
-    return cuts[times.index(min(times))]
+    """The cut with the least step time, by the simulator, of those that fit.
+
+    Args:
+        workload: the layers, the stages in their order, and the boundaries that may be cut.
+        recompute: ``"auto"``: the layers that make it fastest under the memory that there is;
+            ``"full"``: all layers, where that frees memory; ``"none"``: none.
+        start: cuts to improve as well, such as the one in force. Where two are equally fast, the
+            one that is among these goes before, then the one that recomputes fewer layers, and then
+            the more even one.
+
+    Raises PlanError where nothing fits, which says by how much and what would fit.
+    """
+    if recompute not in RECOMPUTE:
+        known = ", ".join(map(repr, RECOMPUTE))
+        raise PlanError(f"recompute={recompute!r}; choose one of {known}")
+    recomputation, programme = _settled(workload, recompute)
+    candidates = programme.fastest(_CLIMBERS)
+    if not candidates:
+        raise nothing_fits(workload, recompute)
+    search = _Search(workload, recomputation)
+    search.add(solution.counts for solution in candidates)
+    for drained in _choices_near(candidates[0].counts):
+        search.add(solution.counts for solution in programme.fastest(1, drained))
+    known = [cut.counts for cut in start if workload.is_allowed(cut)]
+    search.add(known)
+    search.climb()
+    return search.best(known)
+
+
+def _settled(workload: Workload, recompute: str) -> tuple[Recomputation, Programme]:
+    """What is recomputed, exactly so for the cuts with the least estimate."""
+    longest_seconds = math.inf
+    if not np.isfinite(workload.room_bytes).any() and recompute == "auto":
+        recompute = "none"
+    if recompute == "auto":
+        for simpler in ("none", "full"):
+            programme = Programme.of(workload, Recomputation(workload, simpler).seconds)
+            if solutions := programme.fastest(1):
+                # A stage's own seconds, times the microbatches, are in the estimate.
+                longest_seconds = _PATIENCE * solutions[0].seconds / workload.microbatches
+                break
+    recomputation = Recomputation(workload, recompute, longest_seconds)
+    programme = Programme.of(workload, recomputation.seconds)
+    # What was too good to be true is corrected, until the best is true.
+    while recomputation.settle(solution.counts for solution in programme.fastest(_CLIMBERS)):
+        programme = Programme.of(workload, recomputation.seconds)
+    return recomputation, programme
+
+
+def _choices_near(counts: Counts) -> Iterable[frozenset[int]]:
+    """Sets of stages that own no layer, to try besides those of a cut."""
+    stages = range(len(counts))
+    if len(counts) <= _FEW_STAGES:
+        return map(frozenset, chain.from_iterable(combinations(stages, k) for k in stages))
+    drained = frozenset(s for s, count in enumerate(counts) if not count)
+    return [drained ^ {s} for s in stages]
+
+
+class _Search:
+    """The cuts that have been looked at, one for each choice of counts."""
+
+    def __init__(self, workload: Workload, recomputation: Recomputation) -> None:
+        self._workload = workload
+        self._recomputation = recomputation
+        self._seconds: dict[Counts, float] = {}
+        self._cuts: dict[Counts, Cut] = {}
+        allowed = range(workload.num_layers) if workload.allowed is None else workload.allowed
+        inner = sorted(b for b in allowed if 0 < b < workload.num_layers)
+        self._points = np.array([0, *inner, workload.num_layers])
+
+    def add(self, candidates: Iterable[Counts]) -> None:
+        """Times the cuts with these counts, if they fit."""
+        new = []
+        for counts in dict.fromkeys(candidates):
+            if counts not in self._seconds:
+                self._seconds[counts] = math.inf
+                cut = self._recomputation.cut(counts)
+                if cut is not None:
+                    new.append(cut)
+        for cut, seconds in zip(new, self._workload.step_seconds(new), strict=True):
+            self._seconds[cut.counts] = seconds
+            self._cuts[cut.counts] = cut
+
+    def climb(self) -> None:
+        """Goes from the best cuts to better neighbours, as long as there are any."""
+        steps = _steps(self._workload.num_stages - 1)
+        front = sorted(self._cuts, key=self._order)[:_CLIMBERS]
+        been = set(front)
+        while front:
+            around = [self._neighbours(counts, steps) for counts in front]
+            self.add(chain.from_iterable(around))
+            ahead = []
+            for counts, neighbours in zip(front, around, strict=True):
+                best = min(neighbours, key=self._order, default=counts)
+                is_better = self._seconds[best] * _EQUAL < self._seconds[counts]
+                if is_better and best not in been:
+                    been.add(best)
+                    ahead.append(best)
+            front = ahead
+
+    def best(self, known: Sequence[Counts]) -> Cut:
+        """The fastest of all; of equally fast ones see :func:`best_cut`."""
+        least = min(self._seconds.values()) * _EQUAL
+        fastest = [counts for counts in self._cuts if self._seconds[counts] <= least]
+
+        def preference(counts: Counts) -> tuple[object, ...]:
+            # The last is as in balance.balanced: more layers on earlier stages.
+            cut = self._cuts[counts]
+            return (
+                counts not in known,
+                len(cut.recompute),
+                sum(count**2 for count in counts),
+                [-count for count in counts],
+            )
+
+        return self._with_fewer_recomputed(self._cuts[min(fastest, key=preference)], least)
+
+    def _with_fewer_recomputed(self, cut: Cut, most_seconds: float) -> Cut:
+        """Layers that take longer, but are fewer, where the stage waits anyway."""
+        for s, (begin, end) in enumerate(pairwise(cut.bounds)):
+            own = frozenset(range(begin, end))
+            fewest = self._recomputation.fewest(s, begin, end)
+            if len(fewest) < len(own & cut.recompute):
+                other = Cut(cut.counts, (cut.recompute - own) | frozenset(fewest))
+                if self._workload.step_seconds([other])[0] <= most_seconds:
+                    cut = other
+        return cut
+
+    def _neighbours(self, counts: Counts, steps: NDArray[np.intp]) -> list[Counts]:
+        """The cuts a few steps from one to the next allowed boundary away."""
+        places = np.searchsorted(self._points, np.cumsum(counts)[:-1]) + steps
+        last = len(self._points) - 1
+        places = np.pad(places, ((0, 0), (1, 1)), constant_values=((0, 0), (0, last)))
+        places = places[(np.diff(places) >= 0).all(axis=1)]
+        return [tuple(row) for row in np.diff(self._points[places]).tolist()]
+
+    def _order(self, counts: Counts) -> tuple[float, Counts]:
+        return self._seconds[counts], counts
+
+
+@lru_cache(maxsize=64)
+def _steps(num_cuts: int) -> NDArray[np.intp]:
+    """(N, num_cuts): one cut by one or two steps, or a run of neighbouring ones by one, which
+    moves layers between stages that are no neighbours.
+    """
+    rows = []
+    for first in range(num_cuts):
+        for length in range(1, min(_LONGEST_RUN, num_cuts - first) + 1):
+            for step in (-1, 1) if length > 1 else (-2, -1, 1, 2):
+                row = [0] * num_cuts
+                row[first : first + length] = [step] * length
+                rows.append(row)
+    return np.array(rows, dtype=np.intp).reshape(-1, num_cuts)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise, product
 from typing import Final
 
-from lightning_pipeshift.plan.cluster import Cluster
+from lightning_pipeshift.plan.cluster import Cluster, Device
 from lightning_pipeshift.plan.profile import Profile
 
 Order = tuple[int, ...]
 """A virtual machine's ranks, in stage order."""
+
+Orders = tuple[Order, ...]
+"""Those of all virtual machines."""
 
 _PATIENCE: Final = 1.02
 """How much slower a step may be for the sake of the order in which the ranks were given."""
@@ -65,74 +68,83 @@ def _seconds_per_byte(cluster: Cluster, rank: int, replicas: Sequence[Sequence[i
 
 
 def best_order(
-    cluster: Cluster,
-    machines: Sequence[Order],
-    starts: Sequence[Sequence[Order]],
-    step_seconds: Callable[[Sequence[Order]], float],
-    estimate: Callable[[Sequence[Order]], float],
+    machines: Orders,
+    starts: Sequence[Orders],
+    alike: Sequence[int],
+    step_seconds: Callable[[Orders], float],
+    estimate: Callable[[Orders], float],
     most: int = 120,
-) -> tuple[Order, ...]:
+) -> Orders:
     """The orders with the shortest step; of those within 2 % of it the one nearest to ``machines``.
 
     Where there are few different orders all are tried. Otherwise the starts are, and what becomes
     of the best of them when stages are swapped as long as that helps.
 
     Args:
-        cluster: the machines.
         machines: the ranks of each virtual machine, in the order that is preferred.
         starts: orders of all virtual machines to begin with: the rule's, say.
+        alike: for each rank, see :func:`interchangeable`.
         step_seconds: what the simulator says of the orders of all virtual machines.
         estimate: the same at a fraction of the cost; it decides about swaps.
         most: how many orders are few.
     """
-    named = [names(cluster, machine) for machine in machines]
-    tried: dict[tuple[Order, ...], float] = {}
+    tried: dict[Orders, float] = {}
 
-    def attempt(orders: Sequence[Order]) -> float:
-        key = tuple(orders)
-        if key not in tried:
-            tried[key] = step_seconds(key)
-        return tried[key]
+    def attempt(orders: Orders) -> None:
+        if orders not in tried:
+            tried[orders] = step_seconds(orders)
 
     for start in (machines, *starts):
         attempt(start)
+    named = [[alike[rank] for rank in machine] for machine in machines]
     if math.prod(map(_num_orders, named)) <= most:
-        every = [
-            list(_orders(machine, alike)) for machine, alike in zip(machines, named, strict=True)
-        ]
-        for orders in product(*every):
+        for orders in product(*map(_orders, machines, named)):
             attempt(orders)
     else:
-        best = min(tried, key=tried.__getitem__)
-        attempt(_climbed(best, named, machines, estimate, most))
+        attempt(_climbed(min(tried, key=tried.__getitem__), alike, estimate, most))
     limit = _PATIENCE * min(tried.values())
     within = [orders for orders, seconds in tried.items() if seconds <= limit]
     return min(within, key=lambda orders: (_num_out_of_order(orders, machines), tried[orders]))
 
 
-def names(cluster: Cluster, machine: Order) -> tuple[int, ...]:
-    """For each rank, the first one of the machine that could stand in for it: a device of the same
-    kind, speed and room, with the same links to all others.
+def interchangeable(cluster: Cluster) -> tuple[int, ...]:
+    """For each rank, the first one that could stand in for it: a device of the same kind, speed and
+    room, with the same links to all others.
     """
     found: list[int] = []
-    for rank in machine:
-        firsts = dict.fromkeys(found)
-        found.append(next((first for first in firsts if alike(cluster, first, rank)), rank))
+    hosts: dict[str, list[int]] = {}
+    for rank, device in enumerate(cluster.devices):
+        hosts.setdefault(device.host, []).append(rank)
+    seen: dict[Hashable, int] = {}
+    for rank, device in enumerate(cluster.devices):
+        # Most are settled without a look at links.
+        key = rank if cluster.ranks else (device.host, *_worth(device))
+        if key not in seen:
+            firsts = dict.fromkeys(found)
+            seen[key] = next((one for one in firsts if _alike(cluster, hosts, one, rank)), rank)
+        found.append(seen[key])
     return tuple(found)
 
 
-def alike(cluster: Cluster, one: int, other: int) -> bool:
+def _alike(cluster: Cluster, hosts: Mapping[str, Sequence[int]], one: int, other: int) -> bool:
     """Whether two ranks are interchangeable."""
     a, b = cluster.devices[one], cluster.devices[other]
-    if (a.kind, a.speed, a.room_bytes) != (b.kind, b.speed, b.room_bytes):
+    if _worth(a) != _worth(b):
         return False
-    if a.host == b.host and not cluster.ranks:
-        return True
+    # Their own hosts first: there they differ, if they do.
+    thirds = [hosts[a.host], hosts[b.host]]
+    if cluster.ranks or cluster.hosts:
+        thirds += hosts.values()
     return all(
         cluster.link(one, third) == cluster.link(other, third)
-        for third in range(cluster.num_ranks)
+        for ranks in thirds
+        for third in ranks
         if third not in (one, other)
     )
+
+
+def _worth(device: Device) -> tuple[str, float, float]:
+    return device.kind, device.speed, device.room_bytes
 
 
 def _num_orders(alike: Sequence[int]) -> int:
@@ -151,28 +163,19 @@ def _orders(machine: Order, alike: Sequence[int]) -> Iterator[Order]:
 
 
 def _climbed(
-    orders: Sequence[Order],
-    named: Sequence[Sequence[int]],
-    machines: Sequence[Order],
-    estimate: Callable[[Sequence[Order]], float],
-    most: int,
-) -> tuple[Order, ...]:
+    orders: Orders, alike: Sequence[int], estimate: Callable[[Orders], float], most: int
+) -> Orders:
     """The orders after swaps of two stages, each of which shortened the step.
 
     Virtual machines that look alike are swapped alike: a ring would pay for one that is not. Runs
     of interchangeable stages are swapped whole: nothing is gained in between."""
-    name_of = {
-        rank: name
-        for machine, alike in zip(machines, named, strict=True)
-        for rank, name in zip(machine, alike, strict=True)
-    }
-    best = tuple(orders)
+    best = orders
     seconds = estimate(best)
     left = most
     improved = True
     while improved and left > 0:
         improved = False
-        runs = [_runs([name_of[rank] for rank in order]) for order in best]
+        runs = [_runs([alike[rank] for rank in order]) for order in best]
         for pattern in dict.fromkeys(map(tuple, runs)):
             pairs = [(i, j) for i in range(len(pattern)) for j in range(i + 1, len(pattern))]
             # Neighbours first: the rule is seldom far off.
@@ -203,7 +206,7 @@ def _swapped(order: Order, begins: Sequence[int], one: int, other: int) -> Order
     return tuple(rank for piece in pieces for rank in piece)
 
 
-def _num_out_of_order(orders: Sequence[Order], machines: Sequence[Order]) -> int:
+def _num_out_of_order(orders: Orders, machines: Orders) -> int:
     """How many pairs of stages are the other way round."""
     count = 0
     for order, machine in zip(orders, machines, strict=True):

@@ -23,6 +23,9 @@ from lightning_pipeshift.plan.simulator import Clock, Costs, clock
 Numbers = NDArray[np.float64]
 LongNumbers = NDArray[np.longdouble]
 
+# Cuts are timed side by side, but so many at most: each takes some memory for every action.
+_AT_ONCE = 512
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
@@ -123,8 +126,9 @@ class Workload:
         runs = (begins < ends) | (stages == self.num_stages - 1)
 
         def sums(ends_of: LongNumbers, extra: Numbers) -> Numbers:
-            layers: Numbers = np.asarray(ends_of[stages, ends] - ends_of[stages, begins], float)
-            return layers + extra[:, None] * runs
+            layers = np.asarray(ends_of[stages, ends] - ends_of[stages, begins], float)
+            whole: Numbers = layers + extra[:, None] * runs
+            return whole
 
         again = np.zeros((self.num_stages, len(cuts)))
         for number, cut in enumerate(cuts):
@@ -199,13 +203,14 @@ class Workload:
 
     def step_seconds(self, cuts: Sequence[Cut]) -> list[float]:
         """What the simulator says of each of many cuts."""
-        if not cuts:
-            return []
-        columns = self._columns(cuts)
-        # A recomputation that takes no time changes nothing: one clock serves all cuts.
-        again = self.recomputing if columns[-1].any() else frozenset()
-        timed = clock(self.schedule, self.num_stages, self.microbatches, again)
-        return [float(seconds) for seconds in timed.step_seconds(columns)]
+        seconds: list[float] = []
+        for begin in range(0, len(cuts), _AT_ONCE):
+            columns = self._columns(cuts[begin : begin + _AT_ONCE])
+            # A recomputation that takes no time changes nothing: one clock serves all cuts.
+            again = self.recomputing if columns[-1].any() else frozenset()
+            timed = clock(self.schedule, self.num_stages, self.microbatches, again)
+            seconds += timed.step_seconds(columns).tolist()
+        return seconds
 
     def _bounds(self, cuts: Sequence[Cut]) -> NDArray[np.intp]:
         """The cuts' bounds, a column for each."""
@@ -215,7 +220,8 @@ class Workload:
                     f"a cut {list(cut.counts)} for {self.num_layers} layers on {self.num_stages}"
                     " stages; one count for each stage, and all add up to the layers"
                 )
-        return np.array([cut.bounds for cut in cuts], dtype=np.intp).T
+        bounds: NDArray[np.intp] = np.array([cut.bounds for cut in cuts], dtype=np.intp).T
+        return bounds
 
     def _ranges(self, cut: Cut) -> list[range]:
         return [range(*ends) for ends in pairwise(map(int, self._bounds([cut])[:, 0]))]
@@ -234,6 +240,15 @@ def running_sums(table: Numbers) -> LongNumbers:
     sums = np.zeros((*table.shape[:-1], table.shape[-1] + 1), dtype=np.longdouble)
     np.cumsum(table, axis=-1, dtype=np.longdouble, out=sums[..., 1:])
     return sums
+
+
+def sums_of_ranges(table: Numbers) -> Numbers:
+    """(..., L) as (..., L + 1, L + 1): the sum from layer b to layer e, at ``[..., b, e]``.
+
+    Less than zero, or nonsense, where e is less than b."""
+    sums = running_sums(table)
+    ranges: Numbers = np.asarray(sums[..., None, :] - sums[..., :, None], float)
+    return ranges
 
 
 def workload_of(

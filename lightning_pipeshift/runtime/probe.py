@@ -25,6 +25,19 @@ from lightning_pipeshift.errors import some_of
 from lightning_pipeshift.plan.cluster import FREE, Cluster, Device, Link
 from lightning_pipeshift.runtime.channels import Channels
 
+SAME_SPEED: Final = 0.75
+"""Devices of one kind at this part of the fastest's rate, or above, count as equally fast."""
+
+SAME_BANDWIDTH: Final = 1 / 1.5
+SAME_LATENCY: Final = 1 / 3
+"""The same for links. What two processes measure on one busy host varies by nearly so much."""
+
+UNSTEADY: Final = 3.0
+"""A median this many times the best says that something else ran."""
+
+SLOW: Final = 0.5
+"""Below this part of its kind's median rate, a device is worth a note."""
+
 _SLICES_SECONDS = 0.06
 _FEWEST_SLICES, _MOST_SLICES = 3, 64
 # A product takes 1 to 2 ms on a CPU core of today, and about as long on a GPU. One size for all
@@ -35,6 +48,58 @@ _ALL_PAIRS_RANKS = 8
 _FIRST_BYTES, _MOST_BYTES = 1 << 16, 1 << 22
 _TRANSFER_SECONDS, _MOST_TRANSFER_SECONDS = 0.02, 0.2
 _REPORT_SECONDS = 1.0
+
+Pair = tuple[int, int]
+"""Two ranks, the lower first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one rank has found of its own device, as it was measured.
+
+    Args:
+        device: its host and kind.
+        processor: names what computes. Ranks with the same one are equally fast, whatever each
+            of them sees in a short while.
+        operations: floating-point operations in a slice.
+        best_seconds: what the fastest slice took.
+        median_seconds: what slices took in the median.
+        pool: names the memory that it draws on. Ranks with the same one share it.
+        memory_bytes: what the pool has.
+        free_bytes: what is free of that.
+    """
+
+    device: Device
+    processor: str
+    operations: float
+    best_seconds: float
+    median_seconds: float
+    pool: str
+    memory_bytes: int
+    free_bytes: int
+
+    @property
+    def rate(self) -> float:
+        """Floating-point operations per second, undisturbed."""
+        return self.operations / self.best_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the ranks have found together.
+
+    Args:
+        cluster: the devices and their links. A device's speed is relative to the fastest of its
+            kind: how kinds compare is for the layers themselves to say, measured on each.
+        rates: floating-point operations per second, by rank; a first guess until then. Equal for
+            devices of equal kind and speed.
+        notes: what a person may want to look into, in words.
+    """
+
+    cluster: Cluster
+    rates: tuple[float, ...]
+    notes: tuple[str, ...]
+
 
 def time_slices(device: torch.device) -> list[float]:
     """Seconds of each slice of a short computation, always the same: a product of two matrices.
@@ -93,7 +158,7 @@ def probe(
     memory_bytes, free_bytes = _memory(device)
     mine = Found(
         device=here,
-        processor=_processor(device, here.host),
+        processor=_processor(device, here),
         operations=2.0 * _size(device) ** 3,
         # No clock is so fine that a slice took nothing.
         best_seconds=max(seconds[0], 1e-9),
@@ -111,16 +176,137 @@ def probe(
     return assess(found, links)
 
 
+# --- what the figures say ---
+
+
+def assess(found: Sequence[Found], links: Mapping[Pair, Link]) -> Measured:
+    """What every rank's figures come to.
+
+    Args:
+        found: by rank.
+        links: the pairs that were measured.
+    """
+    processors = _ranks_by([each.processor for each in found])
+    rates = [0.0] * len(found)
+    for ranks in processors.values():
+        for rank in ranks:
+            rates[rank] = max(found[one].rate for one in ranks)
+    kinds = _ranks_by([each.device.kind for each in found])
+    notes = tuple(_notes(found, rates, processors, kinds))
+    speeds = [1.0] * len(found)
+    for ranks in kinds.values():
+        levels = levelled([rates[rank] for rank in ranks], SAME_SPEED)
+        for rank, level in zip(ranks, levels, strict=True):
+            rates[rank], speeds[rank] = level, level / max(levels)
+
+    pools = _ranks_by([each.pool for each in found])
+    devices = []
+    for each, speed in zip(found, speeds, strict=True):
+        sharers = pools[each.pool]
+        # The least: ranks that share it see a little more or less, one after the other.
+        memory_bytes = min(found[rank].memory_bytes for rank in sharers) // len(sharers)
+        free_bytes = min(found[rank].free_bytes for rank in sharers) // len(sharers)
+        devices.append(
+            # A device with 0 free bytes would be one of which nothing is known.
+            replace(
+                each.device,
+                speed=speed,
+                memory_bytes=memory_bytes,
+                free_bytes=max(free_bytes, 1) if memory_bytes else 0,
+            )
+        )
+    return Measured(_cluster(tuple(devices), links), tuple(rates), notes)
+
+
+def _ranks_by(names: Sequence[str]) -> dict[str, list[int]]:
+    """The ranks of each name."""
+    ranks: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        ranks.setdefault(name, []).append(rank)
+    return ranks
+
+
+def levelled(values: Sequence[float], ratio: float) -> list[float]:
+    """Each value as the highest of its level. A level reaches from the highest value that is in
+    none yet down to ``ratio`` of it: interruptions only make a figure lower than it should be.
+    """
+    level: dict[float, float] = {}
+    top = 0.0
+    for value in sorted(values, reverse=True):
+        if not level or value < ratio * top:
+            top = value
+        level[value] = top
+    return [level[value] for value in values]
+
+
+def _cluster(devices: tuple[Device, ...], measured: Mapping[Pair, Link]) -> Cluster:
+    """A cluster that says of each link no more than how it differs from the usual."""
+    hosts = [device.host for device in devices]
+    links: dict[Pair, Link] = {}
+    usual: dict[bool, Link] = {}
+    for is_inside in (True, False):
+        pairs = [pair for pair in measured if (hosts[pair[0]] == hosts[pair[1]]) is is_inside]
+        bandwidths = levelled([measured[pair].bandwidth for pair in pairs], SAME_BANDWIDTH)
+        quickness = levelled(
+            [1 / max(measured[pair].latency_seconds, 1e-9) for pair in pairs], SAME_LATENCY
+        )
+        for pair, bandwidth, quick in zip(pairs, bandwidths, quickness, strict=True):
+            links[pair] = Link(1 / quick, bandwidth)
+        usual[is_inside] = statistics.mode(links[pair] for pair in pairs) if pairs else FREE
+    inside, outside = usual[True], usual[False]
+
+    between: dict[tuple[str, str], list[Link]] = {}
+    for (one, other), link in links.items():
+        a, b = hosts[one], hosts[other]
+        between.setdefault((b, a) if (b, a) in between else (a, b), []).append(link)
+    of_hosts = {
+        (a, b): link
+        for (a, b), some in between.items()
+        if (link := statistics.mode(some)) != (inside if a == b else outside)
+    }
+    cluster = Cluster(devices, inside, outside, of_hosts)
+    of_ranks = {pair: link for pair, link in links.items() if link != cluster.link(*pair)}
+    return replace(cluster, ranks=of_ranks)
+
+
+def _notes(
+    found: Sequence[Found],
+    rates: Sequence[float],
+    processors: Mapping[str, Sequence[int]],
+    kinds: Mapping[str, Sequence[int]],
+) -> Iterator[str]:
+    for ranks in processors.values():
+        device = found[ranks[0]].device
+        # The rest of the host's name tells containers and clones apart, and no person.
+        name = f"{'ranks' if len(ranks) > 1 else 'rank'} {some_of([str(rank) for rank in ranks])}"
+        name += f" on host {device.host.partition('/')[0]} ({device.kind})"
+        best = min(found[rank].best_seconds for rank in ranks)
+        median = statistics.median(found[rank].median_seconds for rank in ranks)
+        if median > UNSTEADY * best:
+            yield (
+                f"{name}: the same computation took {1e3 * best:.2f} ms at best and"
+                f" {1e3 * median:.2f} ms in the median; another job may run there, or more ranks"
+                " than it has cores"
+            )
+        usual = statistics.median_high(rates[rank] for rank in kinds[device.kind])
+        if rates[ranks[0]] < SLOW * usual:
+            yield (
+                f"{name}: computes at {rates[ranks[0]] / usual:.0%} of the median of its kind;"
+                " another job may run there, it may be throttled (heat, power), or it has fewer"
+                " cores than the others"
+            )
+
+
 # --- what a rank computes on, and its memory ---
 
 
-def _processor(device: torch.device, host: str) -> str:
-    """The same for ranks that compute on the same GPU, or that the operating system gives any of
-    the same cores, on equal terms.
+def _processor(device: torch.device, here: Device) -> str:
+    """The same for ranks that compute on the same GPU, or on any of the same cores, as the
+    operating system likes, and on equal terms.
     """
     if device.type != "cpu":
-        return _pool(device, host)
-    terms = [host, str(torch.get_num_threads())]
+        return _pool(device, here.host)
+    terms = [here.host, here.kind, f"{torch.get_num_threads()} threads"]
     with suppress(OSError):
         # Containers are hosts of their own and may have their cores in common.
         terms[0] = Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -143,6 +329,64 @@ def _memory(device: torch.device) -> tuple[int, int]:
         return host_memory()
     free, total = torch.cuda.mem_get_info(device)
     return total, free
+
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+
+
+def host_memory(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> tuple[int, int]:
+    """What memory this host, or this container of it, has, and what is free of it, in bytes.
+
+    Args:
+        cgroups: where control groups are mounted.
+        own: the file that names this process's.
+    """
+    seen = psutil.virtual_memory()
+    total, free = int(seen.total), int(seen.available)
+    for limit, used in memory_limits(cgroups, own):
+        total, free = min(total, limit), min(free, max(limit - used, 0))
+    return total, free
+
+
+def memory_limits(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> Iterator[tuple[int, int]]:
+    """The limits of the control groups that this process is in, with what is used of each, in
+    bytes. All of them hold. Nothing where there are no control groups.
+
+    Source: the Linux kernel's Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
+    """
+    # In a container, the mount is often the container's own, whatever the file says.
+    groups = {cgroups: _VERSION_2, cgroups / "memory": _VERSION_1}
+    with suppress(OSError, ValueError):
+        for line in own.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            version = None if controllers else _VERSION_2
+            mount = cgroups
+            if "memory" in controllers.split(","):
+                version, mount = _VERSION_1, cgroups / "memory"
+            if version is None:
+                continue
+            group = mount / path.lstrip("/")
+            # A group's ancestors limit it, too: a batch system sets its limit on the job.
+            while group != mount and group != group.parent:
+                groups[group] = version
+                group = group.parent
+    for group, (limit_name, used_name, cache_name) in groups.items():
+        with suppress(OSError, ValueError):  # no such file, or "max": no limit
+            limit, used = int((group / limit_name).read_text()), 0
+            with suppress(OSError, ValueError):
+                used = int((group / used_name).read_text())
+                stat = dict(
+                    line.split() for line in (group / "memory.stat").read_text().splitlines()
+                )
+                # Files that nobody reads now give way at once.
+                used = max(used - int(stat.get(cache_name, 0)), 0)
+            yield limit, used
+
+
+# The names of the limit and of what is used, and that of unread files in memory.stat.
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 # --- links ---
@@ -230,7 +474,7 @@ def _measure_link(world: Channels, other: int) -> Link:
         seconds = min(one_way(num_bytes, 4 if num_bytes == _MOST_BYTES else 1))
     world.send_object(None, other)
     world.settle()
-    # The latency, too, is no more than measured.
+    # Noise may make the latency more than all of it.
     return Link(latency, num_bytes / max(seconds - latency, seconds / 10))
 
 

@@ -20,7 +20,7 @@ from lightning_pipeshift.model.saved import SavedBytes, bytes_of
 from lightning_pipeshift.model.timing import Samples, Timer
 from lightning_pipeshift.model.trace import Trace
 from lightning_pipeshift.plan.action import Kind
-from lightning_pipeshift.plan.measured import RankFigures, Times
+from lightning_pipeshift.plan.figures import RankFigures, Times
 from lightning_pipeshift.plan.profile import LayerProfile
 from lightning_pipeshift.runtime.replicas import Replicas
 

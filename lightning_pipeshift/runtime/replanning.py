@@ -19,7 +19,7 @@ from lightning_pipeshift.model.gate import Gate
 from lightning_pipeshift.model.measure import Figures
 from lightning_pipeshift.model.trace import Trace
 from lightning_pipeshift.plan.cluster import Cluster, Device
-from lightning_pipeshift.plan.measured import profile_of
+from lightning_pipeshift.plan.figures import profile_of
 from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.plan.profile import LayerProfile, Profile
 from lightning_pipeshift.runtime.planning import Settings, make_plan, prediction_of
