@@ -14,13 +14,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from statistics import median
-from typing import Any
 
 import lightning as L
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
 from torch.utils.data import TensorDataset
 
 from benchmarks.measuring import arguments, print_table, save
@@ -35,36 +32,12 @@ from benchmarks.side_by_side import (
     fit_beside,
     series,
 )
-from benchmarks.sleeping import BACKWARD_SECONDS, FORWARD_SECONDS, SleepingLayer
+from benchmarks.sleeping import BACKWARD_SECONDS, FORWARD_SECONDS, Sleeper, SleepingLayer, plain_sgd
 from lightning_pipeshift import PipeShiftStrategy
 from tests.harness import run_ranks
 
 WIDTH = 64
 NUM_STEPS = 2
-
-
-class Sleeper(L.LightningModule):
-    """One sleeping layer for each stage."""
-
-    def __init__(self, num_layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(SleepingLayer(WIDTH) for _ in range(num_layers))
-
-    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        x, target = batch
-        for layer in self.layers:
-            x = layer(x)
-        loss = F.mse_loss(x, target)
-        self.log("train_loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> Optimizer:
-        return optimizer_of(self.parameters())
-
-
-def optimizer_of(parameters: Any) -> Optimizer:
-    """The optimizer of every contender."""
-    return SGD(parameters, lr=0.01)
 
 
 def measure(num_stages: int, schedule: str, num_rounds: int, bursts: bool) -> list[Round]:
@@ -78,12 +51,12 @@ def measure(num_stages: int, schedule: str, num_rounds: int, bursts: bool) -> li
         batches = list(zip(*(x.split(num_microbatches) for x in data), strict=True))
         return {
             TORCH: TorchPipeline(
-                SleepingLayer(WIDTH), num_microbatches, F.mse_loss, optimizer_of, batches
+                SleepingLayer(WIDTH), num_microbatches, F.mse_loss, plain_sgd, batches
             )
         }
 
     return fit_beside(
-        Sleeper(num_stages),
+        Sleeper(num_stages, WIDTH),
         TensorDataset(*data),
         num_microbatches,
         PipeShiftStrategy(

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_pipeshift  # noqa: F401  registers the strategy
-from lightning_pipeshift import export
+from lightning_pipeshift import export, planning_command
 
 
 class PipeShiftCLI(LightningCLI):
@@ -27,8 +27,8 @@ class PipeShiftCLI(LightningCLI):
 
 
 def main() -> None:
-    """Runs the ``pipeshift`` command: ``pipeshift fit ...`` and what else a LightningCLI knows, and
-    ``pipeshift export CKPT OUT``.
+    """Runs the ``pipeshift`` command: ``pipeshift fit ...`` and what else a LightningCLI knows,
+    ``pipeshift plan ...`` and ``pipeshift export CKPT OUT``.
     """
     if sys.argv[1:2] == ["export"]:
         export.main(sys.argv[2:])
@@ -37,8 +37,12 @@ def main() -> None:
     # would find them.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    if sys.argv[1:2] == ["plan"]:
+        planning_command.main(sys.argv[2:])
+        return
     PipeShiftCLI(
         parser_kwargs={
-            "epilog": "pipeshift export CKPT OUT makes one file of a checkpoint; see its --help."
+            "epilog": "pipeshift plan --config ... measures and plans without training, pipeshift"
+            " export CKPT OUT makes one file of a checkpoint; see their --help."
         }
     )

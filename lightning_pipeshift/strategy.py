@@ -42,8 +42,10 @@ from lightning_pipeshift.evaluation import (
 )
 from lightning_pipeshift.model.logs import say_again
 from lightning_pipeshift.model.streams import SharedStream, global_state, set_global_state
-from lightning_pipeshift.plan.cluster import Device
+from lightning_pipeshift.plan.cluster import Cluster, Device
 from lightning_pipeshift.plan.plan import Plan
+from lightning_pipeshift.plan.planner import Wishes
+from lightning_pipeshift.plan.profile import Profile
 from lightning_pipeshift.plan.schedule import schedule_named
 from lightning_pipeshift.plan.shares import check_shares
 from lightning_pipeshift.plan.topology import Topology, VirtualMachinesSpec, check_spec
@@ -152,6 +154,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
         self._batch_shares = batch_shares
         self._recompute = recompute
         self._profile_steps = profile_steps
+        self._only_measures = False
         self._gradient_aggregation = gradient_aggregation
         self._shares_data: bool | None = None
         self._accumulates = False
@@ -185,6 +188,55 @@ class PipeShiftStrategy(CheckpointingStrategy):
             return None
         depths = [len(counts) for counts in self._partition if isinstance(counts, list | tuple)]
         return depths if depths and len(depths) == len(self._partition) else None
+
+    # --- for `pipeshift plan` ---
+
+    def only_measures(self) -> None:
+        """Lets the next run measure the machines and the model, and change no plan."""
+        self._only_measures = True
+        self._profile_steps = self._profile_steps or 20
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the first steps have been measured; the same on every rank."""
+        return self._pipeline is not None and self._pipeline.planning.is_measured
+
+    @property
+    def measured(self) -> tuple[Profile, Cluster, Wishes] | None:
+        """What was measured, and what the arguments leave to a planner: on the first rank."""
+        planning = self._require_pipeline().planning
+        profile = planning.profile
+        if profile is None or not planning.is_measured:
+            return None
+        partition: Any = self._partition
+        if isinstance(partition, list | tuple):
+            rows = partition if isinstance(partition[0], list | tuple) else [partition]
+            partition = tuple(tuple(counts) for counts in rows)
+        machines: Any = self._virtual_machines
+        if isinstance(machines, list | tuple):
+            machines = tuple(map(tuple, machines))
+        wishes = Wishes(
+            virtual_machines=machines,
+            microbatches=self._microbatches,
+            schedule=self._schedule,
+            recompute=self._recompute,
+            partition=partition,
+            batch_shares=tuple(self._batch_shares) if self._batch_shares else None,
+            batch_samples=profile.samples * profile.microbatches,
+        )
+        return profile, planning.cluster, wishes
+
+    def predicted(self, plan: Plan) -> Plan:
+        """The same plan with what the simulator says of it, by what has been measured of this run.
+        Every rank calls this.
+
+        Args:
+            plan: for the virtual machines of this run.
+
+        Raises:
+            PlanError: nothing has been measured yet.
+        """
+        return self._require_pipeline().planning.predicted(plan)
 
     # --- setup ---
 
@@ -236,6 +288,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
                 self._gradient_aggregation,
                 self._recompute,
                 self._profile_steps,
+                self._only_measures,
             ),
             here=device_of(self.root_device),
             deferred=self._deferred,

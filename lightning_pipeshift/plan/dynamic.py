@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_pipeshift.plan.recomputation import bytes_held
 from lightning_pipeshift.plan.workload import Cut, Numbers, Workload, sums_of_ranges
@@ -38,7 +39,7 @@ def fastest_cuts(workload: Workload, most: int = 8) -> list[Cut]:
     return [Cut(solution.counts) for solution in programme.fastest(most)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Solution:
     """A cut and its estimate.
 
@@ -79,15 +80,10 @@ class Programme:
             again: (S, L + 1, L + 1), the seconds that a stage recomputes; infinite where it has no
                 room.
         """
-        num_stages, num_layers = workload.num_stages, workload.num_layers
-        begins, ends = np.ogrid[: num_layers + 1, : num_layers + 1]
-        is_last = np.arange(num_stages)[:, None, None] == num_stages - 1
-        possible = (begins <= ends) & np.isfinite(again)
-        if workload.allowed is not None:
-            allowed = {*workload.allowed, 0, num_layers}
-            possible &= is_last | np.array([b in allowed for b in range(num_layers + 1)])
+        possible = possible_ranges(workload) & np.isfinite(again)
         # A stage without layers runs none of the user's code; see Workload.costs.
-        runs = (begins < ends) | is_last
+        runs = np.broadcast_to(~np.eye(workload.num_layers + 1, dtype=bool), possible.shape).copy()
+        runs[-1] = True
         extra = workload.forward_extra + workload.backward_extra
         slots = sums_of_ranges(workload.forward + workload.backward) + extra[:, None, None] * runs
         sums = np.where(possible, slots, math.inf)
@@ -137,25 +133,20 @@ class Programme:
     def solve(self, limit: float) -> Solution | None:
         """The least sum at a pace of at most ``limit`` seconds; ``None`` where there is none."""
         sums = np.where(self.paces <= limit, self.sums, math.inf)
-        num_stages, num_ends = sums.shape[:2]
-        everywhere = np.arange(num_ends)
         # What the stages so far take, by the boundary at which they end.
-        best = sums[0, 0]
-        origins = []
+        best = [sums[0, 0]]
         for stage in sums[1:]:
-            whole = best[:, None] + stage
-            origin = whole.argmin(axis=0)
-            origins.append(origin)
-            best = whole[origin, everywhere]
-        if not math.isfinite(best[-1]):
+            best.append((best[-1][:, None] + stage).min(axis=0))
+        total = float(best[-1][-1])
+        if not math.isfinite(total):
             return None
-        bounds = [num_ends - 1]
-        for origin in reversed(origins):
-            bounds.append(int(origin[bounds[-1]]))
+        # Back: where did the last of them begin?
+        bounds = [sums.shape[1] - 1]
+        for before, stage in zip(best[-2::-1], sums[:0:-1], strict=True):
+            bounds.append(int((before + stage[:, bounds[-1]]).argmin()))
         bounds = [0, *reversed(bounds)]
         counts = tuple(end - begin for begin, end in pairwise(bounds))
-        pace = float(self.paces[range(num_stages), bounds[:-1], bounds[1:]].max())
-        total = float(best[-1])
+        pace = float(self.paces[range(len(sums)), bounds[:-1], bounds[1:]].max())
         return Solution(total + (self.microbatches - 1) * pace, counts, pace, total)
 
     def _drained(self, drained: frozenset[int]) -> Programme:
@@ -166,6 +157,19 @@ class Programme:
         return Programme(self.sums, paces, self.microbatches)
 
 
+def possible_ranges(workload: Workload) -> NDArray[np.bool_]:
+    """(S, L + 1, L + 1): whether stage s can have the layers from b to e, at ``[s, b, e]``, as far
+    as the boundaries go.
+    """
+    num_stages, num_layers = workload.num_stages, workload.num_layers
+    ends = np.full((num_stages, num_layers + 1), workload.allowed is None)
+    ends[:, [0, -1, *sorted(workload.allowed or ())]] = True
+    # The last stage is given no choice.
+    ends[-1] = True
+    begins_first = np.triu(np.ones((num_layers + 1, num_layers + 1), dtype=bool))
+    return begins_first & ends[:, None, :]
+
+
 def narrowest(table: Numbers) -> tuple[float, tuple[int, ...]]:
     """The counts whose largest entry is the least, and that entry.
 
@@ -173,14 +177,11 @@ def narrowest(table: Numbers) -> tuple[float, tuple[int, ...]]:
         table: (S, L + 1, L + 1), stage s with the layers from b to e, at ``[s, b, e]``; infinite
             where that is not possible.
     """
-    best = table[0, 0]
-    origins = []
+    best = [table[0, 0]]
     for stage in table[1:]:
-        whole = np.maximum(best[:, None], stage)
-        origins.append(whole.argmin(axis=0))
-        best = whole.min(axis=0)
+        best.append(np.maximum(best[-1][:, None], stage).min(axis=0))
     bounds = [table.shape[1] - 1]
-    for origin in reversed(origins):
-        bounds.append(int(origin[bounds[-1]]))
+    for before, stage in zip(best[-2::-1], table[:0:-1], strict=True):
+        bounds.append(int(np.maximum(before, stage[:, bounds[-1]]).argmin()))
     bounds = [0, *reversed(bounds)]
-    return float(best[-1]), tuple(end - begin for begin, end in pairwise(bounds))
+    return float(best[-1][-1]), tuple(end - begin for begin, end in pairwise(bounds))

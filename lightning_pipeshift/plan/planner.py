@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final, Literal, NamedTuple
@@ -55,7 +56,6 @@ _MOST_RESLICED: Final = 1 << 11
 """Up to so many of them, the simulator has a say in the number of microbatches."""
 
 _MOST_SLICINGS: Final = 4
-_MOST_SWAPS: Final = 24
 _MOST_ORDERS: Final = 120
 _MOST_LOOKED_AT_TWICE: Final = ((8, 16), (64, 6), (math.inf, 3))
 """How many groupings are tried on the simulator, of how many ranks."""
@@ -291,15 +291,16 @@ class _Planner:
 
     def _first_look(self, groups: Groups) -> tuple[float, _Placed]:
         """A grouping's samples per second in closed form, with its slices, order and shares."""
-        placed = self._in_best_order(self._sliced(groups), self._closed_form, _MOST_SWAPS)
+        placed = self._in_best_order(self._sliced(groups), self._closed_form, 0)
         placed = self._shared_out(placed, self._closed_form)
         return self._rate(placed, self._closed_form), placed
 
     def _second_look(self, placed: _Placed) -> tuple[float, _Placed]:
         """Its samples per second by the simulator, its stages in the best of all orders."""
         # A fixed number of orders would be a blink for some and minutes for others.
+        num_ranks = self._cluster.num_ranks
         actions = sum(w.num_stages * w.microbatches for w in set(placed.workloads))
-        most = min(_MOST_ORDERS, _MOST_ACTIONS // (actions + 100))
+        most = min(_MOST_ORDERS, _MOST_ACTIONS // (actions + 100), _MOST_ACTIONS // num_ranks // 2)
         placed = self._in_best_order(placed, self._simulator, most)
         return self._rate(placed, self._simulator), placed
 
@@ -308,8 +309,12 @@ class _Planner:
         rates = self._slices(placed)
         if len(rates) > 1 and len(placed.ranks[0]) * max(rates) <= _MOST_RESLICED:
             best = sorted(rates, key=rates.__getitem__)[-_MOST_SLICINGS:]
-            again = [self.placed(placed.ranks, count, placed.batch_shares) for count in best]
-            rates = {one.microbatches: self._rate(one, self._simulator) for one in again}
+            rates = {}
+            for count in best:
+                sliced = self.placed(placed.ranks, count, placed.batch_shares)
+                # One of the best in closed form may not fit.
+                with suppress(PlanError):
+                    rates[count] = self._rate(sliced, self._simulator)
             placed = self.placed(placed.ranks, _fewest(rates), placed.batch_shares)
         placed = self._shared_out(placed, self._simulator)
         equal = self.placed(placed.ranks, placed.microbatches, self._wishes.batch_shares)

@@ -9,7 +9,8 @@ only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,12 @@ from numpy.typing import NDArray
 from lightning_pipeshift.plan.workload import Cut, Numbers, Workload, sums_of_ranges
 
 # A front longer than this is thinned out: better a hair from the optimum than out of time.
-_LONGEST_FRONT = 1024
+_LONGEST_FRONT = 512
+
+_ROUNDING = 1 + 1e-9
+
+Counts = tuple[int, ...]
+"""The layers per stage."""
 
 
 def bytes_freed(workload: Workload) -> Numbers:
@@ -87,46 +93,66 @@ class Recomputation:
             for s in range(workload.num_stages):
                 self._bound(s)
 
-    def settle(self, cuts: Iterable[Sequence[int]]) -> bool:
-        """Makes :attr:`seconds` exact for the ranges of these cuts (counts per stage).
+    def settle(self, cuts: Sequence[Counts]) -> bool:
+        """Makes :attr:`seconds` exact for the ranges of these cuts, by their counts.
 
         Returns whether any of it was less before."""
+        if not cuts:
+            return False
+        stages, begins, ends = self._ranges(cuts)
+        lacking = self._lacking[stages, begins, ends] > 0
+        lacking &= np.isfinite(self.seconds[stages, begins, ends])
         rose = False
-        for counts in cuts:
-            begin = 0
-            for s, count in enumerate(counts):
-                rose |= self._settle(s, begin, begin + count)
-                begin += count
+        for number, stage in np.argwhere(lacking).tolist():
+            rose |= self._settle((stage, int(begins[number, stage]), int(ends[number, stage])))
         return rose
 
-    def cut(self, counts: Sequence[int]) -> Cut | None:
-        """The cut with these counts that takes the least time; ``None`` if it does not fit."""
+    def cuts(self, cuts: Sequence[Counts]) -> list[Cut]:
+        """The fastest cuts with these counts, without those that don't fit."""
         if self._recompute == "full":
-            cut = self._workload.everything_recomputed(counts)
-            return cut if self._workload.fits(cut) else None
-        self.settle([counts])
-        layers: list[int] = []
-        begin = 0
-        for s, count in enumerate(counts):
-            if not math.isfinite(self.seconds[s, begin, begin + count]):
-                return None
-            layers += self._chosen.get((s, begin, begin + count), ())
-            begin += count
-        return Cut(tuple(counts), frozenset(layers))
+            return [self._workload.everything_recomputed(counts) for counts in self._fitting(cuts)]
+        self.settle(cuts)
+        if not self._chosen:
+            return [Cut(counts) for counts in self._fitting(cuts)]
+        return [
+            Cut(
+                counts,
+                frozenset(
+                    layer
+                    for s, (begin, end) in enumerate(pairwise(accumulate(counts, initial=0)))
+                    for layer in self._chosen.get((s, begin, end), ())
+                ),
+            )
+            for counts in self._fitting(cuts)
+        ]
 
-    def fewest(self, stage: int, begin: int, end: int) -> tuple[int, ...]:
-        """The layers that a stage recomputes for a range if they are to be as few as possible."""
+    def _fitting(self, cuts: Sequence[Counts]) -> list[Counts]:
+        if not cuts:
+            return []
+        fits = np.isfinite(self.seconds[self._ranges(cuts)]).all(axis=1)
+        return [counts for counts, does in zip(cuts, fits, strict=True) if does]
+
+    def _ranges(self, cuts: Sequence[Counts]) -> tuple[NDArray[np.intp], ...]:
+        """Where the cuts' ranges are in :attr:`seconds`: (cuts, S)."""
+        counts = np.array(cuts, dtype=np.intp)
+        ends = counts.cumsum(axis=1)
+        return np.arange(counts.shape[1]), ends - counts, ends
+
+    def fewest(self, stage: int, begin: int, end: int) -> tuple[int, ...] | None:
+        """The layers that a stage recomputes for a range if they are to be as few as possible;
+        ``None`` where there is no choice.
+        """
         if self._recompute != "auto" or self._lacking[stage, begin, end] == 0:
-            return ()
+            return None
         seconds = self._workload.forward[stage, begin:end]
         # All seconds together weigh less than one layer.
         return self._cover(stage, begin, end, 1.0 + seconds / (1.0 + 2.0 * seconds.sum()))
 
-    def _settle(self, stage: int, begin: int, end: int) -> bool:
-        where = (stage, begin, end)
-        before = self.seconds[where]
-        if self._lacking[where] == 0 or where in self._chosen or not math.isfinite(before):
+    def _settle(self, where: tuple[int, int, int]) -> bool:
+        if where in self._chosen:
             return False
+        stage, begin, end = where
+        before = self.seconds[where]
         seconds = self._workload.forward[stage, begin:end]
         layers = self._chosen[where] = self._cover(stage, begin, end, seconds)
         self.seconds[where] = seconds[[layer - begin for layer in layers]].sum()
@@ -165,38 +191,38 @@ def lightest_cover(gains: Numbers, weights: Numbers, needed: float) -> list[int]
         weights: of each item, at least 0.
         needed: the gain.
     """
-    order = _best_first(gains, weights)
-    gains, weights = gains[order], weights[order]
-    left = [*np.cumsum(gains[::-1])[::-1], 0.0]
-    # What is to come has no better ratio than the next.
-    ratios = [*(weights / gains), 0.0]
-    gain, weight = np.zeros(1), np.zeros(1)
-    taken = np.zeros((1, len(order)), dtype=bool)
-    enough = math.inf
-    best = ~taken[0]
-    for item in range(len(order)):
-        more = taken.copy()
-        more[:, item] = True
-        gain = np.concatenate([gain, gain + gains[item]])
-        weight = np.concatenate([weight, weight + weights[item]])
-        taken = np.concatenate([taken, more])
-        complete = np.flatnonzero((gain >= needed) & (weight < enough))
-        if len(complete):
-            first = complete[weight[complete].argmin()]
-            enough, best = float(weight[first]), taken[first]
-        least = weight + (needed - gain) * ratios[item + 1]
-        # The last of rounding: a sum in another order is another sum.
-        alive = (gain < needed) & (gain + left[item + 1] * (1 + 1e-9) >= needed) & (least < enough)
-        gain, weight, taken = gain[alive], weight[alive], taken[alive]
-        ahead = np.lexsort((-gain, weight))
-        gain, weight, taken = gain[ahead], weight[ahead], taken[ahead]
-        front = np.ones(len(gain), dtype=bool)
-        front[1:] = gain[1:] > np.maximum.accumulate(gain)[:-1]
-        gain, weight, taken = gain[front], weight[front], taken[front]
-        if len(gain) > _LONGEST_FRONT:
-            kept = np.linspace(0, len(gain) - 1, _LONGEST_FRONT).astype(int)
-            gain, weight, taken = gain[kept], weight[kept], taken[kept]
-    return sorted(int(index) for index in order[best])
+    order = _best_first(gains, weights).tolist()
+    left = float(gains.sum())
+    # All that is not yet enough, by weight: (weight, gain, items).
+    front: list[tuple[float, float, int]] = [(0.0, 0.0, 0)]
+    enough, best = math.inf, (1 << len(order)) - 1
+    for number, item in enumerate(order):
+        gain, weight = float(gains[item]), float(weights[item])
+        left -= gain
+        # What is to come has no better ratio than the next.
+        following = order[number + 1] if number + 1 < len(order) else None
+        ratio = math.inf if following is None else float(weights[following] / gains[following])
+        longer: list[tuple[float, float, int]] = []
+        more = [(w + weight, g + gain, items | 1 << number) for w, g, items in front]
+        furthest = -1.0
+        for state in sorted(front + more, key=_by_weight):
+            w, g, items = state
+            if w >= enough:
+                break
+            if g >= needed:
+                enough, best = w, items
+                break
+            # The last of rounding is forgiven: a sum in another order is another sum.
+            if g > furthest and g + left * _ROUNDING >= needed:
+                furthest = g
+                if w + (needed - g) * ratio < enough:
+                    longer.append(state)
+        front = longer if len(longer) <= _LONGEST_FRONT else longer[:: len(longer) // 256]
+    return sorted(item for number, item in enumerate(order) if best >> number & 1)
+
+
+def _by_weight(state: tuple[float, float, int]) -> tuple[float, float]:
+    return state[0], -state[1]
 
 
 def _best_first(gains: Numbers, weights: Numbers) -> NDArray[np.intp]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.dynamic import Programme
-from lightning_pipeshift.plan.recomputation import Recomputation
+from lightning_pipeshift.plan.recomputation import Counts, Recomputation
 from lightning_pipeshift.plan.room import nothing_fits
 from lightning_pipeshift.plan.workload import Cut, Workload
 
@@ -43,9 +43,6 @@ _EQUAL: Final = 1 + 1e-9
 # A stage with more than its even share of the estimated time, by this factor, is never of use.
 _PATIENCE: Final = 1.5
 
-Counts = tuple[int, ...]
-
-
 def best_cut(workload: Workload, recompute: str = "auto", start: Sequence[Cut] = ()) -> Cut:
     """The cut with the least step time, by the simulator, of those that fit.
 
@@ -62,22 +59,23 @@ def best_cut(workload: Workload, recompute: str = "auto", start: Sequence[Cut] =
     if recompute not in RECOMPUTE:
         known = ", ".join(map(repr, RECOMPUTE))
         raise PlanError(f"recompute={recompute!r}; choose one of {known}")
-    recomputation, programme = _settled(workload, recompute)
-    candidates = programme.fastest(_CLIMBERS)
+    recomputation, programme, candidates = _settled(workload, recompute)
     if not candidates:
         raise nothing_fits(workload, recompute)
     search = _Search(workload, recomputation)
-    search.add(solution.counts for solution in candidates)
-    for drained in _choices_near(candidates[0].counts):
-        search.add(solution.counts for solution in programme.fastest(1, drained))
+    search.add(candidates)
+    for drained in _choices_near(candidates[0]):
+        search.add(solution.counts for solution in programme.fastest(1, drained, slack=0.0))
     known = [cut.counts for cut in start if workload.is_allowed(cut)]
     search.add(known)
     search.climb()
     return search.best(known)
 
 
-def _settled(workload: Workload, recompute: str) -> tuple[Recomputation, Programme]:
-    """What is recomputed, exactly so for the cuts with the least estimate."""
+def _settled(
+    workload: Workload, recompute: str
+) -> tuple[Recomputation, Programme, list[Counts]]:
+    """What is recomputed, exactly so for the cuts with the least estimate, and these."""
     longest_seconds = math.inf
     if not np.isfinite(workload.room_bytes).any() and recompute == "auto":
         recompute = "none"
@@ -89,11 +87,12 @@ def _settled(workload: Workload, recompute: str) -> tuple[Recomputation, Program
                 longest_seconds = _PATIENCE * solutions[0].seconds / workload.microbatches
                 break
     recomputation = Recomputation(workload, recompute, longest_seconds)
-    programme = Programme.of(workload, recomputation.seconds)
-    # What was too good to be true is corrected, until the best is true.
-    while recomputation.settle(solution.counts for solution in programme.fastest(_CLIMBERS)):
+    while True:
         programme = Programme.of(workload, recomputation.seconds)
-    return recomputation, programme
+        candidates = [solution.counts for solution in programme.fastest(_CLIMBERS)]
+        # What was too good to be true is corrected, until the best is true.
+        if not recomputation.settle(candidates):
+            return recomputation, programme, candidates
 
 
 def _choices_near(counts: Counts) -> Iterable[frozenset[int]]:
@@ -119,14 +118,10 @@ class _Search:
 
     def add(self, candidates: Iterable[Counts]) -> None:
         """Times the cuts with these counts, if they fit."""
-        new = []
-        for counts in dict.fromkeys(candidates):
-            if counts not in self._seconds:
-                self._seconds[counts] = math.inf
-                cut = self._recomputation.cut(counts)
-                if cut is not None:
-                    new.append(cut)
-        for cut, seconds in zip(new, self._workload.step_seconds(new), strict=True):
+        new = [counts for counts in dict.fromkeys(candidates) if counts not in self._seconds]
+        self._seconds.update(dict.fromkeys(new, math.inf))
+        cuts = self._recomputation.cuts(new)
+        for cut, seconds in zip(cuts, self._workload.step_seconds(cuts), strict=True):
             self._seconds[cut.counts] = seconds
             self._cuts[cut.counts] = cut
 
@@ -169,7 +164,7 @@ class _Search:
         for s, (begin, end) in enumerate(pairwise(cut.bounds)):
             own = frozenset(range(begin, end))
             fewest = self._recomputation.fewest(s, begin, end)
-            if len(fewest) < len(own & cut.recompute):
+            if fewest is not None and len(fewest) < len(own & cut.recompute):
                 other = Cut(cut.counts, (cut.recompute - own) | frozenset(fewest))
                 if self._workload.step_seconds([other])[0] <= most_seconds:
                     cut = other
@@ -177,9 +172,9 @@ class _Search:
 
     def _neighbours(self, counts: Counts, steps: NDArray[np.intp]) -> list[Counts]:
         """The cuts a few steps from one to the next allowed boundary away."""
-        places = np.searchsorted(self._points, np.cumsum(counts)[:-1]) + steps
-        last = len(self._points) - 1
-        places = np.pad(places, ((0, 0), (1, 1)), constant_values=((0, 0), (0, last)))
+        places = np.zeros((len(steps), len(counts) + 1), dtype=np.intp)
+        places[:, 1:-1] = np.searchsorted(self._points, np.cumsum(counts)[:-1]) + steps
+        places[:, -1] = len(self._points) - 1
         places = places[(np.diff(places) >= 0).all(axis=1)]
         return [tuple(row) for row in np.diff(self._points[places]).tolist()]
 

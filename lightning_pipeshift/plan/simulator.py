@@ -214,11 +214,21 @@ class Clock:
         """
         rows, waves, lasts = self._waves
         table = np.concatenate([np.asarray(field, np.float64) for field in costs if len(field)])
-        # Each step's row holds its cost until its wave comes, and then its end.
-        ends = np.zeros((len(rows) + 1, table.shape[1]))
-        table.take(rows, axis=0, out=ends[1:])
+        num_costs = table.shape[1]
+        # Each step's row holds its cost until its wave comes, and then its end. (``take`` without
+        # buffers of its own, and without checks of the indices: it is most of the time.)
+        ends = np.zeros((len(rows) + 1, num_costs))
+        table.take(rows, axis=0, out=ends[1:], mode="clip")
+        widest = max((end - begin for begin, end, _, _ in waves), default=0)
+        ones, others = np.empty((2, widest, num_costs))
         for begin, end, one, other in waves:
-            ends[begin:end] += np.maximum(ends.take(one, axis=0), ends.take(other, axis=0))
+            start = ends.take(one, axis=0, out=ones[: end - begin], mode="clip")
+            np.maximum(
+                start,
+                ends.take(other, axis=0, out=others[: end - begin], mode="clip"),
+                out=start,
+            )
+            ends[begin:end] += start
         return ends[lasts].max(axis=0)
 
 

@@ -131,13 +131,16 @@ class Workload:
             return whole
 
         again = np.zeros((self.num_stages, len(cuts)))
-        for number, cut in enumerate(cuts):
-            if cut.recompute:
-                chosen = np.zeros(self.num_layers, dtype=bool)
-                chosen[list(cut.recompute)] = True
-                for s in self.recomputing:
-                    own = slice(begins[s, number], ends[s, number])
-                    again[s, number] = self.forward[s, own][chosen[own]].sum()
+        if any(cut.recompute for cut in cuts):
+            chosen = np.zeros((len(cuts), self.num_layers), dtype=bool)
+            for number, cut in enumerate(cuts):
+                chosen[number, list(cut.recompute)] = True
+            layers = np.arange(self.num_layers)
+            owners = (ends[:-1, :, None] <= layers).sum(axis=0)
+            frees = np.array([s in self.recomputing for s in range(self.num_stages)])
+            seconds = np.where(chosen & frees[owners], self.forward[owners, layers], 0.0)
+            at_bounds = np.take_along_axis(running_sums(seconds), bounds.T, axis=1)
+            again[:] = np.diff(at_bounds, axis=1).T
         return (
             sums(self._forward_ends, self.forward_extra),
             sums(self._backward_ends, self.backward_extra),
@@ -213,14 +216,18 @@ class Workload:
         return seconds
 
     def _bounds(self, cuts: Sequence[Cut]) -> NDArray[np.intp]:
-        """The cuts' bounds, a column for each."""
-        for cut in cuts:
-            if len(cut.counts) != self.num_stages or sum(cut.counts) != self.num_layers:
-                raise PartitionError(
-                    f"a cut {list(cut.counts)} for {self.num_layers} layers on {self.num_stages}"
-                    " stages; one count for each stage, and all add up to the layers"
-                )
-        bounds: NDArray[np.intp] = np.array([cut.bounds for cut in cuts], dtype=np.intp).T
+        """The cuts' bounds, a column for each. Raises PartitionError for a cut of other layers or
+        stages.
+        """
+        counts = [cut.counts for cut in cuts]
+        bounds = np.zeros((self.num_stages + 1, len(cuts)), dtype=np.intp)
+        if all(len(row) == self.num_stages for row in counts):
+            np.cumsum(counts, axis=1, out=bounds[1:].T)
+        for number in np.flatnonzero(bounds[-1] != self.num_layers):
+            raise PartitionError(
+                f"a cut {list(counts[number])} for {self.num_layers} layers on {self.num_stages}"
+                " stages; one count for each stage, and all add up to the layers"
+            )
         return bounds
 
     def _ranges(self, cut: Cut) -> list[range]:

@@ -199,9 +199,8 @@ class Pipeline:
             return
         follower, channels = self._follower, self.channels
         follower.put_in_order(key, step, batch)
-        stages_per_vm = self.replicas.topology.stages_per_vm
         stopwatch = None
-        if self.settings.is_free and max(stages_per_vm) > 1:
+        if self.planning.measures:
             stopwatch = Stopwatch(channels.device, self.streams, trains)
         trace = follower.follow(key, step, batch, stopwatch)
         optimizers = list(optimizers)

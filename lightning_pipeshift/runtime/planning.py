@@ -10,11 +10,11 @@ from lightning_pipeshift.errors import LayerError, PlanError
 from lightning_pipeshift.model.gate import Gate
 from lightning_pipeshift.plan.cluster import Cluster
 from lightning_pipeshift.plan.cuts import worthwhile_cuts
+from lightning_pipeshift.plan.draft import cut_of, plan_of
 from lightning_pipeshift.plan.flow import Flow
 from lightning_pipeshift.plan.partition import PartitionSpec, resolve
 from lightning_pipeshift.plan.placement import Placement
-from lightning_pipeshift.plan.plan import LayerRecord, Plan
-from lightning_pipeshift.plan.prediction import Prediction, predict
+from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.plan.profile import Profile
 from lightning_pipeshift.plan.search import best_cut
 from lightning_pipeshift.plan.topology import Topology
@@ -37,6 +37,7 @@ class Settings:
         gradient_aggregation: ``"ring"``, ``"allreduce"`` or ``"auto"``.
         recompute: ``"auto"``, ``"full"`` or ``"none"``.
         profile_steps: after how many steps to plan anew.
+        only_measures: whether the run is there to be measured, and for nothing else.
     """
 
     microbatches: int | str
@@ -47,6 +48,7 @@ class Settings:
     gradient_aggregation: str = "auto"
     recompute: str = "auto"
     profile_steps: int = 20
+    only_measures: bool = False
 
     @property
     def is_free(self) -> bool:
@@ -130,7 +132,7 @@ def make_plan(
     if settings.partition == "auto" and max(topology.stages_per_vm) > 1:
         cuts = []
         for vm, workload in enumerate(workloads):
-            start = [_cut_of(current, vm)] if current is not None else []
+            start = [cut_of(current, vm)] if current is not None else []
             cuts.append(_chosen_cut(settings, profile, workload, start))
     else:
         placement = resolve(
@@ -144,72 +146,7 @@ def make_plan(
                 workload.everything_recomputed(cut.counts)
                 for workload, cut in zip(workloads, cuts, strict=True)
             ]
-    return plan_of(settings.schedule, microbatches, profile, cluster, topology, cuts)
-
-
-def plan_of(
-    schedule: str,
-    microbatches: int,
-    profile: Profile,
-    cluster: Cluster,
-    topology: Topology,
-    cuts: Sequence[Cut],
-    batch_shares: tuple[float, ...] = (),
-    named: bool = False,
-) -> Plan:
-    """A plan of known cuts, and what the simulator says of it.
-
-    Args:
-        schedule: by name.
-        microbatches: of a virtual machine's batch.
-        profile: of the model.
-        cluster: the machines.
-        topology: the virtual machines.
-        cuts: one for each of them.
-        batch_shares: how a global batch is shared out; empty for equally.
-        named: whether the plan is to say which ranks it is for.
-    """
-    first = cluster.devices[topology.ranks[0][0]]
-    known = any(any(times.forward) for times in profile.kinds.values())
-    times = profile.times_on(first) if profile.kinds else None
-    plan = Plan(
-        layers=tuple(
-            LayerRecord(
-                layer.name,
-                layer.parameter_bytes,
-                times.forward[index] if times is not None else 0.0,
-                layer.payload_bytes,
-            )
-            for index, layer in enumerate(profile.layers)
-        ),
-        placement=Placement(tuple(cut.counts for cut in cuts)),
-        schedule=schedule,
-        microbatches=microbatches,
-        recompute=tuple(tuple(sorted(cut.recompute)) for cut in cuts)
-        if any(cut.recompute for cut in cuts)
-        else (),
-        batch_shares=batch_shares,
-    )
-    if named:
-        kinds = [[cluster.devices[rank].kind for rank in ranks] for ranks in topology.ranks]
-        plan = replace(plan, ranks=topology.ranks, kinds=tuple(map(tuple, kinds)))
-    if known:
-        plan = replace(plan, prediction=prediction_of(plan, profile, cluster, topology))
-    return plan
-
-
-def prediction_of(plan: Plan, profile: Profile, cluster: Cluster, topology: Topology) -> Prediction:
-    """What the simulator says of a plan, by what has been measured."""
-    workloads = [
-        workload_of(profile, cluster, ranks, plan.schedule, plan.microbatches)
-        for ranks in topology.ranks
-    ]
-    cuts = [_cut_of(plan, vm) for vm in range(len(workloads))]
-    return predict(profile, cluster, topology.ranks, workloads, cuts)
-
-
-def _cut_of(plan: Plan, vm: int) -> Cut:
-    return Cut(plan.placement.counts[vm], plan.recomputed(vm))
+    return plan_of(profile, cluster, topology.ranks, settings.schedule, microbatches, cuts)
 
 
 def _chosen_cut(

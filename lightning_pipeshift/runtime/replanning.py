@@ -19,10 +19,11 @@ from lightning_pipeshift.model.gate import Gate
 from lightning_pipeshift.model.measure import Figures
 from lightning_pipeshift.model.trace import Trace
 from lightning_pipeshift.plan.cluster import Cluster, Device
+from lightning_pipeshift.plan.draft import prediction_of
 from lightning_pipeshift.plan.figures import profile_of
 from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.plan.profile import LayerProfile, Profile
-from lightning_pipeshift.runtime.planning import Settings, make_plan, prediction_of
+from lightning_pipeshift.runtime.planning import Settings, make_plan
 from lightning_pipeshift.runtime.probe import probe
 from lightning_pipeshift.runtime.profiling import Profiler, gather_figures, layers_of
 from lightning_pipeshift.runtime.replicas import Replicas
@@ -78,6 +79,8 @@ class Replanning:
         self._samples = 1.0
         # What a step took before the plan changed, and how many times as fast it was to get.
         self._before: tuple[float, float] | None = None
+        self.is_measured = False
+        """Whether the first steps have been measured."""
 
     @property
     def _is_first(self) -> bool:
@@ -86,7 +89,8 @@ class Replanning:
     @property
     def measures(self) -> bool:
         """Whether anything depends on what is measured."""
-        return self._settings.is_free and max(self._replicas.topology.stages_per_vm) > 1
+        is_pipeline = max(self._replicas.topology.stages_per_vm) > 1
+        return self._settings.only_measures or (self._settings.is_free and is_pipeline)
 
     def first_plan(
         self,
@@ -129,6 +133,34 @@ class Replanning:
             self._layers, self.cluster, figures, self._samples, microbatches
         )
 
+    def _compare(self, plan: Plan) -> None:
+        """Takes in what a step took beyond what the simulator makes of its parts: the way of a
+        message through the system, the wait for a core. It counts for every plan alike.
+        """
+        assert self.profile is not None
+        took = self.profiler.step_seconds
+        ranks = self._replicas.topology.ranks
+        found = prediction_of(plan, self.profile, self.cluster, ranks)
+        if took is not None and took > found.step_seconds:
+            more = self.profile.step_seconds + took - found.step_seconds
+            self.profile = replace(self.profile, step_seconds=more)
+
+    def predicted(self, plan: Plan) -> Plan:
+        """A plan with what the simulator says of it. Every rank calls this."""
+        text = None
+        if self._is_first and self.is_measured:
+            assert self.profile is not None
+            ranks = self._replicas.topology.ranks
+            found = prediction_of(plan, self.profile, self.cluster, ranks)
+            text = replace(plan, prediction=found).to_json()
+        text = self._replicas.world.share_object(text, source=0)
+        if text is None:
+            raise PlanError(
+                "Nothing has been measured of this run yet. With `partition='auto'` the first steps"
+                f" are (`profile_steps={self._settings.profile_steps}`): ask later."
+            )
+        return Plan.from_json(text)
+
     # --- once the first steps have been measured ---
 
     def after_step(
@@ -152,8 +184,13 @@ class Replanning:
             self.profiler.begin_anew(for_good=True)
             return None
         decision = None
+        self.is_measured = True
         if figures is not None:
             self._learn(figures)
+            self._compare(plan)
+        if self._settings.only_measures:
+            return None
+        if figures is not None:
             decision = self._decide(plan)
         found: Decision = self._replicas.world.share_object(decision, source=0)
         if found.message:
@@ -171,7 +208,7 @@ class Replanning:
     def _decide(self, plan: Plan) -> Decision:
         assert self.profile is not None
         topology = self._replicas.topology
-        now = prediction_of(plan, self.profile, self.cluster, topology)
+        now = prediction_of(plan, self.profile, self.cluster, topology.ranks)
         kept = replace(plan, prediction=now)
         try:
             best = make_plan(self._settings, self.profile, self.cluster, topology, plan)

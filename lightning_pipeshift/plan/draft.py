@@ -1,0 +1,87 @@
+"""Writes down as a plan what the solvers have found, with what the simulator says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lightning_pipeshift.plan.cluster import Cluster
+from lightning_pipeshift.plan.placement import Placement
+from lightning_pipeshift.plan.plan import LayerRecord, Plan
+from lightning_pipeshift.plan.planner import Arrangement
+from lightning_pipeshift.plan.prediction import Prediction, predict
+from lightning_pipeshift.plan.profile import Profile
+from lightning_pipeshift.plan.workload import Cut, workload_of
+
+
+def plan_of(
+    profile: Profile,
+    cluster: Cluster,
+    ranks: Sequence[Sequence[int]],
+    schedule: str,
+    microbatches: int,
+    cuts: Sequence[Cut],
+) -> Plan:
+    """A plan of known cuts.
+
+    Args:
+        profile: of the model.
+        cluster: the machines.
+        ranks: of each virtual machine, in stage order.
+        schedule: by name.
+        microbatches: of a virtual machine's batch.
+        cuts: one for each of them.
+    """
+    first = profile.times_on(cluster.devices[ranks[0][0]])
+    plan = Plan(
+        layers=tuple(
+            LayerRecord(layer.name, layer.parameter_bytes, seconds, layer.payload_bytes)
+            for layer, seconds in zip(profile.layers, first.forward, strict=True)
+        ),
+        placement=Placement(tuple(cut.counts for cut in cuts)),
+        schedule=schedule,
+        microbatches=microbatches,
+        recompute=tuple(tuple(sorted(cut.recompute)) for cut in cuts)
+        if any(cut.recompute for cut in cuts)
+        else (),
+    )
+    if any(first.forward):
+        plan = replace(plan, prediction=prediction_of(plan, profile, cluster, ranks))
+    return plan
+
+
+def plan_of_arrangement(arrangement: Arrangement, profile: Profile, cluster: Cluster) -> Plan:
+    """A plan that names its ranks and their kinds, for another run to use."""
+    plan = plan_of(
+        profile,
+        cluster,
+        arrangement.ranks,
+        arrangement.schedule,
+        arrangement.microbatches,
+        arrangement.cuts,
+    )
+    kinds = [[cluster.devices[rank].kind for rank in ranks] for ranks in arrangement.ranks]
+    return replace(
+        plan,
+        ranks=arrangement.ranks,
+        kinds=tuple(map(tuple, kinds)),
+        batch_shares=arrangement.batch_shares or (),
+        prediction=arrangement.prediction,
+    )
+
+
+def cut_of(plan: Plan, vm: int) -> Cut:
+    """How a plan cuts a virtual machine."""
+    return Cut(plan.placement.counts[vm], plan.recomputed(vm))
+
+
+def prediction_of(
+    plan: Plan, profile: Profile, cluster: Cluster, ranks: Sequence[Sequence[int]]
+) -> Prediction:
+    """What the simulator says of a plan, by what has been measured."""
+    workloads = [
+        workload_of(profile, cluster, machine, plan.schedule, plan.microbatches)
+        for machine in ranks
+    ]
+    cuts = [cut_of(plan, vm) for vm in range(len(workloads))]
+    return predict(profile, cluster, ranks, workloads, cuts)

@@ -1,0 +1,240 @@
+"""``pipeshift plan``: measures, plans and prints, without training.
+
+What changes no bit of a run (who owns what, what is recomputed) is decided while it runs. What
+does (how many virtual machines, how many microbatches, whose share of the batch) is decided here
+and written down, so that the run can be repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_pipeshift.errors import ConfigurationError, PlanError
+from lightning_pipeshift.plan.balance import uniform
+from lightning_pipeshift.plan.cluster import Cluster
+from lightning_pipeshift.plan.cuts import worthwhile_cuts
+from lightning_pipeshift.plan.draft import plan_of_arrangement
+from lightning_pipeshift.plan.files import load_cluster, load_profile, save_cluster, save_profile
+from lightning_pipeshift.plan.plan import Plan
+from lightning_pipeshift.plan.planner import Arrangement, Wishes, arrange_all, evaluate
+from lightning_pipeshift.plan.profile import Profile
+from lightning_pipeshift.plan.workload import Cut
+from lightning_pipeshift.strategy import PipeShiftStrategy
+
+Made = tuple[Plan, Arrangement, Arrangement | None]
+"""A plan, what it was made of, and the uniform split beside it, where that is possible."""
+
+
+def make(profile: Profile, cluster: Cluster, wishes: Wishes) -> Made:
+    """The best plan for a model on some machines, and the uniform split of the same virtual
+    machines.
+
+    Raises:
+        PlanError: nothing that is allowed fits in memory.
+    """
+    payloads = [0, *(layer.payload_bytes for layer in profile.layers)]
+    best = arrange_all(
+        profile, cluster, wishes, lambda num_stages: worthwhile_cuts(payloads, num_stages)
+    )
+    cuts = [Cut(uniform(profile.num_layers, len(ranks))) for ranks in best.ranks]
+    even = evaluate(profile, cluster, wishes, best.ranks, cuts, best.microbatches)
+    return plan_of_arrangement(best, profile, cluster), best, even
+
+
+def report(made: Made, cluster: Cluster) -> str:
+    """What the command prints: the plan's drawing, and its figures beside the uniform split's."""
+    plan, best, even = made
+    columns = [("this plan", best)] + ([("uniform split", even)] if even is not None else [])
+    rows = [
+        ("", [name for name, _ in columns]),
+        ("a step", [f"{a.prediction.step_seconds:.4g} s" for _, a in columns]),
+        ("samples per second", [f"{a.samples_per_second:.4g}" for _, a in columns]),
+        (
+            "gradients waited for",
+            [f"{a.prediction.exposed_seconds:.3g} s" for _, a in columns],
+        ),
+        ("largest peak of memory", [_peak(a) for _, a in columns]),
+        ("least room left", [_room(a, cluster) for _, a in columns]),
+    ]
+    lines = [str(plan), ""]
+    lines += [f"{name:<24}" + "".join(f"{cell:>18}" for cell in cells) for name, cells in rows]
+    if even is not None:
+        lines.append(
+            f"\n{best.samples_per_second / even.samples_per_second:.2f} times the uniform"
+            " split's samples per second, by the simulator"
+        )
+    return "\n".join(lines)
+
+
+def _peak(arrangement: Arrangement) -> str:
+    peaks = [peak for peaks in arrangement.prediction.memory_bytes for peak in peaks]
+    return _bytes(max(peaks))
+
+
+def _room(arrangement: Arrangement, cluster: Cluster) -> str:
+    left = min(
+        cluster.devices[rank].room_bytes - peak
+        for ranks, peaks in zip(arrangement.ranks, arrangement.prediction.memory_bytes, strict=True)
+        for rank, peak in zip(ranks, peaks, strict=True)
+    )
+    if left == float("inf"):
+        return "not known"
+    return _bytes(left) if left >= 0 else f"{_bytes(-left)} too little"
+
+
+def _bytes(number: float) -> str:
+    return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.2f} MB"
+
+
+# --- machines that aren't there ---
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pipeshift plan",
+        description="Plans a run and prints the plan, without training. With --config (and what"
+        " else `pipeshift fit` takes) the model is measured on the machines in hand for some"
+        " steps; with --cluster and --profile it is planned for machines that need not be there.",
+    )
+    parser.add_argument("--cluster", metavar="YAML", help="the machines")
+    parser.add_argument("--profile", metavar="JSON", help="the model, as it was measured")
+    parser.add_argument(
+        "--out", metavar="JSON", default="plan.json", help="where the plan goes (plan.json)"
+    )
+    parser.add_argument(
+        "--virtual-machines", type=_number_or_auto, default="auto", metavar="N|auto"
+    )
+    parser.add_argument("--microbatches", type=_number_or_auto, default="auto", metavar="N|auto")
+    parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--recompute", choices=("auto", "full", "none"), default="auto")
+    parser.add_argument(
+        "--batch-size", type=int, metavar="N", help="samples of a virtual machine's batch"
+    )
+    return parser
+
+
+def _number_or_auto(text: str) -> Any:
+    return text if text == "auto" else int(text)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs ``pipeshift plan``."""
+    given = list(arguments)
+    if not any(word.split("=")[0] in ("--cluster", "--profile", "-h", "--help") for word in given):
+        out, rest = _without_out(given)
+        _measure_and_plan(rest, Path(out))
+        return
+    options = _parser().parse_args(given)
+    if options.cluster is None or options.profile is None:
+        raise PlanError(
+            "`pipeshift plan` was given --cluster or --profile alone; it needs both, or --config to"
+            " measure the machines in hand"
+        )
+    profile, cluster = load_profile(options.profile), load_cluster(options.cluster)
+    wishes = Wishes(
+        virtual_machines=options.virtual_machines,
+        microbatches=options.microbatches,
+        schedule=options.schedule,
+        recompute=options.recompute,
+        batch_samples=float(options.batch_size or profile.samples * profile.microbatches),
+    )
+    made = make(profile, cluster, wishes)
+    print(report(made, cluster))
+    made[0].save(options.out)
+    print(f"\nwritten to {options.out}")
+
+
+def _without_out(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """What is for Lightning's parser, and where the plan goes."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--out", default="plan.json")
+    known, rest = parser.parse_known_args(arguments)
+    return known.out, rest
+
+
+# --- the machines in hand ---
+
+
+class Measuring(Callback):
+    """Ends a run as soon as its steps have been measured."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Looks whether enough is known."""
+        strategy = trainer.strategy
+        assert isinstance(strategy, PipeShiftStrategy)
+        if strategy.is_measured:
+            trainer.should_stop = True
+
+
+def _measuring_cli(base: type[LightningCLI]) -> type[LightningCLI]:
+    class MeasuringCLI(base):  # type: ignore[valid-type, misc]
+        """Builds what ``fit`` would, without what a run leaves behind."""
+
+        def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+            wanted = self._get(self.config_init, "trainer", default={})
+            callbacks = [
+                callback
+                for callback in _listed(wanted.get("callbacks"))
+                if not isinstance(callback, Checkpoint | EarlyStopping)
+            ]
+            trainer: pl.Trainer = super().instantiate_trainer(
+                **kwargs,
+                callbacks=[*callbacks, Measuring()],
+                logger=False,
+                enable_checkpointing=False,
+                limit_val_batches=0,
+                num_sanity_val_steps=0,
+                max_epochs=-1,
+                max_steps=-1,
+                max_time=None,
+                min_epochs=None,
+                min_steps=None,
+            )
+            if not isinstance(trainer.strategy, PipeShiftStrategy):
+                raise ConfigurationError(
+                    "`pipeshift plan` measures what the PipeShift strategy runs, and the"
+                    f" configuration has `{type(trainer.strategy).__name__}`. Set"
+                    " `trainer.strategy: pipeshift`, or leave it out."
+                )
+            trainer.strategy.only_measures()
+            return trainer
+
+    return MeasuringCLI
+
+
+def _listed(callbacks: Any) -> list[Any]:
+    if callbacks is None:
+        return []
+    return list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+
+
+def _measure_and_plan(arguments: Sequence[str], out: Path) -> None:
+    from lightning_pipeshift.cli import PipeShiftCLI
+
+    cli = _measuring_cli(PipeShiftCLI)(args=["fit", *arguments], save_config_callback=None)
+    strategy = cli.trainer.strategy
+    assert isinstance(strategy, PipeShiftStrategy)
+    if not strategy.is_measured:
+        raise PlanError(
+            "The data ended before enough steps had been measured. Give more of it, or fewer"
+            " `profile_steps` in the strategy's arguments."
+        )
+    found = strategy.measured
+    if found is None:
+        return
+    profile, cluster, wishes = found
+    made = make(profile, cluster, wishes)
+    print(report(made, cluster))
+    made[0].save(out)
+    of_model = out.with_name(f"{out.stem}.profile.json")
+    of_machines = out.with_name(f"{out.stem}.cluster.yaml")
+    save_profile(profile, of_model)
+    save_cluster(cluster, of_machines)
+    print(f"\nwritten to {out}; what was measured is in {of_model} and {of_machines}")
