@@ -3,12 +3,12 @@
     python -m benchmarks.unequal_devices
 
 Three stages of which the second is half as fast as the first, and the third a quarter: as many
-layers on each (the uniform split) against what PipeShift makes of it by itself. The devices are slow
-because their layers sleep longer, and because a CPU quota holds them back (layers that compute;
-needs root and cgroups, version 1). Both plans take turns in one run.
+layers on each (the uniform split) against what PipeShift makes of it by itself. The devices are
+slow because their layers sleep longer, and because a CPU quota holds them back (layers that
+compute; needs root and cgroups, version 1). Both plans take turns in one run.
 
-The bound: all work over the sum of all speeds, once for every microbatch, and once more for every
-stage but one, in which the pipeline fills and drains.
+The bound: all layers' work, as it was measured in this run, over the sum of all speeds; once for
+every microbatch, and once more for every stage but one, in which the pipeline fills and drains.
 """
 
 from __future__ import annotations
@@ -143,8 +143,6 @@ def main() -> None:
             continue
         given = (computes, options.microbatches, options.num_rounds, options.num_steps)
         found, slot = run_ranks(measure, len(SPEEDS), *given, timeout=1200)[0]
-        if not computes:
-            slot = NUM_LAYERS * sum(SLEEPS) / sum(SPEEDS)
         bound = slot * (options.microbatches + len(SPEEDS) - 1)
         planned, even = found["planned"], found["uniform"]
         for what, timed in found.items():

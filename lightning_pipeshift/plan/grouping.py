@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
 from itertools import pairwise, permutations
 from typing import Final
 
@@ -28,6 +29,9 @@ _FEW: Final = 8
 
 _FEW_RANKS: Final = 6
 """Of more ranks, not even the number of ways is counted."""
+
+_MOST_ROUND: Final = 32
+"""Of more virtual machines, the order in rings stays that of the hosts."""
 
 
 def candidate_counts(devices: Sequence[Device]) -> tuple[int, ...]:
@@ -48,7 +52,7 @@ def candidate_counts(devices: Sequence[Device]) -> tuple[int, ...]:
     counts.add(len({device.host for device in devices}))
     if len(kinds) > 1 and num_ranks <= _FEW:
         counts |= set(range(1, num_ranks + 1))
-    elif 1 < len(kinds) <= _FEW:
+    elif 1 < len(kinds) <= _FEW and num_ranks <= MOST_STAGES:
         counts |= {math.gcd(*kinds.values()), *kinds.values()}
     return tuple(sorted(count for count in counts if num_ranks <= count * MOST_STAGES))
 
@@ -124,7 +128,8 @@ def ring_order(cluster: Cluster, machines: Sequence[Sequence[int]]) -> Groups:
     long as that helps.
     """
     count = len(machines)
-    if not 4 <= count <= MOST_STAGES:
+    if not (cluster.hosts or cluster.ranks) or not 4 <= count <= _MOST_ROUND:
+        # A host's virtual machines are neighbours already, or should be.
         return tuple(map(tuple, machines))
     apart = [[_apart(cluster, one, other) for other in machines] for one in machines]
     if len({apart[a][b] for a in range(count) for b in range(count) if a != b}) == 1:
@@ -199,20 +204,22 @@ def _with_reasons(
     hosts: dict[str, list[int]] = {}
     for rank in in_order:
         hosts.setdefault(devices[rank].host, []).append(rank)
-    if depths is None and 1 < len(hosts) <= count:
+    is_small = len(in_order) <= MOST_STAGES
+    if depths is None and is_small and 1 < len(hosts) <= count:
         yield sorted_up(_shared_out(list(hosts.values()), count))
     # Across the hosts: gradients stay inside.
     yield sorted_up([in_order[vm::count] for vm in range(count)])
     # Equal devices.
     if len(kinds) > 1:
         yield sorted_up(_dealt([rank for ranks in kinds.values() for rank in ranks], even))
-        if depths is None and len(kinds) <= count:
+        if depths is None and is_small and len(kinds) <= count:
             yield sorted_up(_shared_out(list(kinds.values()), count))
     # Equally fast.
     if len(set(powers)) > 1:
         fastest = sorted(in_order, key=lambda rank: -powers[rank])
         yield sorted_up(_balanced(fastest, powers, even))
-        yield sorted_up(_balanced(fastest, powers, [len(in_order)] * count))
+        if depths is None and is_small:
+            yield sorted_up(_balanced(fastest, powers, [len(in_order)] * count))
 
 
 def _dealt(ranks: Sequence[int], depths: Sequence[int]) -> list[list[int]]:
@@ -241,12 +248,12 @@ def _balanced(
     greedy rule (Graham, Bounds on Multiprocessing Timing Anomalies, 1969).
     """
     machines: list[list[int]] = [[] for _ in rooms]
-    total = [0.0] * len(rooms)
+    slowest = [(0.0, vm) for vm in range(len(rooms))]
     for rank in fastest:
-        open_to = [vm for vm, room in enumerate(rooms) if len(machines[vm]) < room]
-        vm = min(open_to, key=lambda vm: (total[vm], vm))
+        total, vm = heappop(slowest)
         machines[vm].append(rank)
-        total[vm] += powers[rank]
+        if len(machines[vm]) < rooms[vm]:
+            heappush(slowest, (total + powers[rank], vm))
     return machines
 
 

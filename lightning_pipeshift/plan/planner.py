@@ -9,16 +9,13 @@ and the best of those are cut with care, sliced, and given their shares.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Final, Literal, NamedTuple
+from typing import Final
 
 from lightning_pipeshift.errors import PlanError
-from lightning_pipeshift.plan.balance import uniform
+from lightning_pipeshift.plan.arrangement import Allowed, Arrangement, Wishes
 from lightning_pipeshift.plan.cluster import Cluster
-from lightning_pipeshift.plan.dynamic import fastest_cuts
 from lightning_pipeshift.plan.grouping import (
     Groups,
     candidate_counts,
@@ -26,10 +23,8 @@ from lightning_pipeshift.plan.grouping import (
     host_order,
     ring_order,
 )
-from lightning_pipeshift.plan.prediction import Prediction, crowded, estimated_seconds, predict
+from lightning_pipeshift.plan.placing import Judge, Placed, Placer
 from lightning_pipeshift.plan.profile import Profile
-from lightning_pipeshift.plan.search import best_cut
-from lightning_pipeshift.plan.shares import shared_out
 from lightning_pipeshift.plan.stage_order import (
     best_order,
     by_ratio,
@@ -37,10 +32,9 @@ from lightning_pipeshift.plan.stage_order import (
     interchangeable,
 )
 from lightning_pipeshift.plan.topology import Topology
-from lightning_pipeshift.plan.workload import Cut, Workload, workload_of
+from lightning_pipeshift.plan.workload import Cut
 
-Allowed = Callable[[int], frozenset[int] | None]
-"""The boundaries that may be cut into a number of stages; ``None``: all."""
+__all__ = ["Allowed", "Arrangement", "Wishes", "arrange_all", "evaluate"]
 
 _WORTH_SHARES: Final = 1.02
 """How many times as many samples per second unequal shares must give."""
@@ -48,99 +42,30 @@ _WORTH_SHARES: Final = 1.02
 _WORTH_SLICES: Final = 1.01
 """How many times as many samples per second more microbatches must give."""
 
+_PROMISING: Final = 0.9
+"""What can't reach this part of the best found so far in closed form is not looked at."""
+
+_FEW: Final = 8
+"""Of so many devices, everything is looked at."""
+
 _MOST_ACTIONS: Final = 1 << 14
 """Stages times microbatches, where PipeShift chooses these: what the simulator takes a second for.
 """
 
 _MOST_RESLICED: Final = 1 << 11
-"""Up to so many of them, the simulator has a say in the number of microbatches."""
+"""Up to so many of them, the simulator has a say in microbatches and shares."""
+
+_MOST_CUT_WITH_CARE: Final = 64
+"""Up to so many stages, cuts are improved on the simulator."""
 
 _MOST_SLICINGS: Final = 4
 _MOST_ORDERS: Final = 120
-_MOST_LOOKED_AT_TWICE: Final = ((8, 16), (64, 6), (math.inf, 3))
-"""How many groupings are tried on the simulator, of how many ranks."""
-
-_MOST_FINISHED: Final = 3
+_MOST_SECOND_LOOKS: Final = ((_FEW, 16), (64, 6), (math.inf, 3))
+_MOST_FINISHED: Final = ((64, 3), (math.inf, 1))
+"""How many groupings are tried on the simulator, and how many are finished, by number of ranks."""
 
 _ROUNDS: Final = 4
 """After so many corrections of the shares, what is left is the rounding to whole samples."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
-    """What the user has fixed, and what is left to the planner.
-
-    Args:
-        virtual_machines: how many, or the ranks of each in stage order.
-        microbatches: slices of a virtual machine's batch.
-        schedule: by name.
-        recompute: ``"full"``: all layers where that frees memory; ``"auto"``: those that don't
-            fit otherwise.
-        partition: ``"auto"``, ``"uniform"``, or for each virtual machine the layers per stage.
-        batch_shares: how the global batch is shared out; ``None``: as is best.
-        batch_samples: of a virtual machine's DataLoader batch. A global batch has that times the
-            number of virtual machines.
-    """
-
-    virtual_machines: int | Literal["auto"] | Groups = "auto"
-    microbatches: int | Literal["auto"] = "auto"
-    schedule: str = "1f1b"
-    recompute: str = "auto"
-    partition: Literal["auto", "uniform"] | tuple[tuple[int, ...], ...] = "auto"
-    batch_shares: tuple[float, ...] | None = None
-    batch_samples: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.batch_samples) and self.batch_samples > 0):
-            raise PlanError(
-                f"a batch of {self.batch_samples} samples; a DataLoader's batch has at least 1"
-            )
-        for name in ("virtual_machines", "microbatches"):
-            value = getattr(self, name)
-            if isinstance(value, int) and value < 1:
-                raise PlanError(f"{name}={value}; allowed are 'auto' and numbers from 1 on")
-        counts = {
-            what: count
-            for what, count in (
-                ("virtual_machines", self.num_machines),
-                ("partition", None if isinstance(self.partition, str) else len(self.partition)),
-                ("batch_shares", None if self.batch_shares is None else len(self.batch_shares)),
-            )
-            if count is not None
-        }
-        if len(set(counts.values())) > 1:
-            found = ", ".join(f"{what} for {count}" for what, count in counts.items())
-            raise PlanError(f"{found}: they must be for the same number of virtual machines")
-
-    @property
-    def num_machines(self) -> int | None:
-        """How many virtual machines are asked for; ``None``: left to the planner."""
-        if isinstance(self.virtual_machines, int):
-            return self.virtual_machines
-        return None if self.virtual_machines == "auto" else len(self.virtual_machines)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrangement:
-    """An answer, and what is expected of it. Tuples are per virtual machine.
-
-    Args:
-        ranks: in stage order.
-        cuts: of the layers.
-        microbatches: slices of a virtual machine's batch.
-        schedule: by name.
-        batch_shares: how the global batch is shared out; ``None``: equally.
-        prediction: of a step.
-        samples_per_second: of all virtual machines together.
-    """
-
-    ranks: Groups
-    cuts: tuple[Cut, ...]
-    microbatches: int
-    schedule: str
-    batch_shares: tuple[float, ...] | None
-    prediction: Prediction
-    samples_per_second: float
 
 
 def arrange_all(
@@ -156,8 +81,9 @@ def arrange_all(
 
     Raises:
         PlanError: nothing that is allowed fits in memory, or makes that many virtual machines.
+        ConfigurationError: the wishes name ranks that aren't there, or one twice.
     """
-    return _Planner(profile, cluster, wishes, allowed).best()
+    return _Planner(Placer(profile, cluster, wishes, allowed)).best()
 
 
 def evaluate(
@@ -180,73 +106,64 @@ def evaluate(
         microbatches: slices of a virtual machine's batch.
         batch_shares: how the global batch is shared out; ``None``: equally.
     """
-    planner = _Planner(profile, cluster, wishes, None)
-    placed = planner.placed(ranks, microbatches, batch_shares)
-    return planner.arrangement(placed, tuple(cuts))
-
-
-class _Placed(NamedTuple):
-    """Everything but the cuts."""
-
-    ranks: Groups
-    microbatches: int
-    batch_shares: tuple[float, ...] | None
-    workloads: tuple[Workload, ...]
-    """One for each virtual machine: of those that are alike, the same object."""
-
-
-_Cuts = tuple[Cut, ...]
-
-
-class _Judge(NamedTuple):
-    """Says what a step takes, in seconds: in closed form, or by the simulator."""
-
-    step: Callable[[_Placed, _Cuts], float]
-    alone: Callable[[Workload, Cut], float]
-    """Of one virtual machine, without the others."""
+    placer = Placer(profile, cluster, wishes, None)
+    return placer.arrangement(placer.placed(ranks, microbatches, batch_shares), tuple(cuts))
 
 
 class _Planner:
-    """Knows what was worked out before: a thousand devices of a few kinds are few workloads."""
+    """From all groupings to one arrangement."""
 
-    def __init__(
-        self, profile: Profile, cluster: Cluster, wishes: Wishes, allowed: Allowed | None
-    ) -> None:
-        self._profile = profile
-        self._cluster = cluster
-        self._wishes = wishes
-        self._allowed = allowed or (lambda num_stages: None)
-        self._powers = [compute_power(profile, cluster, rank) for rank in range(cluster.num_ranks)]
-        self._alike = interchangeable(cluster)
-        self._place = {rank: place for place, rank in enumerate(host_order(cluster))}
-        self._workloads: dict[Hashable, Workload] = {}
-        self._cuts: dict[Hashable, Cut | PlanError] = {}
-
-    # From all groupings to one arrangement.
+    def __init__(self, placer: Placer) -> None:
+        self._placer = placer
+        self._profile = placer.profile
+        self._cluster = placer.cluster
+        self._wishes = placer.wishes
+        ranks = range(self._cluster.num_ranks)
+        self._powers = [compute_power(self._profile, self._cluster, rank) for rank in ranks]
+        self._alike = interchangeable(self._cluster)
+        self._place = {rank: place for place, rank in enumerate(host_order(self._cluster))}
 
     def best(self) -> Arrangement:
         """See :func:`arrange_all`."""
-        errors: list[tuple[float, PlanError]] = []
-        seen: list[tuple[float, _Placed]] = []
-        for groups in self._groupings():
+        seen = self._first_looks()
+        second, finished = (
+            next(most for limit, most in table if self._cluster.num_ranks <= limit)
+            for table in (_MOST_SECOND_LOOKS, _MOST_FINISHED)
+        )
+        again = [self._second_look(placed) for placed in _highest(seen, second)]
+        found = [self._finished(placed) for placed in _highest(again, finished)]
+        return max(found, key=lambda one: one.samples_per_second)
+
+    def _first_looks(self) -> list[tuple[float, Placed]]:
+        """The groupings that fit, with their samples per second in closed form."""
+        all_groups = sorted(self._groupings(), key=lambda groups: -self._most_per_second(groups))
+        too_large: list[Groups] = []
+        seen: list[tuple[float, Placed]] = []
+        for groups in all_groups:
+            best = max((rate for rate, _ in seen), default=0.0)
+            is_few = self._cluster.num_ranks <= _FEW
+            if not is_few and self._most_per_second(groups) < _PROMISING * best:
+                break
             try:
-                seen.append(self._first_look(groups))
-            except PlanError as error:
-                # The least bad is the one whose smallest virtual machine has the most room.
-                errors.append((min(map(self._room_bytes, groups)), error))
+                if self._has_room(groups):
+                    seen.append(self._first_look(groups))
+                    continue
+            except PlanError:
+                pass
+            too_large.append(groups)
         if not seen:
-            raise max(errors, key=lambda entry: entry[0])[1]
-        num_ranks = self._cluster.num_ranks
-        most = next(most for limit, most in _MOST_LOOKED_AT_TWICE if num_ranks <= limit)
-        again = [self._second_look(placed) for placed in _highest(seen, most)]
-        finished = [self._finished(placed) for placed in _highest(again, _MOST_FINISHED)]
-        return max(finished, key=lambda found: found.samples_per_second)
+            # What comes nearest to fitting tells the most.
+            nearest = max(too_large, key=self._least_room_bytes)
+            slices = max(self._numbers_of_slices(max(map(len, nearest))))
+            placed = self._placer.placed(nearest, slices, self._wishes.batch_shares)
+            self._placer.cuts(placed, careful=True)
+        return seen
 
     def _groupings(self) -> Iterator[Groups]:
         """The ways to make virtual machines that the wishes leave."""
         wishes, num_ranks = self._wishes, self._cluster.num_ranks
-        if not isinstance(wishes.virtual_machines, int | str):
-            topology = Topology(wishes.virtual_machines)
+        if wishes.ranks is not None:
+            topology = Topology(wishes.ranks)
             if topology.num_ranks != num_ranks:
                 raise PlanError(
                     f"virtual machines of {topology.num_ranks} ranks on {num_ranks} devices; name"
@@ -254,21 +171,14 @@ class _Planner:
                 )
             yield topology.ranks
             return
-        counts = candidate_counts(self._cluster.devices)
-        depths = None
-        if not isinstance(wishes.partition, str):
-            depths = list(map(len, wishes.partition))
-            counts = (len(depths),)
-            if sum(depths) != num_ranks:
-                raise PlanError(
-                    f"a partition for {sum(depths)} stages on {num_ranks} devices; it needs one"
-                    " stage for each"
-                )
-        elif wishes.num_machines is not None:
-            counts = (wishes.num_machines,)
-        elif wishes.batch_shares is not None:
-            counts = (len(wishes.batch_shares),)
-        for count in counts:
+        depths = None if wishes.counts is None else list(map(len, wishes.counts))
+        if depths is not None and sum(depths) != num_ranks:
+            raise PlanError(
+                f"a partition for {sum(depths)} stages on {num_ranks} devices; it needs one stage"
+                " for each"
+            )
+        fixed = wishes.num_virtual_machines
+        for count in candidate_counts(self._cluster.devices) if fixed is None else (fixed,):
             if count > num_ranks:
                 raise PlanError(
                     f"{count} virtual machines on {num_ranks} devices; each has at least one device"
@@ -278,9 +188,9 @@ class _Planner:
 
     def _numbered(self, groups: Groups) -> Groups:
         """The same groups in the order in which rings pass them, as far as that is free."""
-        if not isinstance(self._wishes.partition, str):
-            return groups
         shares = self._wishes.batch_shares
+        if self._wishes.counts is not None:
+            return groups
         if shares is None:
             return ring_order(self._cluster, groups)
         # The larger shares are meant for the faster ones.
@@ -289,127 +199,174 @@ class _Planner:
         of_vm = dict(zip(largest, fastest, strict=True))
         return tuple(of_vm[vm] for vm in range(len(shares)))
 
-    def _first_look(self, groups: Groups) -> tuple[float, _Placed]:
-        """A grouping's samples per second in closed form, with its slices, order and shares."""
-        placed = self._in_best_order(self._sliced(groups), self._closed_form, 0)
-        placed = self._shared_out(placed, self._closed_form)
-        return self._rate(placed, self._closed_form), placed
+    def _most_per_second(self, groups: Groups) -> float:
+        """Samples per second if every stage were as long as the others and messages took no time:
+        no cut of it gives more.
+        """
+        slices = max(self._numbers_of_slices(max(map(len, groups))))
+        # One microbatch through all stages, and the pace for each of the others.
+        per_sample = [
+            ((slices - 1) / sum(powers) + 1 / max(powers)) / slices / self._profile.samples
+            for powers in ([self._powers[rank] for rank in ranks] for ranks in groups)
+        ]
+        total = self._placer.total(len(groups))
+        if self._wishes.batch_shares is None:
+            seconds = total / sum(1 / seconds for seconds in per_sample)
+        else:
+            sizes = self._placer.sizes(len(groups), self._wishes.batch_shares)
+            seconds = max(size * each for size, each in zip(sizes, per_sample, strict=True))
+        return total / (seconds + self._profile.step_seconds)
 
-    def _second_look(self, placed: _Placed) -> tuple[float, _Placed]:
+    def _has_room(self, groups: Groups) -> bool:
+        """Whether the model's own bytes leave any hope."""
+        return sum(layer.static_bytes for layer in self._profile.layers) <= self._least_room_bytes(
+            groups
+        )
+
+    def _least_room_bytes(self, groups: Groups) -> float:
+        devices = self._cluster.devices
+        return min(math.fsum(devices[rank].room_bytes for rank in ranks) for ranks in groups)
+
+    def _first_look(self, groups: Groups) -> tuple[float, Placed]:
+        """A grouping's samples per second in closed form, with its slices, order and shares."""
+        judge = self._placer.closed_form
+        placed = self._in_best_order(self._sliced(groups), judge, 0)
+        placed = self._shared_out(placed, judge)
+        return self._placer.rate(placed, judge), placed
+
+    def _second_look(self, placed: Placed) -> tuple[float, Placed]:
         """Its samples per second by the simulator, its stages in the best of all orders."""
         # A fixed number of orders would be a blink for some and minutes for others.
-        num_ranks = self._cluster.num_ranks
-        actions = sum(w.num_stages * w.microbatches for w in set(placed.workloads))
-        most = min(_MOST_ORDERS, _MOST_ACTIONS // (actions + 100), _MOST_ACTIONS // num_ranks // 2)
-        placed = self._in_best_order(placed, self._simulator, most)
-        return self._rate(placed, self._simulator), placed
+        most = min(
+            _MOST_ACTIONS // (self._num_actions(placed) + 100),
+            _MOST_ACTIONS // self._cluster.num_ranks // 2,
+        )
+        judge = self._placer.simulator
+        placed = self._in_best_order(placed, judge, min(_MOST_ORDERS, most))
+        return self._placer.rate(placed, judge), placed
 
-    def _finished(self, placed: _Placed) -> Arrangement:
+    def _finished(self, placed: Placed) -> Arrangement:
         """Sliced, shared out and cut as well as can be."""
-        rates = self._slices(placed)
-        if len(rates) > 1 and len(placed.ranks[0]) * max(rates) <= _MOST_RESLICED:
-            best = sorted(rates, key=rates.__getitem__)[-_MOST_SLICINGS:]
-            rates = {}
-            for count in best:
-                sliced = self.placed(placed.ranks, count, placed.batch_shares)
-                # One of the best in closed form may not fit.
-                with suppress(PlanError):
-                    rates[count] = self._rate(sliced, self._simulator)
-            placed = self.placed(placed.ranks, _fewest(rates), placed.batch_shares)
-        placed = self._shared_out(placed, self._simulator)
-        equal = self.placed(placed.ranks, placed.microbatches, self._wishes.batch_shares)
-        found = self.arrangement(equal, self._cut(equal, careful=True))
+        placer = self._placer
+        is_small = self._num_actions(placed) <= _MOST_RESLICED
+        placed = self._resliced(placed) if is_small else placed
+        placed = self._shared_out(placed, placer.simulator if is_small else placer.closed_form)
+        equal = placer.placed(placed.ranks, placed.microbatches, self._wishes.batch_shares)
+        found = self._cut_with_care(equal)
         if placed.batch_shares != equal.batch_shares:
-            other = self.arrangement(placed, self._cut(placed, careful=True))
-            if other.samples_per_second >= _WORTH_SHARES * found.samples_per_second:
-                return other
+            shared = self._cut_with_care(placed)
+            if shared.samples_per_second >= _WORTH_SHARES * found.samples_per_second:
+                return shared
         return found
+
+    def _cut_with_care(self, placed: Placed) -> Arrangement:
+        """With the best cuts that there is time for."""
+        found = self._placer.arrangement(placed, self._placer.cuts(placed))
+        stages = sum(workload.num_stages for workload in set(placed.workloads))
+        if stages > _MOST_CUT_WITH_CARE:
+            return found
+        # The best for each virtual machine need not be for the rings between them.
+        careful = self._placer.arrangement(placed, self._placer.cuts(placed, careful=True))
+        return max(careful, found, key=lambda one: one.samples_per_second)
+
+    @staticmethod
+    def _num_actions(placed: Placed) -> int:
+        """Stages times microbatches, of all virtual machines that differ."""
+        return sum(w.num_stages * w.microbatches for w in set(placed.workloads))
 
     # Orders of the stages.
 
-    def _in_best_order(self, placed: _Placed, judge: _Judge, most: int) -> _Placed:
+    def _in_best_order(self, placed: Placed, judge: Judge, most: int) -> Placed:
         """The same with its stages in the best order, of at most so many."""
-        if not isinstance(self._wishes.virtual_machines, int | str):
-            return placed
         preferred = tuple(
             tuple(sorted(ranks, key=self._place.__getitem__)) for ranks in placed.ranks
         )
+        if self._wishes.ranks is not None or self._is_same_in_any_order(preferred):
+            return placed
+        placer = self._placer
         rule = tuple(
             by_ratio(self._profile, self._cluster, ranks, preferred[vm + 1 :] + preferred[:vm])
             for vm, ranks in enumerate(preferred)
         )
-        if preferred == rule == placed.ranks and all(
-            len({self._alike[rank] for rank in ranks}) == 1 for ranks in preferred
-        ):
-            return placed
 
-        def in_order(ranks: Groups) -> _Placed:
-            return self.placed(ranks, placed.microbatches, placed.batch_shares)
+        def in_order(ranks: Groups) -> Placed:
+            return placer.placed(ranks, placed.microbatches, placed.batch_shares)
 
         def seconds(ranks: Groups) -> float:
             try:
-                return self._seconds(in_order(ranks), judge)
+                return placer.seconds(in_order(ranks), judge)
             except PlanError:
                 return math.inf
 
         # To compare orders it is enough that each device keeps its number of layers: much quicker.
         counts = {
             rank: count
-            for ranks, cut in zip(placed.ranks, self._cut(placed), strict=True)
+            for ranks, cut in zip(placed.ranks, placer.cuts(placed), strict=True)
             for rank, count in zip(ranks, cut.counts, strict=True)
         }
 
         def estimate(ranks: Groups) -> float:
             cuts = [Cut(tuple(counts[rank] for rank in machine)) for machine in ranks]
-            return self._closed_form.step(in_order(ranks), tuple(cuts))
+            return placer.closed_form.step(in_order(ranks), tuple(cuts))
 
         starts = (rule, placed.ranks)
         return in_order(best_order(preferred, starts, self._alike, seconds, estimate, most))
 
+    def _is_same_in_any_order(self, groups: Groups) -> bool:
+        """Whether no order is better than the ranks' own, with each host's next to each other."""
+        devices, cluster = self._cluster.devices, self._cluster
+        is_uniform = not (cluster.ranks or cluster.hosts) and all(
+            len({(devices[r].kind, devices[r].speed, devices[r].room_bytes) for r in ranks}) == 1
+            for ranks in groups
+        )
+        return is_uniform or all(len({self._alike[r] for r in ranks}) == 1 for ranks in groups)
+
     # Slices of the batch.
 
-    def _sliced(self, groups: Groups) -> _Placed:
+    def _sliced(self, groups: Groups) -> Placed:
         """A grouping with the best number of microbatches, in closed form.
 
         Raises PlanError where it fits with none."""
         shares = self._wishes.batch_shares
-        rates = self._slices(self.placed(groups, 1, shares))
+        rates = self._slices(groups, shares)
         error = None
         while rates:
             count = _fewest(rates)
-            placed = self.placed(groups, count, shares)
+            placed = self._placer.placed(groups, count, shares)
             try:
-                self._cut(placed)
+                self._placer.cuts(placed)
+                return placed
             except PlanError as found:
                 error = found
                 del rates[count]
-            else:
-                return placed
         assert error is not None, "there is a number to try"
         raise error
 
-    def _slices(self, placed: _Placed) -> dict[int, float]:
-        """Numbers of microbatches, and samples per second in closed form.
+    def _slices(self, ranks: Groups, shares: Sequence[float] | None) -> dict[int, float]:
+        """Numbers of microbatches, and what each would give in closed form.
 
-        All under the cuts of one of them, where that fits: how many there are hardly moves the
-        best cuts."""
-        deepest = max(map(len, placed.ranks))
-        counts = self._numbers_of_slices(deepest)
-        if len(counts) == 1:
-            return {counts[0]: 0.0}
-        all_placed = [self.placed(placed.ranks, count, placed.batch_shares) for count in counts]
-        common = [one for one in all_placed if one.microbatches <= deepest][-1]
+        Without the rings, and under the cuts of one of them where that fits: how many there are
+        hardly moves the best cuts."""
+        placer = self._placer
+        deepest = max(map(len, ranks))
+        numbers = self._numbers_of_slices(deepest)
+        if len(numbers) == 1:
+            return {numbers[0]: 0.0}
+        common = placer.placed(ranks, max(n for n in numbers if n <= deepest), shares)
         try:
-            cuts = self._cut(common)
+            cuts = placer.cuts(common)
         except PlanError:
-            cuts = None
+            # Any number may be the one that fits: the more, the smaller are the slices.
+            return {number: float(number) for number in numbers}
+        sizes = placer.sizes(len(ranks), shares)
+        distinct = {workload: vm for vm, workload in enumerate(common.workloads)}.values()
         rates = {}
-        for one in all_placed:
-            try:
-                seconds = self._closed_form.step(one, cuts or self._cut(one))
-                rates[one.microbatches] = self._total(len(one.ranks)) / seconds
-            except PlanError:
-                rates[one.microbatches] = 0.0
+        for number in numbers:
+            seconds = max(
+                placer.workload(common.links, ranks[vm], sizes[vm], number).estimate(cuts[vm])
+                for vm in distinct
+            )
+            rates[number] = 1 / (seconds + self._profile.step_seconds or 1.0)
         return rates
 
     def _numbers_of_slices(self, num_stages: int) -> list[int]:
@@ -425,220 +382,55 @@ class _Planner:
             if count == 1 or (count <= most and count * num_stages <= _MOST_ACTIONS)
         )
 
+    def _resliced(self, placed: Placed) -> Placed:
+        """With the best number of microbatches by the simulator."""
+        rates = self._slices(placed.ranks, placed.batch_shares)
+        if len(rates) == 1:
+            return placed
+        found: dict[int, float] = {}
+        for count in {placed.microbatches, *sorted(rates, key=rates.__getitem__)[-_MOST_SLICINGS:]}:
+            # The best in closed form may not fit.
+            with suppress(PlanError):
+                sliced = self._placer.placed(placed.ranks, count, placed.batch_shares)
+                found[count] = self._placer.rate(sliced, self._placer.simulator)
+        return self._placer.placed(placed.ranks, _fewest(found), placed.batch_shares)
+
     # Shares of the batch.
 
-    def _shared_out(self, placed: _Placed, judge: _Judge) -> _Placed:
+    def _shared_out(self, placed: Placed, judge: Judge) -> Placed:
         """With the shares under which all virtual machines take equally long, if that gains enough.
 
         What a step takes is not in proportion to the samples, so shares and times are found in
         turn: each share is corrected by how far its time is from the others'."""
         if self._wishes.batch_shares is not None or len(placed.ranks) == 1:
             return placed
-        best = shared = self.placed(placed.ranks, placed.microbatches)
-        least = self._seconds(best, judge) / _WORTH_SHARES
+        placer, count = self._placer, len(placed.ranks)
+        equal = placer.placed(placed.ranks, placed.microbatches)
+        cuts = placer.cuts(equal)
+        # Of those that are alike, one stands for all.
+        same = {pair: vm for vm, pair in enumerate(zip(equal.workloads, cuts, strict=True))}
+        first = [same[pair] for pair in zip(equal.workloads, cuts, strict=True)]
+        sizes = dict.fromkeys(same.values(), self._wishes.batch_samples)
         for _ in range(_ROUNDS):
-            pairs = list(zip(shared.workloads, self._cut(shared), strict=True))
-            times = {pair: judge.alone(*pair) for pair in set(pairs)}
-            if max(times.values()) <= _WORTH_SHARES * min(times.values()):
+            seconds = {
+                vm: judge.alone(
+                    placer.workload(equal.links, equal.ranks[vm], size, equal.microbatches),
+                    cuts[vm],
+                )
+                for vm, size in sizes.items()
+            }
+            if max(seconds.values()) <= _WORTH_SLICES * min(seconds.values()):
                 break
-            sizes = self._sizes(len(placed.ranks), shared.batch_shares)
-            wanted = [size / times[pair] for size, pair in zip(sizes, pairs, strict=True)]
-            shared = self.placed(placed.ranks, placed.microbatches, wanted)
-            try:
-                seconds = self._seconds(shared, judge)
-            except PlanError:
-                break
-            if seconds < least:
-                best, least = shared, seconds
-        return best
-
-    def _total(self, count: int) -> float:
-        """The samples of a global batch."""
-        return self._wishes.batch_samples * count
-
-    def _sizes(self, count: int, shares: Sequence[float] | None) -> list[float]:
-        """How many samples of a global batch each virtual machine takes."""
-        total = self._total(count)
-        if shares is None:
-            return [self._wishes.batch_samples] * count
-        if total != int(total):
-            return [total * share / math.fsum(shares) for share in shares]
-        return [float(size) for size in shared_out(int(total), shares)]
-
-    # What a choice means.
-
-    def placed(
-        self,
-        ranks: Sequence[Sequence[int]],
-        microbatches: int,
-        shares: Sequence[float] | None = None,
-    ) -> _Placed:
-        """The workloads that follow from the other choices."""
-        groups = tuple(map(tuple, ranks))
-        sizes = self._sizes(len(groups), shares)
-        links = crowded(self._cluster, groups)
-        workloads = tuple(
-            self._workload(links, machine, size, microbatches)
-            for machine, size in zip(groups, sizes, strict=True)
-        )
-        return _Placed(groups, microbatches, self._named(shares, sizes), workloads)
-
-    def _named(
-        self, shares: Sequence[float] | None, sizes: Sequence[float]
-    ) -> tuple[float, ...] | None:
-        """The shares in the smallest numbers that say the same."""
-        if shares is None:
-            return None
-        if tuple(shares) == self._wishes.batch_shares:
-            return tuple(shares)
-        unit = math.gcd(*map(int, sizes)) if all(size == int(size) for size in sizes) else 1
-        return tuple(size / unit for size in sizes)
-
-    def _workload(
-        self, cluster: Cluster, ranks: Sequence[int], samples: float, microbatches: int
-    ) -> Workload:
-        devices = [cluster.devices[rank] for rank in ranks]
-        # A batch of fewer samples is cut into as many slices as it has samples.
-        slices = max(1, min(microbatches, int(samples)))
-        key = (
-            tuple((device.kind, device.speed, device.room_bytes) for device in devices),
-            tuple(cluster.link(one, other) for one, other in pairwise(ranks)),
-            samples,
-            slices,
-        )
-        if key not in self._workloads:
-            self._workloads[key] = workload_of(
-                self._profile,
-                cluster,
-                ranks,
-                self._wishes.schedule,
-                slices,
-                samples / slices,
-                self._allowed(len(ranks)),
-            )
-        return self._workloads[key]
-
-    def _seconds(self, placed: _Placed, judge: _Judge) -> float:
-        """What a step takes under quick cuts. Raises PlanError where it doesn't fit."""
-        return judge.step(placed, self._cut(placed))
-
-    def _rate(self, placed: _Placed, judge: _Judge) -> float:
-        seconds = self._seconds(placed, judge)
-        return self._total(len(placed.ranks)) / seconds if seconds else math.inf
-
-    @property
-    def _closed_form(self) -> _Judge:
-        def step(placed: _Placed, cuts: _Cuts) -> float:
-            return estimated_seconds(
-                self._profile, self._cluster, placed.ranks, placed.workloads, cuts
-            )
-
-        return _Judge(step, Workload.estimate)
-
-    @property
-    def _simulator(self) -> _Judge:
-        def step(placed: _Placed, cuts: _Cuts) -> float:
-            return self._predicted(placed, cuts).step_seconds
-
-        return _Judge(step, lambda workload, cut: workload.step_seconds([cut])[0])
-
-    def _predicted(self, placed: _Placed, cuts: _Cuts) -> Prediction:
-        return predict(self._profile, self._cluster, placed.ranks, placed.workloads, cuts)
-
-    def arrangement(self, placed: _Placed, cuts: _Cuts) -> Arrangement:
-        """The answer that these choices are."""
-        prediction = self._predicted(placed, cuts)
-        total = self._total(len(placed.ranks))
-        seconds = prediction.step_seconds
-        return Arrangement(
-            ranks=placed.ranks,
-            cuts=cuts,
-            microbatches=placed.microbatches,
-            schedule=self._wishes.schedule,
-            batch_shares=placed.batch_shares,
-            prediction=prediction,
-            samples_per_second=total / seconds if seconds else math.inf,
-        )
-
-    # Cuts.
-
-    def _cut(self, placed: _Placed, careful: bool = False) -> _Cuts:
-        """A cut for each virtual machine, made once for each that differs.
-
-        Raises PlanError where one doesn't fit in memory."""
-        found = []
-        for vm, workload in enumerate(placed.workloads):
-            counts = self._counts(vm, workload)
-            key = (workload, counts, careful)
-            if key not in self._cuts:
-                try:
-                    if counts is not None:
-                        self._cuts[key] = _recomputed(workload, counts, self._wishes.recompute)
-                    elif careful:
-                        self._cuts[key] = self._careful(workload)
-                    else:
-                        self._cuts[key] = self._quick(workload)
-                except PlanError as error:
-                    self._cuts[key] = error
-            cut = self._cuts[key]
-            if isinstance(cut, PlanError):
-                raise cut
-            found.append(cut)
-        return tuple(found)
-
-    def _counts(self, vm: int, workload: Workload) -> tuple[int, ...] | None:
-        """The layers per stage, where they are fixed."""
-        partition = self._wishes.partition
-        if partition == "auto":
-            return None
-        if partition == "uniform":
-            return uniform(workload.num_layers, workload.num_stages)
-        return partition[vm]
-
-    def _quick(self, workload: Workload) -> Cut:
-        """The best in closed form; where memory is short, that is not enough."""
-        recompute = self._wishes.recompute
-        if recompute != "full":
-            for choice in (workload, _anywhere(workload)):
-                cuts = fastest_cuts(choice, most=1)
-                if cuts:
-                    return cuts[0]
-        return self._careful(workload)
-
-    def _careful(self, workload: Workload) -> Cut:
-        recompute = self._wishes.recompute
-        try:
-            return best_cut(workload, recompute)
-        except PlanError:
-            if workload.allowed is None:
-                raise
-            return best_cut(_anywhere(workload), recompute)
-
-    def _room_bytes(self, ranks: Sequence[int]) -> float:
-        return math.fsum(self._cluster.devices[rank].room_bytes for rank in ranks)
-
-
-def _anywhere(workload: Workload) -> Workload:
-    return replace(workload, allowed=None)
-
-
-def _recomputed(workload: Workload, counts: Sequence[int], recompute: str) -> Cut:
-    """A cut whose counts are fixed: recomputed throughout, if it must be.
-
-    Raises PlanError where it doesn't fit."""
-    choices = [Cut(tuple(counts))] if recompute != "full" else []
-    if recompute != "none":
-        choices.append(workload.everything_recomputed(counts))
-    for cut in choices:
-        if workload.fits(cut):
-            return cut
-    held, room = workload.memory_bytes(choices[-1]), workload.room_bytes
-    stage = max(range(len(held)), key=lambda stage: held[stage] - room[stage])
-    raise PlanError(
-        f"the partition {list(counts)} needs {held[stage]:.3g} bytes on stage {stage}, whose device"
-        f" has {room[stage]:.3g}; give that stage fewer layers, or leave the partition to"
-        " PipeShift"
-    )
+            wanted = {vm: size / seconds[vm] for vm, size in sizes.items()}
+            unit = placer.total(count) / sum(wanted[vm] for vm in first)
+            sizes = {vm: size * unit for vm, size in wanted.items()}
+        if len(set(sizes.values())) == 1:
+            return equal
+        shared = placer.placed(equal.ranks, equal.microbatches, [sizes[vm] for vm in first])
+        with suppress(PlanError):
+            if placer.seconds(shared, judge) * _WORTH_SHARES <= placer.seconds(equal, judge):
+                return shared
+        return equal
 
 
 def _fewest(rates: Mapping[int, float]) -> int:
@@ -647,6 +439,6 @@ def _fewest(rates: Mapping[int, float]) -> int:
     return min(count for count, rate in rates.items() if rate >= limit)
 
 
-def _highest(entries: Sequence[tuple[float, _Placed]], most: int) -> list[_Placed]:
+def _highest(entries: Sequence[tuple[float, Placed]], most: int) -> list[Placed]:
     """Those with the highest figures, the first of equal ones first."""
     return [placed for _, placed in sorted(entries, key=lambda entry: -entry[0])[:most]]

@@ -15,15 +15,12 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_pipeshift.plan.workload import Cut, Numbers, Workload, sums_of_ranges
+from lightning_pipeshift.plan.workload import Counts, Cut, Numbers, Workload, sums_of_ranges
 
 # A front longer than this is thinned out: better a hair from the optimum than out of time.
 _LONGEST_FRONT = 512
 
 _ROUNDING = 1 + 1e-9
-
-Counts = tuple[int, ...]
-"""The layers per stage."""
 
 
 def bytes_freed(workload: Workload) -> Numbers:
@@ -129,8 +126,8 @@ class Recomputation:
     def _fitting(self, cuts: Sequence[Counts]) -> list[Counts]:
         if not cuts:
             return []
-        fits = np.isfinite(self.seconds[self._ranges(cuts)]).all(axis=1)
-        return [counts for counts, does in zip(cuts, fits, strict=True) if does]
+        unfit = np.isinf(self.seconds[self._ranges(cuts)]).sum(axis=1)
+        return [counts for counts, stages in zip(cuts, unfit, strict=True) if not stages]
 
     def _ranges(self, cuts: Sequence[Counts]) -> tuple[NDArray[np.intp], ...]:
         """Where the cuts' ranges are in :attr:`seconds`: (cuts, S)."""

@@ -1,10 +1,11 @@
 """The best cut: candidates from the exact solvers, improved on the simulator.
 
-The estimate that :mod:`dynamic` minimises knows neither that transfers and computing overlap only
+The estimates that :mod:`dynamic` minimises know neither that transfers and computing overlap only
 in part nor how a schedule starts and ends. The simulator does, and is asked about many cuts at
 once. What it says depends most on which stages own layers at all (a slow device, or one behind a
-slow link, is better drained) and then on the last few layers at each boundary: so there is a
-candidate for each choice of stages, and the best of them are moved by a layer or two.
+slow link, may be better drained), where the estimates differ; and then on the last few layers at
+each cut. So there are several candidates, and the best of them are moved by a layer or two until
+that makes none of them faster.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.plan.balance import uniform
 from lightning_pipeshift.plan.dynamic import Programme
-from lightning_pipeshift.plan.recomputation import Counts, Recomputation
+from lightning_pipeshift.plan.recomputation import Recomputation
 from lightning_pipeshift.plan.room import nothing_fits
-from lightning_pipeshift.plan.workload import Cut, Workload
+from lightning_pipeshift.plan.workload import Counts, Cut, Workload
 
 RECOMPUTE: Final = ("auto", "full", "none")
 """What a user may say of recomputation: where it pays, of everything, or never."""
@@ -30,8 +32,7 @@ RECOMPUTE: Final = ("auto", "full", "none")
 # How many candidates are improved, side by side.
 _CLIMBERS: Final = 4
 
-# With no more stages than this, all choices of those that own layers are tried; with more, those
-# that differ from the estimate's by one stage.
+# With no more stages than this, there is a candidate for each choice of those that own layers.
 _FEW_STAGES: Final = 4
 
 # Runs of neighbouring cuts that move together have at most this length.
@@ -43,6 +44,7 @@ _EQUAL: Final = 1 + 1e-9
 # A stage with more than its even share of the estimated time, by this factor, is never of use.
 _PATIENCE: Final = 1.5
 
+
 def best_cut(workload: Workload, recompute: str = "auto", start: Sequence[Cut] = ()) -> Cut:
     """The cut with the least step time, by the simulator, of those that fit.
 
@@ -50,31 +52,36 @@ def best_cut(workload: Workload, recompute: str = "auto", start: Sequence[Cut] =
         workload: the layers, the stages in their order, and the boundaries that may be cut.
         recompute: ``"auto"``: the layers that make it fastest under the memory that there is;
             ``"full"``: all layers, where that frees memory; ``"none"``: none.
-        start: cuts to improve as well, such as the one in force. Where two are equally fast, the
-            one that is among these goes before, then the one that recomputes fewer layers, and then
-            the more even one.
+        start: cuts to try as well, such as the one in force.
 
-    Raises PlanError where nothing fits, which says by how much and what would fit.
+    Of equally fast cuts, the one that recomputes fewer layers is taken, then one that is among
+    ``start``, then the more even one. Raises PlanError where nothing fits, which says by how much,
+    and what would.
     """
     if recompute not in RECOMPUTE:
-        known = ", ".join(map(repr, RECOMPUTE))
-        raise PlanError(f"recompute={recompute!r}; choose one of {known}")
+        words = ", ".join(map(repr, RECOMPUTE))
+        raise PlanError(f"recompute={recompute!r}; choose one of {words}")
     recomputation, programme, candidates = _settled(workload, recompute)
     if not candidates:
         raise nothing_fits(workload, recompute)
     search = _Search(workload, recomputation)
     search.add(candidates)
-    for drained in _choices_near(candidates[0]):
-        search.add(solution.counts for solution in programme.fastest(1, drained, slack=0.0))
-    known = [cut.counts for cut in start if workload.is_allowed(cut)]
-    search.add(known)
+    hiding = Programme.of(workload, recomputation.seconds, hides_forwards=True)
+    search.add(solution.counts for solution in hiding.fastest(_CLIMBERS))
+    search.add(programme.with_head_start(_CLIMBERS, search.least_seconds))
+    if workload.num_stages <= _FEW_STAGES:
+        stages = range(workload.num_stages)
+        for drained in chain.from_iterable(combinations(stages, number) for number in stages):
+            solutions = programme.fastest(1, frozenset(drained), slack=0.0)
+            search.add(solution.counts for solution in solutions)
+    # The even cut, so that nobody is worse off for having asked.
+    even = Cut(uniform(workload.num_layers, workload.num_stages))
+    search.add(cut.counts for cut in [*start, even] if workload.is_allowed(cut))
     search.climb()
-    return search.best(known)
+    return search.best([cut.counts for cut in start])
 
 
-def _settled(
-    workload: Workload, recompute: str
-) -> tuple[Recomputation, Programme, list[Counts]]:
+def _settled(workload: Workload, recompute: str) -> tuple[Recomputation, Programme, list[Counts]]:
     """What is recomputed, exactly so for the cuts with the least estimate, and these."""
     longest_seconds = math.inf
     if not np.isfinite(workload.room_bytes).any() and recompute == "auto":
@@ -83,7 +90,7 @@ def _settled(
         for simpler in ("none", "full"):
             programme = Programme.of(workload, Recomputation(workload, simpler).seconds)
             if solutions := programme.fastest(1):
-                # A stage's own seconds, times the microbatches, are in the estimate.
+                # The step's seconds have each stage's own in them, for each microbatch.
                 longest_seconds = _PATIENCE * solutions[0].seconds / workload.microbatches
                 break
     recomputation = Recomputation(workload, recompute, longest_seconds)
@@ -93,15 +100,6 @@ def _settled(
         # What was too good to be true is corrected, until the best is true.
         if not recomputation.settle(candidates):
             return recomputation, programme, candidates
-
-
-def _choices_near(counts: Counts) -> Iterable[frozenset[int]]:
-    """Sets of stages that own no layer, to try besides those of a cut."""
-    stages = range(len(counts))
-    if len(counts) <= _FEW_STAGES:
-        return map(frozenset, chain.from_iterable(combinations(stages, k) for k in stages))
-    drained = frozenset(s for s, count in enumerate(counts) if not count)
-    return [drained ^ {s} for s in stages]
 
 
 class _Search:
@@ -116,6 +114,10 @@ class _Search:
         inner = sorted(b for b in allowed if 0 < b < workload.num_layers)
         self._points = np.array([0, *inner, workload.num_layers])
 
+    @property
+    def least_seconds(self) -> float:
+        return min(self._seconds.values())
+
     def add(self, candidates: Iterable[Counts]) -> None:
         """Times the cuts with these counts, if they fit."""
         new = [counts for counts in dict.fromkeys(candidates) if counts not in self._seconds]
@@ -126,7 +128,7 @@ class _Search:
             self._cuts[cut.counts] = cut
 
     def climb(self) -> None:
-        """Goes from the best cuts to better neighbours, as long as there are any."""
+        """Goes from each of the best cuts to its best neighbour, as long as that is faster."""
         steps = _steps(self._workload.num_stages - 1)
         front = sorted(self._cuts, key=self._order)[:_CLIMBERS]
         been = set(front)
@@ -144,15 +146,15 @@ class _Search:
 
     def best(self, known: Sequence[Counts]) -> Cut:
         """The fastest of all; of equally fast ones see :func:`best_cut`."""
-        least = min(self._seconds.values()) * _EQUAL
+        least = self.least_seconds * _EQUAL
         fastest = [counts for counts in self._cuts if self._seconds[counts] <= least]
 
         def preference(counts: Counts) -> tuple[object, ...]:
             # The last is as in balance.balanced: more layers on earlier stages.
             cut = self._cuts[counts]
             return (
-                counts not in known,
                 len(cut.recompute),
+                counts not in known,
                 sum(count**2 for count in counts),
                 [-count for count in counts],
             )
@@ -194,4 +196,4 @@ def _steps(num_cuts: int) -> NDArray[np.intp]:
                 row = [0] * num_cuts
                 row[first : first + length] = [step] * length
                 rows.append(row)
-    return np.array(rows, dtype=np.intp).reshape(-1, num_cuts)
+    return np.array(rows, dtype=np.intp).reshape(len(rows), num_cuts)

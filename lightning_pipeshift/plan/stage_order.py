@@ -101,7 +101,7 @@ def best_order(
     if math.prod(map(_num_orders, named)) <= most:
         for orders in product(*map(_orders, machines, named)):
             attempt(orders)
-    else:
+    elif most:
         attempt(_climbed(min(tried, key=tried.__getitem__), alike, estimate, most))
     limit = _PATIENCE * min(tried.values())
     within = [orders for orders, seconds in tried.items() if seconds <= limit]

@@ -23,6 +23,9 @@ from lightning_pipeshift.plan.simulator import Clock, Costs, clock
 Numbers = NDArray[np.float64]
 LongNumbers = NDArray[np.longdouble]
 
+Counts = tuple[int, ...]
+"""How many layers each stage owns."""
+
 # Cuts are timed side by side, but so many at most: each takes some memory for every action.
 _AT_ONCE = 512
 
@@ -31,7 +34,7 @@ _AT_ONCE = 512
 class Cut:
     """An answer: how many layers each stage owns, and which layers are recomputed."""
 
-    counts: tuple[int, ...]
+    counts: Counts
     recompute: frozenset[int] = frozenset()
 
     @property

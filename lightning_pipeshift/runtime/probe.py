@@ -461,7 +461,8 @@ def _measure_link(world: Channels, other: int) -> Link:
         return seconds
 
     first = min(one_way(1, 2))
-    latency = statistics.median(one_way(1, min(max(int(0.01 / first), 5), 20)))
+    # The least: what comes between makes it longer.
+    latency = min(one_way(1, min(max(int(0.01 / first), 5), 20)))
     # Large enough that the latency, and TCP's slow start with it, hardly count; but a few megabytes
     # over a link around the world are not worth seconds of every start.
     enough = min(max(_TRANSFER_SECONDS, 10 * latency), _MOST_TRANSFER_SECONDS)

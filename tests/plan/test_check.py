@@ -17,6 +17,8 @@ def schedule(*rows):
         ("F0 B0 F1 B1",),
         ("F0 F0> >B0 B0", ">F0 F0 B0 B0>"),
         ("F0 F0>", ">F0 F0"),
+        # Recomputation: on some stages, of some microbatches.
+        ("F0 F0> F1 F1> >B0 R0 B0 >B1 B1", ">F0 F0 B0 B0> >F1 F1 B1 B1>"),
         # Backwards out of order are legal, as long as both neighbours agree.
         ("F0 F0> F1 F1> >B1 B1 >B0 B0", ">F0 >F1 F0 F1 B1 B1> B0 B0>"),
     ],
@@ -37,6 +39,10 @@ def test_sound(rows):
         (("F1 B1",), "stage 0 never does F0.*0 to 1"),
         (("F0 F0>", ""), "stage 1 never does F0; every stage does F of"),
         (("B0 F0",), "stage 0 does B0 before F0"),
+        (("F0 B0 R0",), "stage 0 does B0 before R0"),
+        (("R0 F0 B0",), "stage 0 does R0 before F0"),
+        (("F0 R0 R0 B0",), "stage 0 does R0 again"),
+        (("F0 R0",), "stage 0 does R0, but there is no backward"),
         # Pairs.
         (("F0", ">F0 F0"), "stage 1 does >F0, but stage 0 never does F0>"),
         (("F0 F0>", "F0"), "stage 0 does F0>, but stage 1 never does >F0"),

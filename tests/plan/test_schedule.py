@@ -8,7 +8,9 @@ from lightning_pipeshift.plan.schedule import (
     forward_only,
     gpipe,
     one_forward_one_backward,
+    recomputing_stages,
     schedule_named,
+    with_recomputation,
 )
 from lightning_pipeshift.plan.simulator import Costs, simulate
 
@@ -78,6 +80,19 @@ def test_eager_1f1b_waits_for_messages_in_the_fill_and_the_drain_only(num_stages
         # Every microbatch but those of the fill waits for a message there or a message back.
         waits = (num_microbatches - num_stages) * seconds
         assert plain.step_seconds > eager.step_seconds + 0.9 * waits
+
+
+def test_recomputation_comes_directly_before_the_backward():
+    schedule = with_recomputation(one_forward_one_backward(3, 4), {0, 1, 2})
+    assert table(schedule) == [
+        "F0 F1 F2 R0 B0 F3 R1 B1 R2 B2 R3 B3",
+        "F0 F1 R0 B0 F2 R1 B1 F3 R2 B2 R3 B3",
+        "F0 B0 F1 B1 F2 B2 F3 B3",
+    ]
+    assert table(with_recomputation(gpipe(2, 2), {1})) == ["F0 F1 B0 B1", "F0 F1 R0 B0 R1 B1"]
+    assert recomputing_stages("1f1b", 3, 4) == {0, 1}
+    assert recomputing_stages("gpipe", 3, 4) == {0, 1, 2}
+    assert recomputing_stages("1f1b", 2, 1) == set()
 
 
 def test_forward_only():

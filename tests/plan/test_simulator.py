@@ -1,12 +1,18 @@
 import math
 
+import numpy as np
 import pytest
 
 from lightning_pipeshift.errors import PlanError, ScheduleError
 from lightning_pipeshift.plan.action import parse_row
 from lightning_pipeshift.plan.lowering import with_communication
-from lightning_pipeshift.plan.schedule import forward_only, gpipe, one_forward_one_backward
-from lightning_pipeshift.plan.simulator import Costs, simulate
+from lightning_pipeshift.plan.schedule import (
+    forward_only,
+    gpipe,
+    one_forward_one_backward,
+    with_recomputation,
+)
+from lightning_pipeshift.plan.simulator import Costs, clock, columns, simulate
 
 
 def costs(forward, backward, payload=0.0, gradient=0.0):
@@ -45,6 +51,53 @@ def test_in_flight(n, k):
     assert one_one.peak_in_flight == tuple(min(n - s, k) for s in range(n))
     assert simulate(gpipe(n, k), equal).peak_in_flight == (k,) * n
     assert simulate(forward_only(n, k), equal).peak_in_flight == (0,) * n
+
+
+def recomputing(stages, forward, backward, k=8):
+    """A step in which some stages recompute all."""
+    n = len(forward)
+    schedule = with_recomputation(one_forward_one_backward(n, k), stages)
+    again = tuple(seconds if s in stages else 0 for s, seconds in enumerate(forward))
+    free = (0.0,) * (n - 1)
+    return simulate(schedule, Costs(tuple(forward), tuple(backward), free, free, again))
+
+
+def test_every_start_and_end_with_recomputation():
+    timeline = recomputing({0}, [1, 1], [2, 4], k=2)
+    assert [spans(row) for row in timeline.rows] == [
+        "F0@0-1 F1@1-2 R0@2-3 B0@6-8 R1@8-9 B1@11-13",
+        "F0@1-2 B0@2-6 F1@6-7 B1@7-11",
+    ]
+    assert timeline.idle_seconds == (13 - 8, 13 - 10)
+
+
+@pytest.mark.parametrize("slowest", [6, 7, 8, 9])
+def test_recomputation_is_free_where_the_slowest_stage_takes_as_long(slowest):
+    # NUDT: stage i recomputes for free in the steady state iff the slowest takes 2 F_i + B_i.
+    forward, backward = [2, 2, 2], [4, 4, slowest - 2]
+    plain = simulate(one_forward_one_backward(3, 40), costs(forward, backward))
+    again = recomputing({0, 1}, forward, backward, k=40)
+    per_microbatch = (again.step_seconds - plain.step_seconds) / 40
+    if slowest >= 2 * 2 + 4:
+        # What is left is in the draining, once.
+        assert again.step_seconds - plain.step_seconds <= 2 * 2
+    else:
+        assert per_microbatch == pytest.approx(8 - slowest, rel=0.1)
+
+
+def test_what_recomputes_holds_as_many_microbatches():
+    plain = simulate(one_forward_one_backward(4, 8), costs([1] * 4, [2] * 4))
+    again = recomputing({0, 1, 2}, [1] * 4, [2] * 4)
+    assert again.peak_in_flight == plain.peak_in_flight
+
+
+def test_many_costs_at_once_are_each_by_itself():
+    timed = clock("1f1b", 3, 5)
+    some = [costs([1, 2, 3], [4, 5, 6], 0.5, 0.25), costs([3, 1, 1], [1, 1, 2], 0.0, 3.0)]
+    together = timed.step_seconds(
+        [np.array(column).T for column in zip(*map(columns, some), strict=True)]
+    )
+    assert list(together) == [simulate(timed, each).step_seconds for each in some]
 
 
 def test_transfers_take_time_and_overlap_compute():

@@ -1,0 +1,112 @@
+"""What a planner is asked for, and what it answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.plan.grouping import Groups
+from lightning_pipeshift.plan.prediction import Prediction
+from lightning_pipeshift.plan.workload import Cut
+
+Allowed = Callable[[int], frozenset[int] | None]
+"""The boundaries that may be cut, for a number of stages; ``None``: all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What the user has fixed, and what is left to the planner.
+
+    Args:
+        virtual_machines: how many, or the ranks of each in stage order.
+        microbatches: slices of a virtual machine's batch.
+        schedule: by name.
+        recompute: ``"full"``: all layers where that frees memory; ``"auto"``: those that don't
+            fit otherwise; ``"none"``.
+        partition: ``"auto"``, ``"uniform"``, or for each virtual machine the layers per stage.
+        batch_shares: how the global batch is shared out; ``None``: as is best.
+        batch_samples: of a virtual machine's DataLoader batch. A global batch has that times the
+            number of virtual machines.
+
+    Raises PlanError where these don't go together.
+    """
+
+    virtual_machines: int | Literal["auto"] | Groups = "auto"
+    microbatches: int | Literal["auto"] = "auto"
+    schedule: str = "1f1b"
+    recompute: str = "auto"
+    partition: Literal["auto", "uniform"] | tuple[tuple[int, ...], ...] = "auto"
+    batch_shares: tuple[float, ...] | None = None
+    batch_samples: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.batch_samples) and self.batch_samples > 0):
+            raise PlanError(
+                f"a batch of {self.batch_samples} samples; a DataLoader's batch has 1 or more"
+            )
+        for name in ("virtual_machines", "microbatches"):
+            value = getattr(self, name)
+            if isinstance(value, int) and value < 1:
+                raise PlanError(f"{name}={value}; allowed are 'auto' and whole numbers from 1 on")
+        counts = self._counts
+        if len(set(counts.values())) > 1:
+            found = ", ".join(f"{name} is for {count}" for name, count in counts.items())
+            raise PlanError(
+                f"{found} virtual machines; give all of them for the same number, or leave some"
+                " to PipeShift"
+            )
+
+    @property
+    def num_virtual_machines(self) -> int | None:
+        """How many virtual machines are asked for; ``None``: left to the planner."""
+        return next(iter(self._counts.values()), None)
+
+    @property
+    def ranks(self) -> Groups | None:
+        """The ranks of each virtual machine in stage order, where they are fixed."""
+        return None if isinstance(self.virtual_machines, int | str) else self.virtual_machines
+
+    @property
+    def counts(self) -> tuple[tuple[int, ...], ...] | None:
+        """For each virtual machine the layers per stage, where they are fixed."""
+        return None if isinstance(self.partition, str) else self.partition
+
+    @property
+    def _counts(self) -> dict[str, int]:
+        """How many virtual machines the settings are for, as far as they say so."""
+        found: dict[str, int] = {}
+        if isinstance(self.virtual_machines, int):
+            found["virtual_machines"] = self.virtual_machines
+        elif self.ranks is not None:
+            found["virtual_machines"] = len(self.ranks)
+        if self.counts is not None:
+            found["partition"] = len(self.counts)
+        if self.batch_shares is not None:
+            found["batch_shares"] = len(self.batch_shares)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrangement:
+    """An answer, and what is expected of it. Tuples are per virtual machine.
+
+    Args:
+        ranks: in stage order.
+        cuts: of the layers.
+        microbatches: slices of a virtual machine's batch.
+        schedule: by name.
+        batch_shares: how the global batch is shared out; ``None``: equally.
+        prediction: of a step.
+        samples_per_second: of all virtual machines together.
+    """
+
+    ranks: Groups
+    cuts: tuple[Cut, ...]
+    microbatches: int
+    schedule: str
+    batch_shares: tuple[float, ...] | None
+    prediction: Prediction
+    samples_per_second: float

@@ -1,0 +1,256 @@
+"""What follows from a choice of ranks, microbatches and shares: workloads, cuts, and seconds.
+
+A thousand devices of a few kinds are few workloads: what was worked out for one virtual machine is
+kept for those like it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.plan.arrangement import Allowed, Arrangement, Wishes
+from lightning_pipeshift.plan.balance import uniform
+from lightning_pipeshift.plan.cluster import Cluster
+from lightning_pipeshift.plan.dynamic import Programme, fastest_cuts
+from lightning_pipeshift.plan.grouping import Groups
+from lightning_pipeshift.plan.prediction import Prediction, estimated_seconds, predict
+from lightning_pipeshift.plan.profile import Profile
+from lightning_pipeshift.plan.recomputation import Recomputation
+from lightning_pipeshift.plan.search import best_cut
+from lightning_pipeshift.plan.shares import shared_out
+from lightning_pipeshift.plan.traffic import crowded
+from lightning_pipeshift.plan.workload import Cut, Workload, workload_of
+
+Cuts = tuple[Cut, ...]
+"""One for each virtual machine."""
+
+
+class Placed(NamedTuple):
+    """Everything but the cuts."""
+
+    ranks: Groups
+    microbatches: int
+    batch_shares: tuple[float, ...] | None
+    links: Cluster
+    """The machines, with what the virtual machines leave each other of their links."""
+    workloads: tuple[Workload, ...]
+    """One for each virtual machine: of those that are alike, the same object."""
+
+
+class Judge(NamedTuple):
+    """Says what a step takes, in seconds: in closed form, or by the simulator."""
+
+    step: Callable[[Placed, Cuts], float]
+    alone: Callable[[Workload, Cut], float]
+    """Of one virtual machine, without the others."""
+
+
+class Placer:
+    """Works out what choices mean, each thing once."""
+
+    def __init__(
+        self, profile: Profile, cluster: Cluster, wishes: Wishes, allowed: Allowed | None
+    ) -> None:
+        self.profile = profile
+        self.cluster = cluster
+        self.wishes = wishes
+        self._allowed = allowed or (lambda num_stages: None)
+        self._workloads: dict[Hashable, Workload] = {}
+        self._cuts: dict[Hashable, Cut | PlanError] = {}
+        self.closed_form = Judge(self._estimated, Workload.estimate)
+        self.simulator = Judge(
+            lambda placed, cuts: self._predicted(placed, cuts).step_seconds,
+            lambda workload, cut: workload.step_seconds([cut])[0],
+        )
+
+    # Workloads.
+
+    def placed(
+        self,
+        ranks: Sequence[Sequence[int]],
+        microbatches: int,
+        shares: Sequence[float] | None = None,
+    ) -> Placed:
+        """The workloads of a choice.
+
+        Args:
+            ranks: of each virtual machine, in stage order.
+            microbatches: of a virtual machine's batch.
+            shares: how the global batch is shared out; ``None``: equally.
+        """
+        groups = tuple(map(tuple, ranks))
+        sizes = self.sizes(len(groups), shares)
+        links = crowded(self.cluster, groups)
+        workloads = tuple(
+            self.workload(links, machine, size, microbatches)
+            for machine, size in zip(groups, sizes, strict=True)
+        )
+        return Placed(groups, microbatches, self._named(shares, sizes), links, workloads)
+
+    def workload(
+        self, links: Cluster, ranks: Sequence[int], samples: float, microbatches: int
+    ) -> Workload:
+        """That of one virtual machine.
+
+        Args:
+            links: see :class:`Placed`.
+            ranks: in stage order.
+            samples: of its batch.
+            microbatches: into how many slices that is cut.
+        """
+        devices = [links.devices[rank] for rank in ranks]
+        # A batch of fewer samples is cut into as many slices as it has samples.
+        slices = max(1, min(microbatches, int(samples)))
+        key = (
+            tuple((device.kind, device.speed, device.room_bytes) for device in devices),
+            tuple(links.link(one, other) for one, other in pairwise(ranks)),
+            samples,
+            slices,
+        )
+        if key not in self._workloads:
+            self._workloads[key] = workload_of(
+                self.profile,
+                links,
+                ranks,
+                self.wishes.schedule,
+                slices,
+                samples / slices,
+                self._allowed(len(ranks)),
+            )
+        return self._workloads[key]
+
+    def total(self, count: int) -> float:
+        """The samples of a global batch of so many virtual machines."""
+        return self.wishes.batch_samples * count
+
+    def sizes(self, count: int, shares: Sequence[float] | None) -> list[float]:
+        """How many samples of a global batch each virtual machine takes."""
+        total = self.total(count)
+        if shares is None:
+            return [self.wishes.batch_samples] * count
+        if total != int(total):
+            return [total * share / math.fsum(shares) for share in shares]
+        return [float(size) for size in shared_out(int(total), shares)]
+
+    def _named(
+        self, shares: Sequence[float] | None, sizes: Sequence[float]
+    ) -> tuple[float, ...] | None:
+        """The shares in the smallest numbers that say the same."""
+        if shares is None:
+            return None
+        if tuple(shares) == self.wishes.batch_shares:
+            return tuple(shares)
+        unit = math.gcd(*map(int, sizes)) if all(size == int(size) for size in sizes) else 1
+        return tuple(size / unit for size in sizes)
+
+    # Cuts.
+
+    def cuts(self, placed: Placed, careful: bool = False) -> Cuts:
+        """A cut for each virtual machine: the best in closed form, or with more care.
+
+        Raises PlanError where one doesn't fit in memory."""
+        found = []
+        for vm, workload in enumerate(placed.workloads):
+            counts = self._fixed_counts(vm, workload)
+            key = (workload, counts, careful)
+            if key not in self._cuts:
+                try:
+                    self._cuts[key] = self._made(workload, counts, careful)
+                except PlanError as error:
+                    self._cuts[key] = error
+            cut = self._cuts[key]
+            if isinstance(cut, PlanError):
+                raise cut
+            found.append(cut)
+        return tuple(found)
+
+    def _made(self, workload: Workload, counts: tuple[int, ...] | None, careful: bool) -> Cut:
+        recompute = self.wishes.recompute
+        if counts is not None:
+            return _recomputed(workload, counts, recompute)
+        choices = [workload]
+        if workload.allowed is not None:
+            choices.append(replace(workload, allowed=None))
+        for choice in choices:
+            if careful:
+                with suppress(PlanError) if choice is not choices[-1] else nullcontext():
+                    return best_cut(choice, recompute)
+            elif (cut := _quick_cut(choice, recompute)) is not None:
+                return cut
+        raise PlanError(f"nothing fits on {workload.num_stages} stages")
+
+    def _fixed_counts(self, vm: int, workload: Workload) -> tuple[int, ...] | None:
+        """The layers per stage, where they are fixed."""
+        if self.wishes.partition == "uniform":
+            return uniform(workload.num_layers, workload.num_stages)
+        return None if self.wishes.counts is None else self.wishes.counts[vm]
+
+    # Seconds.
+
+    def seconds(self, placed: Placed, judge: Judge) -> float:
+        """What a step takes under quick cuts. Raises PlanError where it doesn't fit."""
+        return judge.step(placed, self.cuts(placed))
+
+    def rate(self, placed: Placed, judge: Judge) -> float:
+        """Samples per second, likewise."""
+        return _per_second(self.total(len(placed.ranks)), self.seconds(placed, judge))
+
+    def arrangement(self, placed: Placed, cuts: Cuts) -> Arrangement:
+        """The answer that a choice is."""
+        prediction = self._predicted(placed, cuts)
+        return Arrangement(
+            ranks=placed.ranks,
+            cuts=cuts,
+            microbatches=placed.microbatches,
+            schedule=self.wishes.schedule,
+            batch_shares=placed.batch_shares,
+            prediction=prediction,
+            samples_per_second=_per_second(self.total(len(cuts)), prediction.step_seconds),
+        )
+
+    def _predicted(self, placed: Placed, cuts: Cuts) -> Prediction:
+        return predict(self.profile, self.cluster, placed.ranks, placed.workloads, cuts)
+
+    def _estimated(self, placed: Placed, cuts: Cuts) -> float:
+        return estimated_seconds(self.profile, self.cluster, placed.ranks, placed.workloads, cuts)
+
+
+def _per_second(samples: float, seconds: float) -> float:
+    return samples / seconds if seconds else math.inf
+
+
+def _quick_cut(workload: Workload, recompute: str) -> Cut | None:
+    """The best cut in closed form, if one fits."""
+    if recompute != "full" and (found := fastest_cuts(workload, most=1)):
+        return found[0]
+    if recompute == "none":
+        return None
+    recomputation = Recomputation(workload, recompute)
+    solutions = Programme.of(workload, recomputation.seconds).fastest(1)
+    cuts = recomputation.cuts([solution.counts for solution in solutions])
+    return cuts[0] if cuts else None
+
+
+def _recomputed(workload: Workload, counts: Sequence[int], recompute: str) -> Cut:
+    """A cut whose counts are fixed: with everything recomputed, if it must be.
+
+    Raises PlanError where it doesn't fit."""
+    choices = [Cut(tuple(counts))] if recompute != "full" else []
+    if recompute != "none":
+        choices.append(workload.everything_recomputed(counts))
+    for cut in choices:
+        if workload.fits(cut):
+            return cut
+    held, room = workload.memory_bytes(choices[-1]), workload.room_bytes
+    stage = max(range(len(held)), key=lambda stage: held[stage] - room[stage])
+    raise PlanError(
+        f"the partition {list(counts)} needs {held[stage]:.3g} bytes on stage {stage}, whose device"
+        f" has {room[stage]:.3g}; give that stage fewer layers, or leave the partition to"
+        " PipeShift"
+    )
