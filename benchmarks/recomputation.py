@@ -2,8 +2,8 @@
 
     python -m benchmarks.recomputation
 
-Four stages of layers that sleep 5 ms forward and 10 ms backward, three on each and four on the
-last. So the last stage sets the pace, and the others wait for its gradients about as long as a
+Four stages of layers that sleep 5 ms forward and 10 ms backward, four on each and six on the
+last. So the last stage sets the pace, and the others wait for its gradients longer than a
 forward takes (NUDT: stage i recomputes for free iff the slowest stage's time >= 2 F_i + B_i).
 Contenders take turns in one run: nothing recomputed; everything recomputed by the plan
 (``recompute="full"``); every layer in ``torch.utils.checkpoint``, as a model does by itself.
@@ -25,7 +25,7 @@ from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.plan.placement import Placement
 from tests.harness import run_ranks
 
-COUNTS = (3, 3, 3, 4)
+COUNTS = (4, 4, 4, 6)
 SLEEPS = (0.005, 0.010)
 WIDTH = 256
 NOTHING, PLANNED, CHECKPOINTED = "nothing", "everything, in idle time", "every layer, by itself"
