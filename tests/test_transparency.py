@@ -40,7 +40,7 @@ class Pipelined(NamedTuple):
     partition: Any = "auto"
     schedule: str = "1f1b"
     microbatches: int = MICROBATCHES
-    recompute: str = "none"
+    recompute: Any = "none"
     #: Cuts that take over while training runs, each after one more step.
     then: tuple[list[int], ...] = ()
 

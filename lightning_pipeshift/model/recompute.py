@@ -77,7 +77,7 @@ class Region:
         gate: Gate,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        draw: Callable[[], None],
+        draw: Callable[[], object],
     ) -> None:
         self._gate = gate
         self._draw = draw

@@ -202,11 +202,7 @@ class StagePass(Watcher):
                 )
         # At its last layer a stage has nothing left to do; a region that checkpoints has to be left
         # in good order.
-        ends = (
-            not self.is_last
-            and self._position == self._own.stop
-            and _no_hooks()
-        )
+        ends = not self.is_last and self._position == self._own.stop and _no_hooks()
         for number, leaf in enumerate(leaves):
             value = Value(call.layer, call.call, number)
             if value in self._wanted:

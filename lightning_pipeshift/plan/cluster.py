@@ -8,8 +8,8 @@ that counts need not be equal and no two devices need be alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from lightning_pipeshift.errors import PlanError
 
@@ -116,6 +116,17 @@ class Cluster:
         a, b = self.devices[one].host, self.devices[other].host
         found = self.hosts.get((a, b)) or self.hosts.get((b, a))
         return found or (self.inside if a == b else self.outside)
+
+    def renumbered(self, ranks: Sequence[int]) -> Cluster:
+        """The same cluster where number ``i`` has become rank ``ranks[i]``."""
+        devices = list(self.devices)
+        for number, rank in enumerate(ranks):
+            devices[rank] = self.devices[number]
+        links = {
+            (min(ranks[a], ranks[b]), max(ranks[a], ranks[b])): link
+            for (a, b), link in self.ranks.items()
+        }
+        return replace(self, devices=tuple(devices), ranks=links)
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_pipeshift.plan.recomputation import bytes_held
-from lightning_pipeshift.plan.workload import Counts, Cut, Numbers, Workload, sums_of_ranges
+from lightning_pipeshift.plan.workload import Counts, Cut, Numbers, Workload
 
 
 def fastest_cuts(workload: Workload, most: int = 8) -> list[Cut]:
@@ -88,8 +88,7 @@ class Programme:
                 the stages behind it, a stage runs as many forwards more as it may have in flight:
                 so these are not in its pace.
         """
-        forward = _with_extra(workload.forward, workload.forward_extra)
-        backward = _with_extra(workload.backward, workload.backward_extra)
+        forward, backward = workload.range_seconds
         slots = forward + backward
         paces = slots + again
         if hides_forwards and workload.microbatches > 1:
@@ -155,8 +154,7 @@ class Programme:
         Returns the best one first; empty where none is below the limit.
         """
         found: list[Counts] = []
-        # Not much less than the other estimates' is possible.
-        least = limit / 2
+        least = 0.0
         while limit - least > precision * limit:
             middle = (limit + least) / 2
             if (solution := self._within(middle)) is None:
@@ -212,10 +210,9 @@ class Programme:
     def _drained(self, drained: frozenset[int]) -> Programme:
         """This one where these stages own no layer, and all others own some."""
         empty = np.eye(self.sums.shape[1], dtype=bool)
-        given = np.array([s in drained for s in range(len(self.sums))])[:, None, None]
-        return Programme(
-            self.sums, np.where(empty == given, self.paces, math.inf), self.microbatches
-        )
+        given = empty == np.array([s in drained for s in range(len(self.sums))])[:, None, None]
+        sums, paces = (np.where(given, table, math.inf) for table in (self.sums, self.paces))
+        return Programme(sums, paces, self.microbatches)
 
 
 def possible_ranges(workload: Workload) -> NDArray[np.bool_]:
@@ -246,15 +243,6 @@ def narrowest(table: Numbers) -> tuple[float, Counts]:
         bounds.insert(0, int(np.maximum(before, stage[:, bounds[0]]).argmin()))
     bounds.insert(0, 0)
     return float(best[-1][-1]), _counts(bounds)
-
-
-def _with_extra(table: Numbers, extra: Numbers) -> Numbers:
-    """(S, L + 1, L + 1): what a stage takes with the layers from b to e, and besides them."""
-    sums = sums_of_ranges(table) + extra[:, None, None]
-    # A stage without layers runs none of the user's code; see Workload.costs.
-    for stage in sums[:-1]:
-        np.fill_diagonal(stage, 0.0)
-    return sums
 
 
 def _counts(bounds: Sequence[int]) -> Counts:

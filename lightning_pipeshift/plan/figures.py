@@ -144,7 +144,8 @@ def _extras(
     figures: Sequence[RankFigures], ranks: Iterable[int], speeds: Sequence[float]
 ) -> tuple[Times, Times]:
     """What an action takes besides layers, and what the code after the last layer adds to it."""
-    last, others = [], []
+    last: list[Times] = []
+    others: list[Times] = []
     for rank in ranks:
         extra = figures[rank].extra
         if extra is not None:

@@ -11,21 +11,26 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+import numpy as np
 
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.arrangement import Allowed, Arrangement, Wishes
 from lightning_pipeshift.plan.balance import uniform
 from lightning_pipeshift.plan.cluster import Cluster
-from lightning_pipeshift.plan.dynamic import Programme, fastest_cuts
+from lightning_pipeshift.plan.dynamic import Programme
 from lightning_pipeshift.plan.grouping import Groups
 from lightning_pipeshift.plan.prediction import Prediction, estimated_seconds, predict
 from lightning_pipeshift.plan.profile import Profile
 from lightning_pipeshift.plan.recomputation import Recomputation
 from lightning_pipeshift.plan.search import best_cut
 from lightning_pipeshift.plan.shares import shared_out
-from lightning_pipeshift.plan.traffic import crowded
-from lightning_pipeshift.plan.workload import Cut, Workload, workload_of
+from lightning_pipeshift.plan.traffic import crowded, ring_seconds_per_byte
+from lightning_pipeshift.plan.workload import Cut, Numbers, Workload, workload_of
+
+_HIDDEN: Final = 1.03
+"""What takes less than that much longer with rings than without is as good as hidden."""
 
 Cuts = tuple[Cut, ...]
 """One for each virtual machine."""
@@ -63,6 +68,8 @@ class Placer:
         self._allowed = allowed or (lambda num_stages: None)
         self._workloads: dict[Hashable, Workload] = {}
         self._cuts: dict[Hashable, Cut | PlanError] = {}
+        self._chosen: dict[Hashable, Cuts] = {}
+        self._paces: dict[Workload, tuple[float, Numbers]] = {}
         self.closed_form = Judge(self._estimated, Workload.estimate)
         self.simulator = Judge(
             lambda placed, cuts: self._predicted(placed, cuts).step_seconds,
@@ -154,14 +161,40 @@ class Placer:
     def cuts(self, placed: Placed, careful: bool = False) -> Cuts:
         """A cut for each virtual machine: the best in closed form, or with more care.
 
-        Raises PlanError where one doesn't fit in memory."""
+        Of two: the solvers know nothing of rings. Once they cut as if those were free, and once as
+        if each layer's took its stage some time. Raises PlanError where one doesn't fit in memory.
+        """
+        key = (placed.ranks, placed.microbatches, placed.batch_shares, careful)
+        if key not in self._chosen:
+            self._chosen[key] = self._solved(placed, None, careful)
+            judge = self.simulator if careful else self.closed_form
+            if len(placed.ranks) > 1 and self.wishes.partition == "auto":
+                self._chosen[key] = self._against_rings(placed, self._chosen[key], careful, judge)
+        return self._chosen[key]
+
+    def _against_rings(self, placed: Placed, cuts: Cuts, careful: bool, judge: Judge) -> Cuts:
+        """Better cuts, if rings take much of the step."""
+        seconds = judge.step(placed, cuts)
+        pairs = dict.fromkeys(zip(placed.workloads, cuts, strict=True))
+        alone = max(judge.alone(workload, cut) for workload, cut in pairs)
+        if seconds - self.profile.step_seconds <= _HIDDEN * alone:
+            return cuts
+        others = self._solved(placed, self._hindrance(placed), careful)
+        return others if judge.step(placed, others) < seconds else cuts
+
+    def _solved(
+        self, placed: Placed, hindrance: Sequence[tuple[float, ...]] | None, careful: bool
+    ) -> Cuts:
+        """The solvers' cuts, made once for those that are alike."""
         found = []
         for vm, workload in enumerate(placed.workloads):
             counts = self._fixed_counts(vm, workload)
-            key = (workload, counts, careful)
+            per_byte = hindrance[vm] if hindrance is not None else None
+            key = (workload, counts, per_byte, careful)
             if key not in self._cuts:
+                hindered = workload if per_byte is None else self._hindered(workload, per_byte)
                 try:
-                    self._cuts[key] = self._made(workload, counts, careful)
+                    self._cuts[key] = self._made(hindered, counts, careful)
                 except PlanError as error:
                     self._cuts[key] = error
             cut = self._cuts[key]
@@ -169,6 +202,36 @@ class Placer:
                 raise cut
             found.append(cut)
         return tuple(found)
+
+    def _hindrance(self, placed: Placed) -> tuple[tuple[float, ...], ...]:
+        """For how many seconds a byte of gradients keeps each stage from ending its step.
+
+        Stage 0 ends its backward last, and whatever its rings take comes on top. Each other stage
+        has until then to hide its own: the part of them that it can't hide, if all stages were
+        equally long, is what counts."""
+        num_bytes = sum(layer.gradient_bytes for layer in self.profile.layers)
+        found = []
+        per_byte = ring_seconds_per_byte(self.cluster, placed.ranks)
+        for workload, seconds in zip(placed.workloads, per_byte, strict=True):
+            if workload not in self._paces:
+                powers = 1 / np.maximum(workload.backward.sum(axis=1), 1e-30)
+                self._paces[workload] = (1 / powers.sum(), powers / powers.sum())
+            backward, parts = self._paces[workload]
+            found.append(
+                tuple(
+                    each * max(0.0, 1 - stage * backward / (each * num_bytes * part))
+                    if each * num_bytes * part
+                    else 0.0
+                    for stage, (each, part) in enumerate(zip(seconds, parts.tolist(), strict=True))
+                )
+            )
+        return tuple(found)
+
+    def _hindered(self, workload: Workload, per_byte: Sequence[float]) -> Workload:
+        """A workload whose backward takes as much longer as its rings keep it from ending."""
+        sizes = [layer.gradient_bytes for layer in self.profile.layers]
+        longer = np.outer(per_byte, sizes) / workload.microbatches
+        return replace(workload, backward=workload.backward + longer)
 
     def _made(self, workload: Workload, counts: tuple[int, ...] | None, careful: bool) -> Cut:
         recompute = self.wishes.recompute
@@ -193,13 +256,9 @@ class Placer:
 
     # Seconds.
 
-    def seconds(self, placed: Placed, judge: Judge) -> float:
-        """What a step takes under quick cuts. Raises PlanError where it doesn't fit."""
-        return judge.step(placed, self.cuts(placed))
-
-    def rate(self, placed: Placed, judge: Judge) -> float:
-        """Samples per second, likewise."""
-        return _per_second(self.total(len(placed.ranks)), self.seconds(placed, judge))
+    def rate(self, placed: Placed, cuts: Cuts, judge: Judge) -> float:
+        """Samples per second."""
+        return _per_second(self.total(len(cuts)), judge.step(placed, cuts))
 
     def arrangement(self, placed: Placed, cuts: Cuts) -> Arrangement:
         """The answer that a choice is."""
@@ -227,10 +286,6 @@ def _per_second(samples: float, seconds: float) -> float:
 
 def _quick_cut(workload: Workload, recompute: str) -> Cut | None:
     """The best cut in closed form, if one fits."""
-    if recompute != "full" and (found := fastest_cuts(workload, most=1)):
-        return found[0]
-    if recompute == "none":
-        return None
     recomputation = Recomputation(workload, recompute)
     solutions = Programme.of(workload, recomputation.seconds).fastest(1)
     cuts = recomputation.cuts([solution.counts for solution in solutions])

@@ -11,19 +11,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Final
+from itertools import pairwise
+from statistics import median
+from typing import Final, NamedTuple
 
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.arrangement import Allowed, Arrangement, Wishes
 from lightning_pipeshift.plan.cluster import Cluster
 from lightning_pipeshift.plan.grouping import (
+    MOST_STAGES,
     Groups,
     candidate_counts,
     groupings,
     host_order,
     ring_order,
 )
-from lightning_pipeshift.plan.placing import Judge, Placed, Placer
+from lightning_pipeshift.plan.placing import Cuts, Judge, Placed, Placer
 from lightning_pipeshift.plan.profile import Profile
 from lightning_pipeshift.plan.stage_order import (
     best_order,
@@ -52,16 +55,16 @@ _MOST_ACTIONS: Final = 1 << 14
 """Stages times microbatches, where PipeShift chooses these: what the simulator takes a second for.
 """
 
-_MOST_RESLICED: Final = 1 << 11
-"""Up to so many of them, the simulator has a say in microbatches and shares."""
+_MOST_SIMULATED: Final = 1 << 11
+"""Up to so many of them, the simulator has a say in orders, microbatches and shares."""
 
-_MOST_CUT_WITH_CARE: Final = 64
+_MOST_CUT_WITH_CARE: Final = 32
 """Up to so many stages, cuts are improved on the simulator."""
 
 _MOST_SLICINGS: Final = 4
 _MOST_ORDERS: Final = 120
-_MOST_SECOND_LOOKS: Final = ((_FEW, 16), (64, 6), (math.inf, 3))
-_MOST_FINISHED: Final = ((64, 3), (math.inf, 1))
+_MOST_SECOND_LOOKS: Final = ((_FEW, 16), (MOST_STAGES, 6), (math.inf, 3))
+_MOST_FINISHED: Final = ((MOST_STAGES, 3), (math.inf, 1))
 """How many groupings are tried on the simulator, and how many are finished, by number of ranks."""
 
 _ROUNDS: Final = 4
@@ -110,6 +113,15 @@ def evaluate(
     return placer.arrangement(placer.placed(ranks, microbatches, batch_shares), tuple(cuts))
 
 
+class _Look(NamedTuple):
+    """What one of the groupings comes to."""
+
+    rate: float
+    """Samples per second."""
+    placed: Placed
+    cuts: Cuts
+
+
 class _Planner:
     """From all groupings to one arrangement."""
 
@@ -125,22 +137,21 @@ class _Planner:
 
     def best(self) -> Arrangement:
         """See :func:`arrange_all`."""
-        seen = self._first_looks()
         second, finished = (
             next(most for limit, most in table if self._cluster.num_ranks <= limit)
             for table in (_MOST_SECOND_LOOKS, _MOST_FINISHED)
         )
-        again = [self._second_look(placed) for placed in _highest(seen, second)]
-        found = [self._finished(placed) for placed in _highest(again, finished)]
+        again = [self._second_look(look) for look in _highest(self._first_looks(), second)]
+        found = [self._finished(look) for look in _highest(again, finished)]
         return max(found, key=lambda one: one.samples_per_second)
 
-    def _first_looks(self) -> list[tuple[float, Placed]]:
+    def _first_looks(self) -> list[_Look]:
         """The groupings that fit, with their samples per second in closed form."""
         all_groups = sorted(self._groupings(), key=lambda groups: -self._most_per_second(groups))
         too_large: list[Groups] = []
-        seen: list[tuple[float, Placed]] = []
+        seen: list[_Look] = []
         for groups in all_groups:
-            best = max((rate for rate, _ in seen), default=0.0)
+            best = max((look.rate for look in seen), default=0.0)
             is_few = self._cluster.num_ranks <= _FEW
             if not is_few and self._most_per_second(groups) < _PROMISING * best:
                 break
@@ -227,30 +238,32 @@ class _Planner:
         devices = self._cluster.devices
         return min(math.fsum(devices[rank].room_bytes for rank in ranks) for ranks in groups)
 
-    def _first_look(self, groups: Groups) -> tuple[float, Placed]:
-        """A grouping's samples per second in closed form, with its slices, order and shares."""
+    def _first_look(self, groups: Groups) -> _Look:
+        """A grouping in closed form, with its slices, order and shares."""
         judge = self._placer.closed_form
-        placed = self._in_best_order(self._sliced(groups), judge, 0)
-        placed = self._shared_out(placed, judge)
-        return self._placer.rate(placed, judge), placed
+        if self._is_large and self._wishes.ranks is None:
+            placed = self._sliced(self._by_rule(groups))
+        else:
+            placed = self._in_best_order(self._sliced(groups), judge, 0)
+        placed, cuts = self._shared_out(placed, judge)
+        return _Look(self._placer.rate(placed, cuts, judge), placed, cuts)
 
-    def _second_look(self, placed: Placed) -> tuple[float, Placed]:
-        """Its samples per second by the simulator, its stages in the best of all orders."""
-        # A fixed number of orders would be a blink for some and minutes for others.
-        most = min(
-            _MOST_ACTIONS // (self._num_actions(placed) + 100),
-            _MOST_ACTIONS // self._cluster.num_ranks // 2,
-        )
-        judge = self._placer.simulator
-        placed = self._in_best_order(placed, judge, min(_MOST_ORDERS, most))
-        return self._placer.rate(placed, judge), placed
+    def _second_look(self, look: _Look) -> _Look:
+        """The same by the simulator, and its stages in the best of all orders."""
+        placed, cuts = look.placed, look.cuts
+        if not self._is_large:
+            placed = self._in_best_order(placed, self._placer.simulator, _MOST_ORDERS)
+            cuts = self._placer.cuts(placed)
+        return _Look(self._placer.rate(placed, cuts, self._placer.simulator), placed, cuts)
 
-    def _finished(self, placed: Placed) -> Arrangement:
-        """Sliced, shared out and cut as well as can be."""
-        placer = self._placer
-        is_small = self._num_actions(placed) <= _MOST_RESLICED
-        placed = self._resliced(placed) if is_small else placed
-        placed = self._shared_out(placed, placer.simulator if is_small else placer.closed_form)
+    def _finished(self, look: _Look) -> Arrangement:
+        """Ordered, sliced, shared out and cut as well as can be."""
+        placer, judge, placed = self._placer, self._placer.simulator, look.placed
+        if self._is_large:
+            placed = self._in_best_order(placed, judge, _MOST_ORDERS)
+        if self._num_actions(placed) <= _MOST_SIMULATED:
+            placed = self._resliced(placed)
+            placed, _ = self._shared_out(placed, judge)
         equal = placer.placed(placed.ranks, placed.microbatches, self._wishes.batch_shares)
         found = self._cut_with_care(equal)
         if placed.batch_shares != equal.batch_shares:
@@ -269,6 +282,11 @@ class _Planner:
         careful = self._placer.arrangement(placed, self._placer.cuts(placed, careful=True))
         return max(careful, found, key=lambda one: one.samples_per_second)
 
+    @property
+    def _is_large(self) -> bool:
+        """Whether there are too many devices to be thorough."""
+        return self._cluster.num_ranks > MOST_STAGES
+
     @staticmethod
     def _num_actions(placed: Placed) -> int:
         """Stages times microbatches, of all virtual machines that differ."""
@@ -284,9 +302,11 @@ class _Planner:
         if self._wishes.ranks is not None or self._is_same_in_any_order(preferred):
             return placed
         placer = self._placer
-        rule = tuple(
-            by_ratio(self._profile, self._cluster, ranks, preferred[vm + 1 :] + preferred[:vm])
-            for vm, ranks in enumerate(preferred)
+        # A fixed number of orders would be a blink for some and minutes for others.
+        most = min(
+            most,
+            _MOST_ACTIONS // (self._num_actions(placed) + 100),
+            _MOST_ACTIONS // self._cluster.num_ranks // 2,
         )
 
         def in_order(ranks: Groups) -> Placed:
@@ -294,7 +314,8 @@ class _Planner:
 
         def seconds(ranks: Groups) -> float:
             try:
-                return placer.seconds(in_order(ranks), judge)
+                changed = in_order(ranks)
+                return judge.step(changed, placer.cuts(changed))
             except PlanError:
                 return math.inf
 
@@ -309,8 +330,15 @@ class _Planner:
             cuts = [Cut(tuple(counts[rank] for rank in machine)) for machine in ranks]
             return placer.closed_form.step(in_order(ranks), tuple(cuts))
 
-        starts = (rule, placed.ranks)
+        starts = (self._by_rule(preferred), placed.ranks)
         return in_order(best_order(preferred, starts, self._alike, seconds, estimate, most))
+
+    def _by_rule(self, groups: Groups) -> Groups:
+        """The groups in the order that the source has."""
+        return tuple(
+            by_ratio(self._profile, self._cluster, ranks, groups[vm + 1 :] + groups[:vm])
+            for vm, ranks in enumerate(groups)
+        )
 
     def _is_same_in_any_order(self, groups: Groups) -> bool:
         """Whether no order is better than the ranks' own, with each host's next to each other."""
@@ -324,49 +352,51 @@ class _Planner:
     # Slices of the batch.
 
     def _sliced(self, groups: Groups) -> Placed:
-        """A grouping with the best number of microbatches, in closed form.
+        """A grouping with the best number of microbatches, as far as can be told before it is cut.
 
-        Raises PlanError where it fits with none."""
+        Raises PlanError where it doesn't fit."""
         shares = self._wishes.batch_shares
         rates = self._slices(groups, shares)
-        error = None
-        while rates:
-            count = _fewest(rates)
+        best = _fewest(rates)
+        # Smaller slices take less memory.
+        for count in sorted({best, max(rates)}):
             placed = self._placer.placed(groups, count, shares)
             try:
                 self._placer.cuts(placed)
                 return placed
-            except PlanError as found:
-                error = found
-                del rates[count]
-        assert error is not None, "there is a number to try"
-        raise error
+            except PlanError:
+                if count == max(rates):
+                    raise
+        raise AssertionError("the last one returns or raises")
 
     def _slices(self, ranks: Groups, shares: Sequence[float] | None) -> dict[int, float]:
-        """Numbers of microbatches, and what each would give in closed form.
-
-        Without the rings, and under the cuts of one of them where that fits: how many there are
-        hardly moves the best cuts."""
-        placer = self._placer
-        deepest = max(map(len, ranks))
-        numbers = self._numbers_of_slices(deepest)
-        if len(numbers) == 1:
-            return {numbers[0]: 0.0}
-        common = placer.placed(ranks, max(n for n in numbers if n <= deepest), shares)
-        try:
-            cuts = placer.cuts(common)
-        except PlanError:
-            # Any number may be the one that fits: the more, the smaller are the slices.
-            return {number: float(number) for number in numbers}
+        """Numbers of microbatches, and steps per second if all stages were equally long."""
+        placer, profile = self._placer, self._profile
         sizes = placer.sizes(len(ranks), shares)
-        distinct = {workload: vm for vm, workload in enumerate(common.workloads)}.values()
+        payloads = [layer.payload_bytes for layer in profile.layers[:-1]]
+        usual = median(payloads) if payloads else 0
+        machines = []
+        # Of those that look alike, one stands for all.
+        for machine, size in zip(ranks, sizes, strict=True):
+            power = sum(self._powers[rank] for rank in machine) * profile.samples
+            links = frozenset(self._cluster.link(*ends) for ends in pairwise(machine))
+            times = [profile.times_on(self._cluster.devices[rank]) for rank in machine[:1]]
+            extra = max(one.action_forward + one.action_backward for one in times)
+            machines.append((len(machine), size, power, extra, links))
         rates = {}
-        for number in numbers:
-            seconds = max(
-                placer.workload(common.links, ranks[vm], sizes[vm], number).estimate(cuts[vm])
-                for vm in distinct
-            )
-            rates[number] = 1 / (seconds + self._profile.step_seconds or 1.0)
+        for number in self._numbers_of_slices(max(map(len, ranks))):
+            seconds = profile.step_seconds
+            for num_stages, size, power, extra, links in set(machines):
+                slices = max(1, min(number, int(size)))
+                share = size / slices / profile.samples
+                pace = max(
+                    [
+                        size / slices / power + extra,
+                        *(link.seconds(share * usual) for link in links),
+                    ]
+                )
+                seconds = max(seconds, (slices + num_stages - 1) * pace)
+            rates[number] = 1 / seconds if seconds else math.inf
         return rates
 
     def _numbers_of_slices(self, num_stages: int) -> list[int]:
@@ -392,21 +422,23 @@ class _Planner:
             # The best in closed form may not fit.
             with suppress(PlanError):
                 sliced = self._placer.placed(placed.ranks, count, placed.batch_shares)
-                found[count] = self._placer.rate(sliced, self._placer.simulator)
+                cuts = self._placer.cuts(sliced)
+                found[count] = self._placer.rate(sliced, cuts, self._placer.simulator)
         return self._placer.placed(placed.ranks, _fewest(found), placed.batch_shares)
 
     # Shares of the batch.
 
-    def _shared_out(self, placed: Placed, judge: Judge) -> Placed:
+    def _shared_out(self, placed: Placed, judge: Judge) -> tuple[Placed, Cuts]:
         """With the shares under which all virtual machines take equally long, if that gains enough.
 
         What a step takes is not in proportion to the samples, so shares and times are found in
-        turn: each share is corrected by how far its time is from the others'."""
-        if self._wishes.batch_shares is not None or len(placed.ranks) == 1:
-            return placed
+        turn: each share is corrected by how far its time is from the others'. Under the cuts of
+        equal shares, where those still fit: shares hardly move the best cuts."""
         placer, count = self._placer, len(placed.ranks)
-        equal = placer.placed(placed.ranks, placed.microbatches)
+        equal = placer.placed(placed.ranks, placed.microbatches, self._wishes.batch_shares)
         cuts = placer.cuts(equal)
+        if self._wishes.batch_shares is not None or count == 1:
+            return equal, cuts
         # Of those that are alike, one stands for all.
         same = {pair: vm for vm, pair in enumerate(zip(equal.workloads, cuts, strict=True))}
         first = [same[pair] for pair in zip(equal.workloads, cuts, strict=True)]
@@ -425,12 +457,16 @@ class _Planner:
             unit = placer.total(count) / sum(wanted[vm] for vm in first)
             sizes = {vm: size * unit for vm, size in wanted.items()}
         if len(set(sizes.values())) == 1:
-            return equal
+            return equal, cuts
         shared = placer.placed(equal.ranks, equal.microbatches, [sizes[vm] for vm in first])
-        with suppress(PlanError):
-            if placer.seconds(shared, judge) * _WORTH_SHARES <= placer.seconds(equal, judge):
-                return shared
-        return equal
+        pairs = dict.fromkeys(zip(shared.workloads, cuts, strict=True))
+        try:
+            fitting = cuts if all(w.fits(cut) for w, cut in pairs) else placer.cuts(shared)
+        except PlanError:
+            return equal, cuts
+        if judge.step(shared, fitting) * _WORTH_SHARES <= judge.step(equal, cuts):
+            return shared, fitting
+        return equal, cuts
 
 
 def _fewest(rates: Mapping[int, float]) -> int:
@@ -439,6 +475,6 @@ def _fewest(rates: Mapping[int, float]) -> int:
     return min(count for count, rate in rates.items() if rate >= limit)
 
 
-def _highest(entries: Sequence[tuple[float, Placed]], most: int) -> list[Placed]:
-    """Those with the highest figures, the first of equal ones first."""
-    return [placed for _, placed in sorted(entries, key=lambda entry: -entry[0])[:most]]
+def _highest(looks: Sequence[_Look], most: int) -> list[_Look]:
+    """Those with the highest rates, the first of equal ones first."""
+    return sorted(looks, key=lambda look: -look.rate)[:most]

@@ -85,8 +85,9 @@ class Recomputation:
                 self.seconds[s] += sums_of_ranges(workload.forward[s])
         elif recompute == "auto":
             self._lacking = np.maximum(bytes_held(workload, "none") - room, 0.0)
-            slots = sums_of_ranges(workload.forward + workload.backward)
-            self.seconds[(self._lacking > 0) & (slots > longest_seconds)] = math.inf
+            forward, backward = workload.range_seconds
+            too_long = forward + backward > longest_seconds
+            self.seconds[(self._lacking > 0) & too_long] = math.inf
             for s in range(workload.num_stages):
                 self._bound(s)
 

@@ -37,7 +37,9 @@ def nothing_fits(workload: Workload, recompute: str) -> PlanError:
         room, needed = float(workload.room_bytes[s]), float(held[s, begin, end])
         if needed > room:
             lack = _size(needed - room)
-            stages.append(f"stage {s} lacks {lack} (it needs {_size(needed)}, of {_size(room)})")
+            stages.append(
+                f"stage {s} lacks {lack} (it would hold {_size(needed)}, of {_size(room)})"
+            )
     return PlanError(
         f"No plan fits in memory with recompute={recompute!r}. In the cut that comes nearest,"
         f" {list(counts)} layers, {some_of(stages)}. What would fit:"

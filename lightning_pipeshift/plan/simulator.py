@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -108,7 +109,20 @@ Costing = Sequence[Sequence[Any] | NDArray[np.float64]]
 """The fields of :class:`Costs`, each per stage or boundary: numbers, or vectors of them."""
 
 
-_Array = NDArray[Any]
+class _Waves(NamedTuple):
+    """The steps of a schedule in waves: what is in one waits for nothing else in it, so that one
+    operation on arrays times all of it. Steps are counted in the order of the waves, from 1: step 0
+    is when all begins.
+    """
+
+    rows: NDArray[np.intp]
+    """Of each step from 1 on, what it costs: a row of the fields of :class:`Costs`, one below the
+    other."""
+    each: list[tuple[slice, NDArray[np.intp], NDArray[np.intp]]]
+    """The steps of each wave, and the two that each of them waits for."""
+    widest: int
+    ends: NDArray[np.intp]
+    """The last compute action of each stage."""
 
 
 class Clock:
@@ -144,43 +158,36 @@ class Clock:
         self._num_arrivals = len(arrivals)
 
     @cached_property
-    def _waves(self) -> tuple[_Array, list[tuple[int, int, _Array, _Array]], _Array]:
-        """The same steps in waves: what is in one waits for nothing else in it, so that one
-        operation on arrays times all of it.
-
-        Returns the row of costs of each step, in the order of the waves; each wave's first step,
-        the one behind its last, and the two steps that each of its steps waits for; and each
-        stage's last compute action. Steps are counted from 1: step 0 is the step's begin.
-        """
-        before: dict[tuple[int, int], int] = {}
-        arrives: dict[int, int] = {}
-        waits: list[tuple[int, int]] = [(0, 0)]
-        wave, row = [0], [0]
-        # The fields of Costs, one below the other.
-        lengths = (self.num_stages,) * 2 + (self.num_stages - 1,) * 2 + (self.num_stages,)
-        first_row = [sum(lengths[:kind]) for kind in range(len(lengths))]
-        computes = -1
+    def _waves(self) -> _Waves:
+        # A stage, or a link: what takes one step at a time, and its last step so far.
+        last: dict[tuple[str, int] | tuple[int, int], int] = {}
+        arrived: dict[int, int] = {}
+        # Where a kind's rows begin, with the fields of Costs one below the other.
+        by_stage, by_boundary = self.num_stages, self.num_stages - 1
+        first_row = (0, by_stage, 2 * by_stage, 2 * by_stage + by_boundary, 4 * by_stage - 2)
+        needs, waves, rows = [(0, 0)], [0], [0]
         for number, (stage, _, arrival, kind, boundary) in enumerate(self._steps, 1):
+            before = last.get(("stage", stage), 0)
             if boundary < 0:
-                needed = (before.get((computes, stage), 0), arrives.get(arrival, 0))
-                before[computes, stage] = number
+                need = (before, arrived.get(arrival, 0))
+                last["stage", stage] = number
             else:
-                needed = (before.get((computes, stage), 0), before.get((kind, boundary), 0))
-                before[kind, boundary] = arrives[arrival] = number
-            waits.append(needed)
-            wave.append(1 + max(wave[needed[0]], wave[needed[1]]))
-            row.append(first_row[kind] + (stage if boundary < 0 else boundary))
-        order = np.argsort(wave, kind="stable")
+                need = (before, last.get((kind, boundary), 0))
+                last[kind, boundary] = arrived[arrival] = number
+            needs.append(need)
+            waves.append(1 + max(waves[need[0]], waves[need[1]]))
+            rows.append(first_row[kind] + (stage if boundary < 0 else boundary))
+        order = np.argsort(waves, kind="stable")
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
-        needs = place[np.array(waits)[order]]
-        starts = (np.flatnonzero(np.diff(np.array(wave)[order])) + 1).tolist()
-        ends = [*starts[1:], len(order)]
-        lasts = [before.get((computes, stage), 0) for stage in range(self.num_stages)]
-        return (
-            np.array(row)[order[1:]],
-            [(a, b, needs[a:b, 0], needs[a:b, 1]) for a, b in zip(starts, ends, strict=True)],
-            place[lasts],
+        one, other = place[np.array(needs)[order]].T
+        begins = (np.flatnonzero(np.diff(np.array(waves)[order])) + 1).tolist()
+        slices = [slice(a, b) for a, b in pairwise([*begins, len(order)])]
+        return _Waves(
+            rows=np.array(rows)[order[1:]],
+            each=[(wave, one[wave], other[wave]) for wave in slices],
+            widest=max((wave.stop - wave.start for wave in slices), default=0),
+            ends=place[[last.get(("stage", stage), 0) for stage in range(self.num_stages)]],
         )
 
     def run(self, costs: Costing, later: Callable[[Any, Any], Any]) -> list[Instant]:
@@ -212,24 +219,18 @@ class Clock:
         Args:
             costs: what the actions take, a vector for each stage or boundary.
         """
-        rows, waves, lasts = self._waves
+        waves = self._waves
         table = np.concatenate([np.asarray(field, np.float64) for field in costs if len(field)])
-        num_costs = table.shape[1]
         # Each step's row holds its cost until its wave comes, and then its end. (``take`` without
         # buffers of its own, and without checks of the indices: it is most of the time.)
-        ends = np.zeros((len(rows) + 1, num_costs))
-        table.take(rows, axis=0, out=ends[1:], mode="clip")
-        widest = max((end - begin for begin, end, _, _ in waves), default=0)
-        ones, others = np.empty((2, widest, num_costs))
-        for begin, end, one, other in waves:
-            start = ends.take(one, axis=0, out=ones[: end - begin], mode="clip")
-            np.maximum(
-                start,
-                ends.take(other, axis=0, out=others[: end - begin], mode="clip"),
-                out=start,
-            )
-            ends[begin:end] += start
-        return ends[lasts].max(axis=0)
+        ends = np.zeros((len(waves.rows) + 1, table.shape[1]))
+        table.take(waves.rows, axis=0, out=ends[1:], mode="clip")
+        starts, others = np.empty((2, waves.widest, table.shape[1]))
+        for wave, one, other in waves.each:
+            start = ends.take(one, axis=0, out=starts[: len(one)], mode="clip")
+            later = ends.take(other, axis=0, out=others[: len(one)], mode="clip")
+            ends[wave] += np.maximum(start, later, out=start)
+        return ends[waves.ends].max(axis=0)
 
 
 _COMPUTES: Final = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.RECOMPUTE: 4}

@@ -39,8 +39,9 @@ def by_ratio(
         machine: the virtual machine's ranks; ties keep the order in which they are given.
         replicas: the other virtual machines' ranks, in the order of the ring from the next on.
     """
+    neighbours = [_kinds(cluster, ranks) for ranks in (*replicas[:1], *replicas[-1:])]
     communication = {
-        rank: compute_power(profile, cluster, rank) * _seconds_per_byte(cluster, rank, replicas)
+        rank: compute_power(profile, cluster, rank) * _seconds_per_byte(cluster, rank, neighbours)
         for rank in machine
     }
     return tuple(sorted(machine, key=communication.__getitem__))
@@ -53,19 +54,40 @@ def compute_power(profile: Profile, cluster: Cluster, rank: int) -> float:
     return 1 / seconds if seconds else 1.0
 
 
-def _seconds_per_byte(cluster: Cluster, rank: int, replicas: Sequence[Sequence[int]]) -> float:
+_Kinds = Mapping[str, Sequence[tuple[int, int]]]
+"""A virtual machine's devices by kind: one rank on each host, and how many the host has."""
+
+
+def _kinds(cluster: Cluster, ranks: Sequence[int]) -> _Kinds:
+    first: dict[Hashable, int] = {}
+    number: Counter[int] = Counter()
+    for rank in ranks:
+        device = cluster.devices[rank]
+        # All on a host are as far away, unless that was measured for each.
+        key = rank if cluster.ranks else (device.host, device.kind)
+        number[first.setdefault(key, rank)] += 1
+    kinds: dict[str, list[tuple[int, int]]] = {}
+    for rank, count in number.items():
+        kinds.setdefault(cluster.devices[rank].kind, []).append((rank, count))
+    return kinds
+
+
+def _seconds_per_byte(cluster: Cluster, rank: int, neighbours: Sequence[_Kinds]) -> float:
     """Of a device's way to its neighbours in a ring, the slower of the two.
 
     Who they are follows from an order that isn't known yet: they count as devices of the same kind
     where there are some, and as the mean of what there is."""
 
-    def to(ranks: Sequence[int]) -> float:
-        kind = cluster.devices[rank].kind
-        alike = [other for other in ranks if cluster.devices[other].kind == kind] or ranks
-        some = alike[:: 1 + len(alike) // 8]  # of many, a few tell as much
-        return math.fsum(1 / cluster.link(rank, other).bandwidth for other in some) / len(some)
+    def to(kinds: _Kinds) -> float:
+        alike = kinds.get(cluster.devices[rank].kind) or [
+            pair for pairs in kinds.values() for pair in pairs
+        ]
+        total = math.fsum(
+            count / cluster.link(rank, other).bandwidth for other, count in alike
+        )
+        return total / sum(count for _, count in alike)
 
-    return max((to(ranks) for ranks in (*replicas[:1], *replicas[-1:])), default=0.0)
+    return max(map(to, neighbours), default=0.0)
 
 
 def best_order(

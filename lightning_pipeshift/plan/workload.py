@@ -153,6 +153,23 @@ class Workload:
         )
 
     @cached_property
+    def range_seconds(self) -> tuple[Numbers, Numbers]:
+        """(S, L + 1, L + 1) each: a forward and a backward of stage s with the layers from b to e,
+        at ``[s, b, e]``; nonsense where e is less than b.
+        """
+        tables = []
+        for layers, extra in (
+            (self.forward, self.forward_extra),
+            (self.backward, self.backward_extra),
+        ):
+            seconds = sums_of_ranges(layers) + extra[:, None, None]
+            for stage in seconds[:-1]:
+                # Without layers; see _columns.
+                np.fill_diagonal(stage, 0.0)
+            tables.append(seconds)
+        return tables[0], tables[1]
+
+    @cached_property
     def _forward_ends(self) -> LongNumbers:
         return running_sums(self.forward)
 

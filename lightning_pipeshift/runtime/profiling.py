@@ -196,10 +196,13 @@ def _copies(optimizer: Optimizer) -> int:
 
 
 def gather_figures(mine: RankFigures, replicas: Replicas) -> list[RankFigures] | None:
-    """All ranks' figures on rank 0, by rank; ``None`` elsewhere. Every rank calls this."""
+    """All ranks' figures, by rank, for the one that decides; ``None`` elsewhere. Every rank calls
+    this.
+    """
     world = replicas.world
-    if replicas.rank:
+    if world.stage:
         world.send_object(mine, 0)
         return None
-    ranks = range(1, replicas.topology.num_ranks)
-    return [mine, *(world.receive_object(rank) for rank in ranks)]
+    others = [world.receive_object(place) for place in range(1, world.num_stages)]
+    found = dict(zip(world.ranks, [mine, *others], strict=True))
+    return [found[rank] for rank in range(world.num_stages)]

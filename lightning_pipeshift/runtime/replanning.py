@@ -84,7 +84,7 @@ class Replanning:
 
     @property
     def _is_first(self) -> bool:
-        return self._replicas.rank == 0
+        return self._replicas.world.stage == 0
 
     @property
     def measures(self) -> bool:
@@ -113,8 +113,9 @@ class Replanning:
         """
         if self.measures and trains:
             measured = probe(self._replicas.world, self._device, self._here, self._news.append)
-            self.cluster = measured.cluster
-            self._news.extend(measured.notes if self._is_first else ())
+            # It counts places in the connections, which need not be in the order of the ranks.
+            self.cluster = measured.cluster.renumbered(self._replicas.world.ranks)
+            self._news.extend(measured.notes)
         self.profiler.take_guesses(guesses)
         self._layers = layers_of(gates, trace, optimizers)
         self._samples = samples

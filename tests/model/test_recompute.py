@@ -196,7 +196,7 @@ def test_running_statistics_are_updated_once():
 
 def test_the_precision_around_the_layer_is_there_again():
     layer, x = nn.Linear(6, 6), torch.randn(3, 6)
-    found = []
+    found: list[Tensor] = []
     for recomputes in (False, True):
         layer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -206,6 +206,7 @@ def test_the_precision_around_the_layer_is_there_again():
             else:
                 y = layer(x)
         y.float().square().sum().backward()
+        assert layer.weight.grad is not None
         found.append(layer.weight.grad.clone())
     assert torch.equal(*found)
 

@@ -6,7 +6,8 @@ from lightning_pipeshift.plan.cluster import Cluster, Device
 from lightning_pipeshift.plan.figures import RankFigures, profile_of
 from lightning_pipeshift.plan.profile import LayerProfile
 
-LAYERS = tuple(LayerProfile(name, parameter_bytes=size) for name, size in zip("abcd", (1, 1, 2, 4)))
+SIZES = {"a": 1, "b": 1, "c": 2, "d": 4}
+LAYERS = tuple(LayerProfile(name, parameter_bytes=size) for name, size in SIZES.items())
 
 
 def cluster(kinds):

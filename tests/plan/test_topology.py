@@ -4,8 +4,8 @@ import random
 import pytest
 
 from lightning_pipeshift.errors import ConfigurationError
-from lightning_pipeshift.plan.shares import check_shares, shared_out
 from lightning_pipeshift.plan.cluster import Device
+from lightning_pipeshift.plan.shares import check_shares, shared_out
 from lightning_pipeshift.plan.topology import Topology, arrange, check_spec
 
 

@@ -1,0 +1,153 @@
+"""How near the planner's cuts come to the best ones, and how long it takes to find them.
+
+    python -m benchmarks.planner
+
+Two tables:
+
+* Random small workloads (2 to 4 stages of speeds 1, 0.5 and 0.25, up to 8 layers, links from free
+  to slower than a stage, three schedules): `best_cut` against brute force over all cuts and all
+  choices of what to recompute, both judged by the simulator. The ratio of their step times is 1
+  where the planner finds the best. Cases of which nothing fits in memory are left out.
+* Random large workloads (64 layers on 8 stages, 32 microbatches): how long `best_cut` takes, in the
+  first call of a fresh process, which also works out the schedule, and in later ones, each for a
+  workload of its own. With memory that binds, it also chooses what is recomputed. `fits` says for
+  how many of them something fits; for the others it says why not, which is not timed.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from statistics import mean, median
+from typing import Any
+
+from benchmarks.measuring import arguments, print_table, save
+from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.plan.search import best_cut
+from tests.plan.workloads import all_cuts, random_workload
+
+# Other seeds than the tests'.
+FIRST_SEED = 100_000
+
+# Brute force tries every choice of layers to recompute: with fewer of them.
+MOST_LAYERS = {False: 8, True: 6}
+
+NUM_STAGES, NUM_LAYERS, NUM_MICROBATCHES = 8, 64, 32
+
+KINDS = {False: "not binding", True: "may bind"}
+
+
+def ratios(num_cases: int, tight: bool) -> list[float]:
+    """Of the step time of brute force's cut to that of the planner's, by case."""
+    found: list[float] = []
+    seed = FIRST_SEED
+    while len(found) < num_cases:
+        seed += 1
+        num_layers = 2 + seed % (MOST_LAYERS[tight] - 1)
+        workload = random_workload(seed, num_layers=num_layers, tight=tight)
+        if cuts := all_cuts(workload):
+            best = min(workload.step_seconds(cuts))
+            found.append(best / workload.step_seconds([best_cut(workload)])[0])
+    return found
+
+
+def seconds(seeds: range, tight: bool) -> list[float]:
+    """What `best_cut` takes for each large workload of which something fits."""
+    found = []
+    for seed in seeds:
+        workload = random_workload(
+            seed,
+            num_stages=NUM_STAGES,
+            num_layers=NUM_LAYERS,
+            microbatches=NUM_MICROBATCHES,
+            tight=tight,
+        )
+        begin = time.perf_counter()
+        try:
+            best_cut(workload)
+        except PlanError:
+            continue
+        found.append(time.perf_counter() - begin)
+    return found
+
+
+def first_seconds(tight: bool, num_processes: int) -> list[float]:
+    """Likewise, each in the first call of a process."""
+    found: list[float] = []
+    seed = FIRST_SEED
+    while len(found) < num_processes:
+        code = (
+            f"from benchmarks.planner import *; print(seconds(range({seed}, {seed + 1}), {tight}))"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+        found += json.loads(done.stdout)
+        seed += 1
+    return found
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--num-cases", type=int, default=1000, help="small ones, of each kind")
+    parser.add_argument("--num-large", type=int, default=100, help="large ones, of each kind")
+    parser.add_argument("--num-processes", type=int, default=5, help="fresh ones, of each kind")
+    options = parser.parse_args()
+
+    near: dict[bool, list[float]] = {
+        tight: ratios(options.num_cases, tight) for tight in (False, True)
+    }
+    print_table(
+        "Step time of brute force over the planner's, by the simulator",
+        ["memory", "cases", "layers", "worst", "mean", "below 0.99", "below 0.9999"],
+        [
+            [
+                KINDS[tight],
+                len(found),
+                f"2 to {MOST_LAYERS[tight]}",
+                min(found),
+                mean(found),
+                sum(ratio < 0.99 for ratio in found),
+                sum(ratio < 0.9999 for ratio in found),
+            ]
+            for tight, found in near.items()
+        ],
+    )
+
+    seeds = range(FIRST_SEED, FIRST_SEED + options.num_large)
+    timed: dict[bool, dict[str, Any]] = {}
+    for tight in (False, True):
+        first = first_seconds(tight, options.num_processes)
+        seconds(range(FIRST_SEED - 10, FIRST_SEED), tight)
+        later = seconds(seeds, tight)
+        timed[tight] = {
+            "first_ms": 1e3 * median(first),
+            "median_ms": 1e3 * median(later),
+            "p90_ms": 1e3 * sorted(later)[int(0.9 * len(later))],
+            "fits": len(later),
+        }
+    print_table(
+        f"Milliseconds of best_cut: {NUM_LAYERS} layers, {NUM_STAGES} stages,"
+        f" {NUM_MICROBATCHES} microbatches, {options.num_large} workloads",
+        ["memory", "first call", "median of others", "90 of 100 within", "fits"],
+        [[KINDS[tight], *figures.values()] for tight, figures in timed.items()],
+    )
+    save(
+        options.json,
+        {
+            "ratio_to_brute_force": {
+                KINDS[tight]: {
+                    "cases": len(found),
+                    "worst": min(found),
+                    "mean": mean(found),
+                    "below_0.99": sum(ratio < 0.99 for ratio in found),
+                }
+                for tight, found in near.items()
+            },
+            "best_cut": {KINDS[tight]: figures for tight, figures in timed.items()},
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,333 @@
+"""A plan that changes while training runs changes nothing that is computed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_pipeshift import PlanError
+from lightning_pipeshift.plan.placement import Placement
+from tests.features_models import built, differences, parameters_of, plain, quiet_trainer
+from tests.harness import run_ranks
+from tests.models import NUM_CLASSES, NUM_FEATURES, ZOO, points
+
+# --- any plan at any step ---
+
+
+class Adopts(L.Callback):
+    """Adopts placements between steps: by the number of the batch after which they are wanted."""
+
+    def __init__(self, cuts: Mapping[int, Sequence[Sequence[int]]]) -> None:
+        self.cuts = dict(cuts)
+        self.seen: list[tuple[int, ...]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *others: Any) -> None:
+        strategy, idx = trainer.strategy, others[2]
+        self.seen.append(strategy.plan.placement.counts[strategy.virtual_machine])
+        if idx in self.cuts:
+            placement = Placement(tuple(map(tuple, self.cuts[idx])))
+            strategy.adopt(strategy.plan.with_placement(placement))
+
+
+class Block(nn.Module):
+    """Residual, and with dropout: one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.relu(self.dropout(self.linear(x)))
+
+
+class Trains(L.LightningModule):
+    """Dropout, a tied and a loose parameter, running statistics."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.inputs = nn.Linear(NUM_FEATURES, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.BatchNorm1d(16)
+        self.scale = nn.Parameter(torch.ones(16))
+        self.tied = nn.Linear(16, 16)
+        first: Any = self.blocks[0]
+        self.tied.weight = first.linear.weight
+        self.head = nn.Linear(16, NUM_CLASSES)
+
+    def training_step(self, batch: Any) -> Tensor:
+        x, y = batch
+        x = self.inputs(x)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x) * self.scale
+        loss = F.cross_entropy(self.head(self.tied(x)), y)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        groups: list[Any] = [
+            {"params": list(self.inputs.parameters()), "lr": 0.01},
+            {"params": [p for n, p in self.named_parameters() if not n.startswith("inputs")]},
+        ]
+        if self.optimizer == "adam":
+            return torch.optim.AdamW(groups, lr=0.02, amsgrad=True)
+        if self.optimizer == "adafactor":
+            return torch.optim.Adafactor(groups, lr=0.02)
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True)
+
+
+NUM_LAYERS = 7
+
+
+def train(
+    cuts: Mapping[int, Sequence[Sequence[int]]],
+    optimizer: str,
+    partition: Any,
+    recompute: Any,
+    virtual_machines: Any,
+    accumulate: int,
+    folder: str | None,
+) -> dict[str, Any]:
+    """Trains on all ranks; what is left behind."""
+    L.seed_everything(5, verbose=False)
+    module = built(lambda: Trains(optimizer))
+    adopts = Adopts(cuts)
+    callbacks: list[L.Callback] = [adopts]
+    if folder is not None:
+        callbacks.append(ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1))
+    trainer = quiet_trainer(
+        {
+            "devices": int(os.environ["WORLD_SIZE"]),
+            "pipeshift": {
+                "partition": partition,
+                "microbatches": 4,
+                "recompute": recompute,
+                "virtual_machines": virtual_machines,
+            },
+        },
+        max_epochs=1,
+        callbacks=callbacks,
+        gradient_clip_val=0.5,
+        accumulate_grad_batches=accumulate,
+        enable_checkpointing=folder is not None,
+    )
+    trainer.fit(module, DataLoader(points(12).dataset, batch_size=8))
+    (wrapped,) = trainer.optimizers
+    names = {id(p): name for name, p in module.named_parameters()}
+    return plain(
+        {
+            "parameters": parameters_of(module),
+            "optimizer": {names[id(p)]: dict(state) for p, state in wrapped.state.items()},
+            "loss": float(trainer.callback_metrics["loss"]),
+            "seen": adopts.seen,
+        }
+    )
+
+
+def drawn(seed: int, stages: Sequence[int]) -> dict[int, list[list[int]]]:
+    """Random cuts at random steps; stages without layers among them."""
+    draw = random.Random(seed)
+    found = {}
+    for step in sorted(draw.sample(range(10), 4)):
+        rows = []
+        for depth in stages:
+            ends = [0, *sorted(draw.choices(range(NUM_LAYERS + 1), k=depth - 1)), NUM_LAYERS]
+            rows.append([b - a for a, b in pairwise(ends)])
+        found[step] = rows
+    return found
+
+
+CASES = [
+    # seed, optimizer, virtual machines, accumulation
+    (0, "adam", [[0, 1, 2]], 1),
+    (1, "sgd", [[0, 1]], 2),
+    (2, "adam", [[0, 1], [2]], 1),
+    (3, "sgd", [[0, 2], [3, 1]], 3),
+    (4, "adafactor", [[1, 0]], 2),
+]
+
+
+@pytest.mark.parametrize(("seed", "optimizer", "machines", "accumulate"), CASES)
+def test_random_moves_change_no_bit(
+    seed: int, optimizer: str, machines: list[list[int]], accumulate: int, tmp_path: Path
+) -> None:
+    stages = [len(ranks) for ranks in machines]
+    first = drawn(seed + 100, stages)
+    partition = next(iter(first.values()))
+    cuts = drawn(seed, stages)
+    ranks = sum(stages)
+    runs = []
+    for name, wanted, recompute in (("stays", {}, "none"), ("moves", cuts, "full")):
+        given = (wanted, optimizer, partition, recompute, machines, accumulate)
+        runs.append(run_ranks(train, ranks, *given, str(tmp_path / name), timeout=60.0))
+    stays, moves = runs
+    assert len(set(moves[0]["seen"])) > 1, "something has to move"
+    for rank, (one, other) in enumerate(zip(stays, moves, strict=True)):
+        # Who holds what optimizer state is what has changed; the checkpoints have all of it.
+        problems = differences(
+            {k: one[k] for k in ("parameters", "loss")},
+            {k: other[k] for k in ("parameters", "loss")},
+            0,
+            0,
+        )
+        assert not problems, f"rank {rank}: {problems[:5]}"
+    files = sorted(path.name for path in (tmp_path / "stays").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "moves").iterdir())
+    assert files
+    for name in files:
+        saved = [torch.load(tmp_path / run / name) for run in ("stays", "moves")]
+        for key in ("state_dict", "optimizer_states", "lr_schedulers", "pipeshift"):
+            assert not differences(saved[0][key], saved[1][key], 0, 0), (name, key)
+
+
+def adopt_nonsense() -> list[str]:
+    class Asks(L.Callback):
+        errors: list[str]
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            strategy, self.errors = trainer.strategy, []
+            plan = strategy.plan
+            others = tuple(replace(layer, name=f"another.{layer.name}") for layer in plan.layers)
+            for wrong in (
+                replace(plan, microbatches=7),
+                replace(plan, placement=Placement(((1, 2, 2),))),
+                replace(plan, layers=others),
+            ):
+                try:
+                    strategy.adopt(wrong)
+                except PlanError as error:
+                    self.errors.append(str(error))
+
+    asks = Asks()
+    trainer = quiet_trainer(
+        {"devices": 2, "pipeshift": {"partition": [2, 3]}}, callbacks=[asks], max_epochs=1
+    )
+    trainer.fit(ZOO["sequential"].build(), ZOO["sequential"].loader(2))
+    return [*asks.errors, str(trainer.strategy.plan.placement.counts)]  # type: ignore[attr-defined]
+
+
+def test_a_plan_that_would_change_what_is_computed_is_refused_and_training_goes_on() -> None:
+    microbatches, stages, names, counts = run_ranks(adopt_nonsense, 2)[0]
+    assert "('1f1b', 7, (2,))" in microbatches
+    assert "one in force ('1f1b', 8, (2,))" in microbatches
+    assert "(3,)" in stages
+    assert "made for another model" in names
+    assert counts == "((2, 3),)"
+
+
+# --- by what was measured ---
+
+SLOW = {"factor": 1.0}
+
+
+class Sleeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        time.sleep(0.002 * SLOW["factor"])
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        time.sleep(0.002 * SLOW["factor"])
+        return gradients[0]
+
+
+class Sleeping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(NUM_FEATURES, NUM_FEATURES)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Any:
+        return Sleeps.apply(self.dropout(self.linear(x)))
+
+
+class Sleeper(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Sleeping() for _ in range(8))
+
+    def training_step(self, batch: Any) -> Tensor:
+        x, _ = batch
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class SlowsDown(L.Callback):
+    """The last rank gets slow when training has begun: nobody could have known."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if os.environ["RANK"] == "1":
+            SLOW["factor"] = 15.0
+
+
+def train_unequally(partition: Any, profile_steps: int) -> dict[str, Any]:
+    L.seed_everything(7, verbose=False)
+    SLOW["factor"] = 1.0
+    heard: list[str] = []
+
+    class Hears(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    handler = Hears()
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    module = built(Sleeper)
+    strategy = {"partition": partition, "microbatches": 4, "profile_steps": profile_steps}
+    trainer = quiet_trainer(
+        {"devices": 2, "pipeshift": strategy}, callbacks=[SlowsDown()], max_epochs=1
+    )
+    try:
+        trainer.fit(module, DataLoader(points(14).dataset, batch_size=8))
+    finally:
+        logger.removeHandler(handler)
+    plan = trainer.strategy.plan  # type: ignore[attr-defined]
+    return {
+        "counts": plan.placement.counts[0],
+        "predicted": plan.prediction is not None and plan.prediction.step_seconds,
+        "heard": [line for line in heard if line.startswith("PipeShift: ")],
+        "parameters": parameters_of(module),
+    }
+
+
+def test_the_first_steps_are_measured_and_the_layers_change_their_owners() -> None:
+    planned = run_ranks(train_unequally, 2, "auto", 3)
+    fixed = run_ranks(train_unequally, 2, [4, 4], 3)
+    first, second = planned[0]["counts"]
+    assert first >= 6, "the slow stage has few layers in the end"
+    assert planned[0]["predicted"] > 0
+    heard = planned[0]["heard"]
+    assert any("3 steps have been measured" in line and "are expected" in line for line in heard)
+    assert any("since the layers have changed their owners" in line for line in heard)
+    assert not planned[1]["heard"], "the first rank speaks for all"
+    for one, other in zip(planned, fixed, strict=True):
+        assert not differences(one["parameters"], other["parameters"], 0, 0)
+        assert one["counts"] == (first, second)
+    assert not fixed[0]["heard"], "a partition of one's own stays"
+
+
+def test_profile_steps_of_zero_plan_once() -> None:
+    ranks = run_ranks(train_unequally, 2, "auto", 0)
+    assert not [line for line in ranks[0]["heard"] if "measured" in line]
