@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import Final, NamedTuple
 
@@ -69,6 +69,10 @@ class Placer:
         self._workloads: dict[Hashable, Workload] = {}
         self._cuts: dict[Hashable, Cut | PlanError] = {}
         self._chosen: dict[Hashable, Cuts] = {}
+        # These are large: only the last ones are kept.
+        self._recomputation = lru_cache(maxsize=8)(
+            lambda workload: Recomputation(workload, wishes.recompute)
+        )
         self._paces: dict[Workload, tuple[float, Numbers]] = {}
         self.closed_form = Judge(self._estimated, Workload.estimate)
         self.simulator = Judge(
@@ -192,9 +196,8 @@ class Placer:
             per_byte = hindrance[vm] if hindrance is not None else None
             key = (workload, counts, per_byte, careful)
             if key not in self._cuts:
-                hindered = workload if per_byte is None else self._hindered(workload, per_byte)
                 try:
-                    self._cuts[key] = self._made(hindered, counts, careful)
+                    self._cuts[key] = self._made(workload, counts, per_byte, careful)
                 except PlanError as error:
                     self._cuts[key] = error
             cut = self._cuts[key]
@@ -233,20 +236,35 @@ class Placer:
         longer = np.outer(per_byte, sizes) / workload.microbatches
         return replace(workload, backward=workload.backward + longer)
 
-    def _made(self, workload: Workload, counts: tuple[int, ...] | None, careful: bool) -> Cut:
-        recompute = self.wishes.recompute
+    def _made(
+        self,
+        workload: Workload,
+        counts: tuple[int, ...] | None,
+        per_byte: Sequence[float] | None,
+        careful: bool,
+    ) -> Cut:
         if counts is not None:
-            return _recomputed(workload, counts, recompute)
-        choices = [workload]
-        if workload.allowed is not None:
-            choices.append(replace(workload, allowed=None))
-        for choice in choices:
-            if careful:
-                with suppress(PlanError) if choice is not choices[-1] else nullcontext():
-                    return best_cut(choice, recompute)
-            elif (cut := _quick_cut(choice, recompute)) is not None:
-                return cut
-        raise PlanError(f"nothing fits on {workload.num_stages} stages")
+            return _recomputed(workload, counts, self.wishes.recompute)
+        hindered = workload if per_byte is None else self._hindered(workload, per_byte)
+        make = self._careful_cut if careful else self._quick_cut
+        try:
+            return make(workload, hindered)
+        except PlanError:
+            if workload.allowed is None:
+                raise
+            return make(replace(workload, allowed=None), replace(hindered, allowed=None))
+
+    def _careful_cut(self, workload: Workload, hindered: Workload) -> Cut:
+        return best_cut(hindered, self.wishes.recompute)
+
+    def _quick_cut(self, workload: Workload, hindered: Workload) -> Cut:
+        """The best cut in closed form. What is recomputed doesn't depend on rings."""
+        recomputation = self._recomputation(workload)
+        solutions = Programme.of(hindered, recomputation.seconds).fastest(1)
+        cuts = recomputation.cuts([solution.counts for solution in solutions])
+        if not cuts:
+            raise PlanError(f"no cut into {workload.num_stages} stages fits in memory")
+        return cuts[0]
 
     def _fixed_counts(self, vm: int, workload: Workload) -> tuple[int, ...] | None:
         """The layers per stage, where they are fixed."""
@@ -282,14 +300,6 @@ class Placer:
 
 def _per_second(samples: float, seconds: float) -> float:
     return samples / seconds if seconds else math.inf
-
-
-def _quick_cut(workload: Workload, recompute: str) -> Cut | None:
-    """The best cut in closed form, if one fits."""
-    recomputation = Recomputation(workload, recompute)
-    solutions = Programme.of(workload, recomputation.seconds).fastest(1)
-    cuts = recomputation.cuts([solution.counts for solution in solutions])
-    return cuts[0] if cuts else None
 
 
 def _recomputed(workload: Workload, counts: Sequence[int], recompute: str) -> Cut:

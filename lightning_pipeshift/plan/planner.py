@@ -148,27 +148,39 @@ class _Planner:
     def _first_looks(self) -> list[_Look]:
         """The groupings that fit, with their samples per second in closed form."""
         all_groups = sorted(self._groupings(), key=lambda groups: -self._most_per_second(groups))
-        too_large: list[Groups] = []
+        errors: dict[Groups, PlanError] = {}
         seen: list[_Look] = []
         for groups in all_groups:
-            best = max((look.rate for look in seen), default=0.0)
-            is_few = self._cluster.num_ranks <= _FEW
-            if not is_few and self._most_per_second(groups) < _PROMISING * best:
-                break
+            if self._is_hopeless(groups, seen):
+                continue
             try:
-                if self._has_room(groups):
-                    seen.append(self._first_look(groups))
-                    continue
-            except PlanError:
-                pass
-            too_large.append(groups)
+                seen.append(self._first_look(groups))
+            except PlanError as error:
+                errors[groups] = error
         if not seen:
             # What comes nearest to fitting tells the most.
-            nearest = max(too_large, key=self._least_room_bytes)
+            nearest = max(errors, key=self._least_room_bytes)
             slices = max(self._numbers_of_slices(max(map(len, nearest))))
             placed = self._placer.placed(nearest, slices, self._wishes.batch_shares)
             self._placer.cuts(placed, careful=True)
+            raise errors[nearest]
         return seen
+
+    def _is_hopeless(self, groups: Groups, seen: Sequence[_Look]) -> bool:
+        """Whether it can't come near the best of those seen."""
+        if self._cluster.num_ranks <= _FEW or not seen:
+            return False
+        promising = _PROMISING * max(look.rate for look in seen)
+        if self._most_per_second(groups) < promising:
+            return True
+        # Of many devices: deeper pipelines have more of a bubble, and hide their rings better. Once
+        # the one outweighs the other, it is so for still deeper ones.
+        best: dict[int, float] = {}
+        for look in seen:
+            count = len(look.placed.ranks)
+            best[count] = max(best.get(count, 0.0), look.rate)
+        shallower = [rate for count, rate in best.items() if count > len(groups)]
+        return self._is_large and any(rate < promising for rate in shallower)
 
     def _groupings(self) -> Iterator[Groups]:
         """The ways to make virtual machines that the wishes leave."""
@@ -228,12 +240,6 @@ class _Planner:
             seconds = max(size * each for size, each in zip(sizes, per_sample, strict=True))
         return total / (seconds + self._profile.step_seconds)
 
-    def _has_room(self, groups: Groups) -> bool:
-        """Whether the model's own bytes leave any hope."""
-        return sum(layer.static_bytes for layer in self._profile.layers) <= self._least_room_bytes(
-            groups
-        )
-
     def _least_room_bytes(self, groups: Groups) -> float:
         devices = self._cluster.devices
         return min(math.fsum(devices[rank].room_bytes for rank in ranks) for ranks in groups)
@@ -241,6 +247,10 @@ class _Planner:
     def _first_look(self, groups: Groups) -> _Look:
         """A grouping in closed form, with its slices, order and shares."""
         judge = self._placer.closed_form
+        if sum(layer.static_bytes for layer in self._profile.layers) > self._least_room_bytes(
+            groups
+        ):
+            raise PlanError("the model alone is larger than a virtual machine")
         if self._is_large and self._wishes.ranks is None:
             placed = self._sliced(self._by_rule(groups))
         else:
@@ -261,9 +271,8 @@ class _Planner:
         placer, judge, placed = self._placer, self._placer.simulator, look.placed
         if self._is_large:
             placed = self._in_best_order(placed, judge, _MOST_ORDERS)
-        if self._num_actions(placed) <= _MOST_SIMULATED:
-            placed = self._resliced(placed)
-            placed, _ = self._shared_out(placed, judge)
+        elif self._num_actions(placed) <= _MOST_SIMULATED:
+            placed, _ = self._shared_out(self._resliced(placed), judge)
         equal = placer.placed(placed.ranks, placed.microbatches, self._wishes.batch_shares)
         found = self._cut_with_care(equal)
         if placed.batch_shares != equal.batch_shares:

@@ -1,0 +1,112 @@
+"""What it costs to measure every layer and every action of a step.
+
+    python -m benchmarks.watching
+
+Two stages of small transformer blocks; measuring is switched on and off from one step to the next,
+in one run. Small blocks, because the cost is per layer and microbatch. It is to be below 1 %.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from statistics import median
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader
+
+from benchmarks.measuring import arguments, print_table, save
+from benchmarks.placements import Repeated
+from lightning_pipeshift import PipeShiftStrategy
+from tests.harness import run_ranks
+
+WIDTH, LENGTH, NUM_BLOCKS, NUM_MICROBATCHES = 128, 64, 8, 8
+
+
+class Blocks(L.LightningModule):
+    """Transformer blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True, dropout=0.1)
+            for _ in range(NUM_BLOCKS)
+        )
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        """Any loss."""
+        (x,) = batch
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+    def configure_optimizers(self) -> Optimizer:
+        """Plain SGD."""
+        return SGD(self.parameters(), lr=0.001)
+
+
+class Switching(L.Callback):
+    """Switches measuring on for every second step, and times all of them."""
+
+    def __init__(self, num_pairs: int) -> None:
+        self.seconds: dict[bool, list[float]] = {True: [], False: []}
+        self._num_pairs = num_pairs
+        self._is_on = True
+        self._begun: float | None = None
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        """One step ends, the next one begins."""
+        now = time.perf_counter()
+        if self._begun is not None:
+            self.seconds[self._is_on].append(now - self._begun)
+        self._is_on = not self._is_on
+        strategy: Any = trainer.strategy
+        strategy._pipeline.planning.profiler.is_over = not self._is_on
+        self._begun = now
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        """Ends the run when there is enough."""
+        trainer.should_stop = len(self.seconds[False]) > self._num_pairs
+
+
+def measure(num_pairs: int) -> tuple[float, float, float]:
+    """Runs on every rank: a step with and without measuring, and the median ratio of neighbours."""
+    L.seed_everything(0, verbose=False)
+    torch.set_num_threads(1)
+    switching = Switching(num_pairs)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        # So many steps that no plan is made of them.
+        strategy=PipeShiftStrategy(microbatches=NUM_MICROBATCHES, profile_steps=10**6),
+        max_epochs=-1,
+        callbacks=[switching],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    sample = (torch.randn(LENGTH, WIDTH),)
+    trainer.fit(Blocks(), DataLoader(Repeated(sample), batch_size=2 * NUM_MICROBATCHES))
+    on, off = (switching.seconds[is_on][5:] for is_on in (True, False))
+    ratios = [a / b for a, b in zip(on, off, strict=False)]
+    return median(on), median(off), median(ratios)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--num-pairs", type=int, default=150)
+    options = parser.parse_args()
+    on, off, ratio = run_ranks(measure, 2, options.num_pairs, timeout=1200)[0]
+    rows = [["measured", on], ["not measured", off]]
+    print_table(f"{options.num_pairs} pairs of steps", ["", "s a step"], rows)
+    print(f"\nmeasuring costs {ratio - 1:+.2%} (median of neighbours); at most 1 % is allowed")
+    save(options.json, {"measured_seconds": on, "plain_seconds": off, "cost": ratio - 1})
+
+
+if __name__ == "__main__":
+    main()
