@@ -66,6 +66,10 @@ T = TypeVar("T")
 _FRAMEWORK_ATTRIBUTES = frozenset(vars(pl.LightningModule())) | {"log", "log_dict", "_trainer"}
 
 
+def _say(message: str) -> None:
+    rank_zero_info(f"PipeShift: {message}")
+
+
 class PipeShiftStrategy(CheckpointingStrategy):
     """Trains one model as a pipeline over all devices, from an unmodified LightningModule.
 
@@ -293,6 +297,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
             here=device_of(self.root_device),
             deferred=self._deferred,
             ignored=_FRAMEWORK_ATTRIBUTES,
+            say=_say,
         )
         self._evaluation = EvaluationSteps(trainer, self._pipeline)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -425,7 +430,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
             )
         self._heed_sigterm()
         while pipeline.news:
-            rank_zero_info(f"PipeShift: {pipeline.news.pop(0)}")
+            _say(pipeline.news.pop(0))
         # They are those of all virtual machines already.
         synchronised = False if self._require_replicas().count > 1 else None
         say_again(report.logs, module.log, module, self.root_device, synchronised)

@@ -260,7 +260,7 @@ class Placer:
     def _quick_cut(self, workload: Workload, hindered: Workload) -> Cut:
         """The best cut in closed form. What is recomputed doesn't depend on rings."""
         recomputation = self._recomputation(workload)
-        solutions = Programme.of(hindered, recomputation.seconds).fastest(1)
+        solutions = Programme.of(hindered, recomputation.seconds).fastest(1, slack=0.0)
         cuts = recomputation.cuts([solution.counts for solution in solutions])
         if not cuts:
             raise PlanError(f"no cut into {workload.num_stages} stages fits in memory")

@@ -40,11 +40,17 @@ def by_ratio(
         replicas: the other virtual machines' ranks, in the order of the ring from the next on.
     """
     neighbours = [_kinds(cluster, ranks) for ranks in (*replicas[:1], *replicas[-1:])]
-    communication = {
-        rank: compute_power(profile, cluster, rank) * _seconds_per_byte(cluster, rank, neighbours)
-        for rank in machine
-    }
-    return tuple(sorted(machine, key=communication.__getitem__))
+    known: dict[Hashable, float] = {}
+
+    def communication(rank: int) -> float:
+        device = cluster.devices[rank]
+        key = rank if cluster.ranks else (device.host, device.kind, device.speed)
+        if key not in known:
+            power = compute_power(profile, cluster, rank)
+            known[key] = power * _seconds_per_byte(cluster, rank, neighbours)
+        return known[key]
+
+    return tuple(sorted(machine, key=communication))
 
 
 def compute_power(profile: Profile, cluster: Cluster, rank: int) -> float:

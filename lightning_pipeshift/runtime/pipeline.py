@@ -100,6 +100,7 @@ class Pipeline:
         here: what is known of this rank's device.
         deferred: how the tensors of the model are made that are on the meta device.
         ignored: names of attributes that belong to the framework.
+        say: tells the user something at once.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Pipeline:
         here: Device,
         deferred: Deferred,
         ignored: frozenset[str],
+        say: Callable[[str], None],
     ) -> None:
         self.root = root
         self._deferred = deferred
@@ -128,7 +130,7 @@ class Pipeline:
         # What was decided and the user may want to know.
         self.news: list[str] = []
         self.settings = settings
-        self.planning = Replanning(settings, replicas, here, channels.device, self.news)
+        self.planning = Replanning(settings, replicas, here, channels.device, self.news, say)
         self._next_plan: Plan | None = None
         self.streams = Streams(channels.device)
         self._switch = Switch()

@@ -7,7 +7,7 @@ nothing stops in between: the second plan is a change of owners at a step's boun
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -55,7 +55,8 @@ class Replanning:
         replicas: the virtual machines.
         here: this rank's device.
         device: likewise, as torch names it.
-        news: what the user is told.
+        news: what the user is told after the step.
+        say: tells the user at once.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Replanning:
         here: Device,
         device: torch.device,
         news: list[str],
+        say: Callable[[str], None],
     ) -> None:
         self.profiler = Profiler(device, is_last=replicas.is_last_stage)
         # On the first rank: what is known, as soon as anything is.
@@ -75,6 +77,7 @@ class Replanning:
         self._here = here
         self._device = device
         self._news = news
+        self._say = say
         self._layers: tuple[LayerProfile, ...] = ()
         self._samples = 1.0
         # What a step took before the plan changed, and how many times as fast it was to get.
@@ -112,7 +115,7 @@ class Replanning:
             trains: whether the plan is for training.
         """
         if self.measures and trains:
-            measured = probe(self._replicas.world, self._device, self._here, self._news.append)
+            measured = probe(self._replicas.world, self._device, self._here, self._say)
             # It counts places in the connections, which need not be in the order of the ranks.
             self.cluster = measured.cluster.renumbered(self._replicas.world.ranks)
             self._news.extend(measured.notes)
