@@ -68,15 +68,21 @@ class Hosts:
     """Hosts that are up: what :func:`hosts` yields.
 
     Args:
-        link: of every host.
+        links: of each host.
         namespaces: the hosts' network namespaces.
         switch: the namespace that they are joined in.
     """
 
-    link: Link
+    links: Sequence[Link]
     namespaces: Sequence[str]
     switch: str
     _port: int = field(default_factory=free_port)
+
+    @property
+    def link(self) -> Link:
+        """The one that all hosts have."""
+        (link,) = set(self.links)
+        return link
 
     def address(self, host: int) -> str:
         """A host's IP address."""
@@ -132,8 +138,12 @@ def why_not() -> str | None:
 
 
 @contextmanager
-def hosts(num_hosts: int, link: Link | None = None) -> Iterator[Hosts]:
+def hosts(num_hosts: int, link: Link | Sequence[Link] | None = None) -> Iterator[Hosts]:
     """Hosts on one switch, which are removed on leaving, however it comes to that.
+
+    Args:
+        num_hosts: how many.
+        link: of all of them, or one for each, of the same MTU.
 
     Those that a killed process has left behind are removed first. For the main thread alone.
 
@@ -143,7 +153,7 @@ def hosts(num_hosts: int, link: Link | None = None) -> Iterator[Hosts]:
     _remove(name for name in _ours() if not _lives(name))
     prefix = f"{_PREFIX}-{os.getpid()}-{next(_numbers)}"
     made = Hosts(
-        link=link or Link(),
+        links=[link or Link()] * num_hosts if isinstance(link, Link | None) else link,
         namespaces=[f"{prefix}-{host}" for host in range(num_hosts)],
         switch=f"{prefix}-switch",
     )
@@ -163,15 +173,15 @@ def _exit(number: int, frame: Any) -> None:
 
 
 def _make(made: Hosts) -> None:
-    link = made.link
-    rate = f"rate {link.megabits * 1e6:.0f}bit burst {link.burst_bytes}"
-    bucket = f"{rate} latency {link.queue_seconds * 1e3:.0f}ms"
     _run(f"ip netns add {made.switch}")
     at_switch = f"ip -n {made.switch} link"
-    _run(f"{at_switch} add bridge mtu {link.mtu} type bridge mcast_snooping 0")
+    _run(f"{at_switch} add bridge mtu {made.links[0].mtu} type bridge mcast_snooping 0")
     # No IPv6 address anywhere, and so no packets that look for neighbours.
     _run(f"{at_switch} set bridge addrgenmode none up")
     for host, name in enumerate(made.namespaces):
+        link = made.links[host]
+        rate = f"rate {link.megabits * 1e6:.0f}bit burst {link.burst_bytes}"
+        bucket = f"{rate} latency {link.queue_seconds * 1e3:.0f}ms"
         _run(f"ip netns add {name}")
         port = f"port{host}"
         pair = f"{port} mtu {link.mtu} type veth peer name {CARD} mtu {link.mtu} netns {name}"

@@ -189,22 +189,40 @@ class Placer:
     def _solved(
         self, placed: Placed, hindrance: Sequence[tuple[float, ...]] | None, careful: bool
     ) -> Cuts:
-        """The solvers' cuts, made once for those that are alike."""
-        found = []
-        for vm, workload in enumerate(placed.workloads):
-            counts = self._fixed_counts(vm, workload)
-            per_byte = hindrance[vm] if hindrance is not None else None
-            key = (workload, counts, per_byte, careful)
-            if key not in self._cuts:
-                try:
-                    self._cuts[key] = self._made(workload, counts, per_byte, careful)
-                except PlanError as error:
-                    self._cuts[key] = error
-            cut = self._cuts[key]
-            if isinstance(cut, PlanError):
-                raise cut
-            found.append(cut)
-        return tuple(found)
+        """The solvers' cuts."""
+        nobody = [None] * len(placed.workloads)
+        return tuple(
+            self._cut(vm, workload, per_byte, careful)
+            for vm, (workload, per_byte) in enumerate(
+                zip(placed.workloads, hindrance or nobody, strict=True)
+            )
+        )
+
+    def fits(self, placed: Placed, vm: int, order: Sequence[int]) -> bool:
+        """Whether a virtual machine has room for the model in another order of its stages."""
+        size = self.sizes(len(placed.ranks), placed.batch_shares)[vm]
+        workload = self.workload(placed.links, order, size, placed.microbatches)
+        try:
+            self._cut(vm, workload, None, careful=False)
+        except PlanError:
+            return False
+        return True
+
+    def _cut(
+        self, vm: int, workload: Workload, per_byte: Sequence[float] | None, careful: bool
+    ) -> Cut:
+        """That of one virtual machine, made once for all that are like it."""
+        counts = self._fixed_counts(vm, workload)
+        key = (workload, counts, per_byte, careful)
+        if key not in self._cuts:
+            try:
+                self._cuts[key] = self._made(workload, counts, per_byte, careful)
+            except PlanError as error:
+                self._cuts[key] = error
+        cut = self._cuts[key]
+        if isinstance(cut, PlanError):
+            raise cut
+        return cut
 
     def _hindrance(self, placed: Placed) -> tuple[tuple[float, ...], ...]:
         """For how many seconds a byte of gradients keeps each stage from ending its step.

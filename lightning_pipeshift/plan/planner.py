@@ -29,10 +29,13 @@ from lightning_pipeshift.plan.grouping import (
 from lightning_pipeshift.plan.placing import Cuts, Judge, Placed, Placer
 from lightning_pipeshift.plan.profile import Profile
 from lightning_pipeshift.plan.stage_order import (
+    Order,
     best_order,
     by_ratio,
     compute_power,
+    distinct_orders,
     interchangeable,
+    num_orders,
 )
 from lightning_pipeshift.plan.topology import Topology
 from lightning_pipeshift.plan.workload import Cut
@@ -62,6 +65,7 @@ _MOST_CUT_WITH_CARE: Final = 32
 """Up to so many stages, cuts are improved on the simulator."""
 
 _MOST_SLICINGS: Final = 4
+_FEW_ORDERS: Final = 24
 _MOST_ORDERS: Final = 120
 _MOST_SECOND_LOOKS: Final = ((_FEW, 16), (MOST_STAGES, 6), (math.inf, 3))
 _MOST_FINISHED: Final = ((MOST_STAGES, 3), (math.inf, 1))
@@ -366,17 +370,44 @@ class _Planner:
         Raises PlanError where it doesn't fit."""
         shares = self._wishes.batch_shares
         rates = self._slices(groups, shares)
-        best = _fewest(rates)
         # Smaller slices take less memory.
-        for count in sorted({best, max(rates)}):
+        for count in sorted({_fewest(rates), max(rates)}):
             placed = self._placer.placed(groups, count, shares)
             try:
                 self._placer.cuts(placed)
                 return placed
-            except PlanError:
-                if count == max(rates):
-                    raise
-        raise AssertionError("the last one returns or raises")
+            except PlanError as found:
+                error = found
+            if (other := self._in_fitting_order(placed)) is not None:
+                return other
+        raise error
+
+    def _in_fitting_order(self, placed: Placed) -> Placed | None:
+        """With the stages of each virtual machine in an order in which it fits in memory, where
+        there is one: the first stages hold more, and the last ones less.
+        """
+        if self._wishes.ranks is not None:
+            return None
+        ranks = []
+        for vm, machine in enumerate(placed.ranks):
+            fits = (
+                order for order in self._orders(machine) if self._placer.fits(placed, vm, order)
+            )
+            order = next(fits, None)
+            if order is None:
+                return None
+            ranks.append(order)
+        return self._placer.placed(ranks, placed.microbatches, placed.batch_shares)
+
+    def _orders(self, machine: Order) -> Iterator[Order]:
+        """Those that memory may ask for: all, where there are few."""
+        devices = self._cluster.devices
+        for sign in (-1, 1):
+            yield tuple(sorted(machine, key=lambda rank: sign * devices[rank].room_bytes))
+            yield tuple(sorted(machine, key=lambda rank: sign * self._powers[rank]))
+        alike = [self._alike[rank] for rank in machine]
+        if num_orders(alike) <= _FEW_ORDERS:
+            yield from distinct_orders(machine, alike)
 
     def _slices(self, ranks: Groups, shares: Sequence[float] | None) -> dict[int, float]:
         """Numbers of microbatches, and steps per second if all stages were equally long."""

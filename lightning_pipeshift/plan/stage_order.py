@@ -126,8 +126,8 @@ def best_order(
     for start in (machines, *starts):
         attempt(start)
     named = [[alike[rank] for rank in machine] for machine in machines]
-    if math.prod(map(_num_orders, named)) <= most:
-        for orders in product(*map(_orders, machines, named)):
+    if math.prod(map(num_orders, named)) <= most:
+        for orders in product(*map(distinct_orders, machines, named)):
             attempt(orders)
     elif most:
         attempt(_climbed(min(tried, key=tried.__getitem__), alike, estimate, most))
@@ -176,18 +176,28 @@ def _worth(device: Device) -> tuple[str, float, float]:
     return device.kind, device.speed, device.room_bytes
 
 
-def _num_orders(alike: Sequence[int]) -> int:
+def num_orders(alike: Sequence[int]) -> int:
+    """How many orders differ by more than interchangeable ranks.
+
+    Args:
+        alike: for each rank of a virtual machine, see :func:`interchangeable`.
+    """
     same = math.prod(math.factorial(count) for count in Counter(alike).values())
     return math.factorial(len(alike)) // same
 
 
-def _orders(machine: Order, alike: Sequence[int]) -> Iterator[Order]:
-    """All orders that differ by more than interchangeable ranks, which stay in their order."""
+def distinct_orders(machine: Order, alike: Sequence[int]) -> Iterator[Order]:
+    """All orders that differ by more than interchangeable ranks, which stay in their order.
+
+    Args:
+        machine: a virtual machine's ranks.
+        alike: for each of them, see :func:`interchangeable`.
+    """
     if not machine:
         yield ()
     for place in [alike.index(name) for name in dict.fromkeys(alike)]:
         rest = machine[:place] + machine[place + 1 :]
-        for order in _orders(rest, [*alike[:place], *alike[place + 1 :]]):
+        for order in distinct_orders(rest, [*alike[:place], *alike[place + 1 :]]):
             yield (machine[place], *order)
 
 

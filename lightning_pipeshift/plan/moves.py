@@ -1,0 +1,88 @@
+"""Moves: one layer each, from its stage to another; and what several together make of a plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.plan.placement import Placement
+from lightning_pipeshift.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """A layer that is to change its owner.
+
+    Args:
+        layer: its name in the model.
+        stage: its new stage.
+        step: after which batch of the run, counted from 0; ``None``: as soon as can be.
+        virtual_machine: in which one; ``None``: in all.
+    """
+
+    layer: str
+    stage: int
+    step: int | None = None
+    virtual_machine: int | None = None
+
+
+def placement_after(plan: Plan, moves: Iterable[Move]) -> Placement:
+    """Who owns what when all of the moves are done.
+
+    Raises:
+        PlanError: an unknown layer, stage or virtual machine; two moves of one layer; or a stage
+            whose layers would not be next to each other any more.
+    """
+    names = [layer.name for layer in plan.layers]
+    count = plan.placement.num_virtual_machines
+    owners = [
+        [plan.placement.stage_of(vm, layer) for layer in range(len(names))] for vm in range(count)
+    ]
+    moved: Counter[tuple[int, str]] = Counter()
+    for move in moves:
+        if move.layer not in names:
+            raise PlanError(f"a move of the layer {move.layer!r}; the layers are {_some(names)}")
+        machines = range(count) if move.virtual_machine is None else [move.virtual_machine]
+        for vm in machines:
+            if not 0 <= vm < count:
+                raise PlanError(
+                    f"a move of the layer {move.layer!r} in virtual machine {vm}; there are"
+                    f" {count}, counted from 0"
+                )
+            depth = plan.placement.num_stages(vm)
+            if not 0 <= move.stage < depth:
+                raise PlanError(
+                    f"a move of the layer {move.layer!r} to stage {move.stage}; virtual machine"
+                    f" {vm} has the stages 0 to {depth - 1}"
+                )
+            moved[vm, move.layer] += 1
+            if moved[vm, move.layer] > 1:
+                raise PlanError(
+                    f"two moves of the layer {move.layer!r} in one step; say once where it is to be"
+                )
+            owners[vm][names.index(move.layer)] = move.stage
+    return Placement(
+        tuple(
+            _counts(vm, stages, names, plan.placement.num_stages(vm))
+            for vm, stages in enumerate(owners)
+        )
+    )
+
+
+def _counts(vm: int, stages: Sequence[int], names: Sequence[str], depth: int) -> tuple[int, ...]:
+    for layer, (before, after) in enumerate(pairwise(stages)):
+        if after < before:
+            raise PlanError(
+                f"in virtual machine {vm} the layer {names[layer + 1]!r} would be on stage {after},"
+                f" and {names[layer]!r}, which is called before it, on stage {before}: a stage's"
+                " layers have to follow each other. Move the layers between them too"
+            )
+    return tuple(stages.count(stage) for stage in range(depth))
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:6]))
+    return shown + (f" and {len(names) - 6} more" if len(names) > 6 else "")
