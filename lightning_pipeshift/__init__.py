@@ -5,6 +5,7 @@ Importing the package registers the strategy, so that ``Trainer(strategy="pipesh
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_pipeshift.callbacks.layer_migration import LayerMigration
 from lightning_pipeshift.errors import (
     BatchError,
     CheckpointError,
@@ -17,6 +18,7 @@ from lightning_pipeshift.errors import (
     StageFailedError,
 )
 from lightning_pipeshift.grad_norm import grad_norm
+from lightning_pipeshift.plan.moves import Move
 from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.plugins.checkpoint_io import PipeShiftCheckpointIO
 from lightning_pipeshift.pretrained import load_pretrained
@@ -27,6 +29,8 @@ __all__ = [
     "CheckpointError",
     "ConfigurationError",
     "LayerError",
+    "LayerMigration",
+    "Move",
     "PartitionError",
     "PipeShiftCheckpointIO",
     "PipeShiftError",

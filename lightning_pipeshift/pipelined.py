@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_pipeshift.connected import ConnectedStrategy
 from lightning_pipeshift.errors import ConfigurationError, PlanError
+from lightning_pipeshift.plan.moves import Move, placement_after
 from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.runtime.holdings import Holdings
 from lightning_pipeshift.runtime.pipeline import Pipeline
@@ -45,6 +46,38 @@ class PipelinedStrategy(ConnectedStrategy):
                 recomputed.
         """
         self._require_pipeline().adopt(plan)
+
+    def migrate(self, *moves: Move) -> None:
+        """Lets layers change their owners from the next step on. Every rank calls this, with the
+        same moves, between the same steps; a second call before the step adds to the first.
+
+        Raises:
+            PlanError: a layer, a stage or a virtual machine that there is not; two moves of one
+                layer; a stage whose layers would not follow each other; or a stage that would have
+                too little memory. Nothing changes then.
+        """
+        pipeline = self._require_pipeline()
+        plan = pipeline.coming_plan
+        plan = plan.with_placement(placement_after(plan, moves))
+        pipeline.planning.require_room(plan)
+        pipeline.adopt(plan)
+
+    @property
+    def steps_left(self) -> float:
+        """For how many steps a change of the plan can pay; infinite where nobody has said."""
+        return self._require_pipeline().planning.steps_left
+
+    @steps_left.setter
+    def steps_left(self, steps: float) -> None:
+        self._require_pipeline().planning.steps_left = steps
+
+    @property
+    def decisions(self) -> list[dict[str, float]]:
+        """What was expected of changes of the plan, and what came of them, in their order:
+        ``expected_gain`` and later ``measured_gain`` (how many times as fast a step is), and
+        ``step_seconds`` at that time.
+        """
+        return self._require_pipeline().planning.decisions
 
     @property
     def exposed_seconds(self) -> float:

@@ -57,7 +57,7 @@ from lightning_pipeshift.runtime.checksum import (
 )
 from lightning_pipeshift.runtime.holdings import optimizer_to_device
 from lightning_pipeshift.runtime.pipeline import Accumulation, Pipeline
-from lightning_pipeshift.runtime.planning import Settings
+from lightning_pipeshift.runtime.planning import Settings, Watch
 from lightning_pipeshift.synchronising import MetricSync, silence_advice_to_synchronise
 
 T = TypeVar("T")
@@ -159,6 +159,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
         self._recompute = recompute
         self._profile_steps = profile_steps
         self._only_measures = False
+        self._watch: Watch | None = None
         self._gradient_aggregation = gradient_aggregation
         self._shares_data: bool | None = None
         self._accumulates = False
@@ -192,6 +193,12 @@ class PipeShiftStrategy(CheckpointingStrategy):
             return None
         depths = [len(counts) for counts in self._partition if isinstance(counts, list | tuple)]
         return depths if depths and len(depths) == len(self._partition) else None
+
+    # --- for `LayerMigration` ---
+
+    def watch(self, watch: Watch | None) -> None:
+        """Lets the next run move layers by itself, or not."""
+        self._watch = watch
 
     # --- for `pipeshift plan` ---
 
@@ -293,6 +300,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
                 self._recompute,
                 self._profile_steps,
                 self._only_measures,
+                self._watch,
             ),
             here=device_of(self.root_device),
             deferred=self._deferred,

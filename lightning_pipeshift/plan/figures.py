@@ -29,6 +29,8 @@ class RankFigures:
     Args:
         guesses: forward and backward of every layer, tried one by one before training.
         times: those of its own layers in training; empty before.
+        earlier: those of the layers that it owned when it last owned any: what is known of a stage
+            that was drained.
         extra: what a forward and a backward of its stage take besides layers; ``None`` before
             training.
         outside_seconds: from the end of its stage's part of a step to the begin of the next one.
@@ -36,16 +38,19 @@ class RankFigures:
         input_bytes: what they are called with.
         optimizer_bytes: what the optimizer keeps for its own layers.
         is_last: whether it runs the code after the last layer.
+        held_bytes: what of its device's memory the model takes already, before it is shared out.
     """
 
     guesses: Mapping[int, Times] = field(default_factory=dict)
     times: Mapping[int, Times] = field(default_factory=dict)
+    earlier: Mapping[int, Times] = field(default_factory=dict)
     extra: Times | None = None
     outside_seconds: float | None = None
     saved_bytes: Mapping[int, int] = field(default_factory=dict)
     input_bytes: Mapping[int, int] = field(default_factory=dict)
     optimizer_bytes: Mapping[int, int] = field(default_factory=dict)
     is_last: bool = False
+    held_bytes: int = 0
 
 
 def profile_of(
@@ -70,7 +75,7 @@ def profile_of(
     }
     # How many times its guess a device takes, on what it has measured: in training where it has.
     ratios = [
-        _ratio(mine.times or mine.guesses, guessed[device.kind])
+        _ratio(mine.times or mine.earlier or mine.guesses, guessed[device.kind])
         for mine, device in zip(figures, cluster.devices, strict=True)
     ]
     kinds, speeds = {}, [device.speed for device in cluster.devices]
@@ -103,7 +108,13 @@ def profile_of(
         step_seconds=min(outside) if outside else 0.0,
     )
     devices = tuple(
-        replace(device, speed=speed) for device, speed in zip(cluster.devices, speeds, strict=True)
+        replace(
+            device,
+            speed=speed,
+            # What the model takes now is there for what it will take.
+            free_bytes=device.free_bytes + mine.held_bytes if device.free_bytes else 0,
+        )
+        for device, speed, mine in zip(cluster.devices, speeds, figures, strict=True)
     )
     return profile, replace(cluster, devices=devices)
 

@@ -36,6 +36,7 @@ from lightning_pipeshift.plan.stage_order import (
     distinct_orders,
     interchangeable,
     num_orders,
+    ranked_orders,
 )
 from lightning_pipeshift.plan.topology import Topology
 from lightning_pipeshift.plan.workload import Cut
@@ -65,8 +66,8 @@ _MOST_CUT_WITH_CARE: Final = 32
 """Up to so many stages, cuts are improved on the simulator."""
 
 _MOST_SLICINGS: Final = 4
-_FEW_ORDERS: Final = 24
 _MOST_ORDERS: Final = 120
+_MOST_REFINED: Final = 8
 _MOST_SECOND_LOOKS: Final = ((_FEW, 16), (MOST_STAGES, 6), (math.inf, 3))
 _MOST_FINISHED: Final = ((MOST_STAGES, 3), (math.inf, 1))
 """How many groupings are tried on the simulator, and how many are finished, by number of ranks."""
@@ -124,6 +125,8 @@ class _Look(NamedTuple):
     """Samples per second."""
     placed: Placed
     cuts: Cuts
+    orders: tuple[Groups, ...] = ()
+    """Of the stages, that come near the best."""
 
 
 class _Planner:
@@ -258,31 +261,46 @@ class _Planner:
         if self._is_large and self._wishes.ranks is None:
             placed = self._sliced(self._by_rule(groups))
         else:
-            placed = self._in_best_order(self._sliced(groups), judge, 0)
+            placed = self._sliced(groups)
+            placed = self._in_best_order(placed, self._ranked(placed, judge, 0))
         placed, cuts = self._shared_out(placed, judge)
         return _Look(self._placer.rate(placed, cuts, judge), placed, cuts)
 
     def _second_look(self, look: _Look) -> _Look:
         """The same by the simulator, and its stages in the best of all orders."""
-        placed, cuts = look.placed, look.cuts
-        if not self._is_large:
-            placed = self._in_best_order(placed, self._placer.simulator, _MOST_ORDERS)
-            cuts = self._placer.cuts(placed)
-        return _Look(self._placer.rate(placed, cuts, self._placer.simulator), placed, cuts)
+        placed, cuts, judge = look.placed, look.cuts, self._placer.simulator
+        if self._is_large:
+            return _Look(self._placer.rate(placed, cuts, judge), placed, cuts)
+        ranked = self._ranked(placed, judge, _MOST_ORDERS)
+        placed, cuts = self._shared_out(self._in_best_order(placed, ranked[:1]), judge)
+        orders = tuple(ranks for ranks, step in ranked[:_MOST_REFINED] if math.isfinite(step))
+        return _Look(self._placer.rate(placed, cuts, judge), placed, cuts, orders)
 
     def _finished(self, look: _Look) -> Arrangement:
         """Ordered, sliced, shared out and cut as well as can be."""
-        placer, judge, placed = self._placer, self._placer.simulator, look.placed
+        judge, placed = self._placer.simulator, look.placed
         if self._is_large:
-            placed = self._in_best_order(placed, judge, _MOST_ORDERS)
-        elif self._num_actions(placed) <= _MOST_SIMULATED:
+            ranked = self._ranked(placed, judge, _MOST_ORDERS)
+            placed = self._in_best_order(placed, ranked)
+        elif self._cluster.num_ranks <= _FEW:
+            # Which of the best orders is the best may depend on the very cuts.
+            cut = []
+            for ranks in look.orders:
+                # Shares were found for one of them.
+                with suppress(PlanError):
+                    cut.append(self._cut_with_care(self._in_order(placed, ranks)))
+            ranked = [(one.ranks, one.prediction.step_seconds) for one in cut]
+            placed = self._in_best_order(placed, ranked)
+        else:
+            placed = self._in_best_order(placed, self._ranked(placed, judge, 0))
+        if not self._is_large and self._num_actions(placed) <= _MOST_SIMULATED:
             placed, _ = self._shared_out(self._resliced(placed), judge)
-        equal = placer.placed(placed.ranks, placed.microbatches, self._wishes.batch_shares)
-        found = self._cut_with_care(equal)
-        if placed.batch_shares != equal.batch_shares:
-            shared = self._cut_with_care(placed)
-            if shared.samples_per_second >= _WORTH_SHARES * found.samples_per_second:
-                return shared
+        found = self._cut_with_care(placed)
+        if placed.batch_shares != self._wishes.batch_shares:
+            with suppress(PlanError):
+                equal = self._cut_with_care(self._placer.placed(placed.ranks, placed.microbatches))
+                if found.samples_per_second < _WORTH_SHARES * equal.samples_per_second:
+                    return equal
         return found
 
     def _cut_with_care(self, placed: Placed) -> Arrangement:
@@ -307,31 +325,41 @@ class _Planner:
 
     # Orders of the stages.
 
-    def _in_best_order(self, placed: Placed, judge: Judge, most: int) -> Placed:
-        """The same with its stages in the best order, of at most so many."""
-        preferred = tuple(
-            tuple(sorted(ranks, key=self._place.__getitem__)) for ranks in placed.ranks
-        )
+    def _in_order(self, placed: Placed, ranks: Groups) -> Placed:
+        return self._placer.placed(ranks, placed.microbatches, placed.batch_shares)
+
+    def _preferred(self, placed: Placed) -> Groups:
+        """The ranks in their own order, a host's next to each other."""
+        return tuple(tuple(sorted(ranks, key=self._place.__getitem__)) for ranks in placed.ranks)
+
+    def _in_best_order(self, placed: Placed, ranked: Sequence[tuple[Groups, float]]) -> Placed:
+        """The same with its stages in the best of these orders."""
+        ranks = best_order(ranked, self._preferred(placed))
+        return placed if ranks == placed.ranks else self._in_order(placed, ranks)
+
+    def _ranked(self, placed: Placed, judge: Judge, most: int) -> list[tuple[Groups, float]]:
+        """Orders of the stages and what a step takes, the best first: at most so many are tried."""
+        preferred = self._preferred(placed)
         if self._wishes.ranks is not None or self._is_same_in_any_order(preferred):
-            return placed
+            return [(placed.ranks, 1.0)]
         placer = self._placer
         # A fixed number of orders would be a blink for some and minutes for others.
         most = min(
             most,
-            _MOST_ACTIONS // (self._num_actions(placed) + 100),
+            _MOST_ACTIONS // (self._num_actions(placed) + 64),
             _MOST_ACTIONS // self._cluster.num_ranks // 2,
         )
 
-        def in_order(ranks: Groups) -> Placed:
-            return placer.placed(ranks, placed.microbatches, placed.batch_shares)
-
         def seconds(ranks: Groups) -> float:
             try:
-                changed = in_order(ranks)
+                changed = self._in_order(placed, ranks)
                 return judge.step(changed, placer.cuts(changed))
             except PlanError:
                 return math.inf
 
+        starts = (self._by_rule(preferred), placed.ranks)
+        if self._cluster.num_ranks <= _FEW:
+            return ranked_orders(preferred, starts, self._alike, seconds, seconds, most)
         # To compare orders it is enough that each device keeps its number of layers: much quicker.
         counts = {
             rank: count
@@ -341,10 +369,9 @@ class _Planner:
 
         def estimate(ranks: Groups) -> float:
             cuts = [Cut(tuple(counts[rank] for rank in machine)) for machine in ranks]
-            return placer.closed_form.step(in_order(ranks), tuple(cuts))
+            return placer.closed_form.step(self._in_order(placed, ranks), tuple(cuts))
 
-        starts = (self._by_rule(preferred), placed.ranks)
-        return in_order(best_order(preferred, starts, self._alike, seconds, estimate, most))
+        return ranked_orders(preferred, starts, self._alike, seconds, estimate, most)
 
     def _by_rule(self, groups: Groups) -> Groups:
         """The groups in the order that the source has."""
@@ -368,19 +395,27 @@ class _Planner:
         """A grouping with the best number of microbatches, as far as can be told before it is cut.
 
         Raises PlanError where it doesn't fit."""
-        shares = self._wishes.batch_shares
-        rates = self._slices(groups, shares)
-        # Smaller slices take less memory.
-        for count in sorted({_fewest(rates), max(rates)}):
-            placed = self._placer.placed(groups, count, shares)
-            try:
-                self._placer.cuts(placed)
-                return placed
-            except PlanError as found:
-                error = found
-            if (other := self._in_fitting_order(placed)) is not None:
-                return other
+        for shares in self._first_shares(groups):
+            rates = self._slices(groups, shares)
+            # Smaller slices take less memory.
+            for count in sorted({_fewest(rates), max(rates)}):
+                placed = self._placer.placed(groups, count, shares)
+                try:
+                    self._placer.cuts(placed)
+                    return placed
+                except PlanError as found:
+                    error = found
+                if (other := self._in_fitting_order(placed)) is not None:
+                    return other
         raise error
+
+    def _first_shares(self, groups: Groups) -> Iterator[tuple[float, ...] | None]:
+        """Shares to try: equal ones, and if those don't fit, in proportion to compute power."""
+        yield self._wishes.batch_shares
+        if self._wishes.batch_shares is None and not self._is_large:
+            powers = tuple(math.fsum(self._powers[rank] for rank in ranks) for ranks in groups)
+            if max(powers) > _WORTH_SHARES * min(powers):
+                yield powers
 
     def _in_fitting_order(self, placed: Placed) -> Placed | None:
         """With the stages of each virtual machine in an order in which it fits in memory, where
@@ -406,7 +441,7 @@ class _Planner:
             yield tuple(sorted(machine, key=lambda rank: sign * devices[rank].room_bytes))
             yield tuple(sorted(machine, key=lambda rank: sign * self._powers[rank]))
         alike = [self._alike[rank] for rank in machine]
-        if num_orders(alike) <= _FEW_ORDERS:
+        if num_orders(alike) <= _MOST_ORDERS:
             yield from distinct_orders(machine, alike)
 
     def _slices(self, ranks: Groups, shares: Sequence[float] | None) -> dict[int, float]:
@@ -420,8 +455,8 @@ class _Planner:
         for machine, size in zip(ranks, sizes, strict=True):
             power = sum(self._powers[rank] for rank in machine) * profile.samples
             links = frozenset(self._cluster.link(*ends) for ends in pairwise(machine))
-            times = [profile.times_on(self._cluster.devices[rank]) for rank in machine[:1]]
-            extra = max(one.action_forward + one.action_backward for one in times)
+            times = profile.times_on(self._cluster.devices[machine[0]])
+            extra = times.action_forward + times.action_backward
             machines.append((len(machine), size, power, extra, links))
         rates = {}
         for number in self._numbers_of_slices(max(map(len, ranks))):
@@ -475,18 +510,23 @@ class _Planner:
         turn: each share is corrected by how far its time is from the others'. Under the cuts of
         equal shares, where those still fit: shares hardly move the best cuts."""
         placer, count = self._placer, len(placed.ranks)
-        equal = placer.placed(placed.ranks, placed.microbatches, self._wishes.batch_shares)
-        cuts = placer.cuts(equal)
         if self._wishes.batch_shares is not None or count == 1:
-            return equal, cuts
+            return placed, placer.cuts(placed)
+        equal = placer.placed(placed.ranks, placed.microbatches)
+        try:
+            first, cuts = equal, placer.cuts(equal)
+        except PlanError:
+            first, cuts = placed, placer.cuts(placed)
         # Of those that are alike, one stands for all.
-        same = {pair: vm for vm, pair in enumerate(zip(equal.workloads, cuts, strict=True))}
-        first = [same[pair] for pair in zip(equal.workloads, cuts, strict=True)]
-        sizes = dict.fromkeys(same.values(), self._wishes.batch_samples)
+        pairs = list(zip(first.workloads, cuts, strict=True))
+        same = {pair: vm for vm, pair in enumerate(pairs)}
+        stands = [same[pair] for pair in pairs]
+        all_sizes = placer.sizes(count, first.batch_shares)
+        sizes = {vm: all_sizes[vm] for vm in same.values()}
         for _ in range(_ROUNDS):
             seconds = {
                 vm: judge.alone(
-                    placer.workload(equal.links, equal.ranks[vm], size, equal.microbatches),
+                    placer.workload(first.links, first.ranks[vm], size, first.microbatches),
                     cuts[vm],
                 )
                 for vm, size in sizes.items()
@@ -494,19 +534,19 @@ class _Planner:
             if max(seconds.values()) <= _WORTH_SLICES * min(seconds.values()):
                 break
             wanted = {vm: size / seconds[vm] for vm, size in sizes.items()}
-            unit = placer.total(count) / sum(wanted[vm] for vm in first)
+            unit = placer.total(count) / sum(wanted[vm] for vm in stands)
             sizes = {vm: size * unit for vm, size in wanted.items()}
-        if len(set(sizes.values())) == 1:
-            return equal, cuts
-        shared = placer.placed(equal.ranks, equal.microbatches, [sizes[vm] for vm in first])
-        pairs = dict.fromkeys(zip(shared.workloads, cuts, strict=True))
+        shared = placer.placed(first.ranks, first.microbatches, [sizes[vm] for vm in stands])
         try:
-            fitting = cuts if all(w.fits(cut) for w, cut in pairs) else placer.cuts(shared)
+            fit = all(
+                w.fits(cut) for w, cut in dict.fromkeys(zip(shared.workloads, cuts, strict=True))
+            )
+            fitting = cuts if fit else placer.cuts(shared)
         except PlanError:
-            return equal, cuts
-        if judge.step(shared, fitting) * _WORTH_SHARES <= judge.step(equal, cuts):
+            return first, cuts
+        if judge.step(shared, fitting) * _WORTH_SHARES <= judge.step(first, cuts):
             return shared, fitting
-        return equal, cuts
+        return first, cuts
 
 
 def _fewest(rates: Mapping[int, float]) -> int:

@@ -174,7 +174,7 @@ class _Rows:
         """These, and constants behind them."""
         nothing = sparse.csr_array((len(constant), self.matrix.shape[1]))
         return _Rows(
-            sparse.vstack([self.matrix, nothing], format="csr"),
+            sparse.csr_array(sparse.vstack([self.matrix, nothing])),
             np.concatenate([self.constant, constant]),
         )
 
@@ -206,7 +206,7 @@ class _Names:
         """The variables of a workload: y, z, n and the pace, one behind the other."""
         num_links, num_layers = workload.num_stages - 1, workload.num_layers
         lengths = [num_links * num_layers, len(again[0]), num_links, 1]
-        variables = sparse.eye_array(sum(lengths), format="csr")
+        variables = sparse.csr_array(sparse.identity(sum(lengths)))
         y, z, n, pace = (
             _Rows(variables[end - length : end], np.zeros(length))
             for length, end in zip(lengths, np.cumsum(lengths).tolist(), strict=True)
@@ -218,7 +218,7 @@ class _Names:
         x = y.and_then(np.ones(num_layers)) - earlier
         step = np.eye(num_layers + 1, num_layers, k=-1) - np.eye(num_layers + 1, num_layers)
         first = np.tile(np.eye(1, num_layers + 1)[0], num_links)
-        c = y.times(sparse.kron(sparse.eye_array(num_links), step, format="csr"))
+        c = y.times(sparse.kron(np.eye(num_links), step))
         c = _Rows(c.matrix, first)
         return cls(y, z, n, pace, x, c)
 

@@ -88,32 +88,31 @@ def _seconds_per_byte(cluster: Cluster, rank: int, neighbours: Sequence[_Kinds])
         alike = kinds.get(cluster.devices[rank].kind) or [
             pair for pairs in kinds.values() for pair in pairs
         ]
-        total = math.fsum(
-            count / cluster.link(rank, other).bandwidth for other, count in alike
-        )
+        total = math.fsum(count / cluster.link(rank, other).bandwidth for other, count in alike)
         return total / sum(count for _, count in alike)
 
     return max(map(to, neighbours), default=0.0)
 
 
-def best_order(
+def ranked_orders(
     machines: Orders,
     starts: Sequence[Orders],
     alike: Sequence[int],
     step_seconds: Callable[[Orders], float],
     estimate: Callable[[Orders], float],
     most: int = 120,
-) -> Orders:
-    """The orders with the shortest step; of those within 2 % of it the one nearest to ``machines``.
+) -> list[tuple[Orders, float]]:
+    """Orders and what a step takes under them, the fastest first.
 
-    Where there are few different orders all are tried. Otherwise the starts are, and what becomes
-    of the best of them when stages are swapped as long as that helps.
+    Where there are few different orders these are all. Otherwise they are the starts, and what
+    becomes of the best of them when stages are swapped as long as that helps.
 
     Args:
         machines: the ranks of each virtual machine, in the order that is preferred.
         starts: orders of all virtual machines to begin with: the rule's, say.
         alike: for each rank, see :func:`interchangeable`.
-        step_seconds: what the simulator says of the orders of all virtual machines.
+        step_seconds: what the simulator says of the orders of all virtual machines; infinite where
+            they aren't possible.
         estimate: the same at a fraction of the cost; it decides about swaps.
         most: how many orders are few.
     """
@@ -131,9 +130,19 @@ def best_order(
             attempt(orders)
     elif most:
         attempt(_climbed(min(tried, key=tried.__getitem__), alike, estimate, most))
-    limit = _PATIENCE * min(tried.values())
-    within = [orders for orders, seconds in tried.items() if seconds <= limit]
-    return min(within, key=lambda orders: (_num_out_of_order(orders, machines), tried[orders]))
+    return sorted(tried.items(), key=lambda entry: entry[1])
+
+
+def best_order(ranked: Sequence[tuple[Orders, float]], machines: Orders) -> Orders:
+    """The fastest order, or of those that take at most 2 % longer the one nearest to ``machines``.
+
+    Args:
+        ranked: orders and what a step takes under them, as of :func:`ranked_orders`.
+        machines: the ranks of each virtual machine, in the order that is preferred.
+    """
+    limit = _PATIENCE * min(seconds for _, seconds in ranked)
+    within = [entry for entry in ranked if entry[1] <= limit]
+    return min(within, key=lambda entry: (_num_out_of_order(entry[0], machines), entry[1]))[0]
 
 
 def interchangeable(cluster: Cluster) -> tuple[int, ...]:

@@ -20,7 +20,8 @@ from lightning_pipeshift.model.measure import Stopwatch
 from lightning_pipeshift.model.metrics import BatchMetrics
 from lightning_pipeshift.model.microbatch import batch_size_of, merge, split, weighted_mean
 from lightning_pipeshift.model.parameters import ParameterUse, Segment, parameter_uses
-from lightning_pipeshift.model.saved import SavedBytes
+from lightning_pipeshift.model.recompute import address_of
+from lightning_pipeshift.model.saved import SavedBytes, bytes_of
 from lightning_pipeshift.model.signature import module_signature
 from lightning_pipeshift.model.state import TailState
 from lightning_pipeshift.model.streams import Streams
@@ -212,6 +213,7 @@ class Pipeline:
             stopwatch.figures if stopwatch is not None else {},
             optimizers if trains else [],
             float(_size_or_one(batch)),
+            self._held_bytes(),
             trains,
         )
         # What the sanity check's validation steps touched stays touched: every stage holds it.
@@ -243,7 +245,21 @@ class Pipeline:
         self._is_final = final
         follower.model_is_whole = channels.num_stages == 1 or (self._was_whole and not final)
 
+    def _held_bytes(self) -> int:
+        """What the model takes of this device's memory."""
+        held = {
+            address_of(tensor): tensor
+            for tensor in [*self.root.parameters(), *self.root.buffers()]
+            if tensor.device.type == self.channels.device.type
+        }
+        return bytes_of(held.values())
+
     # --- another plan ---
+
+    @property
+    def coming_plan(self) -> Plan:
+        """The plan of the next step."""
+        return self._next_plan if self._next_plan is not None else self.plan
 
     def adopt(self, plan: Plan) -> None:
         """Lets another plan be in force from the next step on at which no gradients are under way.

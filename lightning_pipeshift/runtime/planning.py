@@ -25,6 +25,20 @@ _PATIENCE: Final = 1.1
 
 
 @dataclass(frozen=True)
+class Watch:
+    """When layers are to change their owners by themselves.
+
+    Args:
+        min_gain: by how much a step has to get shorter.
+        patience: how many steps are measured before they are looked at; twice in a row they have to
+            promise that.
+    """
+
+    min_gain: float
+    patience: int
+
+
+@dataclass(frozen=True)
 class Settings:
     """What the user asked for.
 
@@ -38,6 +52,7 @@ class Settings:
         recompute: ``"auto"``, ``"full"`` or ``"none"``.
         profile_steps: after how many steps to plan anew.
         only_measures: whether the run is there to be measured, and for nothing else.
+        watch: when layers change their owners by themselves, besides after ``profile_steps``.
     """
 
     microbatches: int | str
@@ -49,11 +64,24 @@ class Settings:
     recompute: str = "auto"
     profile_steps: int = 20
     only_measures: bool = False
+    watch: Watch | None = None
 
     @property
     def is_free(self) -> bool:
         """Whether it is left to PipeShift who owns what."""
         return self.plan is None and self.partition == "auto"
+
+    def let_free(self, plan: Plan) -> Settings:
+        """The same with nobody's word on who owns what, to look for something better than a plan
+        that does the same in microbatches of the same kind.
+        """
+        return replace(
+            self,
+            plan=None,
+            partition="auto",
+            schedule=plan.schedule,
+            microbatches=plan.microbatches,
+        )
 
     def num_microbatches(self, stages_per_vm: Sequence[int]) -> int:
         """Into how many slices a virtual machine's training batch is cut."""

@@ -45,6 +45,7 @@ class Profiler:
         self.num_steps = 0
         self._is_last = is_last
         self._guesses: dict[int, Figures] = {}
+        self._earlier: dict[int, Times] = {}
         self._outside = Samples()
         self._steps = Samples()
         self._begun: float | None = None
@@ -116,6 +117,7 @@ class Profiler:
             forward, backward = timer.median("forward", layer), timer.median("backward", layer)
             if forward is not None:
                 times[layer] = (forward, backward or 0.0)
+        earlier, self._earlier = self._earlier, times or self._earlier
         guesses: dict[int, Times] = {
             layer: (found.forward_seconds, found.backward_seconds or 2 * found.forward_seconds)
             for layer, found in self._guesses.items()
@@ -125,6 +127,7 @@ class Profiler:
         return RankFigures(
             guesses=guesses,
             times=times,
+            earlier=earlier,
             extra=self._extra(times.values()),
             outside_seconds=self._outside.median if len(self._outside) else None,
             saved_bytes=saved | self.saved.of_layers,

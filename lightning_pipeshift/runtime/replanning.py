@@ -7,6 +7,7 @@ nothing stops in between: the second plan is a change of owners at a step's boun
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -27,6 +28,9 @@ from lightning_pipeshift.runtime.planning import Settings, make_plan
 from lightning_pipeshift.runtime.probe import probe
 from lightning_pipeshift.runtime.profiling import Profiler, gather_figures, layers_of
 from lightning_pipeshift.runtime.replicas import Replicas
+
+_INSISTENCE: Final = 2
+"""How often in a row a better plan has to be found, once the one in force was measured."""
 
 MIN_GAIN: Final = 0.05
 """By how much a step has to get shorter for layers to change their owners."""
@@ -82,8 +86,14 @@ class Replanning:
         self._samples = 1.0
         # What a step took before the plan changed, and how many times as fast it was to get.
         self._before: tuple[float, float] | None = None
+        # How often in a row another plan was found to be worth it.
+        self._insistence = 0
         self.is_measured = False
         """Whether the first steps have been measured."""
+        self.steps_left = math.inf
+        """For how many steps a change can pay."""
+        self.decisions: list[dict[str, float]] = []
+        """What was expected of changes of the plan, and what came of them."""
 
     @property
     def _is_first(self) -> bool:
@@ -92,8 +102,18 @@ class Replanning:
     @property
     def measures(self) -> bool:
         """Whether anything depends on what is measured."""
+        settings = self._settings
         is_pipeline = max(self._replicas.topology.stages_per_vm) > 1
-        return self._settings.only_measures or (self._settings.is_free and is_pipeline)
+        may_change = settings.is_free or settings.watch is not None
+        return settings.only_measures or (may_change and is_pipeline)
+
+    @property
+    def _window(self) -> int:
+        """How many steps to measure before they are looked at; 0: none are."""
+        watch = self._settings.watch
+        if watch is not None and (self.is_measured or not self._settings.is_free):
+            return watch.patience
+        return self._settings.profile_steps
 
     def first_plan(
         self,
@@ -102,6 +122,7 @@ class Replanning:
         guesses: dict[int, Figures],
         optimizers: Sequence[Optimizer],
         samples: float,
+        held_bytes: int,
         trains: bool,
     ) -> Plan:
         """The plan for the first steps: the first rank's, on all. Every rank calls this.
@@ -112,6 +133,7 @@ class Replanning:
             guesses: what a stopwatch found.
             optimizers: those of the run.
             samples: of a microbatch.
+            held_bytes: what the model takes of this device's memory now.
             trains: whether the plan is for training.
         """
         if self.measures and trains:
@@ -122,7 +144,8 @@ class Replanning:
         self.profiler.take_guesses(guesses)
         self._layers = layers_of(gates, trace, optimizers)
         self._samples = samples
-        figures = gather_figures(self.profiler.figures((), gates, optimizers), self._replicas)
+        mine = replace(self.profiler.figures((), gates, optimizers), held_bytes=held_bytes)
+        figures = gather_figures(mine, self._replicas)
         text = None
         if figures is not None:
             self._learn(figures)
@@ -165,6 +188,37 @@ class Replanning:
             )
         return Plan.from_json(text)
 
+    def require_room(self, plan: Plan) -> None:
+        """Raises PlanError where a stage would have too little memory, by what has been measured.
+        Every rank calls this; while nothing has been measured, it raises nothing.
+        """
+        problem = ""
+        if self._is_first and self.is_measured:
+            assert self.profile is not None
+            ranks = self._replicas.topology.ranks
+            found = prediction_of(plan, self.profile, self.cluster, ranks)
+            if not self._fits(found.memory_bytes):
+                problem = self._lacks(found.memory_bytes)
+        problem = self._replicas.world.share_object(problem, source=0)
+        if problem:
+            raise PlanError(problem)
+
+    def _lacks(self, memory_bytes: Sequence[Sequence[float]]) -> str:
+        """Where a plan takes most beyond what there is."""
+        places = [
+            (held - self.cluster.devices[rank].room_bytes, vm, stage, held)
+            for vm, (ranks, peaks) in enumerate(
+                zip(self._replicas.topology.ranks, memory_bytes, strict=True)
+            )
+            for stage, (rank, held) in enumerate(zip(ranks, peaks, strict=True))
+        ]
+        lacking, vm, stage, held = max(places)
+        return (
+            f"stage {stage} of virtual machine {vm} would hold {held / 1e6:.1f} MB, which is"
+            f" {lacking / 1e6:.1f} MB more than it has room for; leave it fewer layers, or let more"
+            " of them be recomputed"
+        )
+
     # --- once the first steps have been measured ---
 
     def after_step(
@@ -178,16 +232,19 @@ class Replanning:
             gates: of all layers.
             optimizers: those of the run.
         """
-        steps = self._settings.profile_steps
+        steps = self._window
         if not (self.measures and steps and self.profiler.num_measured == steps):
             return None
-        figures = gather_figures(self.profiler.figures(own, gates, optimizers), self._replicas)
+        goes_on = self._settings.watch is not None
         if self._before is not None:
             self._say_what_was_gained()
             self._before = None
-            self.profiler.begin_anew(for_good=True)
+            self.profiler.begin_anew(for_good=not goes_on)
             return None
+        figures = gather_figures(self.profiler.figures(own, gates, optimizers), self._replicas)
         decision = None
+        # The first plan was a guess; later ones were measured, and are not given up so easily.
+        is_first_look = not self.is_measured and self._settings.is_free
         self.is_measured = True
         if figures is not None:
             self._learn(figures)
@@ -195,7 +252,12 @@ class Replanning:
         if self._settings.only_measures:
             return None
         if figures is not None:
-            decision = self._decide(plan)
+            decision = self._decide(plan, steps)
+            self._insistence = self._insistence + 1 if decision.is_new else 0
+            if decision.is_new and not is_first_look and self._insistence < _INSISTENCE:
+                decision = replace(decision, plan=plan.to_json(), is_new=False, message="")
+            elif decision.is_new:
+                self._insistence = 0
         found: Decision = self._replicas.world.share_object(decision, source=0)
         if found.message:
             self._news.append(found.message)
@@ -206,16 +268,20 @@ class Replanning:
             if new.prediction is not None and old.prediction is not None:
                 expected = old.prediction.step_seconds / new.prediction.step_seconds
             self._before = (took, expected)
-        self.profiler.begin_anew(for_good=not found.is_new)
+            self.decisions.append({"expected_gain": expected, "step_seconds": took})
+        self.profiler.begin_anew(for_good=not (found.is_new or goes_on))
         return found
 
-    def _decide(self, plan: Plan) -> Decision:
+    def _decide(self, plan: Plan, num_steps: int) -> Decision:
         assert self.profile is not None
+        watch, settings = self._settings.watch, self._settings
+        if watch is not None:
+            settings = settings.let_free(plan)
         topology = self._replicas.topology
         now = prediction_of(plan, self.profile, self.cluster, topology.ranks)
         kept = replace(plan, prediction=now)
         try:
-            best = make_plan(self._settings, self.profile, self.cluster, topology, plan)
+            best = make_plan(settings, self.profile, self.cluster, topology, plan)
         except PlanError as error:
             # The run goes on as it is: it has fitted so far.
             return Decision(kept.to_json(), False, f"the plan stays: {error}")
@@ -224,16 +290,29 @@ class Replanning:
         if then is None or same:
             return Decision(kept.to_json(), False, "")
         gain = now.step_seconds / then.step_seconds - 1
-        if gain < MIN_GAIN and self._fits(now.memory_bytes):
+        pays = (now.step_seconds - then.step_seconds) * self.steps_left > self._cost(plan, best)
+        min_gain = watch.min_gain if watch is not None else MIN_GAIN
+        if not (gain >= min_gain and pays) and self._fits(now.memory_bytes):
             return Decision(kept.to_json(), False, "")
         took = self.profiler.step_seconds or now.step_seconds
         message = (
-            f"{self._settings.profile_steps} steps have been measured, and the layers change their"
+            f"{num_steps} steps have been measured, and the layers change their"
             f" owners: {_counts(plan)} becomes {_counts(best)}. A step took {took:.3g} s"
             f" ({now.step_seconds:.3g} s by the simulator); {then.step_seconds:.3g} s are expected,"
             f" {1 + gain:.2f} times as fast."
         )
         return Decision(best.to_json(), True, message)
+
+    def _cost(self, old: Plan, new: Plan) -> float:
+        """How long the layers that change their owners are under way, in seconds, one by one."""
+        assert self.profile is not None
+        seconds = 0.0
+        for vm, ranks in enumerate(self._replicas.topology.ranks):
+            for index, layer in enumerate(self.profile.layers):
+                source = ranks[old.placement.stage_of(vm, index)]
+                to = ranks[new.placement.stage_of(vm, index)]
+                seconds += self.cluster.link(source, to).seconds(layer.static_bytes)
+        return seconds
 
     def _fits(self, memory_bytes: Sequence[Sequence[float]]) -> bool:
         devices, topology = self.cluster.devices, self._replicas.topology
@@ -249,6 +328,7 @@ class Replanning:
             return
         before, expected = self._before
         said = f", {expected:.2f} times was expected" if expected else ""
+        self.decisions.append({"measured_gain": before / took, "step_seconds": took})
         self._news.append(
             f"a step takes {took:.3g} s since the layers have changed their owners, and took"
             f" {before:.3g} s before: {before / took:.2f} times as fast{said}."

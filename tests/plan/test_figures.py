@@ -77,10 +77,12 @@ def test_a_layer_that_nobody_could_try_goes_by_its_parameters():
     assert nothing.kinds["X"].forward == (0.0, 0.0, 0.0, 0.0)
 
 
-def test_a_stage_without_layers_keeps_the_speed_that_it_had():
-    own = RankFigures(guesses=EQUAL, times=EQUAL)
-    slow = RankFigures(guesses=slower(2, EQUAL))
-    _, machines = found("XX", own, slow)
+@pytest.mark.parametrize("guesses", [EQUAL, slower(2, EQUAL)])
+def test_a_stage_without_layers_keeps_the_speed_that_it_had(guesses):
+    own = RankFigures(guesses=guesses, times=EQUAL)
+    # It was as fast as the other when it was tried, and half as fast when it had layers.
+    drained = RankFigures(guesses=guesses, earlier=slower(2, times(d=EQUAL[3])))
+    _, machines = found("XX", own, drained)
     one, two = (device.speed for device in machines.devices)
     assert one / two == pytest.approx(2.0)
 
@@ -101,6 +103,13 @@ def test_what_an_action_takes_besides_layers():
 def test_the_stage_that_waits_least_says_what_lies_between_steps():
     figures = [RankFigures(outside_seconds=seconds) for seconds in (0.5, 0.1, None)]
     assert found("XXX", *figures)[0].step_seconds == 0.1
+
+
+def test_what_the_model_takes_already_is_room_for_it():
+    machines = Cluster((Device("h", "X", free_bytes=10, memory_bytes=30), Device("h", "X")))
+    figures = [RankFigures(held_bytes=5), RankFigures(held_bytes=5)]
+    _, after = profile_of(LAYERS, machines, figures, 1.0, 1)
+    assert [device.free_bytes for device in after.devices] == [15, 0], "not known stays not known"
 
 
 def test_bytes_are_those_of_whoever_knows():

@@ -1,0 +1,1 @@
+"""Callbacks: what a user hangs into a Trainer to let layers change their owners."""

@@ -1,0 +1,151 @@
+"""`LayerMigration`: layers move on request, and by themselves where that pays."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+
+from lightning_pipeshift import ConfigurationError, LayerMigration, Move, PlanError
+from tests.features_models import built, differences, parameters_of, quiet_trainer, read_csv
+from tests.harness import run_ranks
+from tests.models import points
+from tests.test_changing_plans import SLOW, Sleeper, SlowsDown
+
+
+class Seen(L.Callback):
+    """Who owned how many layers in each step."""
+
+    def __init__(self) -> None:
+        self.counts: list[tuple[int, ...]] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.counts.append(trainer.strategy.plan.placement.counts[0])
+
+
+def train(callbacks: list[L.Callback], num_batches: int = 14, slows_down: bool = False) -> Any:
+    L.seed_everything(7, verbose=False)
+    SLOW["factor"] = 1.0
+    module, seen = built(Sleeper), Seen()
+    others: list[L.Callback] = [SlowsDown()] if slows_down else []
+    trainer = quiet_trainer(
+        {"devices": 2, "pipeshift": {"partition": [4, 4], "microbatches": 4}},
+        callbacks=[*others, *callbacks, seen],
+        max_epochs=1,
+        logger=CSVLogger("logs", name=None, version="") if callbacks else False,
+    )
+    trainer.fit(module, DataLoader(points(num_batches).dataset, batch_size=8))
+    return {"counts": seen.counts, "parameters": parameters_of(module)}
+
+
+def on_request() -> Any:
+    moves = [
+        Move(step=0, layer="layers.4", stage=0),
+        Move(step=3, layer="layers.4", stage=1),
+        Move(step=3, layer="layers.3", stage=1),
+        Move(step=5, layer="layers.0", stage=1),
+        Move(step=6, layer="another", stage=1),
+        Move(step=7, layer="layers.3", stage=5),
+        Move(step=8, layer="layers.3", stage=0),
+    ]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = train([LayerMigration(moves, watches=False)])
+    said = [str(w.message) for w in caught if "nothing moves" in str(w.message)]
+    return {**found, "said": said}
+
+
+def as_it_is() -> Any:
+    return train([])
+
+
+def test_moves_on_request() -> None:
+    moved, plain = run_ranks(on_request, 2), run_ranks(as_it_is, 2)
+    assert moved[0]["counts"][:10] == [(4, 4)] + [(5, 3)] * 2 + [(3, 5)] * 5 + [(4, 4)] * 2
+    for one, other in zip(moved, plain, strict=True):
+        assert not differences(one["parameters"], other["parameters"], 0, 0)
+    split, unknown, stage = moved[0]["said"]
+    assert "nothing moves at step 5" in split
+    assert "have to follow each other" in split
+    assert "at step 6" in unknown
+    assert "the layer 'another'" in unknown
+    assert "virtual machine 0 has the stages 0 to 1" in stage
+
+
+def by_itself() -> Any:
+    found = train([LayerMigration(patience=2)], num_batches=20, slows_down=True)
+    rows = read_csv("logs/metrics.csv") if os.environ["RANK"] == "0" else []
+    return {**found, "logged": rows}
+
+
+def test_a_stage_that_gets_slow_gives_layers_away() -> None:
+    first, second = run_ranks(by_itself, 2)
+    stays = run_ranks(stays_slow, 2)
+    assert first["counts"][0] == (4, 4)
+    assert first["counts"][-1][0] >= 6
+    for one, other in zip((first, second), stays, strict=True):
+        assert not differences(one["parameters"], other["parameters"], 0, 0)
+    expected = [row["pipeshift/expected_gain"] for row in first["logged"]]
+    measured = [row.get("pipeshift/measured_gain") for row in first["logged"]]
+    assert max(filter(None, expected)) > 1.05
+    assert any(measured), "what came of it is logged, too"
+
+
+def stays_slow() -> Any:
+    return train([], num_batches=20, slows_down=True)
+
+
+class Asks(L.Callback):
+    """Asks for moves as a user's own callback does, twice before a step and once with an error."""
+
+    def __init__(self) -> None:
+        self.error = ""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *others: Any) -> None:
+        strategy = trainer.strategy
+        if others[2] == 1:
+            strategy.migrate(Move(layer="layers.3", stage=1))
+            strategy.migrate(Move(layer="layers.2", stage=1), Move(layer="layers.1", stage=1))
+            try:
+                strategy.migrate(Move(layer="layers.2", stage=0), Move(layer="layers.2", stage=1))
+            except PlanError as error:
+                self.error = str(error)
+        if others[2] == 3:
+            strategy.migrate(Move(layer="layers.0", stage=1))
+
+
+def drained() -> Any:
+    asks = Asks()
+    return {**train([asks], num_batches=7), "error": asks.error}
+
+
+def test_a_stage_is_drained() -> None:
+    for rank in run_ranks(drained, 2):
+        assert rank["counts"] == [(4, 4)] * 2 + [(1, 7)] * 2 + [(0, 8)] * 3
+        assert "two moves of the layer 'layers.2'" in rank["error"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"min_gain": 0}, "min_gain=0"),
+        ({"min_gain": float("nan")}, "min_gain=nan"),
+        ({"patience": 0}, "patience=0"),
+        ({"patience": True}, "patience=True"),
+        ({"moves": [("layers.0", 1)]}, "pass `Move"),
+    ],
+)
+def test_arguments(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        LayerMigration(**arguments)
+
+
+def test_another_strategy() -> None:
+    trainer = quiet_trainer({"devices": 1}, callbacks=[LayerMigration()], max_epochs=1)
+    with pytest.raises(ConfigurationError, match=r"`SingleDeviceStrategy`.*strategy='pipeshift'"):
+        trainer.fit(built(Sleeper), DataLoader(points(1).dataset, batch_size=8))
