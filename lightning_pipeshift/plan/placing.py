@@ -26,6 +26,7 @@ from lightning_pipeshift.plan.profile import Profile
 from lightning_pipeshift.plan.recomputation import Recomputation
 from lightning_pipeshift.plan.search import best_cut
 from lightning_pipeshift.plan.shares import shared_out
+from lightning_pipeshift.plan.stage_order import compute_power
 from lightning_pipeshift.plan.traffic import crowded, ring_seconds_per_byte
 from lightning_pipeshift.plan.workload import Cut, Numbers, Workload, workload_of
 
@@ -65,6 +66,8 @@ class Placer:
         self.profile = profile
         self.cluster = cluster
         self.wishes = wishes
+        ranks = range(cluster.num_ranks)
+        self.powers = [compute_power(profile, cluster, rank) for rank in ranks]
         self._allowed = allowed or (lambda num_stages: None)
         self._workloads: dict[Hashable, Workload] = {}
         self._cuts: dict[Hashable, Cut | PlanError] = {}

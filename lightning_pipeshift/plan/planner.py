@@ -9,10 +9,8 @@ and the best of those are cut with care, sliced, and given their shares.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import pairwise
-from statistics import median
 from typing import Final, NamedTuple
 
 from lightning_pipeshift.errors import PlanError
@@ -28,11 +26,12 @@ from lightning_pipeshift.plan.grouping import (
 )
 from lightning_pipeshift.plan.placing import Cuts, Judge, Placed, Placer
 from lightning_pipeshift.plan.profile import Profile
+from lightning_pipeshift.plan.sharing import WORTH_SHARES, balanced_shares
+from lightning_pipeshift.plan.slicing import fewest, numbers_of_slices, resliced, slices
 from lightning_pipeshift.plan.stage_order import (
     Order,
     best_order,
     by_ratio,
-    compute_power,
     distinct_orders,
     interchangeable,
     num_orders,
@@ -43,12 +42,6 @@ from lightning_pipeshift.plan.workload import Cut
 
 __all__ = ["Allowed", "Arrangement", "Wishes", "arrange_all", "evaluate"]
 
-_WORTH_SHARES: Final = 1.02
-"""How many times as many samples per second unequal shares must give."""
-
-_WORTH_SLICES: Final = 1.01
-"""How many times as many samples per second more microbatches must give."""
-
 _PROMISING: Final = 0.9
 """What can't reach this part of the best found so far in closed form is not looked at."""
 
@@ -56,8 +49,7 @@ _FEW: Final = 8
 """Of so many devices, everything is looked at."""
 
 _MOST_ACTIONS: Final = 1 << 14
-"""Stages times microbatches, where PipeShift chooses these: what the simulator takes a second for.
-"""
+"""Stages times microbatches that are simulated to find the best order."""
 
 _MOST_SIMULATED: Final = 1 << 11
 """Up to so many of them, the simulator has a say in orders, microbatches and shares."""
@@ -65,15 +57,11 @@ _MOST_SIMULATED: Final = 1 << 11
 _MOST_CUT_WITH_CARE: Final = 32
 """Up to so many stages, cuts are improved on the simulator."""
 
-_MOST_SLICINGS: Final = 4
 _MOST_ORDERS: Final = 120
 _MOST_REFINED: Final = 8
 _MOST_SECOND_LOOKS: Final = ((_FEW, 16), (MOST_STAGES, 6), (math.inf, 3))
 _MOST_FINISHED: Final = ((MOST_STAGES, 3), (math.inf, 1))
 """How many groupings are tried on the simulator, and how many are finished, by number of ranks."""
-
-_ROUNDS: Final = 4
-"""After so many corrections of the shares, what is left is the rounding to whole samples."""
 
 
 def arrange_all(
@@ -137,8 +125,6 @@ class _Planner:
         self._profile = placer.profile
         self._cluster = placer.cluster
         self._wishes = placer.wishes
-        ranks = range(self._cluster.num_ranks)
-        self._powers = [compute_power(self._profile, self._cluster, rank) for rank in ranks]
         self._alike = interchangeable(self._cluster)
         self._place = {rank: place for place, rank in enumerate(host_order(self._cluster))}
 
@@ -167,7 +153,7 @@ class _Planner:
         if not seen:
             # What comes nearest to fitting tells the most.
             nearest = max(errors, key=self._least_room_bytes)
-            slices = max(self._numbers_of_slices(max(map(len, nearest))))
+            slices = max(numbers_of_slices(self._wishes, max(map(len, nearest))))
             placed = self._placer.placed(nearest, slices, self._wishes.batch_shares)
             self._placer.cuts(placed, careful=True)
             raise errors[nearest]
@@ -213,7 +199,7 @@ class _Planner:
                 raise PlanError(
                     f"{count} virtual machines on {num_ranks} devices; each has at least one device"
                 )
-            for groups in groupings(self._cluster, count, self._powers, self._alike, depths):
+            for groups in groupings(self._cluster, count, self._placer.powers, self._alike, depths):
                 yield self._numbered(groups)
 
     def _numbered(self, groups: Groups) -> Groups:
@@ -224,7 +210,9 @@ class _Planner:
         if shares is None:
             return ring_order(self._cluster, groups)
         # The larger shares are meant for the faster ones.
-        fastest = sorted(groups, key=lambda ranks: -sum(self._powers[rank] for rank in ranks))
+        fastest = sorted(
+            groups, key=lambda ranks: -sum(self._placer.powers[rank] for rank in ranks)
+        )
         largest = sorted(range(len(shares)), key=lambda vm: -shares[vm])
         of_vm = dict(zip(largest, fastest, strict=True))
         return tuple(of_vm[vm] for vm in range(len(shares)))
@@ -233,11 +221,11 @@ class _Planner:
         """Samples per second if every stage were as long as the others and messages took no time:
         no cut of it gives more.
         """
-        slices = max(self._numbers_of_slices(max(map(len, groups))))
+        slices = max(numbers_of_slices(self._wishes, max(map(len, groups))))
         # One microbatch through all stages, and the pace for each of the others.
         per_sample = [
             ((slices - 1) / sum(powers) + 1 / max(powers)) / slices / self._profile.samples
-            for powers in ([self._powers[rank] for rank in ranks] for ranks in groups)
+            for powers in ([self._placer.powers[rank] for rank in ranks] for ranks in groups)
         ]
         total = self._placer.total(len(groups))
         if self._wishes.batch_shares is None:
@@ -263,7 +251,7 @@ class _Planner:
         else:
             placed = self._sliced(groups)
             placed = self._in_best_order(placed, self._ranked(placed, judge, 0))
-        placed, cuts = self._shared_out(placed, judge)
+        placed, cuts = balanced_shares(self._placer, placed, judge)
         return _Look(self._placer.rate(placed, cuts, judge), placed, cuts)
 
     def _second_look(self, look: _Look) -> _Look:
@@ -272,7 +260,7 @@ class _Planner:
         if self._is_large:
             return _Look(self._placer.rate(placed, cuts, judge), placed, cuts)
         ranked = self._ranked(placed, judge, _MOST_ORDERS)
-        placed, cuts = self._shared_out(self._in_best_order(placed, ranked[:1]), judge)
+        placed, cuts = balanced_shares(self._placer, self._in_best_order(placed, ranked[:1]), judge)
         orders = tuple(ranks for ranks, step in ranked[:_MOST_REFINED] if math.isfinite(step))
         return _Look(self._placer.rate(placed, cuts, judge), placed, cuts, orders)
 
@@ -294,12 +282,12 @@ class _Planner:
         else:
             placed = self._in_best_order(placed, self._ranked(placed, judge, 0))
         if not self._is_large and self._num_actions(placed) <= _MOST_SIMULATED:
-            placed, _ = self._shared_out(self._resliced(placed), judge)
+            placed, _ = balanced_shares(self._placer, resliced(self._placer, placed), judge)
         found = self._cut_with_care(placed)
         if placed.batch_shares != self._wishes.batch_shares:
             with suppress(PlanError):
                 equal = self._cut_with_care(self._placer.placed(placed.ranks, placed.microbatches))
-                if found.samples_per_second < _WORTH_SHARES * equal.samples_per_second:
+                if found.samples_per_second < WORTH_SHARES * equal.samples_per_second:
                     return equal
         return found
 
@@ -396,9 +384,9 @@ class _Planner:
 
         Raises PlanError where it doesn't fit."""
         for shares in self._first_shares(groups):
-            rates = self._slices(groups, shares)
+            rates = slices(self._placer, groups, shares)
             # Smaller slices take less memory.
-            for count in sorted({_fewest(rates), max(rates)}):
+            for count in sorted({fewest(rates), max(rates)}):
                 placed = self._placer.placed(groups, count, shares)
                 try:
                     self._placer.cuts(placed)
@@ -413,8 +401,10 @@ class _Planner:
         """Shares to try: equal ones, and if those don't fit, in proportion to compute power."""
         yield self._wishes.batch_shares
         if self._wishes.batch_shares is None and not self._is_large:
-            powers = tuple(math.fsum(self._powers[rank] for rank in ranks) for ranks in groups)
-            if max(powers) > _WORTH_SHARES * min(powers):
+            powers = tuple(
+                math.fsum(self._placer.powers[rank] for rank in ranks) for ranks in groups
+            )
+            if max(powers) > WORTH_SHARES * min(powers):
                 yield powers
 
     def _in_fitting_order(self, placed: Placed) -> Placed | None:
@@ -439,120 +429,10 @@ class _Planner:
         devices = self._cluster.devices
         for sign in (-1, 1):
             yield tuple(sorted(machine, key=lambda rank: sign * devices[rank].room_bytes))
-            yield tuple(sorted(machine, key=lambda rank: sign * self._powers[rank]))
+            yield tuple(sorted(machine, key=lambda rank: sign * self._placer.powers[rank]))
         alike = [self._alike[rank] for rank in machine]
         if num_orders(alike) <= _MOST_ORDERS:
             yield from distinct_orders(machine, alike)
-
-    def _slices(self, ranks: Groups, shares: Sequence[float] | None) -> dict[int, float]:
-        """Numbers of microbatches, and steps per second if all stages were equally long."""
-        placer, profile = self._placer, self._profile
-        sizes = placer.sizes(len(ranks), shares)
-        payloads = [layer.payload_bytes for layer in profile.layers[:-1]]
-        usual = median(payloads) if payloads else 0
-        machines = []
-        # Of those that look alike, one stands for all.
-        for machine, size in zip(ranks, sizes, strict=True):
-            power = sum(self._powers[rank] for rank in machine) * profile.samples
-            links = frozenset(self._cluster.link(*ends) for ends in pairwise(machine))
-            times = profile.times_on(self._cluster.devices[machine[0]])
-            extra = times.action_forward + times.action_backward
-            machines.append((len(machine), size, power, extra, links))
-        rates = {}
-        for number in self._numbers_of_slices(max(map(len, ranks))):
-            seconds = profile.step_seconds
-            for num_stages, size, power, extra, links in set(machines):
-                slices = max(1, min(number, int(size)))
-                share = size / slices / profile.samples
-                pace = max(
-                    [
-                        size / slices / power + extra,
-                        *(link.seconds(share * usual) for link in links),
-                    ]
-                )
-                seconds = max(seconds, (slices + num_stages - 1) * pace)
-            rates[number] = 1 / seconds if seconds else math.inf
-        return rates
-
-    def _numbers_of_slices(self, num_stages: int) -> list[int]:
-        """What to try: powers of two, and those times the number of stages."""
-        if isinstance(self._wishes.microbatches, int):
-            return [self._wishes.microbatches]
-        most = max(1, int(self._wishes.batch_samples))
-        powers = [1 << exponent for exponent in range(most.bit_length())]
-        counts = {most, *powers, *(num_stages * power for power in powers)}
-        return sorted(
-            count
-            for count in counts
-            if count == 1 or (count <= most and count * num_stages <= _MOST_ACTIONS)
-        )
-
-    def _resliced(self, placed: Placed) -> Placed:
-        """With the best number of microbatches by the simulator."""
-        rates = self._slices(placed.ranks, placed.batch_shares)
-        if len(rates) == 1:
-            return placed
-        found: dict[int, float] = {}
-        for count in {placed.microbatches, *sorted(rates, key=rates.__getitem__)[-_MOST_SLICINGS:]}:
-            # The best in closed form may not fit.
-            with suppress(PlanError):
-                sliced = self._placer.placed(placed.ranks, count, placed.batch_shares)
-                cuts = self._placer.cuts(sliced)
-                found[count] = self._placer.rate(sliced, cuts, self._placer.simulator)
-        return self._placer.placed(placed.ranks, _fewest(found), placed.batch_shares)
-
-    # Shares of the batch.
-
-    def _shared_out(self, placed: Placed, judge: Judge) -> tuple[Placed, Cuts]:
-        """With the shares under which all virtual machines take equally long, if that gains enough.
-
-        What a step takes is not in proportion to the samples, so shares and times are found in
-        turn: each share is corrected by how far its time is from the others'. Under the cuts of
-        equal shares, where those still fit: shares hardly move the best cuts."""
-        placer, count = self._placer, len(placed.ranks)
-        if self._wishes.batch_shares is not None or count == 1:
-            return placed, placer.cuts(placed)
-        equal = placer.placed(placed.ranks, placed.microbatches)
-        try:
-            first, cuts = equal, placer.cuts(equal)
-        except PlanError:
-            first, cuts = placed, placer.cuts(placed)
-        # Of those that are alike, one stands for all.
-        pairs = list(zip(first.workloads, cuts, strict=True))
-        same = {pair: vm for vm, pair in enumerate(pairs)}
-        stands = [same[pair] for pair in pairs]
-        all_sizes = placer.sizes(count, first.batch_shares)
-        sizes = {vm: all_sizes[vm] for vm in same.values()}
-        for _ in range(_ROUNDS):
-            seconds = {
-                vm: judge.alone(
-                    placer.workload(first.links, first.ranks[vm], size, first.microbatches),
-                    cuts[vm],
-                )
-                for vm, size in sizes.items()
-            }
-            if max(seconds.values()) <= _WORTH_SLICES * min(seconds.values()):
-                break
-            wanted = {vm: size / seconds[vm] for vm, size in sizes.items()}
-            unit = placer.total(count) / sum(wanted[vm] for vm in stands)
-            sizes = {vm: size * unit for vm, size in wanted.items()}
-        shared = placer.placed(first.ranks, first.microbatches, [sizes[vm] for vm in stands])
-        try:
-            fit = all(
-                w.fits(cut) for w, cut in dict.fromkeys(zip(shared.workloads, cuts, strict=True))
-            )
-            fitting = cuts if fit else placer.cuts(shared)
-        except PlanError:
-            return first, cuts
-        if judge.step(shared, fitting) * _WORTH_SHARES <= judge.step(first, cuts):
-            return shared, fitting
-        return first, cuts
-
-
-def _fewest(rates: Mapping[int, float]) -> int:
-    """The fewest microbatches that are hardly worse than the best number."""
-    limit = max(rates.values()) / _WORTH_SLICES
-    return min(count for count, rate in rates.items() if rate >= limit)
 
 
 def _highest(looks: Sequence[_Look], most: int) -> list[_Look]:

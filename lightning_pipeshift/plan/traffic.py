@@ -55,7 +55,7 @@ def crowded(cluster: Cluster, ranks: Sequence[Sequence[int]]) -> Cluster:
             if (link, rate) not in made:
                 made[link, rate] = replace(link, bandwidth=rate)
             narrowed[min(one, other), max(one, other)] = made[link, rate]
-    return replace(cluster, ranks={**cluster.ranks, **narrowed})
+    return replace(cluster, ranks={**cluster.ranks, **narrowed}) if narrowed else cluster
 
 
 def ring_ends(
