@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.plan.grouping import MOST_STAGES
 from lightning_pipeshift.plan.placing import Cuts, Judge, Placed, Placer
 
 WORTH_SHARES: Final = 1.02
@@ -58,7 +59,8 @@ def balanced_shares(placer: Placer, placed: Placed, judge: Judge) -> tuple[Place
         sizes = {vm: size * unit for vm, size in wanted.items()}
     best, fitting, least = first, cuts, judge.step(first, cuts) / WORTH_SHARES
     # What is asked too much of a device's memory is asked in part.
-    for part in (1.0, 0.5, 0.25):
+    is_large = placer.cluster.num_ranks > MOST_STAGES
+    for part in (1.0,) if is_large else (1.0, 0.5, 0.25):
         wished = [
             size + part * (sizes[vm] - size) for vm, size in zip(stands, all_sizes, strict=True)
         ]
