@@ -26,7 +26,8 @@ class Wishes:
         schedule: by name.
         recompute: ``"full"``: all layers where that frees memory; ``"auto"``: those that don't
             fit otherwise; ``"none"``.
-        partition: ``"auto"``, ``"uniform"``, or for each virtual machine the layers per stage.
+        partition: ``"auto"``, ``"uniform"``, or for each virtual machine the layers per stage; one
+            row is for all of them.
         batch_shares: how the global batch is shared out; ``None``: as is best.
         batch_samples: of a virtual machine's DataLoader batch. A global batch has that times the
             number of virtual machines.
@@ -69,10 +70,27 @@ class Wishes:
         """The ranks of each virtual machine in stage order, where they are fixed."""
         return None if isinstance(self.virtual_machines, int | str) else self.virtual_machines
 
-    @property
-    def counts(self) -> tuple[tuple[int, ...], ...] | None:
-        """For each virtual machine the layers per stage, where they are fixed."""
-        return None if isinstance(self.partition, str) else self.partition
+    def counts(self, vm: int) -> tuple[int, ...] | None:
+        """A virtual machine's layers per stage, where they are fixed."""
+        if isinstance(self.partition, str):
+            return None
+        return self.partition[vm if len(self.partition) > 1 else 0]
+
+    def depths(self, num_ranks: int) -> list[int] | None:
+        """How many stages each virtual machine has, where that is fixed.
+
+        Raises PlanError where these are not all of the ranks."""
+        if isinstance(self.partition, str):
+            return None
+        depths = list(map(len, self.partition))
+        if len(depths) == 1:
+            depths *= self.num_virtual_machines or max(1, num_ranks // depths[0])
+        if sum(depths) != num_ranks:
+            raise PlanError(
+                f"a partition for {sum(depths)} stages on {num_ranks} devices; it needs one stage"
+                " for each"
+            )
+        return depths
 
     @property
     def _counts(self) -> dict[str, int]:
@@ -82,8 +100,8 @@ class Wishes:
             found["virtual_machines"] = self.virtual_machines
         elif self.ranks is not None:
             found["virtual_machines"] = len(self.ranks)
-        if self.counts is not None:
-            found["partition"] = len(self.counts)
+        if not isinstance(self.partition, str) and len(self.partition) > 1:
+            found["partition"] = len(self.partition)
         if self.batch_shares is not None:
             found["batch_shares"] = len(self.batch_shares)
         return found

@@ -239,7 +239,7 @@ class Placer:
         for workload, seconds in zip(placed.workloads, per_byte, strict=True):
             if workload not in self._paces:
                 powers = 1 / np.maximum(workload.backward.sum(axis=1), 1e-30)
-                self._paces[workload] = (1 / powers.sum(), powers / powers.sum())
+                self._paces[workload] = (float(1 / powers.sum()), powers / powers.sum())
             backward, parts = self._paces[workload]
             found.append(
                 tuple(
@@ -291,7 +291,7 @@ class Placer:
         """The layers per stage, where they are fixed."""
         if self.wishes.partition == "uniform":
             return uniform(workload.num_layers, workload.num_stages)
-        return None if self.wishes.counts is None else self.wishes.counts[vm]
+        return self.wishes.counts(vm)
 
     # Seconds.
 

@@ -187,14 +187,13 @@ class _Planner:
                 )
             yield topology.ranks
             return
-        depths = None if wishes.counts is None else list(map(len, wishes.counts))
-        if depths is not None and sum(depths) != num_ranks:
-            raise PlanError(
-                f"a partition for {sum(depths)} stages on {num_ranks} devices; it needs one stage"
-                " for each"
-            )
-        fixed = wishes.num_virtual_machines
-        for count in candidate_counts(self._cluster.devices) if fixed is None else (fixed,):
+        depths = wishes.depths(num_ranks)
+        counts = candidate_counts(self._cluster.devices)
+        if depths is not None:
+            counts = (len(depths),)
+        elif wishes.num_virtual_machines is not None:
+            counts = (wishes.num_virtual_machines,)
+        for count in counts:
             if count > num_ranks:
                 raise PlanError(
                     f"{count} virtual machines on {num_ranks} devices; each has at least one device"
@@ -205,7 +204,7 @@ class _Planner:
     def _numbered(self, groups: Groups) -> Groups:
         """The same groups in the order in which rings pass them, as far as that is free."""
         shares = self._wishes.batch_shares
-        if self._wishes.counts is not None:
+        if not isinstance(self._wishes.partition, str):
             return groups
         if shares is None:
             return ring_order(self._cluster, groups)

@@ -228,6 +228,9 @@ def test_wished_ranks_stay_where_they_are():
         ("uniform", [(3, 3), (3, 3)]),
         (((5, 1), (2, 4)), [(5, 1), (2, 4)]),
         (((6,), (1, 2, 3)), [(6,), (1, 2, 3)]),
+        # One row is for all.
+        (((5, 1),), [(5, 1), (5, 1)]),
+        (((1, 1, 1, 3),), [(1, 1, 1, 3)]),
     ],
 )
 def test_wished_partitions(partition, expected):
@@ -309,6 +312,8 @@ def test_wishes_that_do_not_go_together(wishes, message):
     [
         ({"virtual_machines": 3}, "3 virtual machines on 2 devices"),
         ({"partition": ((1, 1), (2,))}, "3 stages on 2 devices"),
+        ({"partition": ((1, 1, 0),)}, "3 stages on 2 devices"),
+        ({"partition": ((1, 1),), "virtual_machines": 2}, "4 stages on 2 devices"),
         ({"virtual_machines": ((0,), (1,), (2,))}, "3 ranks on 2 devices"),
         ({"virtual_machines": ((0, 0),)}, "rank 0 more than once"),
     ],
@@ -390,7 +395,7 @@ def thousand(kinds, memory_bytes=0):
 
 
 @pytest.mark.parametrize("kinds", ["X", "XYZ"])
-@pytest.mark.parametrize("memory_bytes", [0, 2 * 10**9, 5 * 10**8])
+@pytest.mark.parametrize("memory_bytes", [0, 4 * 10**9, 10**9])
 def test_a_thousand_devices_in_under_ten_seconds(kinds, memory_bytes):
     model = profile(
         96,
