@@ -44,11 +44,13 @@ class Decision:
         plan: as a document.
         is_new: whether it is another than the one in force.
         message: what the user is told; empty for nothing.
+        expected_gain: how many times as fast a step is to get.
     """
 
     plan: str
     is_new: bool
     message: str
+    expected_gain: float = 1.0
 
 
 class Replanning:
@@ -263,12 +265,8 @@ class Replanning:
             self._news.append(found.message)
         took = self.profiler.step_seconds
         if found.is_new and took is not None:
-            new, old = Plan.from_json(found.plan), plan
-            expected = 0.0
-            if new.prediction is not None and old.prediction is not None:
-                expected = old.prediction.step_seconds / new.prediction.step_seconds
-            self._before = (took, expected)
-            self.decisions.append({"expected_gain": expected, "step_seconds": took})
+            self._before = (took, found.expected_gain)
+            self.decisions.append({"expected_gain": found.expected_gain, "step_seconds": took})
         self.profiler.begin_anew(for_good=not (found.is_new or goes_on))
         return found
 
@@ -301,7 +299,7 @@ class Replanning:
             f" ({now.step_seconds:.3g} s by the simulator); {then.step_seconds:.3g} s are expected,"
             f" {1 + gain:.2f} times as fast."
         )
-        return Decision(best.to_json(), True, message)
+        return Decision(best.to_json(), True, message, 1 + gain)
 
     def _cost(self, old: Plan, new: Plan) -> float:
         """How long the layers that change their owners are under way, in seconds, one by one."""
@@ -327,11 +325,11 @@ class Replanning:
         if took is None or self._before is None:
             return
         before, expected = self._before
-        said = f", {expected:.2f} times was expected" if expected else ""
         self.decisions.append({"measured_gain": before / took, "step_seconds": took})
         self._news.append(
             f"a step takes {took:.3g} s since the layers have changed their owners, and took"
-            f" {before:.3g} s before: {before / took:.2f} times as fast{said}."
+            f" {before:.3g} s before: {before / took:.2f} times as fast, {expected:.2f} times was"
+            " expected."
         )
 
 
