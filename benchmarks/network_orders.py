@@ -26,6 +26,7 @@ from benchmarks.sleeping import Sleeper
 from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.plan.arrangement import Wishes
 from lightning_pipeshift.plan.planner import arrange_all
+from tests.features_models import quiet_trainer
 
 MEGABITS = (200.0, 50.0, 50.0, 200.0)
 NUM_LAYERS, WIDTH, ROWS, NUM_MICROBATCHES = 8, 1024, 64, 8
@@ -61,18 +62,8 @@ def run(machines: Machines, num_steps: int, measures: bool) -> Any:
     if measures:
         strategy.only_measures()
     steps = Steps(num_steps + NUM_WARM_UP)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        num_nodes=len(MEGABITS),
-        strategy=strategy,
-        max_epochs=-1,
-        callbacks=[steps],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    where = {"devices": 1, "num_nodes": len(MEGABITS), "strategy": strategy}
+    trainer = quiet_trainer(where, max_epochs=-1, callbacks=[steps])
     sample = (torch.randn(WIDTH), torch.randn(WIDTH))
     data = DataLoader(Repeated(sample), batch_size=ROWS * NUM_MICROBATCHES)
     trainer.fit(Sleeper(NUM_LAYERS, WIDTH, *SLEEPS), data)

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_pipeshift import PipeShiftStrategy, Plan
+from tests.features_models import quiet_trainer
 
 Plans = Mapping[str, Plan]
 
@@ -117,17 +118,9 @@ def compare(
 ) -> dict[str, Timed]:
     """Runs on every rank; what rank 0 timed counts."""
     torch.set_num_threads(1)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=int(os.environ["WORLD_SIZE"]),
-        strategy=strategy,
-        max_epochs=-1,
-        callbacks=[turns],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
+    devices = int(os.environ["WORLD_SIZE"])
+    trainer = quiet_trainer(
+        {"devices": devices, "strategy": strategy}, max_epochs=-1, callbacks=[turns]
     )
     trainer.fit(module, DataLoader(dataset, batch_size=batch_size))
     return turns.found

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from benchmarks.measuring import arguments, print_table, save
 from benchmarks.placements import Repeated
 from lightning_pipeshift import PipeShiftStrategy
+from tests.features_models import quiet_trainer
 from tests.harness import run_ranks
 
 WIDTH, LENGTH, NUM_BLOCKS, NUM_MICROBATCHES = 128, 64, 8, 8
@@ -78,17 +79,12 @@ def measure(num_pairs: int) -> tuple[float, float, float]:
     L.seed_everything(0, verbose=False)
     torch.set_num_threads(1)
     switching = Switching(num_pairs)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=int(os.environ["WORLD_SIZE"]),
-        # So many steps that no plan is made of them.
-        strategy=PipeShiftStrategy(microbatches=NUM_MICROBATCHES, profile_steps=10**6),
+    # So many steps that no plan is made of them.
+    strategy = PipeShiftStrategy(microbatches=NUM_MICROBATCHES, profile_steps=10**6)
+    trainer = quiet_trainer(
+        {"devices": int(os.environ["WORLD_SIZE"]), "strategy": strategy},
         max_epochs=-1,
         callbacks=[switching],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     sample = (torch.randn(LENGTH, WIDTH),)
     trainer.fit(Blocks(), DataLoader(Repeated(sample), batch_size=2 * NUM_MICROBATCHES))

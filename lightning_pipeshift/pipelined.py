@@ -34,6 +34,23 @@ class PipelinedStrategy(ConnectedStrategy):
             )
         return self._pipeline.plan
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether the first steps have been measured; the same on every rank."""
+        return self._pipeline is not None and self._pipeline.planning.is_measured
+
+    def predicted(self, plan: Plan) -> Plan:
+        """The same plan with what the simulator says of it, by what has been measured of this run.
+        Every rank calls this.
+
+        Args:
+            plan: for the virtual machines of this run.
+
+        Raises:
+            PlanError: nothing has been measured yet.
+        """
+        return self._require_pipeline().planning.predicted(plan)
+
     def adopt(self, plan: Plan) -> None:
         """Lets another plan be in force from the next step on: layers change their owners, and
         nothing that is computed changes. Every rank calls this, with the same plan, between the

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,7 @@ def make(profile: Profile, cluster: Cluster, wishes: Wishes) -> Made:
     Raises:
         PlanError: nothing that is allowed fits in memory.
     """
-    payloads = [0, *(layer.payload_bytes for layer in profile.layers)]
-    best = arrange_all(
-        profile, cluster, wishes, lambda num_stages: worthwhile_cuts(payloads, num_stages)
-    )
+    best = arrange_all(profile, cluster, wishes, partial(worthwhile_cuts, profile.payload_bytes))
     cuts = [Cut(uniform(profile.num_layers, len(ranks))) for ranks in best.ranks]
     even = evaluate(profile, cluster, wishes, best.ranks, cuts, best.microbatches)
     return plan_of_arrangement(best, profile, cluster), best, even

@@ -208,11 +208,6 @@ class PipeShiftStrategy(CheckpointingStrategy):
         self._profile_steps = self._profile_steps or 20
 
     @property
-    def is_measured(self) -> bool:
-        """Whether the first steps have been measured; the same on every rank."""
-        return self._pipeline is not None and self._pipeline.planning.is_measured
-
-    @property
     def measured(self) -> tuple[Profile, Cluster, Wishes] | None:
         """What was measured, and what the arguments leave to a planner: on the first rank."""
         planning = self._require_pipeline().planning
@@ -236,18 +231,6 @@ class PipeShiftStrategy(CheckpointingStrategy):
             batch_samples=profile.samples * profile.microbatches,
         )
         return profile, planning.cluster, wishes
-
-    def predicted(self, plan: Plan) -> Plan:
-        """The same plan with what the simulator says of it, by what has been measured of this run.
-        Every rank calls this.
-
-        Args:
-            plan: for the virtual machines of this run.
-
-        Raises:
-            PlanError: nothing has been measured yet.
-        """
-        return self._require_pipeline().planning.predicted(plan)
 
     # --- setup ---
 

@@ -11,7 +11,7 @@ from lightning_pipeshift.plan.plan import LayerRecord, Plan
 from lightning_pipeshift.plan.planner import Arrangement
 from lightning_pipeshift.plan.prediction import Prediction, predict
 from lightning_pipeshift.plan.profile import Profile
-from lightning_pipeshift.plan.workload import Cut, workload_of
+from lightning_pipeshift.plan.workload import Cut, Workload, workload_of
 
 
 def plan_of(
@@ -75,13 +75,21 @@ def cut_of(plan: Plan, vm: int) -> Cut:
     return Cut(plan.placement.counts[vm], plan.recomputed(vm))
 
 
+def workloads_of(
+    profile: Profile,
+    cluster: Cluster,
+    ranks: Sequence[Sequence[int]],
+    schedule: str,
+    microbatches: int,
+) -> list[Workload]:
+    """The workload of each virtual machine, on as many samples as were measured."""
+    return [workload_of(profile, cluster, machine, schedule, microbatches) for machine in ranks]
+
+
 def prediction_of(
     plan: Plan, profile: Profile, cluster: Cluster, ranks: Sequence[Sequence[int]]
 ) -> Prediction:
     """What the simulator says of a plan, by what has been measured."""
-    workloads = [
-        workload_of(profile, cluster, machine, plan.schedule, plan.microbatches)
-        for machine in ranks
-    ]
+    workloads = workloads_of(profile, cluster, ranks, plan.schedule, plan.microbatches)
     cuts = [cut_of(plan, vm) for vm in range(len(workloads))]
     return predict(profile, cluster, ranks, workloads, cuts)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.errors import PlanError, some_of
 from lightning_pipeshift.plan.placement import Placement
 from lightning_pipeshift.plan.plan import Plan
 
@@ -44,7 +44,9 @@ def placement_after(plan: Plan, moves: Iterable[Move]) -> Placement:
     moved: Counter[tuple[int, str]] = Counter()
     for move in moves:
         if move.layer not in names:
-            raise PlanError(f"a move of the layer {move.layer!r}; the layers are {_some(names)}")
+            raise PlanError(
+                f"a move of the layer {move.layer!r}; the layers are {some_of([*map(repr, names)])}"
+            )
         machines = range(count) if move.virtual_machine is None else [move.virtual_machine]
         for vm in machines:
             if not 0 <= vm < count:
@@ -81,8 +83,3 @@ def _counts(vm: int, stages: Sequence[int], names: Sequence[str], depth: int) ->
                 " layers have to follow each other. Move the layers between them too"
             )
     return tuple(stages.count(stage) for stage in range(depth))
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(map(repr, names[:6]))
-    return shown + (f" and {len(names) - 6} more" if len(names) > 6 else "")

@@ -125,6 +125,11 @@ class Profile:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def payload_bytes(self) -> list[int]:
+        """What crosses each boundary, that in front of the first layer (nothing) among them."""
+        return [0, *(layer.payload_bytes for layer in self.layers)]
+
     def times_on(self, device: Device) -> KindProfile:
         """What the layers take on a device, its speed counted in.
 

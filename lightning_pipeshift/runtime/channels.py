@@ -371,6 +371,15 @@ class Channels:
                 self.send_object(obj, to)
         return obj
 
+    def gather_objects(self, obj: Any) -> list[Any] | None:
+        """Every stage calls this; stage 0 gets what each passed, in stage order, and the others
+        ``None``.
+        """
+        if self.stage:
+            self.send_object(obj, 0)
+            return None
+        return [obj, *(self.receive_object(stage) for stage in range(1, self.num_stages))]
+
     def sum(self, vector: Tensor) -> Tensor:
         """The sum of a CPU vector over the stages, with the same bits on each."""
         if self.num_stages > 1:

@@ -190,7 +190,7 @@ class Holdings:
 
     def move(
         self, stage_of: Sequence[int], optimizers: Sequence[Optimizer], deferred: Deferred
-    ) -> int:
+    ) -> None:
         """Lets layers change their owners, between two steps. With a layer go its parameters, their
         gradients, what optimizers keep for them, and what else the layer keeps. Every stage calls
         this.
@@ -199,26 +199,21 @@ class Holdings:
             stage_of: the new stage of each layer.
             optimizers: the same ones on every stage.
             deferred: see :meth:`settle`.
-
-        Returns:
-            How many things were sent to another stage.
         """
         before = self._all_holders()
         self._place(stage_of)
-        num_sent = 0
         with torch.no_grad(), flat_weights_forgotten(self.root):
             for number, (old, new) in enumerate(zip(before, self._all_holders(), strict=True)):
                 for to in new:
-                    if to not in old:
-                        num_sent += 1
-                        self._pass(number, old[0], to)
-                        if number < len(self.uses):
-                            parameter = self.uses[number].parameter
-                            self._pass_training_state(parameter, old[0], to, optimizers)
+                    if to in old:
+                        continue
+                    self._pass(number, old[0], to)
+                    if number < len(self.uses):
+                        parameter = self.uses[number].parameter
+                        self._pass_training_state(parameter, old[0], to, optimizers)
         # Nothing is let go of before it has arrived.
         self.channels.settle()
         self.settle(optimizers, final=True, deferred=deferred)
-        return num_sent
 
     def _pass_training_state(
         self, parameter: nn.Parameter, source: int, to: int, optimizers: Sequence[Optimizer]

@@ -412,12 +412,16 @@ class Pipeline:
             self._change_plan(optimizers)
         assert self.holdings is not None
         total = sum(size for _, size in slices)
+        again = self.plan.recomputing_stages(self.vm)
+        is_mine = self.channels.stage in again
+        recompute = self.plan.recomputed(self.vm) if is_mine else frozenset()
         state = module_signature(self.root)
         microbatches = [
-            self._microbatch(key, step, part, state, size, size / total if total else 0.0)
+            self._microbatch(
+                key, step, part, state, size, size / total if total else 0.0, recompute
+            )
             for key, (part, size) in zip(keys, slices, strict=True)
         ]
-        again = self.plan.recomputing_stages(self.vm)
         row = self._row(self.plan.schedule, len(slices), again)
         profiler = self.planning.profiler
         is_measured = self.planning.measures and not profiler.is_over
@@ -524,16 +528,20 @@ class Pipeline:
         return (self.settings.seed, purpose, step_number, microbatch, self.vm)
 
     def _microbatch(
-        self, key: Key, step: UserStep, part: Any, state: Hashable, size: int, share: float
+        self,
+        key: Key,
+        step: UserStep,
+        part: Any,
+        state: Hashable,
+        size: int,
+        share: float,
+        recompute: frozenset[int] = frozenset(),
     ) -> Microbatch:
         assert self._ownership is not None
         number = self._num_microbatches_done + int(key[3])
         layers = self._ownership.layers_of(self.vm, self.channels.stage, number)
         trace = self._trace(key, step, part, state)
-        again: frozenset[int] = frozenset()
-        if self.channels.stage in self.plan.recomputing_stages(self.vm):
-            again = self.plan.recomputed(self.vm)
-        return Microbatch(part, size, share, trace, layers, key, again)
+        return Microbatch(part, size, share, trace, layers, key, recompute)
 
     def _row(
         self, schedule: str, num_microbatches: int, recomputing: frozenset[int] = frozenset()

@@ -10,7 +10,7 @@ from lightning_pipeshift.errors import LayerError, PlanError
 from lightning_pipeshift.model.gate import Gate
 from lightning_pipeshift.plan.cluster import Cluster
 from lightning_pipeshift.plan.cuts import worthwhile_cuts
-from lightning_pipeshift.plan.draft import cut_of, plan_of
+from lightning_pipeshift.plan.draft import cut_of, plan_of, workloads_of
 from lightning_pipeshift.plan.flow import Flow
 from lightning_pipeshift.plan.partition import PartitionSpec, resolve
 from lightning_pipeshift.plan.placement import Placement
@@ -18,7 +18,7 @@ from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.plan.profile import Profile
 from lightning_pipeshift.plan.search import best_cut
 from lightning_pipeshift.plan.topology import Topology
-from lightning_pipeshift.plan.workload import Cut, Workload, workload_of
+from lightning_pipeshift.plan.workload import Cut, Workload
 
 _PATIENCE: Final = 1.1
 """How much slower a step may be for the sake of cutting between blocks."""
@@ -153,10 +153,7 @@ def make_plan(
     if settings.plan is not None:
         return settings.plan
     microbatches = settings.num_microbatches(topology.stages_per_vm)
-    workloads = [
-        workload_of(profile, cluster, ranks, settings.schedule, microbatches)
-        for ranks in topology.ranks
-    ]
+    workloads = workloads_of(profile, cluster, topology.ranks, settings.schedule, microbatches)
     if settings.partition == "auto" and max(topology.stages_per_vm) > 1:
         cuts = []
         for vm, workload in enumerate(workloads):
@@ -184,8 +181,7 @@ def _chosen_cut(
     in work that no figure shows (more tensors to send, more to clone).
     """
     anywhere = best_cut(workload, settings.recompute, start)
-    payloads = [0, *(layer.payload_bytes for layer in profile.layers)]
-    allowed = worthwhile_cuts(payloads, workload.num_stages)
+    allowed = worthwhile_cuts(profile.payload_bytes, workload.num_stages)
     between = replace(workload, allowed=allowed)
     try:
         kept = [cut for cut in start if between.is_allowed(cut)]

@@ -498,12 +498,8 @@ def _together(world: Channels) -> None:
 
 def _gather(world: Channels, mine: Any) -> list[Any]:
     """What each rank passed, in their order. Every rank calls this."""
-    everything = None
-    if world.stage == 0:
-        everything = [mine, *(world.receive_object(rank) for rank in range(1, world.num_stages))]
-    else:
-        world.send_object(mine, 0)
-        world.settle()
+    everything = world.gather_objects(mine)
+    world.settle()
     found: list[Any] = world.share_object(everything, 0)
     return found
 

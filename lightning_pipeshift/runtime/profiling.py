@@ -203,9 +203,8 @@ def gather_figures(mine: RankFigures, replicas: Replicas) -> list[RankFigures] |
     this.
     """
     world = replicas.world
-    if world.stage:
-        world.send_object(mine, 0)
+    found = world.gather_objects(mine)
+    if found is None:
         return None
-    others = [world.receive_object(place) for place in range(1, world.num_stages)]
-    found = dict(zip(world.ranks, [mine, *others], strict=True))
-    return [found[rank] for rank in range(world.num_stages)]
+    by_rank = dict(zip(world.ranks, found, strict=True))
+    return [by_rank[rank] for rank in range(world.num_stages)]
