@@ -194,7 +194,14 @@ def test_gradients_that_are_elsewhere_do_not_look_as_if_there_were_none(
     hook: str, way: str
 ) -> None:
     with pytest.raises(RanksFailed, match=r"LayerError.*lightning_pipeshift\.grad_norm"):
-        run_ranks(on_rank, 2, adding_gradients_up, {"microbatches": 4}, (hook, way), {})
+        run_ranks(
+            on_rank,
+            2,
+            adding_gradients_up,
+            {"microbatches": 4, "partition": "uniform"},
+            (hook, way),
+            {},
+        )
 
 
 # --------------------------------------------------------------------------------------------------
