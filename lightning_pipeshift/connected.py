@@ -225,7 +225,7 @@ class ConnectedStrategy(ParallelStrategy):
         backend = payload_backend(self.root_device, self._process_group_backend, self.world_size)
         device, watched = self.root_device, self._board.watched
         vm, stage = topology.place_of(self.global_rank)
-        groups = [make_groups(ranks, backend) for ranks in topology.ranks]
+        groups = [make_groups(ranks, backend, has_bulk=True) for ranks in topology.ranks]
         machine = Channels(topology.ranks[vm], stage, device, backend, watched, groups[vm])
         world = machine
         if topology.num_virtual_machines > 1:

@@ -56,8 +56,6 @@ class PipelinedStrategy(ConnectedStrategy):
         nothing that is computed changes. Every rank calls this, with the same plan, between the
         same steps (in ``on_train_batch_end``, say).
 
-        While gradients are accumulated, the plan waits for the next optimizer step.
-
         Raises:
             PlanError: it is for another model, or would change more than who owns what and what is
                 recomputed.

@@ -61,6 +61,7 @@ class StagePass(Watcher):
         recompute: the layers that let go of what they save, and run again before the backward.
         timer: measures the layers, where somebody wants to know.
         saved: counts what the layers save, where somebody wants to know.
+        before_layer: called with the number of a layer that is about to run.
     """
 
     trace: Trace
@@ -74,6 +75,7 @@ class StagePass(Watcher):
     recompute: frozenset[int] = frozenset()
     timer: Timer | None = None
     saved: SavedBytes | None = None
+    before_layer: Callable[[int], None] | None = None
     sent: dict[Value, Outgoing] = field(default_factory=dict)
     boxes: dict[Value, GradientBox] = field(default_factory=dict)
     result: Any = None
@@ -185,6 +187,8 @@ class StagePass(Watcher):
         return template.rebuild(leaves)
 
     def _run(self, gate: Gate, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.before_layer is not None:
+            self.before_layer(gate.index)
         self.streams.go_to(Place.LAYER, call.layer, call.call, host=self.trace.draws_on_host)
         self.shared.enter(Segment(call.layer, True))
         begin = self.timer.now() if self.timer is not None else None

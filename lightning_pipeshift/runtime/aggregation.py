@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_pipeshift.runtime.channels import Watched
+from lightning_pipeshift.runtime.lane import Watched
 
 
 class Sum(Protocol):

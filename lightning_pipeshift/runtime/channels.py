@@ -3,19 +3,15 @@
 Payloads and their gradients travel in two directions between neighbours. On gloo, one group carries
 everything and tags keep the tensors apart. NCCL has no tags and matches by order, and an operation
 that waits would block the ones behind it; so each direction between two neighbours has a
-communicator of its own, on which both ends go in microbatch order. Small objects (results, plans,
-checkpoints' parts) travel on the CPU.
+communicator of its own, on which both ends go in microbatch order. Everything else goes by a lane.
 """
 
 from __future__ import annotations
 
 import enum
-import io
-import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,21 +20,8 @@ from torch import Tensor
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.placeholder import Placeholder, dtype_named
 from lightning_pipeshift.plan.flow import TensorSpec
+from lightning_pipeshift.runtime.lane import Lane, Line, PostedObject, Sent, Watched, as_bytes
 from lightning_pipeshift.runtime.sockets import Opened, open_sockets, shut_down
-
-# A context around communication with a rank (``None``: with several), which turns a broken
-# connection into its reason.
-Watched = Callable[[int | None], AbstractContextManager[None]]
-
-# A process group, and a stage's rank in it. Its methods are called without torch's own wrappers
-# around them, which take longer than the sending.
-Line = tuple[Any, int]
-
-_OBJECT_TAG = 1 << 20
-_TENSOR_TAG = _OBJECT_TAG + 1
-_HEADER_BYTES = 8
-# What fits in the first message of an object, so that a step's usual report takes one.
-_INLINE_BYTES = 4096
 
 
 class Direction(enum.IntEnum):
@@ -69,31 +52,6 @@ class Receipt:
 
 
 @dataclass
-class Sent:
-    """A send under way; it keeps the tensor alive."""
-
-    watched: Watched
-    peer: int
-    works: list[tuple[Any, Tensor]] = field(default_factory=list)
-
-    def wait(self) -> None:
-        """Returns when the tensors may be reused."""
-        with self.watched(self.peer):
-            for work, _ in self.works:
-                work.wait()
-        self.works.clear()
-
-
-@dataclass
-class PostedObject:
-    """The posted receive of an object's first message."""
-
-    first: Tensor
-    work: Any
-    source: int
-
-
-@dataclass
 class PostedSum:
     """A sum over all stages that has begun."""
 
@@ -109,42 +67,40 @@ class PostedSum:
         return self.vector
 
 
-class _Head(NamedTuple):
-    """What is said of a tensor before it is sent."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def like(self) -> Tensor:
-        """A tensor of this kind, without memory."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
-
-
 @dataclass(frozen=True)
 class Groups:
-    """The process groups that a virtual machine's stages talk in."""
+    """The process groups that a virtual machine's stages talk in.
+
+    Args:
+        control: what has to arrive soon.
+        bulk: what may take its time: on connections of its own, where nothing waits behind it.
+        neighbours: what payloads travel on, where ``control`` does not carry them too.
+        sockets: those of all of them.
+    """
 
     control: Any
+    bulk: Any
     neighbours: dict[tuple[int, Direction], Any]
     sockets: Opened
 
 
-def make_groups(ranks: Sequence[int], backend: str) -> Groups:
+def make_groups(ranks: Sequence[int], backend: str, has_bulk: bool = False) -> Groups:
     """Makes the groups of a virtual machine. Every rank of the job calls this for every virtual
     machine, in the same order, whether it is a member or not.
     """
     before = open_sockets()
     control = dist.new_group(list(ranks), backend="gloo")
+    bulk = dist.new_group(list(ranks), backend="gloo") if has_bulk else None
     neighbours = {}
     if backend == "nccl":
         for left in range(len(ranks) - 1):
             for direction in Direction:
                 pair = list(ranks[left : left + 2])
                 neighbours[left, direction] = dist.new_group(pair, backend="nccl")
-    return Groups(control, neighbours, open_sockets() - before)
+    return Groups(control, bulk, neighbours, open_sockets() - before)
 
 
-class Channels:
+class Channels(Lane):
     """One stage's connections.
 
     Args:
@@ -165,18 +121,13 @@ class Channels:
         watched: Watched,
         groups: Groups,
     ) -> None:
-        self.ranks = list(ranks)
-        self.stage = stage
+        super().__init__(ranks, stage, groups.control, watched)
         self.device = device
         self.backend = backend
-        self.watched = watched
         self._staged = backend == "gloo" and device.type != "cpu"
-        self._object_sends: list[Sent] = []
-        self.control = groups.control
+        self._bulk = groups.bulk
         self._sockets = groups.sockets
         self._neighbours = dict(groups.neighbours)
-        # Torch numbers a group's members by their ranks, whatever order they were given in.
-        self._members = [sorted(self.ranks).index(rank) for rank in self.ranks]
         self._open_communicators()
 
     def _open_communicators(self) -> None:
@@ -196,17 +147,18 @@ class Channels:
             with self.watched(self.ranks[neighbour]):
                 transfer([byte], self._line(neighbour, direction)[1], 0).wait()
 
-    @property
-    def num_stages(self) -> int:
-        """How many stages the virtual machine has."""
-        return len(self.ranks)
+    def bulk(self) -> Lane:
+        """A lane for what may take its time; one thread at a time may use it with a stage, in a
+        direction.
+        """
+        return Lane(self.ranks, self.stage, self._bulk, self.watched)
 
     def close(self) -> None:
         """Lets go of the connections; peers that wait on them see an error at once."""
         self._object_sends.clear()
         self._neighbours.clear()
         shut_down(self._sockets)
-        self.control = None
+        self.control = self._bulk = None
 
     # --- payloads and gradients ---
 
@@ -241,18 +193,12 @@ class Channels:
                 group, peer = self._line(source, direction)
                 with self.watched(self.ranks[source]):
                     work = group.recv(
-                        [_bytes(flat if staging is None else staging)],
+                        [as_bytes(flat if staging is None else staging)],
                         peer,
                         _tag(direction, number),
                     )
             receipts.append(Receipt(buffer, work, self.watched, self.ranks[source], staging))
         return receipts
-
-    def _post_send(self, flat: Tensor, to: int, line: Line, tag: int) -> Any:
-        group, peer = line
-        # Where the peer is gone already, posting fails.
-        with self.watched(self.ranks[to]):
-            return group.send([_bytes(flat)], peer, tag)
 
     def _line(self, neighbour: int, direction: Direction) -> Line:
         if self.backend == "gloo":
@@ -260,100 +206,7 @@ class Channels:
         group = self._neighbours[min(self.stage, neighbour), direction]
         return group, int(self.ranks[neighbour] > self.ranks[self.stage])
 
-    # --- small things, on the CPU ---
-
-    def send_object(self, obj: Any, to: int) -> None:
-        """Sends a picklable object to stage ``to``, without waiting."""
-        buffer = io.BytesIO()
-        pickle.dump(obj, buffer, protocol=pickle.HIGHEST_PROTOCOL)
-        data = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-        first = torch.zeros(_HEADER_BYTES + _INLINE_BYTES, dtype=torch.uint8)
-        first[:_HEADER_BYTES].view(torch.int64)[0] = len(data)
-        inline = data[:_INLINE_BYTES]
-        first[_HEADER_BYTES : _HEADER_BYTES + len(inline)] = inline
-        sent = Sent(self.watched, self.ranks[to])
-        for part in (first, data[_INLINE_BYTES:]):
-            if len(part):
-                work = self._post_send(part, to, (self.control, self._members[to]), _OBJECT_TAG)
-                sent.works.append((work, part))
-        self._object_sends.append(sent)
-
-    def post_object(self, source: int) -> PostedObject:
-        """Posts the receive of the next object from stage ``source``, so that it travels while this
-        stage computes.
-        """
-        first = torch.empty(_HEADER_BYTES + _INLINE_BYTES, dtype=torch.uint8)
-        with self.watched(self.ranks[source]):
-            work = self.control.recv([first], self._members[source], _OBJECT_TAG)
-            return PostedObject(first, work, source)
-
-    def receive_object(self, source: int, posted: PostedObject | None = None) -> Any:
-        """Waits for an object from stage ``source``, whose receive may be posted already."""
-        if posted is None:
-            posted = self.post_object(source)
-        with self.watched(self.ranks[source]):
-            posted.work.wait()
-        first = posted.first
-        size = int(first[:_HEADER_BYTES].view(torch.int64)[0])
-        data = first[_HEADER_BYTES : _HEADER_BYTES + min(size, _INLINE_BYTES)]
-        if size > _INLINE_BYTES:
-            rest = torch.empty(size - _INLINE_BYTES, dtype=torch.uint8)
-            self._receive(rest, source, _OBJECT_TAG)
-            data = torch.cat([data, rest])
-        return pickle.loads(data.numpy().tobytes())
-
-    def send_tensor(self, tensor: Tensor, to: int) -> None:
-        """Sends one tensor to stage ``to`` by way of the CPU, and waits until it is on its way out
-        of memory.
-        """
-        flat = (
-            tensor.detach()
-            .to("cpu")
-            .resolve_conj()
-            .resolve_neg()
-            .contiguous()
-            .reshape(-1)
-            .view(torch.uint8)
-        )
-        if flat.numel():
-            with self.watched(self.ranks[to]):
-                dist.send(flat, self.ranks[to], group=self.control, tag=_TENSOR_TAG)
-
-    def receive_tensor(self, like: Tensor, source: int) -> Tensor:
-        """Waits for a tensor of the shape and type of ``like``; returns it on the CPU."""
-        tensor = torch.empty(like.shape, dtype=like.dtype)
-        flat = tensor.reshape(-1).view(torch.uint8)
-        if flat.numel():
-            self._receive(flat, source, _TENSOR_TAG)
-        return tensor
-
-    def send_values(self, values: Mapping[Any, Any], to: int) -> None:
-        """Sends what is found under some names: tensors, whose shapes the receiver need not know,
-        one at a time, and other picklable things. Waits as :meth:`send_tensor` does.
-        """
-        heads = {
-            name: _Head(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
-            for name, value in values.items()
-        }
-        self.send_object(heads, to)
-        self.settle()
-        for value in values.values():
-            if isinstance(value, Tensor):
-                self.send_tensor(value, to)
-
-    def receive_values(self, source: int) -> Iterator[tuple[Any, Any]]:
-        """Waits for what :meth:`send_values` sends, name by name; tensors are on the CPU. Has to be
-        run through to its end.
-        """
-        for name, head in self.receive_object(source).items():
-            if isinstance(head, _Head):
-                yield name, self.receive_tensor(head.like(), source)
-            else:
-                yield name, head
-
-    def _receive(self, buffer: Tensor, source: int, tag: int) -> None:
-        with self.watched(self.ranks[source]):
-            dist.recv(buffer, self.ranks[source], group=self.control, tag=tag)
+    # --- all stages together ---
 
     def share_object(self, obj: Any, source: int, posted: PostedObject | None = None) -> Any:
         """Every stage calls this; every stage gets what ``source`` passed.
@@ -404,12 +257,6 @@ class Channels:
             dist.all_gather(parts, torch.tensor([value], dtype=torch.int64), group=self.control)
         return [int(parts[member]) for member in self._members]
 
-    def settle(self) -> None:
-        """Waits for the objects that are still under way."""
-        sends, self._object_sends = self._object_sends, []
-        for sent in sends:
-            sent.wait()
-
 
 def _tag(direction: Direction, number: int) -> int:
     return 2 * number + int(direction)
@@ -420,11 +267,6 @@ def _flat(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous():
         return tensor.detach()
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-
-
-def _bytes(flat: Tensor) -> Tensor:
-    """NCCL does not know every type; gloo copies memory and asks for none."""
-    return flat if flat.device.type == "cpu" else flat.reshape(-1).view(torch.uint8)
 
 
 def _laid_out(tensor: Tensor, spec: TensorSpec) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipeshift.runtime.channels import Watched
+from lightning_pipeshift.runtime.lane import Watched
 from lightning_pipeshift.runtime.rings import chunks_of, received_at, sent_at
 
 

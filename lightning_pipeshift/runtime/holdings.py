@@ -55,12 +55,13 @@ class Holdings:
         self.channels = channels
         self.stage = channels.stage
         self._modules = list(layers)
-        self._place(stage_of)
+        self.place(stage_of)
         self._fresh: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
         self._replaces = False
 
-    def _place(self, stage_of: Sequence[int]) -> None:
+    def place(self, stage_of: Sequence[int]) -> None:
+        """Names the stage of each layer; nothing goes there by that."""
         self.layers = list(zip(self._modules, stage_of, strict=True))
         # By identity of a parameter: the stages that hold it, lowest first.
         self._holders = {
@@ -126,7 +127,7 @@ class Holdings:
         there[self.stage] = 1 - torch.tensor(lacking, dtype=torch.float32)
         # Each entry is one stage's value plus zeros.
         there = channels.sum(there.flatten()).view_as(there)
-        for number, stages in enumerate(self._all_holders()):
+        for number, stages in enumerate(self.all_holders()):
             targets = [stage for stage in stages if not there[stage, number]]
             if not targets:
                 continue
@@ -141,13 +142,13 @@ class Holdings:
             for to in targets:
                 self._pass(number, sources[0], to)
 
-    def _all_holders(self) -> list[list[int]]:
+    def all_holders(self) -> list[list[int]]:
         """The stages that hold each parameter, and then what each layer keeps besides."""
         holders = [self.holders_of(use.parameter) for use in self.uses]
         return holders + [[stage] for _, stage in self.layers]
 
     def _pass(self, number: int, source: int, to: int) -> None:
-        """Sends one thing of those that :meth:`_all_holders` lists to another stage."""
+        """Sends one thing of those that :meth:`all_holders` lists to another stage."""
         channels = self.channels
         if number < len(self.uses):
             parameter = self.uses[number].parameter
@@ -188,61 +189,12 @@ class Holdings:
             # and nothing else.
             log.warning("PipeShift: a tensor of another stage stays here: %s", error)
 
-    def move(
-        self, stage_of: Sequence[int], optimizers: Sequence[Optimizer], deferred: Deferred
-    ) -> None:
-        """Lets layers change their owners, between two steps. With a layer go its parameters, their
-        gradients, what optimizers keep for them, and what else the layer keeps. Every stage calls
-        this.
-
-        Args:
-            stage_of: the new stage of each layer.
-            optimizers: the same ones on every stage.
-            deferred: see :meth:`settle`.
-        """
-        before = self._all_holders()
-        self._place(stage_of)
-        with torch.no_grad(), flat_weights_forgotten(self.root):
-            for number, (old, new) in enumerate(zip(before, self._all_holders(), strict=True)):
-                for to in new:
-                    if to in old:
-                        continue
-                    self._pass(number, old[0], to)
-                    if number < len(self.uses):
-                        parameter = self.uses[number].parameter
-                        self._pass_training_state(parameter, old[0], to, optimizers)
-        # Nothing is let go of before it has arrived.
-        self.channels.settle()
-        self.settle(optimizers, final=True, deferred=deferred)
-
-    def _pass_training_state(
-        self, parameter: nn.Parameter, source: int, to: int, optimizers: Sequence[Optimizer]
-    ) -> None:
-        """Sends a parameter's gradient, and what optimizers keep for it, to another stage."""
-        if self.stage == source:
-            state: dict[tuple[int, Any], Any] = {
-                (index, name): value
-                for index, optimizer in enumerate(optimizers)
-                for name, value in optimizer.state.get(parameter, {}).items()
-            }
-            if parameter.grad is not None:
-                state[-1, "gradient"] = parameter.grad
-            self.channels.send_values(state, to)
-        elif self.stage == to:
-            parameter.grad = None
-            for (index, name), value in self.channels.receive_values(source):
-                if index < 0:
-                    parameter.data = parameter.data.to(self.channels.device)
-                    parameter.grad = value.to(self.channels.device)
-                else:
-                    optimizers[index].state[parameter][name] = value
-
     def make_whole(self) -> None:
         """Gives every stage the whole model again, on the CPU, one tensor at a time. Every stage
         calls this.
         """
         with torch.no_grad(), flat_weights_forgotten(self.root):
-            for number, holders in enumerate(self._all_holders()):
+            for number, holders in enumerate(self.all_holders()):
                 for to in range(self.channels.num_stages):
                     if to not in holders:
                         self._pass(number, holders[0], to)
@@ -272,6 +224,10 @@ class Holdings:
                     use.parameter.copy_(values)
 
     # --- gradients ---
+
+    def put_gradient_aside(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Takes in what a parameter's gradient was before the step, if that comes later."""
+        self._aside.append((parameter, gradient))
 
     def set_gradients_aside(self, keep: bool) -> None:
         """Makes room for a step's gradients.

@@ -35,7 +35,7 @@ from lightning_pipeshift.plan.placement import Ownership, Placement
 from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.plan.schedule import forward_only, schedule_named, with_recomputation
 from lightning_pipeshift.runtime.aggregation import Aggregation, AllReduce
-from lightning_pipeshift.runtime.channels import Channels, Sent
+from lightning_pipeshift.runtime.channels import Channels
 from lightning_pipeshift.runtime.checksum import (
     is_checked,
     require_same_batch,
@@ -44,7 +44,9 @@ from lightning_pipeshift.runtime.checksum import (
 from lightning_pipeshift.runtime.device_rings import DeviceRings
 from lightning_pipeshift.runtime.following import Follower, Key
 from lightning_pipeshift.runtime.holdings import Holdings
+from lightning_pipeshift.runtime.lane import Sent
 from lightning_pipeshift.runtime.matching import gradient_groups, match_replicas
+from lightning_pipeshift.runtime.migration import Migration
 from lightning_pipeshift.runtime.planning import Settings, check_order
 from lightning_pipeshift.runtime.replanning import Replanning
 from lightning_pipeshift.runtime.replicas import Replicas
@@ -57,6 +59,7 @@ from lightning_pipeshift.runtime.step_run import (
     StepRun,
     UserStep,
 )
+from lightning_pipeshift.runtime.threads import Threads
 
 # How many batches a stage may run ahead of the next in an evaluation.
 _AHEAD = 4
@@ -159,6 +162,9 @@ class Pipeline:
         # The outcomes and the sizes of the evaluation's batches that nobody has asked for yet.
         self._pending: list[tuple[list[Outcome], int]] = []
         self._under_way: list[Sent] = []
+        # Layers that change their owners in the step under way.
+        self._migration: Migration | None = None
+        self._threads = Threads("move")
 
     # --- the plan ---
 
@@ -262,8 +268,8 @@ class Pipeline:
         return self._next_plan if self._next_plan is not None else self.plan
 
     def adopt(self, plan: Plan) -> None:
-        """Lets another plan be in force from the next step on at which no gradients are under way.
-        Every rank calls this, with the same plan, between the same steps.
+        """Lets another plan be in force from the next step on. Every rank calls this, with the same
+        plan, between the same steps.
 
         Raises:
             PlanError: it is for another model, other virtual machines, or another way to train:
@@ -298,7 +304,7 @@ class Pipeline:
             self.news.append(f"the new plan was left alone. {objection}")
             return
         stage_of = [placement.stage_of(self.vm, layer) for layer in range(placement.num_layers)]
-        self.holdings.move(stage_of, optimizers, self._deferred)
+        self._migration = Migration(self.holdings, stage_of, optimizers, self._threads)
         self._ownership = self._ownership.moved(placement, self._num_microbatches_done)
         self._plan = plan
         if self._aggregation is not None:
@@ -408,7 +414,7 @@ class Pipeline:
         slices = split(batch, self.settings.num_microbatches(stages_per_vm))
         keys = [self._key("train", step_number, number) for number in range(len(slices))]
         self._settle(keys[0], step, slices[0][0], optimizers, final=True, trains=True)
-        if self._next_plan is not None and not accumulation.has_begun:
+        if self._next_plan is not None:
             self._change_plan(optimizers)
         assert self.holdings is not None
         total = sum(size for _, size in slices)
@@ -437,6 +443,7 @@ class Pipeline:
             sums.arm if sums is not None and not accumulation.has_begun else None,
             profiler.timer if is_measured else None,
             profiler.saved if is_measured and not profiler.num_steps else None,
+            self._migration.await_layer if self._migration is not None else None,
         )
         last = self.channels.num_stages - 1
         posted = None if self.is_last else self.channels.post_object(last)
@@ -453,6 +460,9 @@ class Pipeline:
         report: Report = self.channels.share_object(mine, last, posted)
         run.settle()
         require_same_end(is_last_batch, report.is_last_batch, batch_idx)
+        if self._migration is not None:
+            self._migration.finish(keeps_gradients, self._deferred)
+            self._migration = None
         self.holdings.collect_gradients(
             report.correction,
             sums.finish if sums is not None else None,
@@ -559,6 +569,7 @@ class Pipeline:
         before_last_backward: Callable[[], None] | None = None,
         timer: Timer | None = None,
         saved: SavedBytes | None = None,
+        before_layer: Callable[[int], None] | None = None,
     ) -> StepRun:
         assert self.holdings is not None
         return StepRun(
@@ -576,6 +587,7 @@ class Pipeline:
             before_last_backward,
             timer,
             saved,
+            before_layer,
         )
 
     @property
@@ -653,6 +665,7 @@ class Pipeline:
         """Gives the layers their own ``forward`` back."""
         if self._aggregation is not None:
             self._aggregation.close()
+        self._threads.close()
         remove(self._follower.gates)
         self._switch.current = None
 

@@ -11,61 +11,24 @@ same bits, in every run.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.runtime.channels import Groups, Watched
+from lightning_pipeshift.runtime.channels import Groups
+from lightning_pipeshift.runtime.lane import Watched
 from lightning_pipeshift.runtime.sockets import shut_down
+from lightning_pipeshift.runtime.threads import Threads
 
 # A long gradient is summed in pieces, each in a ring of its own: while one piece is added up,
 # another is on the wire.
 _PIECE_BYTES = 4 << 20
 _MOST_PIECES = 8
 _TAGS_PER_PIECE = 4
-
-
-class _Threads:
-    """As many threads as there is work that waits. Unlike those of ``concurrent.futures``, they do
-    not keep a process alive whose run has failed.
-    """
-
-    def __init__(self) -> None:
-        self._work: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
-        self._idle = threading.Semaphore(0)
-        self._count = 0
-
-    def submit(self, function: Callable[[], None]) -> Future[None]:
-        """Calls a function in a thread of its own."""
-        future: Future[None] = Future()
-        if not self._idle.acquire(blocking=False):
-            self._count += 1
-            threading.Thread(target=self._serve, name=f"ring-{self._count}", daemon=True).start()
-        self._work.put((function, future))
-        return future
-
-    def close(self) -> None:
-        """Lets every thread end when it has nothing left to do."""
-        for _ in range(self._count):
-            self._work.put(None)
-        self._count = 0
-
-    def _serve(self) -> None:
-        while (item := self._work.get()) is not None:
-            function, future = item
-            try:
-                function()
-                future.set_result(None)
-            except BaseException as error:
-                future.set_exception(error)
-            del item, function, future
-            self._idle.release()
 
 
 class RingSum:
@@ -101,7 +64,7 @@ class Rings:
         self.watched = watched
         # One for every piece under way: with fewer, two members that have begun other rings first
         # could wait for each other. A thread that waits costs nothing but its stack.
-        self._threads = _Threads()
+        self._threads = Threads("ring")
 
     def start(self, number: int, members: Sequence[int], buffer: Tensor) -> RingSum:
         """Sums a vector over the members of a ring, in place, without waiting.

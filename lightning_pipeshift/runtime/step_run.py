@@ -20,7 +20,8 @@ from lightning_pipeshift.model.timing import Timer
 from lightning_pipeshift.model.trace import Trace
 from lightning_pipeshift.plan.action import Action, Kind, Row
 from lightning_pipeshift.plan.flow import Value
-from lightning_pipeshift.runtime.channels import Channels, Direction, Receipt, Sent
+from lightning_pipeshift.runtime.channels import Channels, Direction, Receipt
+from lightning_pipeshift.runtime.lane import Sent
 
 UserStep = Callable[[nn.Module, Any], Any]
 
@@ -90,6 +91,7 @@ class StepRun:
         before_last_backward: called in front of the stage's last backward.
         timer: measures layers and actions, where somebody wants to know.
         saved: counts what the first microbatch's layers save, where somebody wants to know.
+        before_layer: called in front of each of the stage's layers, where one may not be there yet.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class StepRun:
         before_last_backward: Callable[[], None] | None = None,
         timer: Timer | None = None,
         saved: SavedBytes | None = None,
+        before_layer: Callable[[int], None] | None = None,
     ) -> None:
         self.outcomes: list[Outcome] = []
         self._root = root
@@ -131,6 +134,7 @@ class StepRun:
         self._num_backwards = 0
         self._timer = timer
         self._saved = saved
+        self._before_layer = before_layer
         # Until when the action under way has waited for other stages.
         self._waited: Any = None
         # The denominator that user-given weights are divided by before it is known: see `counted`.
@@ -194,6 +198,7 @@ class StepRun:
             recompute=microbatch.recompute,
             timer=self._timer,
             saved=self._saved if number == 0 else None,
+            before_layer=self._before_layer,
         )
         self._switch.current = current
         try:

@@ -16,6 +16,6 @@ def connect() -> tuple[Channels, FailureBoard]:
     store = dist.distributed_c10d._get_default_store()
     board = FailureBoard(store, rank, world_size, 0)
     ranks = range(world_size)
-    groups = make_groups(ranks, "gloo")
+    groups = make_groups(ranks, "gloo", has_bulk=True)
     channels = Channels(ranks, rank, torch.device("cpu"), "gloo", board.watched, groups)
     return channels, board

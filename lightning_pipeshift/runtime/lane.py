@@ -1,0 +1,208 @@
+"""What travels on one process group, from any member to any other: objects, and tensors by way of
+the CPU.
+
+Payloads are the channels' own; everything else (results, plans, checkpoints' parts, layers that
+move) goes by one of these.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# A context around communication with a rank (``None``: with several), which turns a broken
+# connection into its reason.
+Watched = Callable[[int | None], AbstractContextManager[None]]
+
+# A process group, and a stage's rank in it. Its methods are called without torch's own wrappers
+# around them, which take longer than the sending.
+Line = tuple[Any, int]
+
+_OBJECT_TAG = 1 << 20
+_TENSOR_TAG = _OBJECT_TAG + 1
+_HEADER_BYTES = 8
+# What fits in the first message of an object, so that a step's usual report takes one.
+_INLINE_BYTES = 4096
+
+
+@dataclass
+class Sent:
+    """A send under way; it keeps the tensor alive."""
+
+    watched: Watched
+    peer: int
+    works: list[tuple[Any, Tensor]] = field(default_factory=list)
+
+    def wait(self) -> None:
+        """Returns when the tensors may be reused."""
+        with self.watched(self.peer):
+            for work, _ in self.works:
+                work.wait()
+        self.works.clear()
+
+
+@dataclass
+class PostedObject:
+    """The posted receive of an object's first message."""
+
+    first: Tensor
+    work: Any
+    source: int
+
+
+class _Head(NamedTuple):
+    """What is said of a tensor before it is sent."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def like(self) -> Tensor:
+        """A tensor of this kind, without memory."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+class Lane:
+    """One stage's end of a gloo group.
+
+    Args:
+        ranks: the global ranks of the stages, in stage order.
+        stage: this stage.
+        control: the process group.
+        watched: the context to communicate in.
+    """
+
+    def __init__(self, ranks: Sequence[int], stage: int, control: Any, watched: Watched) -> None:
+        self.ranks = list(ranks)
+        self.stage = stage
+        self.control = control
+        self.watched = watched
+        self._object_sends: list[Sent] = []
+        # Torch numbers a group's members by their ranks, whatever order they were given in.
+        self._members = [sorted(self.ranks).index(rank) for rank in self.ranks]
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the virtual machine has."""
+        return len(self.ranks)
+
+    def _post_send(self, flat: Tensor, to: int, line: Line, tag: int) -> Any:
+        group, peer = line
+        # Where the peer is gone already, posting fails.
+        with self.watched(self.ranks[to]):
+            return group.send([as_bytes(flat)], peer, tag)
+
+    def send_object(self, obj: Any, to: int) -> None:
+        """Sends a picklable object to stage ``to``, without waiting."""
+        buffer = io.BytesIO()
+        pickle.dump(obj, buffer, protocol=pickle.HIGHEST_PROTOCOL)
+        data = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+        first = torch.zeros(_HEADER_BYTES + _INLINE_BYTES, dtype=torch.uint8)
+        first[:_HEADER_BYTES].view(torch.int64)[0] = len(data)
+        inline = data[:_INLINE_BYTES]
+        first[_HEADER_BYTES : _HEADER_BYTES + len(inline)] = inline
+        sent = Sent(self.watched, self.ranks[to])
+        for part in (first, data[_INLINE_BYTES:]):
+            if len(part):
+                work = self._post_send(part, to, (self.control, self._members[to]), _OBJECT_TAG)
+                sent.works.append((work, part))
+        self._object_sends.append(sent)
+
+    def post_object(self, source: int) -> PostedObject:
+        """Posts the receive of the next object from stage ``source``, so that it travels while this
+        stage computes.
+        """
+        first = torch.empty(_HEADER_BYTES + _INLINE_BYTES, dtype=torch.uint8)
+        with self.watched(self.ranks[source]):
+            work = self.control.recv([first], self._members[source], _OBJECT_TAG)
+            return PostedObject(first, work, source)
+
+    def receive_object(self, source: int, posted: PostedObject | None = None) -> Any:
+        """Waits for an object from stage ``source``, whose receive may be posted already."""
+        if posted is None:
+            posted = self.post_object(source)
+        with self.watched(self.ranks[source]):
+            posted.work.wait()
+        first = posted.first
+        size = int(first[:_HEADER_BYTES].view(torch.int64)[0])
+        data = first[_HEADER_BYTES : _HEADER_BYTES + min(size, _INLINE_BYTES)]
+        if size > _INLINE_BYTES:
+            rest = torch.empty(size - _INLINE_BYTES, dtype=torch.uint8)
+            self._receive(rest, source, _OBJECT_TAG)
+            data = torch.cat([data, rest])
+        return pickle.loads(data.numpy().tobytes())
+
+    def send_tensor(self, tensor: Tensor, to: int) -> None:
+        """Sends one tensor to stage ``to`` by way of the CPU, and waits until it is on its way out
+        of memory.
+        """
+        flat = (
+            tensor.detach()
+            .to("cpu")
+            .resolve_conj()
+            .resolve_neg()
+            .contiguous()
+            .reshape(-1)
+            .view(torch.uint8)
+        )
+        if flat.numel():
+            with self.watched(self.ranks[to]):
+                dist.send(flat, self.ranks[to], group=self.control, tag=_TENSOR_TAG)
+
+    def receive_tensor(self, like: Tensor, source: int) -> Tensor:
+        """Waits for a tensor of the shape and type of ``like``; returns it on the CPU."""
+        tensor = torch.empty(like.shape, dtype=like.dtype)
+        self.receive_into(tensor, source)
+        return tensor
+
+    def receive_into(self, tensor: Tensor, source: int) -> None:
+        """Waits for a tensor; takes it into the memory of a contiguous one on the CPU."""
+        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        if flat.numel():
+            self._receive(flat, source, _TENSOR_TAG)
+
+    def send_values(self, values: Mapping[Any, Any], to: int) -> None:
+        """Sends what is found under some names: tensors, whose shapes the receiver need not know,
+        one at a time, and other picklable things. Waits as :meth:`send_tensor` does.
+        """
+        heads = {
+            name: _Head(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
+            for name, value in values.items()
+        }
+        self.send_object(heads, to)
+        self.settle()
+        for value in values.values():
+            if isinstance(value, Tensor):
+                self.send_tensor(value, to)
+
+    def receive_values(self, source: int) -> Iterator[tuple[Any, Any]]:
+        """Waits for what :meth:`send_values` sends, name by name; tensors are on the CPU. Has to be
+        run through to its end.
+        """
+        for name, head in self.receive_object(source).items():
+            if isinstance(head, _Head):
+                yield name, self.receive_tensor(head.like(), source)
+            else:
+                yield name, head
+
+    def _receive(self, buffer: Tensor, source: int, tag: int) -> None:
+        with self.watched(self.ranks[source]):
+            dist.recv(buffer, self.ranks[source], group=self.control, tag=tag)
+
+    def settle(self) -> None:
+        """Waits for the objects that are still under way."""
+        sends, self._object_sends = self._object_sends, []
+        for sent in sends:
+            sent.wait()
+
+
+def as_bytes(flat: Tensor) -> Tensor:
+    """NCCL does not know every type; gloo copies memory and asks for none."""
+    return flat if flat.device.type == "cpu" else flat.reshape(-1).view(torch.uint8)

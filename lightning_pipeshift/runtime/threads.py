@@ -1,0 +1,53 @@
+"""Threads that wait for others, beside the one that computes.
+
+Unlike those of ``concurrent.futures``, they do not keep a process alive whose run has failed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+
+
+class Threads:
+    """As many threads as there is work that waits.
+
+    Args:
+        name: what the threads are called, before their number.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._work: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._count = 0
+
+    def submit(self, function: Callable[[], None]) -> Future[None]:
+        """Calls a function in a thread of its own."""
+        future: Future[None] = Future()
+        if not self._idle.acquire(blocking=False):
+            self._count += 1
+            threading.Thread(
+                target=self._serve, name=f"{self._name}-{self._count}", daemon=True
+            ).start()
+        self._work.put((function, future))
+        return future
+
+    def close(self) -> None:
+        """Lets every thread end when it has nothing left to do."""
+        for _ in range(self._count):
+            self._work.put(None)
+        self._count = 0
+
+    def _serve(self) -> None:
+        while (item := self._work.get()) is not None:
+            function, future = item
+            try:
+                function()
+                future.set_result(None)
+            except BaseException as error:
+                future.set_exception(error)
+            del item, function, future
+            self._idle.release()
