@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_pipeshift  # noqa: F401  registers the strategy
-from lightning_pipeshift import export, planning_command
+from lightning_pipeshift import export, planning_command, run_commands
 
 
 class PipeShiftCLI(LightningCLI):
@@ -28,10 +28,12 @@ class PipeShiftCLI(LightningCLI):
 
 def main() -> None:
     """Runs the ``pipeshift`` command: ``pipeshift fit ...`` and what else a LightningCLI knows,
-    ``pipeshift plan ...`` and ``pipeshift export CKPT OUT``.
+    ``pipeshift plan ...``, ``pipeshift export CKPT OUT``, and for a run that is under way
+    ``pipeshift status`` and ``pipeshift move``.
     """
-    if sys.argv[1:2] == ["export"]:
-        export.main(sys.argv[2:])
+    others = {"export": export.main, "status": run_commands.status, "move": run_commands.move}
+    if sys.argv[1:2] and sys.argv[1] in others:
+        others[sys.argv[1]](sys.argv[2:])
         return
     # A configuration names classes by their path from where the user stands, as `python script.py`
     # would find them.
@@ -42,7 +44,9 @@ def main() -> None:
         return
     PipeShiftCLI(
         parser_kwargs={
-            "epilog": "pipeshift plan --config ... measures and plans without training, pipeshift"
-            " export CKPT OUT makes one file of a checkpoint; see their --help."
+            "epilog": "pipeshift plan --config ... measures and plans without training;"
+            " pipeshift export CKPT OUT makes one file of a checkpoint; pipeshift status --run DIR"
+            " shows a run that is under way, pipeshift move --run DIR LAYER STAGE moves a layer of"
+            " it. See their --help."
         }
     )

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from lightning_pipeshift.connected import ConnectedStrategy
 from lightning_pipeshift.errors import ConfigurationError, PlanError
-from lightning_pipeshift.plan.moves import Move, placement_after
+from lightning_pipeshift.plan.moves import Move
 from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.runtime.holdings import Holdings
+from lightning_pipeshift.runtime.outside import Outside
 from lightning_pipeshift.runtime.pipeline import Pipeline
 
 
@@ -22,6 +23,7 @@ class PipelinedStrategy(ConnectedStrategy):
         super().__init__(*args)
         self._pipeline: Pipeline | None = None
         self._trained: Pipeline | None = None
+        self._outside = Outside()
 
     # --- what is known ---
 
@@ -71,11 +73,7 @@ class PipelinedStrategy(ConnectedStrategy):
                 layer; a stage whose layers would not follow each other; or a stage that would have
                 too little memory. Nothing changes then.
         """
-        pipeline = self._require_pipeline()
-        plan = pipeline.coming_plan
-        plan = plan.with_placement(placement_after(plan, moves))
-        pipeline.planning.require_room(plan)
-        pipeline.adopt(plan)
+        self._require_pipeline().migrate(moves)
 
     @property
     def steps_left(self) -> float:
@@ -149,5 +147,6 @@ class PipelinedStrategy(ConnectedStrategy):
     # --- the end ---
 
     def _let_go(self) -> None:
+        self._outside.close()
         if self._pipeline is not None:
             self._pipeline.release_gates()

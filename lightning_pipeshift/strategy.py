@@ -58,6 +58,7 @@ from lightning_pipeshift.runtime.checksum import (
 from lightning_pipeshift.runtime.holdings import optimizer_to_device
 from lightning_pipeshift.runtime.pipeline import Accumulation, Pipeline
 from lightning_pipeshift.runtime.planning import Settings, Watch
+from lightning_pipeshift.runtime.status import status_of
 from lightning_pipeshift.synchronising import MetricSync, silence_advice_to_synchronise
 
 T = TypeVar("T")
@@ -160,6 +161,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
         self._profile_steps = profile_steps
         self._only_measures = False
         self._watch: Watch | None = None
+        self._request_folder: Path | None = None
         self._gradient_aggregation = gradient_aggregation
         self._shares_data: bool | None = None
         self._accumulates = False
@@ -199,6 +201,12 @@ class PipeShiftStrategy(CheckpointingStrategy):
     def watch(self, watch: Watch | None) -> None:
         """Lets the next run move layers by itself, or not."""
         self._watch = watch
+
+    def take_requests(self, folder: Path | None) -> None:
+        """Lets the next run take requests for moves in a folder, and show there how it stands; or
+        not.
+        """
+        self._request_folder = folder
 
     # --- for `pipeshift plan` ---
 
@@ -289,7 +297,11 @@ class PipeShiftStrategy(CheckpointingStrategy):
             deferred=self._deferred,
             ignored=_FRAMEWORK_ATTRIBUTES,
             say=_say,
+            outside=self._outside,
         )
+        if self._request_folder is not None and self.is_global_zero:
+            self._outside.open(self._request_folder, partial(status_of, self._pipeline))
+            _say(f"`pipeshift status --run {self._request_folder}` shows how this run stands.")
         self._evaluation = EvaluationSteps(trainer, self._pipeline)
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
@@ -534,6 +546,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
     def teardown(self) -> None:
         """Makes the model whole again on every rank, and gives back what the run took."""
         pipeline = self._pipeline
+        self._outside.close()
         if pipeline is not None:
             pipeline.release_gates()
             if not self._failed:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,7 +29,12 @@ class LayerMigration(Callback):
         min_gain: by how much a step has to get shorter, by the simulator, for layers to move.
         patience: for how many steps an imbalance has to last. It is looked at again after as many,
             and has to be found twice: a stage whose speed swings does not make layers swing.
-        watches: whether to watch at all; ``False``: only ``moves`` are done.
+        watches: whether to watch at all; ``False``: only ``moves`` are done, and what is asked for
+            from outside.
+
+    While a run goes on, ``pipeshift move --run DIR LAYER STAGE`` asks it for a move, and
+    ``pipeshift status --run DIR`` shows who owns what. ``DIR`` is the logger's folder, or the
+    Trainer's ``default_root_dir``.
 
     Raises:
         ConfigurationError: a value that is not allowed; or, as a run begins, another strategy.
@@ -60,6 +66,8 @@ class LayerMigration(Callback):
         """Asks the strategy to watch."""
         strategy = _strategy_of(trainer)
         strategy.watch(Watch(self.min_gain, self.patience) if self.watches else None)
+        folder = trainer.log_dir or trainer.default_root_dir
+        strategy.take_requests(Path(folder) if stage == "fit" else None)
         self._num_logged = 0
 
     def on_train_batch_start(

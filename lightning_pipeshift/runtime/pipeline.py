@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from lightning_pipeshift.plan.action import Row, Schedule
 from lightning_pipeshift.plan.check import check
 from lightning_pipeshift.plan.cluster import Device
 from lightning_pipeshift.plan.lowering import with_communication
+from lightning_pipeshift.plan.moves import Move, placement_after
 from lightning_pipeshift.plan.placement import Ownership, Placement
 from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.plan.schedule import forward_only, schedule_named, with_recomputation
@@ -47,6 +49,7 @@ from lightning_pipeshift.runtime.holdings import Holdings
 from lightning_pipeshift.runtime.lane import Sent
 from lightning_pipeshift.runtime.matching import gradient_groups, match_replicas
 from lightning_pipeshift.runtime.migration import Migration
+from lightning_pipeshift.runtime.outside import Answer, Outside
 from lightning_pipeshift.runtime.planning import Settings, check_order
 from lightning_pipeshift.runtime.replanning import Replanning
 from lightning_pipeshift.runtime.replicas import Replicas
@@ -105,6 +108,7 @@ class Pipeline:
         deferred: how the tensors of the model are made that are on the meta device.
         ignored: names of attributes that belong to the framework.
         say: tells the user something at once.
+        outside: what others ask of the run; of the first rank alone.
     """
 
     def __init__(
@@ -118,8 +122,10 @@ class Pipeline:
         deferred: Deferred,
         ignored: frozenset[str],
         say: Callable[[str], None],
+        outside: Outside,
     ) -> None:
         self.root = root
+        self._outside = outside
         self._deferred = deferred
         # A rank that owns every layer may have all values while others have not.
         lacking = replicas.world.sum(torch.tensor([0.0 if is_whole(root) else 1.0]))
@@ -134,7 +140,10 @@ class Pipeline:
         # What was decided and the user may want to know.
         self.news: list[str] = []
         self.settings = settings
-        self.planning = Replanning(settings, replicas, here, channels.device, self.news, say)
+        self._threads = Threads("beside")
+        self.planning = Replanning(
+            settings, replicas, here, channels.device, self.news, say, self._threads
+        )
         self._next_plan: Plan | None = None
         self.streams = Streams(channels.device)
         self._switch = Switch()
@@ -156,6 +165,11 @@ class Pipeline:
         self.holdings: Holdings | None = None
         self._is_final = False
         self._num_microbatches_done = 0
+        self.num_steps_done = 0
+        """How many batches of the run are behind it."""
+        self.step_seconds: float | None = None
+        """From the last step's begin but one to the last one's."""
+        self._begun: float | None = None
         # Whether this rank wants the run to end, and whether all know by now that some rank does.
         self.asks_to_end = False
         self.is_to_end = False
@@ -164,9 +178,13 @@ class Pipeline:
         self._under_way: list[Sent] = []
         # Layers that change their owners in the step under way.
         self._migration: Migration | None = None
-        self._threads = Threads("move")
 
     # --- the plan ---
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether there is a plan."""
+        return self._plan is not None
 
     @property
     def plan(self) -> Plan:
@@ -287,6 +305,18 @@ class Pipeline:
             )
         self._next_plan = plan
 
+    def migrate(self, moves: Iterable[Move]) -> None:
+        """Lets layers change their owners from the next step on. Every rank calls this, with the
+        same moves, between the same steps.
+
+        Raises:
+            PlanError: a move that cannot be. Nothing changes then.
+        """
+        plan = self.coming_plan
+        plan = plan.with_placement(placement_after(plan, moves))
+        self.planning.require_room(plan)
+        self.adopt(plan)
+
     def _change_plan(self, optimizers: Sequence[Optimizer]) -> None:
         plan, self._next_plan = self._next_plan, None
         assert plan is not None
@@ -405,9 +435,12 @@ class Pipeline:
             is_last_batch: whether this stage's data ends with the batch.
             accumulation: what is to become of the gradients of this step and of earlier ones.
         """
+        now = time.perf_counter()
+        self.step_seconds, self._begun = now - self._begun if self._begun else None, now
         # What was told in the last step has been heard by now: this waits for nobody in particular.
         self.channels.settle()
-        votes = self.replicas.world.post_sum(torch.tensor([float(self.asks_to_end)]))
+        has_mail = self.planning.has_decided or self._outside.has_requests
+        votes = self.replicas.world.post_sum(torch.tensor([self.asks_to_end, has_mail]).float())
         if is_checked(batch_idx):
             require_same_batch(batch, batch_idx, self.channels)
         stages_per_vm = self.replicas.topology.stages_per_vm
@@ -463,6 +496,8 @@ class Pipeline:
         if self._migration is not None:
             self._migration.finish(keeps_gradients, self._deferred)
             self._migration = None
+            # Neither the steps under the old plan nor this one say anything of the new plan.
+            profiler.begin_anew(for_good=profiler.is_over)
         self.holdings.collect_gradients(
             report.correction,
             sums.finish if sums is not None else None,
@@ -472,19 +507,38 @@ class Pipeline:
             # A sum that is complete here may still be under way elsewhere. Nobody steps before all
             # have all they need to.
             self.replicas.world.sum(torch.zeros(1))
-        self.is_to_end = bool(votes.wait())
+        asked_to_end, had_mail = votes.wait().tolist()
+        self.is_to_end = bool(asked_to_end)
         self._num_microbatches_done += len(microbatches)
         if not self.is_last:
             self._tail.apply(report.changes, self.channels.device)
         own = self.plan.placement.layers_of(self.vm, self.channels.stage)
-        decision = self.planning.after_step(self.plan, own, self._follower.gates, optimizers)
-        if decision is not None:
+        self.planning.after_step(self.plan, own, self._follower.gates, optimizers)
+        if had_mail:
+            self._open_mail()
+        self.num_steps_done = step_number + 1
+        return report
+
+    def _open_mail(self) -> None:
+        """Does what was asked for from outside, and what the first rank has decided."""
+        has_decided = self.planning.has_decided
+        asked = (self._outside.take_requests(), has_decided)
+        requests, has_decided = self.replicas.world.share_object(asked, source=0)
+        for request in requests:
+            try:
+                self.migrate(request.moves)
+                answer = Answer(True, f"{request}, from step {self.num_steps_done + 1} on")
+            except PipeShiftError as error:
+                answer = Answer(False, f"nothing moves: {error}")
+            self.news.append(f"asked from outside: {answer.text}.")
+            self._outside.answer(request, answer)
+        if has_decided:
+            decision = self.planning.announce(self.coming_plan)
             plan = Plan.from_json(decision.plan)
             if decision.is_new:
                 self.adopt(plan)
-            else:
+            elif self._next_plan is None:
                 self._plan = plan
-        return report
 
     def _training_report(
         self,

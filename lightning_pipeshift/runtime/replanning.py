@@ -8,8 +8,10 @@ nothing stops in between: the second plan is a change of owners at a step's boun
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -22,15 +24,20 @@ from lightning_pipeshift.model.trace import Trace
 from lightning_pipeshift.plan.cluster import Cluster, Device
 from lightning_pipeshift.plan.draft import prediction_of
 from lightning_pipeshift.plan.figures import profile_of
+from lightning_pipeshift.plan.placement import Placement
 from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.plan.profile import LayerProfile, Profile
 from lightning_pipeshift.runtime.planning import Settings, make_plan
 from lightning_pipeshift.runtime.probe import probe
 from lightning_pipeshift.runtime.profiling import Profiler, gather_figures, layers_of
 from lightning_pipeshift.runtime.replicas import Replicas
+from lightning_pipeshift.runtime.threads import Threads
 
 _INSISTENCE: Final = 2
-"""How often in a row a better plan has to be found, once the one in force was measured."""
+"""How often in a row a better plan has to be found, once the one in force was measured. Twice as
+often after each decision that took an earlier one back: a device whose speed swings does not make
+layers swing.
+"""
 
 MIN_GAIN: Final = 0.05
 """By how much a step has to get shorter for layers to change their owners."""
@@ -45,12 +52,14 @@ class Decision:
         is_new: whether it is another than the one in force.
         message: what the user is told; empty for nothing.
         expected_gain: how many times as fast a step is to get.
+        took: seconds of a step when it was decided.
     """
 
     plan: str
     is_new: bool
     message: str
     expected_gain: float = 1.0
+    took: float | None = None
 
 
 class Replanning:
@@ -63,6 +72,7 @@ class Replanning:
         device: likewise, as torch names it.
         news: what the user is told after the step.
         say: tells the user at once.
+        threads: where the first rank looks for a better plan, while training goes on.
     """
 
     def __init__(
@@ -73,6 +83,7 @@ class Replanning:
         device: torch.device,
         news: list[str],
         say: Callable[[str], None],
+        threads: Threads,
     ) -> None:
         self.profiler = Profiler(device, is_last=replicas.is_last_stage)
         # On the first rank: what is known, as soon as anything is.
@@ -84,12 +95,21 @@ class Replanning:
         self._device = device
         self._news = news
         self._say = say
+        self._threads = threads
+        # On the first rank: what it thinks about, and which plan was in force when it began.
+        self._thought: tuple[Future[Decision], Plan] | None = None
+        # Whether the first rank thinks about what has been measured.
+        self._is_thinking = False
         self._layers: tuple[LayerProfile, ...] = ()
         self._samples = 1.0
         # What a step took before the plan changed, and how many times as fast it was to get.
         self._before: tuple[float, float] | None = None
         # How often in a row another plan was found to be worth it.
         self._insistence = 0
+        # By virtual machine and layer, the stages that decisions have taken it from; and how many
+        # decisions gave one back.
+        self._left: dict[tuple[int, int], set[int]] = {}
+        self._num_reversals = 0
         self.is_measured = False
         """Whether the first steps have been measured."""
         self.steps_left = math.inf
@@ -223,10 +243,16 @@ class Replanning:
 
     # --- once the first steps have been measured ---
 
+    @property
+    def has_decided(self) -> bool:
+        """On the first rank: whether there is a decision that the others have not heard."""
+        return self._thought is not None and self._thought[0].done()
+
     def after_step(
         self, plan: Plan, own: Iterable[int], gates: Sequence[Gate], optimizers: Sequence[Optimizer]
-    ) -> Decision | None:
-        """What to do after a step; ``None``: nothing. Every rank calls this, with the same plan.
+    ) -> None:
+        """Lets the first rank think when enough has been measured. Every rank calls this, with the
+        same plan.
 
         Args:
             plan: the one in force.
@@ -235,16 +261,16 @@ class Replanning:
             optimizers: those of the run.
         """
         steps = self._window
-        if not (self.measures and steps and self.profiler.num_measured == steps):
-            return None
+        is_due = self.measures and steps and self.profiler.num_measured >= steps
+        if not is_due or self._is_thinking:
+            return
         goes_on = self._settings.watch is not None
         if self._before is not None:
             self._say_what_was_gained()
             self._before = None
             self.profiler.begin_anew(for_good=not goes_on)
-            return None
+            return
         figures = gather_figures(self.profiler.figures(own, gates, optimizers), self._replicas)
-        decision = None
         # The first plan was a guess; later ones were measured, and are not given up so easily.
         is_first_look = not self.is_measured and self._settings.is_free
         self.is_measured = True
@@ -252,25 +278,67 @@ class Replanning:
             self._learn(figures)
             self._compare(plan)
         if self._settings.only_measures:
-            return None
+            return
+        self._is_thinking = True
         if figures is not None:
-            decision = self._decide(plan, steps)
-            self._insistence = self._insistence + 1 if decision.is_new else 0
-            if decision.is_new and not is_first_look and self._insistence < _INSISTENCE:
-                decision = replace(decision, plan=plan.to_json(), is_new=False, message="")
+            # Planning takes longer than a small step does.
+            think = partial(self._decide, plan, steps, is_first_look, self.profiler.step_seconds)
+            self._thought = self._threads.submit(think), plan
+
+    def announce(self, plan: Plan) -> Decision:
+        """What the first rank has decided, on all. Every rank calls this, when the first one
+        :attr:`has_decided`.
+
+        Args:
+            plan: the one that the next step will run under.
+        """
+        decision = None
+        if self._thought is not None:
+            (thought, before), self._thought = self._thought, None
+            decision = thought.result()
+            if (before.placement, before.recompute) != (plan.placement, plan.recompute):
+                # The layers have changed their owners on request in the meantime.
+                decision = Decision(plan.to_json(), False, "")
             elif decision.is_new:
-                self._insistence = 0
+                self._note_left(before, Plan.from_json(decision.plan))
         found: Decision = self._replicas.world.share_object(decision, source=0)
+        self._is_thinking = False
         if found.message:
             self._news.append(found.message)
-        took = self.profiler.step_seconds
-        if found.is_new and took is not None:
-            self._before = (took, found.expected_gain)
-            self.decisions.append({"expected_gain": found.expected_gain, "step_seconds": took})
+        if found.is_new and found.took is not None:
+            self._before = (found.took, found.expected_gain)
+            self.decisions.append(
+                {"expected_gain": found.expected_gain, "step_seconds": found.took}
+            )
+        goes_on = self._settings.watch is not None
         self.profiler.begin_anew(for_good=not (found.is_new or goes_on))
         return found
 
-    def _decide(self, plan: Plan, num_steps: int) -> Decision:
+    def _decide(
+        self, plan: Plan, num_steps: int, is_first_look: bool, took: float | None
+    ) -> Decision:
+        """Runs beside the steps, on the first rank."""
+        decision = replace(self._best(plan, num_steps, took), took=took)
+        self._insistence = self._insistence + 1 if decision.is_new else 0
+        if not decision.is_new:
+            return decision
+        best = Plan.from_json(decision.plan)
+        takes_back = any(
+            new in self._left.get((vm, layer), ())
+            for vm, layer, _, new in _changes(plan.placement, best.placement)
+        )
+        needed = _INSISTENCE * 2 ** (self._num_reversals + takes_back)
+        if not is_first_look and self._insistence < needed:
+            return replace(decision, plan=plan.to_json(), is_new=False, message="")
+        self._insistence = 0
+        self._num_reversals += takes_back
+        return decision
+
+    def _note_left(self, old: Plan, new: Plan) -> None:
+        for vm, layer, before, _ in _changes(old.placement, new.placement):
+            self._left.setdefault((vm, layer), set()).add(before)
+
+    def _best(self, plan: Plan, num_steps: int, took: float | None) -> Decision:
         assert self.profile is not None
         watch, settings = self._settings.watch, self._settings
         if watch is not None:
@@ -288,11 +356,13 @@ class Replanning:
         if then is None or same:
             return Decision(kept.to_json(), False, "")
         gain = now.step_seconds / then.step_seconds - 1
-        pays = (now.step_seconds - then.step_seconds) * self.steps_left > self._cost(plan, best)
+        # Over what is left of the run, the move included.
+        cost = self._cost(plan, best) / self.steps_left if self.steps_left else math.inf
+        promised = now.step_seconds / (then.step_seconds + cost) - 1
         min_gain = watch.min_gain if watch is not None else MIN_GAIN
-        if not (gain >= min_gain and pays) and self._fits(now.memory_bytes):
+        if promised < min_gain and self._fits(now.memory_bytes):
             return Decision(kept.to_json(), False, "")
-        took = self.profiler.step_seconds or now.step_seconds
+        took = took or now.step_seconds
         message = (
             f"{num_steps} steps have been measured, and the layers change their"
             f" owners: {_counts(plan)} becomes {_counts(best)}. A step took {took:.3g} s"
@@ -338,3 +408,12 @@ def _counts(plan: Plan) -> str:
     shown = [list(counts) for counts in different]
     text = str(shown[0]) if len(shown) == 1 else str(shown)
     return text + (" (with recomputation)" if any(plan.recompute) else "")
+
+
+def _changes(old: Placement, new: Placement) -> Iterator[tuple[int, int, int, int]]:
+    """Virtual machine, layer, old and new stage of each layer that changes its owner."""
+    for vm in range(old.num_virtual_machines):
+        for layer in range(old.num_layers):
+            before, after = old.stage_of(vm, layer), new.stage_of(vm, layer)
+            if before != after:
+                yield vm, layer, before, after

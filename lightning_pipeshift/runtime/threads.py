@@ -9,6 +9,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class Threads:
@@ -20,13 +23,13 @@ class Threads:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._work: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
+        self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._idle = threading.Semaphore(0)
         self._count = 0
 
-    def submit(self, function: Callable[[], None]) -> Future[None]:
+    def submit(self, function: Callable[[], T]) -> Future[T]:
         """Calls a function in a thread of its own."""
-        future: Future[None] = Future()
+        future: Future[T] = Future()
         if not self._idle.acquire(blocking=False):
             self._count += 1
             threading.Thread(
@@ -45,8 +48,7 @@ class Threads:
         while (item := self._work.get()) is not None:
             function, future = item
             try:
-                function()
-                future.set_result(None)
+                future.set_result(function())
             except BaseException as error:
                 future.set_exception(error)
             del item, function, future

@@ -1,0 +1,214 @@
+"""How a run is asked for moves from outside, and how it shows how it stands: files in a folder.
+
+Files, because they need no port, no password beyond the folder's own, and work wherever the folder
+is mounted. The first rank reads and writes them, in a thread beside the steps; the steps learn of a
+request by the vote that they hold anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.plan.document import Fields
+from lightning_pipeshift.plan.moves import Move
+
+FOLDER: Final = "pipeshift"
+"""In a run's own folder."""
+
+STATUS: Final = "status.json"
+_REQUEST, _ANSWER = "request", "answer"
+_POLL_SECONDS: Final = 0.2
+_STATUS_SECONDS: Final = 1.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """Moves that somebody asks for.
+
+    Args:
+        id: what the answer is found by.
+        moves: all at once.
+    """
+
+    id: str
+    moves: tuple[Move, ...]
+
+    def __str__(self) -> str:
+        return ", ".join(_in_words(move) for move in self.moves)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a request.
+
+    Args:
+        is_done: whether the layers move.
+        text: for the one who asked.
+    """
+
+    is_done: bool
+    text: str
+
+
+def _in_words(move: Move) -> str:
+    where = "" if move.virtual_machine is None else f" of virtual machine {move.virtual_machine}"
+    return f"the layer {move.layer!r} moves to stage {move.stage}{where}"
+
+
+# --- on the side of the run ---
+
+
+class Outside:
+    """The run's side; without a folder nobody asks for anything."""
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self._describe: Callable[[], dict[str, Any]] = dict
+        self._requests: list[Request] = []
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._written: dict[str, Any] = {}
+
+    def open(self, folder: Path, describe: Callable[[], dict[str, Any]]) -> None:
+        """Begins to look for requests, and to show how the run stands.
+
+        Args:
+            folder: the run's own.
+            describe: what is shown of the run; called in a thread.
+        """
+        self._folder = folder / FOLDER
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # What was asked of an earlier run there was not meant for this one.
+        for path in self._folder.glob(f"{_REQUEST}-*.json"):
+            path.unlink(missing_ok=True)
+        self._describe = describe
+        self._is_over.clear()
+        self._write_status()
+        self._thread = threading.Thread(target=self._serve, name="outside", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Answers nothing any more."""
+        if self._thread is None:
+            return
+        self._is_over.set()
+        self._thread.join()
+        self._thread = None
+        for request in self.take_requests():
+            self.answer(request, Answer(False, "nothing moves: the run has ended"))
+        self._write_status()
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether somebody waits for an answer."""
+        return bool(self._requests)
+
+    def take_requests(self) -> list[Request]:
+        """Those that wait for an answer, in their order."""
+        taken, self._requests = self._requests, []
+        return taken
+
+    def answer(self, request: Request, answer: Answer) -> None:
+        """Tells the one who asked."""
+        if self._folder is not None:
+            _write(self._folder / f"{_ANSWER}-{request.id}.json", asdict(answer))
+
+    def _serve(self) -> None:
+        shown = 0.0
+        while not self._is_over.wait(_POLL_SECONDS):
+            # A folder that is gone for a while, or full, is no reason to end the run.
+            with suppress(OSError):
+                self._read_requests()
+                if time.monotonic() - shown > _STATUS_SECONDS:
+                    shown = time.monotonic()
+                    self._write_status()
+
+    def _read_requests(self) -> None:
+        assert self._folder is not None
+        for path in sorted(self._folder.glob(f"{_REQUEST}-*.json")):
+            id = path.stem.removeprefix(f"{_REQUEST}-")
+            try:
+                request = Request(id, _moves_of(path))
+            except PlanError as error:
+                self.answer(Request(id, ()), Answer(False, f"not understood: {error}"))
+            else:
+                self._requests = [*self._requests, request]
+            path.unlink(missing_ok=True)
+
+    def _write_status(self) -> None:
+        assert self._folder is not None
+        status = {
+            **self._describe(),
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "is_over": self._is_over.is_set(),
+        }
+        _write(self._folder / STATUS, {**status, "time": time.time()})
+
+
+def _moves_of(path: Path) -> tuple[Move, ...]:
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise PlanError(f"it is no JSON: {error}") from None
+    entries = content.get("moves") if isinstance(content, dict) else None
+    if not isinstance(entries, list) or not entries:
+        raise PlanError("there is no list of moves in it")
+    moves = []
+    for number, entry in enumerate(entries):
+        fields = Fields(entry, f"move {number}", ("layer", "stage"), ("virtual_machine",), "")
+        machine = fields.integer("virtual_machine") if "virtual_machine" in fields else None
+        moves.append(
+            Move(layer=fields.text("layer"), stage=fields.integer("stage"), virtual_machine=machine)
+        )
+    return tuple(moves)
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """Half a file is never read."""
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    beside.write_text(json.dumps(content))
+    beside.replace(path)
+
+
+# --- on the side of the one who asks ---
+
+
+def ask(folder: Path, moves: Iterable[Move], timeout: float) -> Answer | None:
+    """Asks a run for moves, and waits for its answer.
+
+    Args:
+        folder: the run's :data:`FOLDER`.
+        moves: all at once.
+        timeout: how many seconds to wait.
+
+    Returns:
+        ``None`` where none came in time: the run will do it when its next step ends.
+    """
+    id = f"{time.time_ns()}-{uuid.uuid4().hex[:8]}"
+    entries = []
+    for move in moves:
+        machine = move.virtual_machine
+        where = {} if machine is None else {"virtual_machine": machine}
+        entries.append({"layer": move.layer, "stage": move.stage, **where})
+    _write(folder / f"{_REQUEST}-{id}.json", {"moves": entries})
+    answer = folder / f"{_ANSWER}-{id}.json"
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if answer.exists():
+            found = Answer(**json.loads(answer.read_text()))
+            answer.unlink(missing_ok=True)
+            return found
+        time.sleep(_POLL_SECONDS / 4)
+    return None
