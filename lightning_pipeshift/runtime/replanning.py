@@ -26,6 +26,7 @@ from lightning_pipeshift.plan.draft import prediction_of
 from lightning_pipeshift.plan.figures import profile_of
 from lightning_pipeshift.plan.placement import Placement
 from lightning_pipeshift.plan.plan import Plan
+from lightning_pipeshift.plan.prediction import Prediction
 from lightning_pipeshift.plan.profile import LayerProfile, Profile
 from lightning_pipeshift.runtime.planning import Settings, make_plan
 from lightning_pipeshift.runtime.probe import probe
@@ -188,20 +189,22 @@ class Replanning:
         """
         assert self.profile is not None
         took = self.profiler.step_seconds
-        ranks = self._replicas.topology.ranks
-        found = prediction_of(plan, self.profile, self.cluster, ranks)
+        found = self.prediction(plan)
         if took is not None and took > found.step_seconds:
             more = self.profile.step_seconds + took - found.step_seconds
             self.profile = replace(self.profile, step_seconds=more)
+
+    def prediction(self, plan: Plan) -> Prediction:
+        """What the simulator says of a plan, on the first rank, by what has been measured."""
+        assert self.profile is not None
+        ranks = self._replicas.topology.ranks
+        return prediction_of(plan, self.profile, self.cluster, ranks)
 
     def predicted(self, plan: Plan) -> Plan:
         """A plan with what the simulator says of it. Every rank calls this."""
         text = None
         if self._is_first and self.is_measured:
-            assert self.profile is not None
-            ranks = self._replicas.topology.ranks
-            found = prediction_of(plan, self.profile, self.cluster, ranks)
-            text = replace(plan, prediction=found).to_json()
+            text = replace(plan, prediction=self.prediction(plan)).to_json()
         text = self._replicas.world.share_object(text, source=0)
         if text is None:
             raise PlanError(
@@ -216,11 +219,9 @@ class Replanning:
         """
         problem = ""
         if self._is_first and self.is_measured:
-            assert self.profile is not None
-            ranks = self._replicas.topology.ranks
-            found = prediction_of(plan, self.profile, self.cluster, ranks)
-            if not self._fits(found.memory_bytes):
-                problem = self._lacks(found.memory_bytes)
+            memory_bytes = self.prediction(plan).memory_bytes
+            if not self._fits(memory_bytes):
+                problem = self._lacks(memory_bytes)
         problem = self._replicas.world.share_object(problem, source=0)
         if problem:
             raise PlanError(problem)
@@ -344,7 +345,7 @@ class Replanning:
         if watch is not None:
             settings = settings.let_free(plan)
         topology = self._replicas.topology
-        now = prediction_of(plan, self.profile, self.cluster, topology.ranks)
+        now = self.prediction(plan)
         kept = replace(plan, prediction=now)
         try:
             best = make_plan(settings, self.profile, self.cluster, topology, plan)

@@ -22,20 +22,22 @@ def status_of(pipeline: Pipeline) -> dict[str, Any]:
     # Each is a value; a step may replace it meanwhile by another one.
     plan, planning = pipeline.plan, pipeline.planning
     devices = planning.cluster.devices if planning.is_measured else None
-    costs = plan.prediction.costs if plan.prediction is not None and devices else None
+    expected = planning.prediction(plan) if planning.is_measured else None
     for vm, ranks in enumerate(pipeline.replicas.topology.ranks):
         stages = []
         for stage, rank in enumerate(ranks):
             own = plan.placement.layers_of(vm, stage)
             entry: dict[str, Any] = {"rank": rank, "layers": [plan.layers[i].name for i in own]}
-            if devices is not None:
-                entry |= {"host": devices[rank].host, "kind": devices[rank].kind}
-            if costs is not None:
-                entry["forward_seconds"] = costs[vm].forward_seconds[stage]
-                entry["backward_seconds"] = costs[vm].backward_seconds[stage]
-                took = plan.prediction.step_seconds if plan.prediction is not None else 0
-                busy = entry["forward_seconds"] + entry["backward_seconds"]
-                entry["busy"] = plan.microbatches * busy / took if took else 0.0
+            if devices is not None and expected is not None:
+                costs = expected.costs[vm]
+                forward, backward = costs.forward_seconds[stage], costs.backward_seconds[stage]
+                entry |= {
+                    "host": devices[rank].host.partition("/")[0],
+                    "kind": devices[rank].kind,
+                    "forward_seconds": forward,
+                    "backward_seconds": backward,
+                    "busy": plan.microbatches * (forward + backward) / expected.step_seconds,
+                }
             stages.append(entry)
         status["virtual_machines"].append(stages)
     return status

@@ -1,0 +1,208 @@
+"""`pipeshift move` and `pipeshift status`: a run that is under way is asked from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+from torch.utils.data import DataLoader
+
+from lightning_pipeshift import ConfigurationError, LayerMigration, run_commands
+from lightning_pipeshift.plan.moves import Move
+from lightning_pipeshift.runtime.outside import FOLDER, STATUS, Answer, Outside, ask
+from tests.features_models import built, differences, parameters_of, quiet_trainer
+from tests.harness import run_ranks
+from tests.models import points
+from tests.test_changing_plans import Sleeper
+
+MANY = 400
+
+
+def said(command: Any, *arguments: str) -> str:
+    """What a command prints, or ends with."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            command(arguments)
+    except SystemExit as end:
+        return f"ended with {end.code}"
+    return printed.getvalue()
+
+
+class Somebody(L.Callback):
+    """Asks from outside, in a thread of the first rank, and lets the run end with the last move."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+        self.counts: list[tuple[int, ...]] = []
+        self._thread: threading.Thread | None = None
+
+    def _ask(self) -> None:
+        move, status = run_commands.move, run_commands.status
+        for command, arguments in (
+            (move, ("layers.4", "0")),
+            (move, ("another", "0")),
+            (move, ("layers.0", "1")),
+            (move, ("layers.4", "7")),
+            (move, ("layers.4", "1", "--virtual-machine", "3")),
+            (status, ()),
+            (move, ("layers.4", "1", "layers.3", "1")),
+        ):
+            self.heard.append(said(command, "--run", ".", *arguments))
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *others: Any) -> None:
+        self.counts.append(trainer.strategy.plan.placement.counts[0])
+        if others[2] == 1 and trainer.is_global_zero:
+            self._thread = threading.Thread(target=self._ask)
+            self._thread.start()
+        trainer.should_stop = self.counts[-1] == (3, 5)
+
+    def on_train_end(self, *_: Any) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+
+def asked() -> Any:
+    L.seed_everything(7, verbose=False)
+    module, somebody = built(Sleeper), Somebody()
+    trainer = quiet_trainer(
+        {"devices": 2, "pipeshift": {"partition": [4, 4], "microbatches": 2}},
+        # What is watched here moves nothing: a gain of 99 is not to be had.
+        callbacks=[LayerMigration(min_gain=99, patience=2), somebody],
+        max_epochs=1,
+    )
+    trainer.fit(module, DataLoader(points(MANY).dataset, batch_size=4))
+    after = said(run_commands.move, "--run", ".", "layers.4", "0")
+    return {
+        "counts": somebody.counts,
+        "heard": [*somebody.heard, after, said(run_commands.status, "--run", ".")],
+        "parameters": parameters_of(module),
+        "left": sorted(os.listdir(FOLDER)) if os.environ["RANK"] == "0" else [],
+    }
+
+
+def left_alone(num_steps: int) -> Any:
+    L.seed_everything(7, verbose=False)
+    module = built(Sleeper)
+    trainer = quiet_trainer(
+        {"devices": 2, "pipeshift": {"partition": [4, 4], "microbatches": 2}},
+        max_epochs=1,
+        limit_train_batches=num_steps,
+    )
+    trainer.fit(module, DataLoader(points(MANY).dataset, batch_size=4))
+    return {"parameters": parameters_of(module)}
+
+
+def test_a_run_is_asked_for_moves_and_how_it_stands(tmp_path: Path) -> None:
+    ranks = run_ranks(asked, 2, cwd=tmp_path)
+    first = ranks[0]
+    moved, unknown, split, stage, machine, status, both, after, ended = first["heard"]
+    assert "the layer 'layers.4' moves to stage 0, from step" in moved
+    assert "the layer 'another'; the layers are 'layers.0'" in unknown
+    assert "have to follow each other" in split
+    assert "the stages 0 to 1" in stage
+    assert "virtual machine 3; there are 1" in machine
+    assert all("ended with nothing moves" in text for text in (unknown, split, stage, machine))
+    assert "is running" in status
+    assert "layers.0 to layers.4 (5)" in status
+    assert "layers.5 to layers.7 (3)" in status
+    assert "'layers.4' moves to stage 1, the layer 'layers.3' moves to stage 1" in both
+    assert "the run has ended" in after
+    assert "has ended" in ended
+    assert " ms" in ended, "how fast the stages are is known by then"
+    changes = [a for a, b in zip(first["counts"], first["counts"][1:], strict=False) if a != b]
+    assert changes == [(4, 4), (5, 3)]
+    assert first["counts"][-1] == (3, 5)
+    assert first["left"] == [STATUS], "nothing lies about"
+    plain = run_ranks(left_alone, 2, len(first["counts"]))
+    for one, other in zip(ranks, plain, strict=True):
+        assert one["counts"] == first["counts"]
+        assert not differences(one["parameters"], other["parameters"], 0, 0)
+
+
+# --- without a run ---
+
+
+def status() -> dict[str, Any]:
+    return {"step": 1, "step_seconds": None, "virtual_machines": [], "decisions": []}
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Any:
+    found = Outside()
+    found.open(tmp_path, status)
+    yield found
+    found.close()
+
+
+def test_a_request_that_is_not_understood(outside: Outside, tmp_path: Path) -> None:
+    folder = tmp_path / FOLDER
+    for number, text in enumerate(
+        ("{", "[]", '{"moves": []}', '{"moves": [{"layer": 3, "stage": 1}]}')
+    ):
+        (folder / f"request-{number}.json").write_text(text)
+    texts = []
+    for number in range(4):
+        path = folder / f"answer-{number}.json"
+        while not path.exists():
+            threading.Event().wait(0.01)
+        texts.append(Answer(**json.loads(path.read_text())).text)
+    assert "no JSON" in texts[0]
+    assert "no list of moves" in texts[1]
+    assert "no list of moves" in texts[2]
+    assert "'layer'" in texts[3]
+    assert not outside.has_requests
+
+
+def test_nobody_answers_in_time(outside: Outside, tmp_path: Path) -> None:
+    assert ask(tmp_path / FOLDER, [Move(layer="a", stage=0)], timeout=0.5) is None
+    while not outside.has_requests:
+        threading.Event().wait(0.01)
+    (request,) = outside.take_requests()
+    assert request.moves == (Move(layer="a", stage=0),)
+
+
+def test_what_was_asked_of_an_earlier_run_is_forgotten(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / "request-1.json").write_text('{"moves": [{"layer": "a", "stage": 1}]}')
+    found = Outside()
+    found.open(tmp_path, status)
+    found.close()
+    assert not found.take_requests()
+
+
+def test_which_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="No run has written"):
+        run_commands.folder_of(tmp_path)
+    runs = [Outside(), Outside()]
+    for name, run in zip("ab", runs, strict=True):
+        run.open(tmp_path / name, status)
+    with pytest.raises(ConfigurationError, match="several runs"):
+        run_commands.folder_of(tmp_path)
+    runs[0].close()
+    assert run_commands.folder_of(tmp_path) == tmp_path / "b" / FOLDER
+    runs[1].close()
+
+
+def test_a_process_that_is_gone(outside: Outside, tmp_path: Path) -> None:
+    outside.close()
+    path = tmp_path / FOLDER / STATUS
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"is_over": False, "process": 2**22}))
+    assert "gone without a word" in said(run_commands.move, "--run", str(tmp_path), "a", "1")
+    assert "last heard of" in said(run_commands.status, "--run", str(tmp_path))
+
+
+@pytest.mark.parametrize("moves", [["a"], ["a", "b"], ["a", "1", "b"]])
+def test_a_move_is_a_layer_and_a_number(
+    moves: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run_commands.move(["--run", str(tmp_path), *moves])
+    assert "a layer and the number of its new stage" in capsys.readouterr().err
