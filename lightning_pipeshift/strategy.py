@@ -219,9 +219,9 @@ class PipeShiftStrategy(CheckpointingStrategy):
     def measured(self) -> tuple[Profile, Cluster, Wishes] | None:
         """What was measured, and what the arguments leave to a planner: on the first rank."""
         planning = self._require_pipeline().planning
-        profile = planning.profile
-        if profile is None or not planning.is_measured:
+        if planning.measured is None or not planning.is_measured:
             return None
+        profile, cluster = planning.measured.profile, planning.measured.cluster
         partition: Any = self._partition
         if isinstance(partition, list | tuple):
             rows = partition if isinstance(partition[0], list | tuple) else [partition]
@@ -238,7 +238,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
             batch_shares=tuple(self._batch_shares) if self._batch_shares else None,
             batch_samples=profile.samples * profile.microbatches,
         )
-        return profile, planning.cluster, wishes
+        return profile, cluster, wishes
 
     # --- setup ---
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as L
@@ -98,6 +99,38 @@ def test_a_stage_that_gets_slow_gives_layers_away() -> None:
 
 def stays_slow() -> Any:
     return train([], num_batches=20, slows_down=True)
+
+
+class Swings(L.Callback):
+    """The last stage is slow for some steps, and for as many it is not.
+
+    Args:
+        half: how many.
+    """
+
+    def __init__(self, half: int) -> None:
+        self.half = half
+
+    def on_train_batch_start(self, *given: Any) -> None:
+        if os.environ["RANK"] == "1":
+            SLOW["factor"] = 6.0 if given[3] // self.half % 2 else 1.0
+
+
+def swings(half: int, num_batches: int) -> Any:
+    return train([Swings(half), LayerMigration(patience=5)], num_batches)["counts"]
+
+
+@pytest.mark.parametrize(("half", "num_batches", "allowed"), [(3, 50, 0), (12, 100, 3)])
+def test_a_stage_that_swings_does_not_make_layers_swing(
+    half: int, num_batches: int, allowed: int
+) -> None:
+    """Fast swings are never there for long enough. Slow ones are, and layers that have to be taken
+    back are moved ever more reluctantly: eight times the stage changes its speed here.
+    """
+    counts, _ = run_ranks(swings, 2, half, num_batches, timeout=120)
+    moved = sum(a != b for a, b in pairwise(counts))
+    assert moved <= allowed
+    assert (moved > 0) == (allowed > 0), "what lasts is reacted to"
 
 
 class Asks(L.Callback):

@@ -27,8 +27,9 @@ class LayerMigration(Callback):
     Args:
         moves: what is to move, and when; besides what is found by watching.
         min_gain: by how much a step has to get shorter, by the simulator, for layers to move.
-        patience: for how many steps an imbalance has to last. It is looked at again after as many,
-            and has to be found twice: a stage whose speed swings does not make layers swing.
+        patience: for how many steps an imbalance has to last, without a break. Moves that take
+            earlier ones back need twice the patience, and twice that the next time: a stage whose
+            speed swings does not make layers swing.
         watches: whether to watch at all; ``False``: only ``moves`` are done, and what is asked for
             from outside.
 

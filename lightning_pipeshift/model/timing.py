@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable
-from statistics import median
 from typing import Any, Protocol
 
 import torch
@@ -76,10 +75,15 @@ class Samples:
         """One more; the oldest goes where there are many."""
         self._values.append(value)
 
-    @property
-    def median(self) -> float:
-        """The middle one: what disturbs the machine now and then does not move it."""
-        return median(self._values)
+    def quantile(self, level: float) -> float:
+        """What a part of the figures is below, between two of them where it lies there; at 0.5 the
+        middle, which what disturbs the machine now and then does not move.
+        """
+        ordered = sorted(self._values)
+        place = level * (len(ordered) - 1)
+        below = int(place)
+        above = min(below + 1, len(ordered) - 1)
+        return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
 class Timer:
@@ -149,10 +153,10 @@ class Timer:
                 self._samples.setdefault(key, Samples()).add(seconds)
         self._marked = waiting
 
-    def median(self, what: str, number: int = -1) -> float | None:
-        """The middle of what was measured of something; ``None`` where nothing was."""
+    def quantile(self, what: str, number: int = -1, level: float = 0.5) -> float | None:
+        """See :meth:`Samples.quantile`; ``None`` where nothing of it was measured."""
         samples = self._samples.get((what, number))
-        return samples.median if samples else None
+        return samples.quantile(level) if samples else None
 
     def forget(self) -> None:
         """Begins anew: the first steps warm up."""

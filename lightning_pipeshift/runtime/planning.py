@@ -30,8 +30,7 @@ class Watch:
 
     Args:
         min_gain: by how much a step has to get shorter.
-        patience: how many steps are measured before they are looked at; twice in a row they have to
-            promise that.
+        patience: for how many steps in a row what is measured has to be as it is.
     """
 
     min_gain: float

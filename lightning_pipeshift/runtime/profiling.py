@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from lightning_pipeshift.plan.action import Kind
 from lightning_pipeshift.plan.figures import RankFigures, Times
 from lightning_pipeshift.plan.profile import LayerProfile
 from lightning_pipeshift.runtime.replicas import Replicas
+
+T = TypeVar("T")
 
 _WARM_UP_STEPS: Final = 3
 """Steps that are not measured: memory is taken, kernels are chosen, optimizers make their state."""
@@ -86,14 +88,18 @@ class Profiler:
             for_good: whether to measure nothing from here on.
         """
         self.is_over = for_good
+        self.next_window()
+        self._begun = self._ended = None
+
+    def next_window(self) -> None:
+        """Measures anew without a break."""
         self.timer.forget()
         self._outside, self._steps = Samples(), Samples()
-        self._begun = self._ended = None
 
     @property
     def step_seconds(self) -> float | None:
         """From one step's begin to the next one's, usually."""
-        return self._steps.median if len(self._steps) else None
+        return self._steps.quantile(0.5) if len(self._steps) else None
 
     @property
     def num_measured(self) -> int:
@@ -103,7 +109,11 @@ class Profiler:
     # --- what comes of it ---
 
     def figures(
-        self, layers: Iterable[int], gates: Sequence[Gate], optimizers: Iterable[Optimizer]
+        self,
+        layers: Iterable[int],
+        gates: Sequence[Gate],
+        optimizers: Iterable[Optimizer],
+        level: float = 0.5,
     ) -> RankFigures:
         """What this rank has measured.
 
@@ -111,10 +121,13 @@ class Profiler:
             layers: those that its stage owns.
             gates: of all layers.
             optimizers: that keep something for them.
+            level: which of the figures of one thing: 0.5, the middle.
         """
         timer, times = self.timer, {}
         for layer in layers:
-            forward, backward = timer.median("forward", layer), timer.median("backward", layer)
+            forward, backward = (
+                timer.quantile(what, layer, level) for what in ("forward", "backward")
+            )
             if forward is not None:
                 times[layer] = (forward, backward or 0.0)
         earlier, self._earlier = self._earlier, times or self._earlier
@@ -128,8 +141,8 @@ class Profiler:
             guesses=guesses,
             times=times,
             earlier=earlier,
-            extra=self._extra(times.values()),
-            outside_seconds=self._outside.median if len(self._outside) else None,
+            extra=self._extra(times.values(), level),
+            outside_seconds=self._outside.quantile(level) if len(self._outside) else None,
             saved_bytes=saved | self.saved.of_layers,
             input_bytes=inputs | self.saved.of_inputs,
             optimizer_bytes={
@@ -143,13 +156,14 @@ class Profiler:
             is_last=self._is_last,
         )
 
-    def _extra(self, times: Iterable[Times]) -> Times | None:
+    def _extra(self, times: Iterable[Times], level: float) -> Times | None:
         own = [sum(seconds) for seconds in zip(*times, strict=True)] or [0.0, 0.0]
         found = []
         for kinds, layers in zip((_FORWARDS, _BACKWARDS), own, strict=True):
-            if self.timer.median(kinds[1].name) is None:
+            seconds = [self.timer.quantile(kind.name, level=level) for kind in kinds]
+            if seconds[1] is None:
                 return None
-            taken = sum(self.timer.median(kind.name) or 0.0 for kind in kinds)
+            taken = sum(filter(None, seconds))
             found.append(max(0.0, taken - layers))
         return found[0], found[1]
 
@@ -198,7 +212,7 @@ def _copies(optimizer: Optimizer) -> int:
     return 1 if defaults.get("momentum") or defaults.get("alpha") else 0
 
 
-def gather_figures(mine: RankFigures, replicas: Replicas) -> list[RankFigures] | None:
+def gather_figures(mine: T, replicas: Replicas) -> list[T] | None:
     """All ranks' figures, by rank, for the one that decides; ``None`` elsewhere. Every rank calls
     this.
     """

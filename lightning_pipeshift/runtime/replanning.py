@@ -8,11 +8,11 @@ nothing stops in between: the second plan is a change of owners at a step's boun
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch.optim import Optimizer
@@ -22,45 +22,19 @@ from lightning_pipeshift.model.gate import Gate
 from lightning_pipeshift.model.measure import Figures
 from lightning_pipeshift.model.trace import Trace
 from lightning_pipeshift.plan.cluster import Cluster, Device
-from lightning_pipeshift.plan.draft import prediction_of
-from lightning_pipeshift.plan.figures import profile_of
-from lightning_pipeshift.plan.placement import Placement
+from lightning_pipeshift.plan.figures import RankFigures, profile_of
+from lightning_pipeshift.plan.measured import Measured
 from lightning_pipeshift.plan.plan import Plan
-from lightning_pipeshift.plan.prediction import Prediction
-from lightning_pipeshift.plan.profile import LayerProfile, Profile
+from lightning_pipeshift.plan.profile import LayerProfile
+from lightning_pipeshift.runtime.deciding import Decider, Decision, Window
 from lightning_pipeshift.runtime.planning import Settings, make_plan
 from lightning_pipeshift.runtime.probe import probe
 from lightning_pipeshift.runtime.profiling import Profiler, gather_figures, layers_of
 from lightning_pipeshift.runtime.replicas import Replicas
 from lightning_pipeshift.runtime.threads import Threads
 
-_INSISTENCE: Final = 2
-"""How often in a row a better plan has to be found, once the one in force was measured. Twice as
-often after each decision that took an earlier one back: a device whose speed swings does not make
-layers swing.
-"""
-
-MIN_GAIN: Final = 0.05
-"""By how much a step has to get shorter for layers to change their owners."""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What the first rank has decided, for all.
-
-    Args:
-        plan: as a document.
-        is_new: whether it is another than the one in force.
-        message: what the user is told; empty for nothing.
-        expected_gain: how many times as fast a step is to get.
-        took: seconds of a step when it was decided.
-    """
-
-    plan: str
-    is_new: bool
-    message: str
-    expected_gain: float = 1.0
-    took: float | None = None
+_LEVELS: Final = (0.5, 0.1, 0.9)
+"""The middle of what was measured of each thing, and what nearly all of it is above and below."""
 
 
 class Replanning:
@@ -88,8 +62,8 @@ class Replanning:
     ) -> None:
         self.profiler = Profiler(device, is_last=replicas.is_last_stage)
         # On the first rank: what is known, as soon as anything is.
-        self.profile: Profile | None = None
-        self.cluster = Cluster((Device(here.host, here.kind),) * replicas.topology.num_ranks)
+        self.measured: Measured | None = None
+        self._cluster = Cluster((Device(here.host, here.kind),) * replicas.topology.num_ranks)
         self._settings = settings
         self._replicas = replicas
         self._here = here
@@ -99,28 +73,19 @@ class Replanning:
         self._threads = threads
         # On the first rank: what it thinks about, and which plan was in force when it began.
         self._thought: tuple[Future[Decision], Plan] | None = None
+        self._decider = Decider(settings, replicas.topology)
         # Whether the first rank thinks about what has been measured.
         self._is_thinking = False
         self._layers: tuple[LayerProfile, ...] = ()
         self._samples = 1.0
         # What a step took before the plan changed, and how many times as fast it was to get.
         self._before: tuple[float, float] | None = None
-        # How often in a row another plan was found to be worth it.
-        self._insistence = 0
-        # By virtual machine and layer, the stages that decisions have taken it from; and how many
-        # decisions gave one back.
-        self._left: dict[tuple[int, int], set[int]] = {}
-        self._num_reversals = 0
         self.is_measured = False
         """Whether the first steps have been measured."""
         self.steps_left = math.inf
         """For how many steps a change can pay."""
         self.decisions: list[dict[str, float]] = []
         """What was expected of changes of the plan, and what came of them."""
-
-    @property
-    def _is_first(self) -> bool:
-        return self._replicas.world.stage == 0
 
     @property
     def measures(self) -> bool:
@@ -160,10 +125,10 @@ class Replanning:
             trains: whether the plan is for training.
         """
         if self.measures and trains:
-            measured = probe(self._replicas.world, self._device, self._here, self._say)
+            probed = probe(self._replicas.world, self._device, self._here, self._say)
             # It counts places in the connections, which need not be in the order of the ranks.
-            self.cluster = measured.cluster.renumbered(self._replicas.world.ranks)
-            self._news.extend(measured.notes)
+            self._cluster = probed.cluster.renumbered(self._replicas.world.ranks)
+            self._news.extend(probed.notes)
         self.profiler.take_guesses(guesses)
         self._layers = layers_of(gates, trace, optimizers)
         self._samples = samples
@@ -171,40 +136,25 @@ class Replanning:
         figures = gather_figures(mine, self._replicas)
         text = None
         if figures is not None:
-            self._learn(figures)
-            assert self.profile is not None
-            plan = make_plan(self._settings, self.profile, self.cluster, self._replicas.topology)
-            text = plan.to_json()
+            self.measured = measured = self._learned(figures)
+            self._cluster = measured.cluster
+            topology = self._replicas.topology
+            text = make_plan(self._settings, measured.profile, measured.cluster, topology).to_json()
         return Plan.from_json(self._replicas.world.share_object(text, source=0))
 
-    def _learn(self, figures: Sequence[Any]) -> None:
-        microbatches = self._settings.num_microbatches(self._replicas.topology.stages_per_vm)
-        self.profile, self.cluster = profile_of(
-            self._layers, self.cluster, figures, self._samples, microbatches
+    def _learned(self, figures: Sequence[RankFigures]) -> Measured:
+        topology = self._replicas.topology
+        microbatches = self._settings.num_microbatches(topology.stages_per_vm)
+        profile, cluster = profile_of(
+            self._layers, self._cluster, figures, self._samples, microbatches
         )
-
-    def _compare(self, plan: Plan) -> None:
-        """Takes in what a step took beyond what the simulator makes of its parts: the way of a
-        message through the system, the wait for a core. It counts for every plan alike.
-        """
-        assert self.profile is not None
-        took = self.profiler.step_seconds
-        found = self.prediction(plan)
-        if took is not None and took > found.step_seconds:
-            more = self.profile.step_seconds + took - found.step_seconds
-            self.profile = replace(self.profile, step_seconds=more)
-
-    def prediction(self, plan: Plan) -> Prediction:
-        """What the simulator says of a plan, on the first rank, by what has been measured."""
-        assert self.profile is not None
-        ranks = self._replicas.topology.ranks
-        return prediction_of(plan, self.profile, self.cluster, ranks)
+        return Measured(profile, cluster, topology.ranks)
 
     def predicted(self, plan: Plan) -> Plan:
         """A plan with what the simulator says of it. Every rank calls this."""
         text = None
-        if self._is_first and self.is_measured:
-            text = replace(plan, prediction=self.prediction(plan)).to_json()
+        if self.measured is not None and self.is_measured:
+            text = replace(plan, prediction=self.measured.prediction(plan)).to_json()
         text = self._replicas.world.share_object(text, source=0)
         if text is None:
             raise PlanError(
@@ -218,29 +168,13 @@ class Replanning:
         Every rank calls this; while nothing has been measured, it raises nothing.
         """
         problem = ""
-        if self._is_first and self.is_measured:
-            memory_bytes = self.prediction(plan).memory_bytes
-            if not self._fits(memory_bytes):
-                problem = self._lacks(memory_bytes)
+        if self.measured is not None and self.is_measured:
+            memory_bytes = self.measured.prediction(plan).memory_bytes
+            if not self.measured.fits(memory_bytes):
+                problem = self.measured.lacking(memory_bytes)
         problem = self._replicas.world.share_object(problem, source=0)
         if problem:
             raise PlanError(problem)
-
-    def _lacks(self, memory_bytes: Sequence[Sequence[float]]) -> str:
-        """Where a plan takes most beyond what there is."""
-        places = [
-            (held - self.cluster.devices[rank].room_bytes, vm, stage, held)
-            for vm, (ranks, peaks) in enumerate(
-                zip(self._replicas.topology.ranks, memory_bytes, strict=True)
-            )
-            for stage, (rank, held) in enumerate(zip(ranks, peaks, strict=True))
-        ]
-        lacking, vm, stage, held = max(places)
-        return (
-            f"stage {stage} of virtual machine {vm} would hold {held / 1e6:.1f} MB, which is"
-            f" {lacking / 1e6:.1f} MB more than it has room for; leave it fewer layers, or let more"
-            " of them be recomputed"
-        )
 
     # --- once the first steps have been measured ---
 
@@ -271,20 +205,23 @@ class Replanning:
             self._before = None
             self.profiler.begin_anew(for_good=not goes_on)
             return
-        figures = gather_figures(self.profiler.figures(own, gates, optimizers), self._replicas)
-        # The first plan was a guess; later ones were measured, and are not given up so easily.
-        is_first_look = not self.is_measured and self._settings.is_free
+        mine = [self.profiler.figures(own, gates, optimizers, level) for level in _LEVELS]
+        figures = gather_figures(mine, self._replicas)
         self.is_measured = True
+        self._is_thinking = not self._settings.only_measures
         if figures is not None:
-            self._learn(figures)
-            self._compare(plan)
-        if self._settings.only_measures:
-            return
-        self._is_thinking = True
-        if figures is not None:
-            # Planning takes longer than a small step does.
-            think = partial(self._decide, plan, steps, is_first_look, self.profiler.step_seconds)
-            self._thought = self._threads.submit(think), plan
+            took = self.profiler.step_seconds
+            assert took is not None
+            middle, *extremes = (self._learned(found) for found in zip(*figures, strict=True))
+            self.measured = middle.compared(plan, took)
+            self._cluster = middle.cluster
+            if self._is_thinking:
+                # Planning takes longer than a small step does.
+                window = Window(steps, took, self.measured, extremes, self.steps_left)
+                think = partial(self._decider.decide, plan, window)
+                self._thought = self._threads.submit(think), plan
+        if self._is_thinking:
+            self.profiler.next_window()
 
     def announce(self, plan: Plan) -> Decision:
         """What the first rank has decided, on all. Every rank calls this, when the first one
@@ -300,8 +237,6 @@ class Replanning:
             if (before.placement, before.recompute) != (plan.placement, plan.recompute):
                 # The layers have changed their owners on request in the meantime.
                 decision = Decision(plan.to_json(), False, "")
-            elif decision.is_new:
-                self._note_left(before, Plan.from_json(decision.plan))
         found: Decision = self._replicas.world.share_object(decision, source=0)
         self._is_thinking = False
         if found.message:
@@ -311,85 +246,9 @@ class Replanning:
             self.decisions.append(
                 {"expected_gain": found.expected_gain, "step_seconds": found.took}
             )
-        goes_on = self._settings.watch is not None
-        self.profiler.begin_anew(for_good=not (found.is_new or goes_on))
+        if found.is_new or self._settings.watch is None:
+            self.profiler.begin_anew(for_good=not found.is_new)
         return found
-
-    def _decide(
-        self, plan: Plan, num_steps: int, is_first_look: bool, took: float | None
-    ) -> Decision:
-        """Runs beside the steps, on the first rank."""
-        decision = replace(self._best(plan, num_steps, took), took=took)
-        self._insistence = self._insistence + 1 if decision.is_new else 0
-        if not decision.is_new:
-            return decision
-        best = Plan.from_json(decision.plan)
-        takes_back = any(
-            new in self._left.get((vm, layer), ())
-            for vm, layer, _, new in _changes(plan.placement, best.placement)
-        )
-        needed = _INSISTENCE * 2 ** (self._num_reversals + takes_back)
-        if not is_first_look and self._insistence < needed:
-            return replace(decision, plan=plan.to_json(), is_new=False, message="")
-        self._insistence = 0
-        self._num_reversals += takes_back
-        return decision
-
-    def _note_left(self, old: Plan, new: Plan) -> None:
-        for vm, layer, before, _ in _changes(old.placement, new.placement):
-            self._left.setdefault((vm, layer), set()).add(before)
-
-    def _best(self, plan: Plan, num_steps: int, took: float | None) -> Decision:
-        assert self.profile is not None
-        watch, settings = self._settings.watch, self._settings
-        if watch is not None:
-            settings = settings.let_free(plan)
-        topology = self._replicas.topology
-        now = self.prediction(plan)
-        kept = replace(plan, prediction=now)
-        try:
-            best = make_plan(settings, self.profile, self.cluster, topology, plan)
-        except PlanError as error:
-            # The run goes on as it is: it has fitted so far.
-            return Decision(kept.to_json(), False, f"the plan stays: {error}")
-        then = best.prediction
-        same = (best.placement, best.recompute) == (plan.placement, plan.recompute)
-        if then is None or same:
-            return Decision(kept.to_json(), False, "")
-        gain = now.step_seconds / then.step_seconds - 1
-        # Over what is left of the run, the move included.
-        cost = self._cost(plan, best) / self.steps_left if self.steps_left else math.inf
-        promised = now.step_seconds / (then.step_seconds + cost) - 1
-        min_gain = watch.min_gain if watch is not None else MIN_GAIN
-        if promised < min_gain and self._fits(now.memory_bytes):
-            return Decision(kept.to_json(), False, "")
-        took = took or now.step_seconds
-        message = (
-            f"{num_steps} steps have been measured, and the layers change their"
-            f" owners: {_counts(plan)} becomes {_counts(best)}. A step took {took:.3g} s"
-            f" ({now.step_seconds:.3g} s by the simulator); {then.step_seconds:.3g} s are expected,"
-            f" {1 + gain:.2f} times as fast."
-        )
-        return Decision(best.to_json(), True, message, 1 + gain)
-
-    def _cost(self, old: Plan, new: Plan) -> float:
-        """How long the layers that change their owners are under way, in seconds, one by one."""
-        assert self.profile is not None
-        seconds = 0.0
-        for vm, ranks in enumerate(self._replicas.topology.ranks):
-            for index, layer in enumerate(self.profile.layers):
-                source = ranks[old.placement.stage_of(vm, index)]
-                to = ranks[new.placement.stage_of(vm, index)]
-                seconds += self.cluster.link(source, to).seconds(layer.static_bytes)
-        return seconds
-
-    def _fits(self, memory_bytes: Sequence[Sequence[float]]) -> bool:
-        devices, topology = self.cluster.devices, self._replicas.topology
-        return all(
-            held <= devices[rank].room_bytes
-            for ranks, peaks in zip(topology.ranks, memory_bytes, strict=True)
-            for rank, held in zip(ranks, peaks, strict=True)
-        )
 
     def _say_what_was_gained(self) -> None:
         took = self.profiler.step_seconds
@@ -402,19 +261,3 @@ class Replanning:
             f" {before:.3g} s before: {before / took:.2f} times as fast, {expected:.2f} times was"
             " expected."
         )
-
-
-def _counts(plan: Plan) -> str:
-    different = list(dict.fromkeys(plan.placement.counts))
-    shown = [list(counts) for counts in different]
-    text = str(shown[0]) if len(shown) == 1 else str(shown)
-    return text + (" (with recomputation)" if any(plan.recompute) else "")
-
-
-def _changes(old: Placement, new: Placement) -> Iterator[tuple[int, int, int, int]]:
-    """Virtual machine, layer, old and new stage of each layer that changes its owner."""
-    for vm in range(old.num_virtual_machines):
-        for layer in range(old.num_layers):
-            before, after = old.stage_of(vm, layer), new.stage_of(vm, layer)
-            if before != after:
-                yield vm, layer, before, after

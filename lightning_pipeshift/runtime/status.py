@@ -21,19 +21,19 @@ def status_of(pipeline: Pipeline) -> dict[str, Any]:
         return status
     # Each is a value; a step may replace it meanwhile by another one.
     plan, planning = pipeline.plan, pipeline.planning
-    devices = planning.cluster.devices if planning.is_measured else None
-    expected = planning.prediction(plan) if planning.is_measured else None
+    measured = planning.measured if planning.is_measured else None
+    expected = measured.prediction(plan) if measured is not None else None
     for vm, ranks in enumerate(pipeline.replicas.topology.ranks):
         stages = []
         for stage, rank in enumerate(ranks):
             own = plan.placement.layers_of(vm, stage)
             entry: dict[str, Any] = {"rank": rank, "layers": [plan.layers[i].name for i in own]}
-            if devices is not None and expected is not None:
-                costs = expected.costs[vm]
+            if measured is not None and expected is not None:
+                costs, device = expected.costs[vm], measured.cluster.devices[rank]
                 forward, backward = costs.forward_seconds[stage], costs.backward_seconds[stage]
                 entry |= {
-                    "host": devices[rank].host.partition("/")[0],
-                    "kind": devices[rank].kind,
+                    "host": device.host.partition("/")[0],
+                    "kind": device.kind,
                     "forward_seconds": forward,
                     "backward_seconds": backward,
                     "busy": plan.microbatches * (forward + backward) / expected.step_seconds,
