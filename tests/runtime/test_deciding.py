@@ -1,0 +1,107 @@
+"""When layers change their owners by themselves, on figures out of thin air."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from lightning_pipeshift.plan.cluster import Cluster, Device, Link
+from lightning_pipeshift.plan.draft import plan_of
+from lightning_pipeshift.plan.measured import Measured
+from lightning_pipeshift.plan.plan import Plan
+from lightning_pipeshift.plan.profile import KindProfile, LayerProfile, Profile
+from lightning_pipeshift.plan.topology import Topology
+from lightning_pipeshift.plan.workload import Cut
+from lightning_pipeshift.runtime.deciding import Decider, Decision, Window
+from lightning_pipeshift.runtime.planning import Settings, Watch
+
+NUM_LAYERS, MICROBATCHES = 8, 4
+TOPOLOGY = Topology(((0, 1),))
+LINK = Link(0.0, 10e9)
+
+
+def measured(speed: float, parameter_bytes: int = 1000) -> Measured:
+    """Two devices, the second of another speed."""
+    layers = tuple(
+        LayerProfile(f"layer{i}", parameter_bytes, parameter_bytes) for i in range(NUM_LAYERS)
+    )
+    kinds = {"cpu": KindProfile((0.01,) * NUM_LAYERS, (0.02,) * NUM_LAYERS)}
+    devices = (Device("here", "cpu"), Device("here", "cpu", speed=speed))
+    return Measured(
+        Profile(layers, kinds, 1.0, MICROBATCHES), Cluster(devices, inside=LINK), TOPOLOGY.ranks
+    )
+
+
+def decider(min_gain: float = 0.05) -> Decider:
+    watch = Watch(min_gain, patience=5)
+    return Decider(Settings(MICROBATCHES, "1f1b", [4, 4], None, 0, watch=watch), TOPOLOGY)
+
+
+def plan(counts: Sequence[int] = (4, 4)) -> Plan:
+    found = measured(1.0)
+    return plan_of(
+        found.profile, found.cluster, TOPOLOGY.ranks, "1f1b", MICROBATCHES, [Cut(tuple(counts))]
+    )
+
+
+def window(
+    middle: Measured, extremes: Sequence[Measured] = (), steps_left: float = math.inf
+) -> Window:
+    return Window(5, 1.0, middle, extremes or (middle, middle), steps_left)
+
+
+def counts_of(decision: Decision) -> tuple[int, ...]:
+    return Plan.from_json(decision.plan).placement.counts[0]
+
+
+def test_equal_devices_keep_their_layers() -> None:
+    decision = decider().decide(plan(), window(measured(1.0)))
+    assert not decision.is_new
+    assert counts_of(decision) == (4, 4)
+    assert Plan.from_json(decision.plan).prediction is not None, "what is predicted is known anew"
+
+
+def test_a_slow_device_gives_layers_away() -> None:
+    decision = decider().decide(plan(), window(measured(0.5)))
+    assert decision.is_new
+    first, second = counts_of(decision)
+    assert first > second
+    assert decision.expected_gain > 1.2
+    assert "[4, 4] becomes" in decision.message
+
+
+def test_what_does_not_last_is_left_alone() -> None:
+    swinging = window(measured(0.5), (measured(1.0), measured(0.4)))
+    assert not decider().decide(plan(), swinging).is_new
+    lasting = window(measured(0.5), (measured(0.55), measured(0.45)))
+    assert decider().decide(plan(), lasting).is_new
+
+
+def test_a_gain_has_to_be_worth_the_move() -> None:
+    assert not decider(min_gain=5.0).decide(plan(), window(measured(0.5))).is_new
+    assert not decider().decide(plan(), window(measured(0.5), steps_left=0)).is_new
+    heavy = measured(0.5, parameter_bytes=10**10)
+    assert heavy.move_seconds(plan(), plan((5, 3))) > 0.1
+    assert not decider().decide(plan(), window(heavy, steps_left=1)).is_new
+    assert decider().decide(plan(), window(heavy, steps_left=10**9)).is_new
+
+
+def test_each_time_that_layers_are_taken_back_takes_twice_as_long() -> None:
+    mind, now, waited = decider(), plan(), []
+    for speed in (0.5, 1.0, 0.5, 1.0):
+        decisions: list[Decision] = []
+        while not (decisions and decisions[-1].is_new):
+            assert len(decisions) < 20
+            decisions.append(mind.decide(now, window(measured(speed))))
+        now = Plan.from_json(decisions[-1].plan)
+        waited.append(len(decisions))
+    assert waited == [1, 2, 4, 8]
+
+
+def test_what_was_left_alone_in_between_is_begun_anew() -> None:
+    mind = decider()
+    moved = Plan.from_json(mind.decide(plan(), window(measured(0.5))).plan)
+    assert not mind.decide(moved, window(measured(1.0))).is_new
+    assert not mind.decide(moved, window(measured(0.5))).is_new
+    assert not mind.decide(moved, window(measured(1.0))).is_new, "not twice in a row"
+    assert mind.decide(moved, window(measured(1.0))).is_new
