@@ -307,6 +307,20 @@ class ConnectedStrategy(ParallelStrategy):
         """
         self._fail(exception)
 
+    def _fail_beside(self, exception: BaseException) -> None:
+        """Tells the other ranks of a failure in a thread, and lets what this rank waits for raise
+        it.
+        """
+        channels, replicas, board = self._channels, self._replicas, self._board
+        if isinstance(exception, StageFailedError) or channels is None or replicas is None:
+            # Whoever waits finds that out without being told.
+            return
+        if board is not None:
+            name = board.name_of(self.global_rank)
+            board.publish_beside(name[:1].upper() + name[1:], exception)
+        channels.interrupt()
+        replicas.world.interrupt()
+
     def _fail(self, exception: BaseException) -> None:
         if self._failed or not dist.is_initialized():
             return
@@ -314,7 +328,8 @@ class ConnectedStrategy(ParallelStrategy):
         first = False
         if self._board is not None and not isinstance(exception, StageFailedError):
             name = self._board.name_of(self.global_rank)
-            first = self._board.publish(name[:1].upper() + name[1:], exception)
+            where = name[:1].upper() + name[1:]
+            first = self._board.is_first(exception) or self._board.publish(where, exception)
         self._let_go()
         self._end_checkpoints()
         if self._channels is not None and self._replicas is not None:

@@ -298,6 +298,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
             ignored=_FRAMEWORK_ATTRIBUTES,
             say=_say,
             outside=self._outside,
+            fail_beside=self._fail_beside,
         )
         if self._request_folder is not None and self.is_global_zero:
             self._outside.open(self._request_folder, partial(status_of, self._pipeline))

@@ -153,6 +153,10 @@ class Channels(Lane):
         """
         return Lane(self.ranks, self.stage, self._bulk, self.watched)
 
+    def interrupt(self) -> None:
+        """Ends the connections, here and for the peers; whoever waits on one sees an error."""
+        shut_down(self._sockets)
+
     def close(self) -> None:
         """Lets go of the connections; peers that wait on them see an error at once."""
         self._object_sends.clear()

@@ -53,12 +53,23 @@ class FailureBoard:
         self._rank = rank
         self._has_signed = False
         self._world_size = world_size
+        # What ended this rank, if a thread of it was the first to know.
+        self._failure: BaseException | None = None
 
     def publish(self, where: str, error: BaseException) -> bool:
         """Writes down a failure, unless another came first; returns whether it was the first."""
         text = "".join(traceback.format_exception(error))
         reason = f"{where} failed first: {type(error).__name__}: {error}\n\n{text[-6000:]}"
         return self._write(reason, self._rank)
+
+    def publish_beside(self, where: str, error: BaseException) -> None:
+        """Does the same in a thread. Whatever this rank waits for next raises the error."""
+        self._failure = error
+        self.publish(where, error)
+
+    def is_first(self, error: BaseException) -> bool:
+        """Whether a thread has published it already."""
+        return error is self._failure
 
     def _write(self, reason: str, failed: int | None) -> bool:
         entry = json.dumps({"rank": failed, "reason": reason})
@@ -129,6 +140,8 @@ class FailureBoard:
         try:
             yield
         except RuntimeError as error:
+            if self._failure is not None:
+                raise self._failure from None
             reason = self.read()
             if reason is not None:
                 raise StageFailedError(reason) from None

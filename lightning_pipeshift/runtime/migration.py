@@ -70,6 +70,7 @@ class Migration:
         holdings: what the stage holds.
         stage_of: the new stage of each layer.
         optimizers: the same ones on every stage.
+        keeps_gradients: whether gradients from before the step are still needed.
         threads: where to wait for others.
     """
 
@@ -78,10 +79,12 @@ class Migration:
         holdings: Holdings,
         stage_of: Sequence[int],
         optimizers: Sequence[Optimizer],
+        keeps_gradients: bool,
         threads: Threads,
     ) -> None:
         self._holdings = holdings
         self._optimizers = optimizers
+        self._keeps_gradients = keeps_gradients
         self._device = holdings.channels.device
         # What is sent may still be under way on the device.
         self._is_ready = None
@@ -160,7 +163,7 @@ class Migration:
             for index, optimizer in enumerate(self._optimizers)
             for name, value in optimizer.state.get(parameter, {}).items()
         }
-        if parameter.grad is not None:
+        if parameter.grad is not None and self._keeps_gradients:
             state[_GRADIENT] = parameter.grad
         return _Parcel(layers, parameter, parameter.detach(), state)
 
@@ -238,12 +241,11 @@ class Migration:
                 with torch.no_grad(), flat_weights_forgotten(module):
                     take_other_state(module, parcel.values)
 
-    def finish(self, keeps_gradients: bool, deferred: Deferred) -> None:
+    def finish(self, deferred: Deferred) -> None:
         """Returns when everything has arrived, here and at the new owners; lets go of what has
         left.
 
         Args:
-            keeps_gradients: whether gradients from before the step are still needed.
             deferred: see :meth:`Holdings.settle`.
 
         Raises:
@@ -259,7 +261,7 @@ class Migration:
                 assert parcel.parameter is not None
                 if (index, name) != _GRADIENT:
                     self._optimizers[index].state[parcel.parameter][name] = value
-                elif keeps_gradients:
+                else:
                     gradient: Tensor = value.to(self._device)
                     self._holdings.put_gradient_aside(parcel.parameter, gradient)
         self._holdings.settle(self._optimizers, final=True, deferred=deferred)

@@ -109,6 +109,7 @@ class Pipeline:
         ignored: names of attributes that belong to the framework.
         say: tells the user something at once.
         outside: what others ask of the run; of the first rank alone.
+        fail_beside: called in a thread that fails.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Pipeline:
         ignored: frozenset[str],
         say: Callable[[str], None],
         outside: Outside,
+        fail_beside: Callable[[BaseException], None],
     ) -> None:
         self.root = root
         self._outside = outside
@@ -140,7 +142,7 @@ class Pipeline:
         # What was decided and the user may want to know.
         self.news: list[str] = []
         self.settings = settings
-        self._threads = Threads("beside")
+        self._threads = Threads("beside", fail_beside)
         self.planning = Replanning(
             settings, replicas, here, channels.device, self.news, say, self._threads
         )
@@ -317,7 +319,7 @@ class Pipeline:
         self.planning.require_room(plan)
         self.adopt(plan)
 
-    def _change_plan(self, optimizers: Sequence[Optimizer]) -> None:
+    def _change_plan(self, optimizers: Sequence[Optimizer], keeps_gradients: bool) -> None:
         plan, self._next_plan = self._next_plan, None
         assert plan is not None
         assert self.holdings is not None
@@ -334,7 +336,9 @@ class Pipeline:
             self.news.append(f"the new plan was left alone. {objection}")
             return
         stage_of = [placement.stage_of(self.vm, layer) for layer in range(placement.num_layers)]
-        self._migration = Migration(self.holdings, stage_of, optimizers, self._threads)
+        self._migration = Migration(
+            self.holdings, stage_of, optimizers, keeps_gradients, self._threads
+        )
         self._ownership = self._ownership.moved(placement, self._num_microbatches_done)
         self._plan = plan
         if self._aggregation is not None:
@@ -448,7 +452,7 @@ class Pipeline:
         keys = [self._key("train", step_number, number) for number in range(len(slices))]
         self._settle(keys[0], step, slices[0][0], optimizers, final=True, trains=True)
         if self._next_plan is not None:
-            self._change_plan(optimizers)
+            self._change_plan(optimizers, keeps_gradients)
         assert self.holdings is not None
         total = sum(size for _, size in slices)
         again = self.plan.recomputing_stages(self.vm)
@@ -494,7 +498,7 @@ class Pipeline:
         run.settle()
         require_same_end(is_last_batch, report.is_last_batch, batch_idx)
         if self._migration is not None:
-            self._migration.finish(keeps_gradients, self._deferred)
+            self._migration.finish(self._deferred)
             self._migration = None
             # Neither the steps under the old plan nor this one say anything of the new plan.
             profiler.begin_anew(for_good=profiler.is_over)

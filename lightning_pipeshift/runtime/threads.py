@@ -19,10 +19,13 @@ class Threads:
 
     Args:
         name: what the threads are called, before their number.
+        on_error: called in a thread whose work has failed, for those who wait for something else
+            than the work's end.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, on_error: Callable[[BaseException], None] | None = None) -> None:
         self._name = name
+        self._on_error = on_error
         self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._idle = threading.Semaphore(0)
         self._count = 0
@@ -51,5 +54,7 @@ class Threads:
                 future.set_result(function())
             except BaseException as error:
                 future.set_exception(error)
+                if self._on_error is not None:
+                    self._on_error(error)
             del item, function, future
             self._idle.release()
