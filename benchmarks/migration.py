@@ -197,7 +197,8 @@ class BackAndForth(L.Callback):
     """
 
     def __init__(self, num_rounds: int, between: int) -> None:
-        self.steps: list[float] = []
+        # Of each step; the first steps under a new plan; and of each transfer.
+        self.steps: dict[int, float] = {}
         self.live: list[int] = []
         self.blocking: list[float] = []
         self.save_seconds = 0.0
@@ -210,7 +211,7 @@ class BackAndForth(L.Callback):
         """Times the step before."""
         now = time.perf_counter()
         if self._begun is not None:
-            self.steps.append(now - self._begun)
+            self.steps[batch_idx - 1] = now - self._begun
         self._begun = now
 
     def on_train_batch_end(
@@ -227,7 +228,7 @@ class BackAndForth(L.Callback):
             now = strategy.plan.placement.counts[0]
             other = PLACEMENTS[PLACEMENTS.index(now) ^ 1]
             strategy.adopt(strategy.plan.with_placement(Placement((other,))))
-            self.live.append(batch_idx)
+            self.live.append(batch_idx + 1)
         else:
             self.blocking.append(transfer(trainer, module))
             # It has taken its time out of no step.
@@ -318,8 +319,11 @@ def gap(options: Any, folder: Path) -> dict[str, Any]:
     """All three ways."""
     given = (options.gap_microbatches, options.num_moves, options.between, str(folder))
     found = run_ranks(gaps, NUM_STAGES, *given, timeout=1200)[0]
-    usual = median(found.steps)
-    around = [max(found.steps[at : at + 3]) - usual for at in found.live]
+    near = {step + offset for step in found.live for offset in (-1, 0, 1)}
+    apart = [seconds for step, seconds in found.steps.items() if step > 1 and step not in near]
+    usual = median(apart)
+    around = [longest(found.steps, step) - usual for step in found.live]
+    undisturbed = [max(three) - usual for three in zip(apart, apart[1:], apart[2:], strict=False)]
     restarted = found.save_seconds + restart(folder, options.gap_microbatches) - usual
     layers = sum(
         Placement((PLACEMENTS[0],)).stage_of(0, i) != Placement((PLACEMENTS[1],)).stage_of(0, i)
@@ -333,7 +337,8 @@ def gap(options: Any, folder: Path) -> dict[str, Any]:
         "slot_seconds": max(PLACEMENTS[0]) * sum(SLOT),
         "live_gap_seconds": live,
         "worst_live_gap_seconds": max(around),
-        "gaps_without_a_move_seconds": undisturbed(found, usual),
+        "undisturbed_gap_seconds": median(undisturbed),
+        "step_of_the_move_seconds": median(found.steps[step] for step in found.live),
         "blocking_seconds": median(found.blocking),
         "restart_seconds": restarted,
         "blocking_over_live": median(found.blocking) / live,
@@ -341,15 +346,9 @@ def gap(options: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-def undisturbed(found: BackAndForth, usual: float) -> float:
-    """The same figure where nothing moves: the median over as many triples of steps."""
-    near = {at + offset for at in found.live for offset in range(-1, 5)}
-    triples = [
-        max(found.steps[at : at + 3]) - usual
-        for at in range(3, len(found.steps) - 3, 3)
-        if not near & {at, at + 1, at + 2}
-    ]
-    return median(triples)
+def longest(steps: dict[int, float], at: int) -> float:
+    """The longest of the steps around one."""
+    return max(steps[step] for step in (at - 1, at, at + 1) if step in steps)
 
 
 def main() -> None:
@@ -385,7 +384,7 @@ def main() -> None:
         rows = [
             ["live move", live, 1.0],
             ["live move, the worst", found["worst_live_gap_seconds"], None],
-            ["nothing moved", found["gaps_without_a_move_seconds"], None],
+            ["nothing moved", found["undisturbed_gap_seconds"], None],
             ["blocking transfer", found["blocking_seconds"], found["blocking_over_live"]],
             ["checkpoint and restart", found["restart_seconds"], found["restart_over_live"]],
         ]

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipeshift.runtime.staging import room_for
+
 # A context around communication with a rank (``None``: with several), which turns a broken
 # connection into its reason.
 Watched = Callable[[int | None], AbstractContextManager[None]]
@@ -158,7 +160,7 @@ class Lane:
 
     def receive_tensor(self, like: Tensor, source: int) -> Tensor:
         """Waits for a tensor of the shape and type of ``like``; returns it on the CPU."""
-        tensor = torch.empty(like.shape, dtype=like.dtype)
+        tensor = room_for(tuple(like.shape), like.dtype)
         self.receive_into(tensor, source)
         return tensor
 

@@ -29,6 +29,7 @@ from lightning_pipeshift.model.parameters import (
     take_other_state,
 )
 from lightning_pipeshift.runtime.holdings import Holdings
+from lightning_pipeshift.runtime.staging import room_for
 from lightning_pipeshift.runtime.threads import Threads
 
 _GRADIENT = (-1, "gradient")
@@ -171,7 +172,10 @@ class Migration:
         """Gives an arriving parameter its memory, so that nothing but its values is missing."""
         if parcel.parameter is not None:
             like = parcel.parameter
-            hold(like, torch.empty(like.shape, dtype=like.dtype, device=self._device))
+            room = room_for(tuple(like.shape), like.dtype) if self._device.type == "cpu" else None
+            if room is None:
+                room = torch.empty(like.shape, dtype=like.dtype, device=self._device)
+            hold(like, room)
             like.grad = None
             parcel.values = like.detach()
 

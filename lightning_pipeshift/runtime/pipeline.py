@@ -331,8 +331,12 @@ class Pipeline:
             objection = ""
         except LayerError as error:
             objection = str(error)
-        # What one virtual machine has seen another may not have.
-        if self.replicas.world.sum(torch.tensor([float(bool(objection))])):
+        objects = bool(objection)
+        if self.replicas.count > 1:
+            # What one virtual machine has seen another may not have; its own stages have seen the
+            # same, and need not wait for each other here.
+            objects = bool(self.replicas.world.sum(torch.tensor([float(objects)])))
+        if objects:
             self.news.append(f"the new plan was left alone. {objection}")
             return
         stage_of = [placement.stage_of(self.vm, layer) for layer in range(placement.num_layers)]
