@@ -228,7 +228,8 @@ class BackAndForth(L.Callback):
             now = strategy.plan.placement.counts[0]
             other = PLACEMENTS[PLACEMENTS.index(now) ^ 1]
             strategy.adopt(strategy.plan.with_placement(Placement((other,))))
-            self.live.append(batch_idx + 1)
+            # The next step prepares it.
+            self.live.append(batch_idx + 2)
         else:
             self.blocking.append(transfer(trainer, module))
             # It has taken its time out of no step.

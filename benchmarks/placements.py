@@ -104,8 +104,8 @@ class TakingTurns(L.Callback):
         name = self._turns[0]
         strategy.adopt(self._plans[name])
         self._enter(name)
-        # One to change the plan in, and one more to begin the clock with.
-        self._left = self._num_steps + 1
+        # One to prepare the plan in, one to change it in, and one more to begin the clock with.
+        self._left = self._num_steps + 2
         self._begun = None
 
 

@@ -308,18 +308,17 @@ class ConnectedStrategy(ParallelStrategy):
         self._fail(exception)
 
     def _fail_beside(self, exception: BaseException) -> None:
-        """Tells the other ranks of a failure in a thread, and lets what this rank waits for raise
-        it.
+        """Tells the other ranks of a failure in a thread. They notice where they wait for what
+        moves, and this rank when it communicates next; so nobody waits for somebody who waits.
         """
-        channels, replicas, board = self._channels, self._replicas, self._board
-        if isinstance(exception, StageFailedError) or channels is None or replicas is None:
-            # Whoever waits finds that out without being told.
+        channels, board = self._channels, self._board
+        # Whoever waits for a rank that has failed finds that out without being told.
+        if channels is None or board is None or isinstance(exception, StageFailedError):
             return
-        if board is not None:
+        if not board.is_first(exception):
             name = board.name_of(self.global_rank)
             board.publish_beside(name[:1].upper() + name[1:], exception)
-        channels.interrupt()
-        replicas.world.interrupt()
+        channels.interrupt_bulk()
 
     def _fail(self, exception: BaseException) -> None:
         if self._failed or not dist.is_initialized():

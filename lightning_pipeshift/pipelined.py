@@ -54,9 +54,9 @@ class PipelinedStrategy(ConnectedStrategy):
         return self._require_pipeline().planning.predicted(plan)
 
     def adopt(self, plan: Plan) -> None:
-        """Lets another plan be in force from the next step on: layers change their owners, and
-        nothing that is computed changes. Every rank calls this, with the same plan, between the
-        same steps (in ``on_train_batch_end``, say).
+        """Lets another plan be in force: the next step prepares it, and runs under the old one.
+        Layers change their owners, and nothing that is computed changes. Every rank calls this,
+        with the same plan, between the same steps (in ``on_train_batch_end``, say).
 
         Raises:
             PlanError: it is for another model, or would change more than who owns what and what is
@@ -65,8 +65,9 @@ class PipelinedStrategy(ConnectedStrategy):
         self._require_pipeline().adopt(plan)
 
     def migrate(self, *moves: Move) -> None:
-        """Lets layers change their owners from the next step on. Every rank calls this, with the
-        same moves, between the same steps; a second call before the step adds to the first.
+        """Lets layers change their owners: the next step prepares that, and runs as it was. Every
+        rank calls this, with the same moves, between the same steps; a second call adds to the
+        first.
 
         Raises:
             PlanError: a layer, a stage or a virtual machine that there is not; two moves of one

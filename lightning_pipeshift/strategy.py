@@ -495,6 +495,11 @@ class PipeShiftStrategy(CheckpointingStrategy):
         self._require_holdings().hand_gradients_over()
         return self.precision_plugin.post_backward(closure_loss, module)
 
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)
+        self._require_pipeline().weights_are_final()
+        return result
+
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate(
             "validation_step", self.precision_plugin.val_step_context, *args, **kwargs

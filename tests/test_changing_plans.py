@@ -93,6 +93,25 @@ class Trains(L.LightningModule):
         return torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True)
 
 
+class Touches(L.Callback):
+    """Changes weights between two steps, when moving ones are on their way: as autograd notices it,
+    behind its back, and with a new tensor.
+    """
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *others: Any) -> None:
+        way = others[2] % 4
+        for parameter in module.parameters():
+            if parameter.is_meta or way == 3:
+                continue
+            if way == 0:
+                with torch.no_grad():
+                    parameter.mul_(0.99)
+            elif way == 1:
+                parameter.data.clamp_(-0.3, 0.3)
+            else:
+                parameter.data = parameter.data * 0.98
+
+
 NUM_LAYERS = 7
 
 
@@ -104,12 +123,13 @@ def train(
     virtual_machines: Any,
     accumulate: int,
     folder: str | None,
+    touches: bool = False,
 ) -> dict[str, Any]:
     """Trains on all ranks; what is left behind."""
     L.seed_everything(5, verbose=False)
     module = built(lambda: Trains(optimizer))
     adopts = Adopts(cuts)
-    callbacks: list[L.Callback] = [adopts]
+    callbacks: list[L.Callback] = [adopts, *([Touches()] if touches else [])]
     if folder is not None:
         callbacks.append(ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1))
     trainer = quiet_trainer(
@@ -195,6 +215,19 @@ def test_random_moves_change_no_bit(
         saved = [torch.load(tmp_path / run / name) for run in ("stays", "moves")]
         for key in ("state_dict", "optimizer_states", "lr_schedulers", "pipeshift"):
             assert not differences(saved[0][key], saved[1][key], 0, 0), (name, key)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_weights_that_user_code_changes_between_steps(accumulate: int) -> None:
+    """They leave as soon as the optimizer has stepped, and are compared before they are used."""
+    cuts = {step: [[4, 3], [2, 5], [0, 7]][step % 3] for step in range(1, 10)}
+    runs = [
+        run_ranks(train, 2, wanted, "adam", [3, 4], "none", 1, accumulate, None, True, timeout=60.0)
+        for wanted in ({}, {step: [counts] for step, counts in cuts.items()})
+    ]
+    for one, other in zip(*runs, strict=True):
+        assert not differences(one["parameters"], other["parameters"], 0, 0)
+    assert set(runs[1][0]["seen"]) == {(3, 4), (4, 3), (2, 5), (0, 7)}
 
 
 def adopt_nonsense() -> list[str]:
@@ -300,7 +333,7 @@ def train_unequally(partition: Any, profile_steps: int) -> dict[str, Any]:
         {"devices": 2, "pipeshift": strategy}, callbacks=[SlowsDown()], max_epochs=1
     )
     try:
-        trainer.fit(module, DataLoader(points(14).dataset, batch_size=8))
+        trainer.fit(module, DataLoader(points(22).dataset, batch_size=8))
     finally:
         logger.removeHandler(handler)
     plan = trainer.strategy.plan  # type: ignore[attr-defined]

@@ -76,9 +76,9 @@ class LayerMigration(Callback):
     ) -> None:
         """Does what was asked for at this step."""
         strategy = _strategy_of(trainer)
-        step = trainer.fit_loop.epoch_loop.total_batch_idx
-        # There is a plan from the end of the first step on.
-        due = [move for move in self.moves if max(move.step or 0, 1) == step]
+        # The step that begins now prepares it. There is a plan from the end of the first one on.
+        step = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        due = [move for move in self.moves if max(move.step or 0, 2) == step]
         if not due:
             return
         try:

@@ -19,7 +19,8 @@ class Move:
     Args:
         layer: its name in the model.
         stage: its new stage.
-        step: after which batch of the run, counted from 0; ``None``: as soon as can be.
+        step: from which batch of the run on, counted from 0; ``None``: as soon as can be. The
+            first two steps run as they are planned.
         virtual_machine: in which one; ``None``: in all.
     """
 

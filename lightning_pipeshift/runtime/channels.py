@@ -76,12 +76,14 @@ class Groups:
         bulk: what may take its time: on connections of its own, where nothing waits behind it.
         neighbours: what payloads travel on, where ``control`` does not carry them too.
         sockets: those of all of them.
+        bulk_sockets: those of ``bulk``.
     """
 
     control: Any
     bulk: Any
     neighbours: dict[tuple[int, Direction], Any]
     sockets: Opened
+    bulk_sockets: Opened = frozenset()
 
 
 def make_groups(ranks: Sequence[int], backend: str, has_bulk: bool = False) -> Groups:
@@ -90,14 +92,16 @@ def make_groups(ranks: Sequence[int], backend: str, has_bulk: bool = False) -> G
     """
     before = open_sockets()
     control = dist.new_group(list(ranks), backend="gloo")
+    others = open_sockets()
     bulk = dist.new_group(list(ranks), backend="gloo") if has_bulk else None
+    of_bulk = open_sockets() - others
     neighbours = {}
     if backend == "nccl":
         for left in range(len(ranks) - 1):
             for direction in Direction:
                 pair = list(ranks[left : left + 2])
                 neighbours[left, direction] = dist.new_group(pair, backend="nccl")
-    return Groups(control, bulk, neighbours, open_sockets() - before)
+    return Groups(control, bulk, neighbours, open_sockets() - before, of_bulk)
 
 
 class Channels(Lane):
@@ -127,6 +131,7 @@ class Channels(Lane):
         self._staged = backend == "gloo" and device.type != "cpu"
         self._bulk = groups.bulk
         self._sockets = groups.sockets
+        self._bulk_sockets = groups.bulk_sockets
         self._neighbours = dict(groups.neighbours)
         self._open_communicators()
 
@@ -153,9 +158,9 @@ class Channels(Lane):
         """
         return Lane(self.ranks, self.stage, self._bulk, self.watched)
 
-    def interrupt(self) -> None:
-        """Ends the connections, here and for the peers; whoever waits on one sees an error."""
-        shut_down(self._sockets)
+    def interrupt_bulk(self) -> None:
+        """Ends the connections of :meth:`bulk`, here and for the peers."""
+        shut_down(self._bulk_sockets)
 
     def close(self) -> None:
         """Lets go of the connections; peers that wait on them see an error at once."""

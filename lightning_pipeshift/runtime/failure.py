@@ -63,7 +63,7 @@ class FailureBoard:
         return self._write(reason, self._rank)
 
     def publish_beside(self, where: str, error: BaseException) -> None:
-        """Does the same in a thread. Whatever this rank waits for next raises the error."""
+        """Does the same in a thread. When this rank communicates next, that raises the error."""
         self._failure = error
         self.publish(where, error)
 
@@ -105,10 +105,14 @@ class FailureBoard:
                 return
             time.sleep(0.02)
 
-    def read(self) -> str | None:
-        """The first failure's reason, if it was another rank's."""
+    def read(self, patience: float = _PATIENCE_SECONDS) -> str | None:
+        """The first failure's reason, if it was another rank's.
+
+        Args:
+            patience: how many seconds to wait for it.
+        """
         try:
-            deadline = time.monotonic() + _PATIENCE_SECONDS
+            deadline = time.monotonic() + patience
             while not self._store.check([_KEY]):
                 if time.monotonic() > deadline:
                     return None
@@ -136,13 +140,17 @@ class FailureBoard:
 
         Raises:
             StageFailedError: another rank failed, or ended without a word.
+            BaseException: what a thread of this rank has failed with.
         """
+        if self._failure is not None:
+            raise self._failure
         try:
             yield
         except RuntimeError as error:
             if self._failure is not None:
                 raise self._failure from None
-            reason = self.read()
+            # Who knows which connection broke says so when this patience is over.
+            reason = self.read((1.0 if peer is not None else 1.5) * _PATIENCE_SECONDS)
             if reason is not None:
                 raise StageFailedError(reason) from None
             reason = self._ended_without_a_word(peer)

@@ -65,8 +65,8 @@ class Holdings:
         self.layers = list(zip(self._modules, stage_of, strict=True))
         # By identity of a parameter: the stages that hold it, lowest first.
         self._holders = {
-            id(use.parameter): use.holders(list(stage_of), self.channels.num_stages)
-            for use in self.uses
+            id(use.parameter): holders
+            for use, holders in zip(self.uses, self.all_holders(stage_of), strict=False)
         }
         self.held = [use for use in self.uses if self.stage in self.holders_of(use.parameter)]
         self.shared = SharedParameters([use for use in self.held if use.is_shared])
@@ -142,10 +142,15 @@ class Holdings:
             for to in targets:
                 self._pass(number, sources[0], to)
 
-    def all_holders(self) -> list[list[int]]:
-        """The stages that hold each parameter, and then what each layer keeps besides."""
-        holders = [self.holders_of(use.parameter) for use in self.uses]
-        return holders + [[stage] for _, stage in self.layers]
+    def all_holders(self, stage_of: Sequence[int] | None = None) -> list[list[int]]:
+        """The stages that hold each parameter, and then what each layer keeps besides.
+
+        Args:
+            stage_of: the stage of each layer, if it is not to be the one it has now.
+        """
+        stages = [stage for _, stage in self.layers] if stage_of is None else list(stage_of)
+        holders = [use.holders(stages, self.channels.num_stages) for use in self.uses]
+        return holders + [[stage] for stage in stages]
 
     def _pass(self, number: int, source: int, to: int) -> None:
         """Sends one thing of those that :meth:`all_holders` lists to another stage."""

@@ -1,16 +1,23 @@
-"""Layers on their way to new owners, beside the step in which those run them first.
+"""Layers on their way to new owners, beside the steps.
 
-CN115454655A lets the weights of moving layers travel in threads and on connections of their own,
-while both stages compute. In a synchronous schedule the new owner's first forward needs the weights
-as the last optimizer step has left them; so they travel first, in the order in which they are
-needed, and a gate waits for its own layer alone. What optimizers keep, of which the patent is
-silent, and gradients that are being accumulated are not needed before the step's end: they travel
-behind its compute. The old owner lets go of nothing before the new one says that it has everything.
+CN115454655A announces a move, prepares it, and lets the weights of moving layers travel in threads
+and on connections of their own, while both stages compute. In a synchronous schedule:
+
+1. The move is prepared during a whole step: what goes where, and room for it.
+2. As soon as a stage has taken its optimizer step, the weights leave: the stages before it are
+   still at their last backwards.
+3. With the next step the new owner owns: a gate waits for the weights of its own layer alone, and
+   those come in the order in which they are needed. The old owner compares first what it has sent
+   with what is there now, as user code may have run in between.
+4. What optimizers keep, of which the patent is silent, and gradients that are being accumulated are
+   not needed before that step's end: they travel behind its compute. The old owner lets go of
+   nothing before the new one says that it has everything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -35,13 +42,6 @@ from lightning_pipeshift.runtime.threads import Threads
 _GRADIENT = (-1, "gradient")
 
 
-class _Way(NamedTuple):
-    """From one stage to another."""
-
-    source: int
-    to: int
-
-
 @dataclass
 class _Parcel:
     """A parameter, or what a layer keeps besides, on its way.
@@ -49,7 +49,8 @@ class _Parcel:
     Args:
         layers: those that need it at the new owner, in call order.
         parameter: the parameter; ``None`` for what a layer keeps besides.
-        values: at the old owner, what the new one needs first; at the new one, where it is put.
+        values: of a parameter, at the old owner what was sent, and at the new one where it is put;
+            else what the layer keeps, by name.
         state: what the new one needs at the end of the step: the gradient, and what optimizers
             keep, each under the optimizer's index and a name.
         has_arrived: done when ``values`` is there.
@@ -62,16 +63,26 @@ class _Parcel:
     has_arrived: Future[None] = field(default_factory=Future)
 
 
-class Migration:
-    """One stage's part in a change of owners, from the beginning of a step to its end.
+class _Parcels(NamedTuple):
+    """What leaves a stage, by where it goes, and what comes, by where it comes from; in the order
+    in which it is needed.
+    """
 
-    Every stage of the virtual machine makes one, between the same steps.
+    outgoing: dict[int, list[_Parcel]]
+    incoming: dict[int, list[_Parcel]]
+
+
+class Migration:
+    """One stage's part in a change of owners.
+
+    Every stage of the virtual machine makes one, at the beginning of the same step, and calls its
+    methods in their order: :meth:`start`, :meth:`cut_over` as the next step begins, and
+    :meth:`finish` as it ends.
 
     Args:
         holdings: what the stage holds.
         stage_of: the new stage of each layer.
         optimizers: the same ones on every stage.
-        keeps_gradients: whether gradients from before the step are still needed.
         threads: where to wait for others.
     """
 
@@ -80,142 +91,122 @@ class Migration:
         holdings: Holdings,
         stage_of: Sequence[int],
         optimizers: Sequence[Optimizer],
-        keeps_gradients: bool,
         threads: Threads,
     ) -> None:
         self._holdings = holdings
+        self._stage_of = list(stage_of)
         self._optimizers = optimizers
-        self._keeps_gradients = keeps_gradients
+        self._threads = threads
         self._device = holdings.channels.device
-        # What is sent may still be under way on the device.
-        self._is_ready = None
         self._stream: Any = None
+        self._is_ready: Any = None
         if self._device.type == "cuda":
-            self._is_ready = torch.cuda.Event()
-            self._is_ready.record()
             self._stream = torch.cuda.Stream(self._device)
-        outgoing, incoming = self._parcels(stage_of)
-        self._arriving = [parcel for parcels in incoming.values() for parcel in parcels]
-        with torch.no_grad(), flat_weights_forgotten(holdings.root):
-            for parcel in self._arriving:
-                self._make_room(parcel)
-        self._work = [
-            threads.submit(partial(self._send, to, parcels)) for to, parcels in outgoing.items()
-        ]
-        self._work += [
-            threads.submit(partial(self._receive, source, parcels))
-            for source, parcels in incoming.items()
-        ]
+        # The new owner owns, or never will.
+        self._is_settled = threading.Event()
+        self._is_cancelled = False
+        self._work: list[Future[None]] | None = None
         self._awaited: dict[int, list[_Parcel]] = {}
-        for parcel in self._arriving:
-            for layer in parcel.layers:
-                self._awaited.setdefault(layer, []).append(parcel)
+        self._prepared = threads.submit(self._prepare)
 
-    def _parcels(
-        self, stage_of: Sequence[int]
-    ) -> tuple[dict[int, list[_Parcel]], dict[int, list[_Parcel]]]:
-        """What leaves this stage, by where it goes, and what comes, by where it comes from; in the
-        order in which it is needed.
-        """
-        holdings, here = self._holdings, self._holdings.stage
-        before = holdings.all_holders()
-        holdings.place(stage_of)
-        found: list[tuple[int, int, _Way]] = []
-        for number, (old, new) in enumerate(zip(before, holdings.all_holders(), strict=True)):
+    # --- beside the step before ---
+
+    def _prepare(self) -> _Parcels:
+        holdings, here, new_stages = self._holdings, self._holdings.stage, self._stage_of
+        found: list[tuple[int, int, int, int]] = []
+        places = zip(holdings.all_holders(), holdings.all_holders(new_stages), strict=True)
+        for number, (old, new) in enumerate(places):
             for to in new:
-                if to not in old:
-                    first = min(self._layers_of(number, to, stage_of))
-                    found.append((first, number, _Way(old[0], to)))
-        outgoing: dict[int, list[_Parcel]] = {}
-        incoming: dict[int, list[_Parcel]] = {}
-        for _, number, way in sorted(found):
-            layers = self._layers_of(number, way.to, stage_of)
-            if here == way.source:
-                outgoing.setdefault(way.to, []).append(self._packed(number, layers))
-            elif here == way.to:
-                parcel = _Parcel(layers, self._parameter(number))
-                incoming.setdefault(way.source, []).append(parcel)
-        for parcels in outgoing.values():
-            for parcel in parcels:
-                parameter = parcel.parameter
-                if parameter is not None and here not in holdings.holders_of(parameter):
-                    # It is under way from here on.
-                    parameter.grad = None
-        return outgoing, incoming
+                if to not in old and here in (old[0], to):
+                    found.append((min(self._layers_of(number, to)), number, old[0], to))
+        parcels = _Parcels({}, {})
+        for _, number, source, to in sorted(found):
+            parcel = _Parcel(self._layers_of(number, to), self._parameter(number))
+            if here == source:
+                parcels.outgoing.setdefault(to, []).append(parcel)
+                continue
+            parcels.incoming.setdefault(source, []).append(parcel)
+            if (like := parcel.parameter) is not None:
+                parcel.values = self._room(like)
+        return parcels
 
-    def _layers_of(self, number: int, stage: int, stage_of: Sequence[int]) -> list[int]:
-        """The layers of a stage that need a thing."""
+    def _layers_of(self, number: int, stage: int) -> list[int]:
+        """The layers of a stage that need a thing, under the new placement."""
         uses = self._holdings.uses
         if number >= len(uses):
             return [number - len(uses)]
-        return [layer for layer in uses[number].layers if stage_of[layer] == stage]
+        return [layer for layer in uses[number].layers if self._stage_of[layer] == stage]
 
     def _parameter(self, number: int) -> nn.Parameter | None:
         uses = self._holdings.uses
         return uses[number].parameter if number < len(uses) else None
 
-    def _packed(self, number: int, layers: list[int]) -> _Parcel:
-        parameter = self._parameter(number)
-        if parameter is None:
-            layer, _ = self._holdings.layers[number - len(self._holdings.uses)]
-            return _Parcel(layers, None, other_state(layer))
-        state: dict[tuple[int, Any], Any] = {
-            (index, name): value
-            for index, optimizer in enumerate(self._optimizers)
-            for name, value in optimizer.state.get(parameter, {}).items()
-        }
-        if parameter.grad is not None and self._keeps_gradients:
-            state[_GRADIENT] = parameter.grad
-        return _Parcel(layers, parameter, parameter.detach(), state)
-
-    def _make_room(self, parcel: _Parcel) -> None:
-        """Gives an arriving parameter its memory, so that nothing but its values is missing."""
-        if parcel.parameter is not None:
-            like = parcel.parameter
-            room = room_for(tuple(like.shape), like.dtype) if self._device.type == "cpu" else None
-            if room is None:
-                room = torch.empty(like.shape, dtype=like.dtype, device=self._device)
-            hold(like, room)
-            like.grad = None
-            parcel.values = like.detach()
+    def _room(self, like: Tensor) -> Tensor:
+        if self._device.type == "cpu":
+            return room_for(tuple(like.shape), like.dtype)
+        return torch.empty(like.shape, dtype=like.dtype, device=self._device)
 
     # --- in threads ---
 
     def _beside(self) -> AbstractContextManager[Any]:
-        """Context of copies to and from the device."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        """Context of copies on the device, after what it was told so far."""
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_event(self._is_ready)
+        return torch.cuda.stream(self._stream)
 
-    def _send(self, to: int, parcels: Iterable[_Parcel]) -> None:
+    def _send(self, to: int, parcels: Sequence[_Parcel]) -> None:
         lane = self._holdings.channels.bulk()
-        parcels = list(parcels)
         with torch.no_grad(), self._beside():
-            if self._is_ready is not None:
-                self._stream.wait_event(self._is_ready)
             for parcel in parcels:
                 if parcel.parameter is not None:
+                    parcel.values = parcel.parameter.detach().clone()
                     lane.send_tensor(parcel.values, to)
-                else:
+        self._is_settled.wait()
+        lane.send_object(not self._is_cancelled, to)
+        if self._is_cancelled:
+            lane.settle()
+            return
+        with torch.no_grad(), self._beside():
+            for parcel in parcels:
+                if parcel.parameter is None:
                     lane.send_values(parcel.values, to)
+                    continue
+                is_same = _same_bits(parcel.values, parcel.parameter.detach())
+                lane.send_object(is_same, to)
+                if not is_same:
+                    lane.send_tensor(parcel.parameter, to)
+                parcel.values = None
             for parcel in parcels:
                 if parcel.parameter is not None:
                     lane.send_values(parcel.state, to)
         lane.receive_object(to)
+        lane.settle()
 
-    def _receive(self, source: int, parcels: Iterable[_Parcel]) -> None:
+    def _receive(self, source: int, parcels: Sequence[_Parcel]) -> None:
         lane = self._holdings.channels.bulk()
-        parcels = list(parcels)
+
+        def take_in(room: Tensor) -> None:
+            if self._stream is None:
+                lane.receive_into(room, source)
+            else:
+                room.copy_(lane.receive_tensor(room, source))
+
         try:
             with torch.no_grad(), self._beside():
+                for parcel in parcels:
+                    if parcel.parameter is not None:
+                        take_in(parcel.values)
+                if not lane.receive_object(source):
+                    return
                 for parcel in parcels:
                     if parcel.parameter is None:
                         parcel.values = {
                             name: value.to(self._device) if isinstance(value, Tensor) else value
                             for name, value in lane.receive_values(source)
                         }
-                    elif self._device.type == "cpu":
-                        lane.receive_into(parcel.values, source)
-                    else:
-                        parcel.values.copy_(lane.receive_tensor(parcel.values, source))
+                    elif not lane.receive_object(source):
+                        take_in(parcel.values)
                     if self._stream is not None:
                         self._stream.synchronize()
                     parcel.has_arrived.set_result(None)
@@ -231,6 +222,80 @@ class Migration:
         lane.settle()
 
     # --- where the stage computes ---
+
+    def start(self) -> None:
+        """The weights are as the next step will find them, if nobody touches them."""
+        if self._work is not None:
+            return
+        parcels = self._prepared.result()
+        self._mark()
+        self._work = [
+            self._threads.submit(partial(self._send, to, leaving))
+            for to, leaving in parcels.outgoing.items()
+        ]
+        self._work += [
+            self._threads.submit(partial(self._receive, source, coming))
+            for source, coming in parcels.incoming.items()
+        ]
+
+    def _mark(self) -> None:
+        """From here on, threads may read what the device has been told to write."""
+        if self._stream is not None:
+            self._is_ready = torch.cuda.Event()
+            self._is_ready.record()
+
+    def cut_over(self, keeps_gradients: bool) -> None:
+        """The new owners own from here on.
+
+        Args:
+            keeps_gradients: whether gradients from before the step are still needed.
+        """
+        self.start()
+        holdings, parcels = self._holdings, self._prepared.result()
+        holdings.place(self._stage_of)
+        for parcel in (parcel for leaving in parcels.outgoing.values() for parcel in leaving):
+            self._pack(parcel, keeps_gradients)
+        with torch.no_grad(), flat_weights_forgotten(holdings.root):
+            for parcel in self._arriving():
+                if parcel.parameter is not None:
+                    # Nothing but its values is missing.
+                    hold(parcel.parameter, parcel.values)
+                    parcel.parameter.grad = None
+                for layer in parcel.layers:
+                    self._awaited.setdefault(layer, []).append(parcel)
+        self._mark()
+        self._is_settled.set()
+
+    def _arriving(self) -> list[_Parcel]:
+        return [p for coming in self._prepared.result().incoming.values() for p in coming]
+
+    def _pack(self, parcel: _Parcel, keeps_gradients: bool) -> None:
+        parameter = parcel.parameter
+        if parameter is None:
+            module, _ = self._holdings.layers[parcel.layers[0]]
+            parcel.values = other_state(module)
+            return
+        parcel.state = {
+            (index, name): value
+            for index, optimizer in enumerate(self._optimizers)
+            for name, value in optimizer.state.get(parameter, {}).items()
+        }
+        if parameter.grad is not None and keeps_gradients:
+            parcel.state[_GRADIENT] = parameter.grad
+        if self._holdings.stage not in self._holdings.holders_of(parameter):
+            # It is under way from here on.
+            parameter.grad = None
+
+    def abandon(self) -> None:
+        """Nobody will ever own anything else. What has been sent is forgotten."""
+        self._is_cancelled = True
+        self._is_settled.set()
+
+    def cancel(self) -> None:
+        """Does so on all stages, and returns when nothing is under way any more."""
+        self.abandon()
+        for work in self._work or ():
+            work.result()
 
     def await_layer(self, layer: int) -> None:
         """Returns when a layer has what it needs to run.
@@ -258,9 +323,9 @@ class Migration:
         for layer in list(self._awaited):
             # One that this step has not called.
             self.await_layer(layer)
-        for work in self._work:
+        for work in self._work or ():
             work.result()
-        for parcel in self._arriving:
+        for parcel in self._arriving():
             for (index, name), value in parcel.state.items():
                 assert parcel.parameter is not None
                 if (index, name) != _GRADIENT:
@@ -269,3 +334,14 @@ class Migration:
                     gradient: Tensor = value.to(self._device)
                     self._holdings.put_gradient_aside(parcel.parameter, gradient)
         self._holdings.settle(self._optimizers, final=True, deferred=deferred)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two contiguous tensors are the same bits; a NaN is equal to itself."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    if flat[0].numel() % 8 == 0:
+        # Eight at a time.
+        flat = [tensor.view(torch.int64) for tensor in flat]
+    return torch.equal(*flat)

@@ -68,6 +68,13 @@ from lightning_pipeshift.runtime.threads import Threads
 _AHEAD = 4
 
 
+class Change(NamedTuple):
+    """A plan that will be in force with the next step, and the layers on their way for it."""
+
+    plan: Plan
+    migration: Migration
+
+
 class Accumulation(NamedTuple):
     """A step's place among those between two optimizer steps.
 
@@ -178,7 +185,8 @@ class Pipeline:
         # The outcomes and the sizes of the evaluation's batches that nobody has asked for yet.
         self._pending: list[tuple[list[Outcome], int]] = []
         self._under_way: list[Sent] = []
-        # Layers that change their owners in the step under way.
+        # What changes after the step under way, and the layers that change their owners in it.
+        self._change: Change | None = None
         self._migration: Migration | None = None
 
     # --- the plan ---
@@ -284,11 +292,13 @@ class Pipeline:
 
     @property
     def coming_plan(self) -> Plan:
-        """The plan of the next step."""
-        return self._next_plan if self._next_plan is not None else self.plan
+        """The plan that will be in force when all that was asked for is done."""
+        if self._next_plan is not None:
+            return self._next_plan
+        return self._change.plan if self._change is not None else self.plan
 
     def adopt(self, plan: Plan) -> None:
-        """Lets another plan be in force from the next step on. Every rank calls this, with the same
+        """Lets another plan be in force after the next step. Every rank calls this, with the same
         plan, between the same steps.
 
         Raises:
@@ -308,8 +318,8 @@ class Pipeline:
         self._next_plan = plan
 
     def migrate(self, moves: Iterable[Move]) -> None:
-        """Lets layers change their owners from the next step on. Every rank calls this, with the
-        same moves, between the same steps.
+        """Lets layers change their owners after the next step. Every rank calls this, with the same
+        moves, between the same steps.
 
         Raises:
             PlanError: a move that cannot be. Nothing changes then.
@@ -319,35 +329,43 @@ class Pipeline:
         self.planning.require_room(plan)
         self.adopt(plan)
 
-    def _change_plan(self, optimizers: Sequence[Optimizer], keeps_gradients: bool) -> None:
-        plan, self._next_plan = self._next_plan, None
-        assert plan is not None
-        assert self.holdings is not None
-        assert self._ownership is not None
-        gates, placement = self._follower.gates, plan.placement
+    def _objects_to(self, plan: Plan) -> str:
+        """What stands in the way of a plan, in words."""
         try:
             for trace in self._follower.traces():
-                check_order(trace.flow, placement, self.vm, gates)
-            objection = ""
+                check_order(trace.flow, plan.placement, self.vm, self._follower.gates)
         except LayerError as error:
-            objection = str(error)
-        objects = bool(objection)
-        if self.replicas.count > 1:
-            # What one virtual machine has seen another may not have; its own stages have seen the
-            # same, and need not wait for each other here.
-            objects = bool(self.replicas.world.sum(torch.tensor([float(objects)])))
-        if objects:
-            self.news.append(f"the new plan was left alone. {objection}")
-            return
+            return str(error)
+        return ""
+
+    def _prepare_change(self, optimizers: Sequence[Optimizer]) -> None:
+        """Begins what can be begun while the old plan is in force."""
+        assert self.holdings is not None
+        plan, self._next_plan = self._next_plan, None
+        assert plan is not None
+        placement = plan.placement
         stage_of = [placement.stage_of(self.vm, layer) for layer in range(placement.num_layers)]
-        self._migration = Migration(
-            self.holdings, stage_of, optimizers, keeps_gradients, self._threads
-        )
-        self._ownership = self._ownership.moved(placement, self._num_microbatches_done)
+        migration = Migration(self.holdings, stage_of, optimizers, self._threads)
+        self._change = Change(plan, migration)
+
+    def _change_plan(self, keeps_gradients: bool) -> None:
+        assert self._change is not None
+        assert self.holdings is not None
+        assert self._ownership is not None
+        (plan, self._migration), self._change = self._change, None
+        self._migration.cut_over(keeps_gradients)
+        self._ownership = self._ownership.moved(plan.placement, self._num_microbatches_done)
         self._plan = plan
         if self._aggregation is not None:
             self._aggregation.close()
-            self._aggregation = self._make_aggregation(self.holdings.uses, placement, is_new=False)
+            self._aggregation = self._make_aggregation(
+                self.holdings.uses, plan.placement, is_new=False
+            )
+
+    def weights_are_final(self) -> None:
+        """The weights are as the next step will find them."""
+        if self._change is not None:
+            self._change.migration.start()
 
     def match_replicas(self, parameters_too: bool) -> None:
         """Gives all virtual machines what the first one holds: what layers keep besides parameters
@@ -447,16 +465,21 @@ class Pipeline:
         self.step_seconds, self._begun = now - self._begun if self._begun else None, now
         # What was told in the last step has been heard by now: this waits for nobody in particular.
         self.channels.settle()
+        objection = self._objects_to(self._next_plan) if self._next_plan is not None else ""
         has_mail = self.planning.has_decided or self._outside.has_requests
-        votes = self.replicas.world.post_sum(torch.tensor([self.asks_to_end, has_mail]).float())
+        votes = self.replicas.world.post_sum(
+            torch.tensor([self.asks_to_end, has_mail, bool(objection)]).float()
+        )
         if is_checked(batch_idx):
             require_same_batch(batch, batch_idx, self.channels)
         stages_per_vm = self.replicas.topology.stages_per_vm
         slices = split(batch, self.settings.num_microbatches(stages_per_vm))
         keys = [self._key("train", step_number, number) for number in range(len(slices))]
         self._settle(keys[0], step, slices[0][0], optimizers, final=True, trains=True)
+        if self._change is not None:
+            self._change_plan(keeps_gradients)
         if self._next_plan is not None:
-            self._change_plan(optimizers, keeps_gradients)
+            self._prepare_change(optimizers)
         assert self.holdings is not None
         total = sum(size for _, size in slices)
         again = self.plan.recomputing_stages(self.vm)
@@ -515,13 +538,21 @@ class Pipeline:
             # A sum that is complete here may still be under way elsewhere. Nobody steps before all
             # have all they need to.
             self.replicas.world.sum(torch.zeros(1))
-        asked_to_end, had_mail = votes.wait().tolist()
+        asked_to_end, had_mail, is_objected_to = votes.wait().tolist()
         self.is_to_end = bool(asked_to_end)
         self._num_microbatches_done += len(microbatches)
         if not self.is_last:
             self._tail.apply(report.changes, self.channels.device)
         own = self.plan.placement.layers_of(self.vm, self.channels.stage)
-        self.planning.after_step(self.plan, own, self._follower.gates, optimizers)
+        if is_objected_to and self._change is not None:
+            # What one virtual machine has seen another may not have.
+            self.news.append(f"the new plan was left alone. {objection}")
+            self._change.migration.cancel()
+            self._change = None
+        if accumulation.goes_on:
+            self.weights_are_final()
+        if self._change is None:
+            self.planning.after_step(self.plan, own, self._follower.gates, optimizers)
         if had_mail:
             self._open_mail()
         self.num_steps_done = step_number + 1
@@ -535,7 +566,7 @@ class Pipeline:
         for request in requests:
             try:
                 self.migrate(request.moves)
-                answer = Answer(True, f"{request}, from step {self.num_steps_done + 1} on")
+                answer = Answer(True, f"{request}, from step {self.num_steps_done + 2} on")
             except PipeShiftError as error:
                 answer = Answer(False, f"nothing moves: {error}")
             self.news.append(f"asked from outside: {answer.text}.")
@@ -545,7 +576,7 @@ class Pipeline:
             plan = Plan.from_json(decision.plan)
             if decision.is_new:
                 self.adopt(plan)
-            elif self._next_plan is None:
+            elif self._next_plan is None and self._change is None:
                 self._plan = plan
 
     def _training_report(
@@ -725,6 +756,8 @@ class Pipeline:
 
     def release_gates(self) -> None:
         """Gives the layers their own ``forward`` back."""
+        if self._change is not None:
+            self._change.migration.abandon()
         if self._aggregation is not None:
             self._aggregation.close()
         self._threads.close()
@@ -737,6 +770,8 @@ class Pipeline:
         """
         if self.holdings is None:
             return
+        if self._change is not None:
+            self._change.migration.cancel()
         if self._was_whole:
             self.holdings.make_whole()
         else:
