@@ -626,8 +626,8 @@ def test_checkpoints_validation_and_epochs_see_nothing_of_moves(
 def test_a_machine_that_is_taken_away(
     way: str, who: str, point: Point, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    """In the third step, or where a rank is ahead of the one that is struck, in front of it. The run
-    ends after the step behind, in which all know.
+    """In the third step, or in front of it where another rank is ahead. The run ends after the step
+    behind, in which all know.
     """
     given = WAYS[way]
     fault = Fault(point, getattr(given, who), Strike.TERMINATED)
