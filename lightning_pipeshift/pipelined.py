@@ -94,6 +94,13 @@ class PipelinedStrategy(ConnectedStrategy):
         return self._require_pipeline().planning.decisions
 
     @property
+    def move_seconds(self) -> float:
+        """How long the last change of owners has held this rank up, in seconds: what was not hidden
+        behind its steps.
+        """
+        return self._require_pipeline().move_seconds
+
+    @property
     def exposed_seconds(self) -> float:
         """How long the last step has waited for gradients of other virtual machines, in seconds,
         with nothing left to compute.

@@ -16,10 +16,12 @@ and on connections of their own, while both stages compute. In a synchronous sch
 
 from __future__ import annotations
 
+import enum
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,7 +44,15 @@ from lightning_pipeshift.runtime.threads import Threads
 _GRADIENT = (-1, "gradient")
 
 
-@dataclass
+class _News(enum.Enum):
+    """What the old owner tells the new one before anything else."""
+
+    EARLY = "a parameter comes, and may still change"
+    SETTLED = "the new owners own"
+    CANCELLED = "they never will"
+
+
+@dataclass(eq=False)
 class _Parcel:
     """A parameter, or what a layer keeps besides, on its way.
 
@@ -107,6 +117,8 @@ class Migration:
         self._is_cancelled = False
         self._work: list[Future[None]] | None = None
         self._awaited: dict[int, list[_Parcel]] = {}
+        self.exposed_seconds = 0.0
+        """How long this stage has been held up so far."""
         self._prepared = threads.submit(self._prepare)
 
     # --- beside the step before ---
@@ -157,34 +169,57 @@ class Migration:
 
     def _send(self, to: int, parcels: Sequence[_Parcel]) -> None:
         lane = self._holdings.channels.bulk()
+        parameters = [parcel for parcel in parcels if parcel.parameter is not None]
+        early: list[_Parcel] = []
         with torch.no_grad(), self._beside():
-            for parcel in parcels:
-                if parcel.parameter is not None:
-                    parcel.values = parcel.parameter.detach().clone()
-                    lane.send_tensor(parcel.values, to)
+            for parcel in parameters:
+                if self._is_settled.is_set():
+                    break
+                parcel.values = self._copied(parcel)
+                lane.send_object(_News.EARLY, to)
+                lane.send_tensor(parcel.values, to)
+                early.append(parcel)
         self._is_settled.wait()
-        lane.send_object(not self._is_cancelled, to)
+        lane.send_object(_News.CANCELLED if self._is_cancelled else _News.SETTLED, to)
         if self._is_cancelled:
             lane.settle()
             return
         with torch.no_grad(), self._beside():
             for parcel in parcels:
-                if parcel.parameter is None:
+                if (parameter := parcel.parameter) is None:
                     lane.send_values(parcel.values, to)
                     continue
-                is_same = _same_bits(parcel.values, parcel.parameter.detach())
-                lane.send_object(is_same, to)
-                if not is_same:
-                    lane.send_tensor(parcel.parameter, to)
-                parcel.values = None
-            for parcel in parcels:
-                if parcel.parameter is not None:
-                    lane.send_values(parcel.state, to)
+                if parcel in early:
+                    is_same = _same_bits(parcel.values, parameter.detach())
+                    parcel.values = None
+                    lane.send_object(is_same, to)
+                    if is_same:
+                        continue
+                lane.send_tensor(parameter, to)
+            for parcel in parameters:
+                lane.send_values(parcel.state, to)
         lane.receive_object(to)
         lane.settle()
 
+    def _copied(self, parcel: _Parcel) -> Tensor:
+        """What a parameter is now, for later."""
+        assert parcel.parameter is not None
+        copied: Tensor = self._room(parcel.parameter)
+        return copied.copy_(parcel.parameter.detach())
+
     def _receive(self, source: int, parcels: Sequence[_Parcel]) -> None:
+        try:
+            with torch.no_grad(), self._beside():
+                self._take_in(source, parcels)
+        except BaseException as error:
+            for parcel in parcels:
+                if not parcel.has_arrived.done():
+                    parcel.has_arrived.set_exception(error)
+            raise
+
+    def _take_in(self, source: int, parcels: Sequence[_Parcel]) -> None:
         lane = self._holdings.channels.bulk()
+        parameters = [parcel for parcel in parcels if parcel.parameter is not None]
 
         def take_in(room: Tensor) -> None:
             if self._stream is None:
@@ -192,41 +227,46 @@ class Migration:
             else:
                 room.copy_(lane.receive_tensor(room, source))
 
-        try:
-            with torch.no_grad(), self._beside():
-                for parcel in parcels:
-                    if parcel.parameter is not None:
-                        take_in(parcel.values)
-                if not lane.receive_object(source):
-                    return
-                for parcel in parcels:
-                    if parcel.parameter is None:
-                        parcel.values = {
-                            name: value.to(self._device) if isinstance(value, Tensor) else value
-                            for name, value in lane.receive_values(source)
-                        }
-                    elif not lane.receive_object(source):
-                        take_in(parcel.values)
-                    if self._stream is not None:
-                        self._stream.synchronize()
-                    parcel.has_arrived.set_result(None)
-                for parcel in parcels:
-                    if parcel.parameter is not None:
-                        parcel.state = dict(lane.receive_values(source))
-        except BaseException as error:
-            for parcel in parcels:
-                if not parcel.has_arrived.done():
-                    parcel.has_arrived.set_exception(error)
-            raise
+        coming = iter(parameters)
+        early: list[_Parcel] = []
+        while (news := lane.receive_object(source)) is _News.EARLY:
+            early.append(next(coming))
+            take_in(early[-1].values)
+        if news is _News.CANCELLED:
+            return
+        for parcel in parcels:
+            if parcel.parameter is None:
+                parcel.values = {
+                    name: value.to(self._device) if isinstance(value, Tensor) else value
+                    for name, value in lane.receive_values(source)
+                }
+            elif parcel not in early or not lane.receive_object(source):
+                take_in(parcel.values)
+            if self._stream is not None:
+                self._stream.synchronize()
+            parcel.has_arrived.set_result(None)
+        for parcel in parameters:
+            parcel.state = dict(lane.receive_values(source))
         lane.send_object(None, source)
         lane.settle()
 
     # --- where the stage computes ---
 
+    @contextmanager
+    def _exposed(self) -> Iterator[None]:
+        """Context of what training waits for."""
+        begin = time.perf_counter()
+        yield
+        self.exposed_seconds += time.perf_counter() - begin
+
     def start(self) -> None:
         """The weights are as the next step will find them, if nobody touches them."""
         if self._work is not None:
             return
+        with self._exposed():
+            self._start()
+
+    def _start(self) -> None:
         parcels = self._prepared.result()
         self._mark()
         self._work = [
@@ -251,6 +291,10 @@ class Migration:
             keeps_gradients: whether gradients from before the step are still needed.
         """
         self.start()
+        with self._exposed():
+            self._cut_over(keeps_gradients)
+
+    def _cut_over(self, keeps_gradients: bool) -> None:
         holdings, parcels = self._holdings, self._prepared.result()
         holdings.place(self._stage_of)
         for parcel in (parcel for leaving in parcels.outgoing.values() for parcel in leaving):
@@ -303,12 +347,15 @@ class Migration:
         Raises:
             StageFailedError: the old owner ended before it had sent it.
         """
-        for parcel in self._awaited.pop(layer, ()):
-            parcel.has_arrived.result()
-            if parcel.parameter is None:
-                module, _ = self._holdings.layers[layer]
-                with torch.no_grad(), flat_weights_forgotten(module):
-                    take_other_state(module, parcel.values)
+        if layer not in self._awaited:
+            return
+        with self._exposed():
+            for parcel in self._awaited.pop(layer):
+                parcel.has_arrived.result()
+                if parcel.parameter is None:
+                    module, _ = self._holdings.layers[layer]
+                    with torch.no_grad(), flat_weights_forgotten(module):
+                        take_other_state(module, parcel.values)
 
     def finish(self, deferred: Deferred) -> None:
         """Returns when everything has arrived, here and at the new owners; lets go of what has
@@ -323,6 +370,10 @@ class Migration:
         for layer in list(self._awaited):
             # One that this step has not called.
             self.await_layer(layer)
+        with self._exposed():
+            self._finish(deferred)
+
+    def _finish(self, deferred: Deferred) -> None:
         for work in self._work or ():
             work.result()
         for parcel in self._arriving():

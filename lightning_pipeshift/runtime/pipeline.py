@@ -188,6 +188,8 @@ class Pipeline:
         # What changes after the step under way, and the layers that change their owners in it.
         self._change: Change | None = None
         self._migration: Migration | None = None
+        self.move_seconds = 0.0
+        """How long the last change of owners has held this stage up."""
 
     # --- the plan ---
 
@@ -526,6 +528,7 @@ class Pipeline:
         require_same_end(is_last_batch, report.is_last_batch, batch_idx)
         if self._migration is not None:
             self._migration.finish(self._deferred)
+            self.move_seconds = self._migration.exposed_seconds
             self._migration = None
             # Neither the steps under the old plan nor this one say anything of the new plan.
             profiler.begin_anew(for_good=profiler.is_over)
