@@ -40,6 +40,7 @@ from tests.harness import launch_torchrun, run_ranks
 NUM_LAYERS, NUM_STAGES = 24, 4
 EVEN = (6, 6, 6, 6)
 OPTIMUM = 12 / 7
+REACTION_SLEEPS = (0.008, 0.016)  # seconds a layer
 
 # --- the reaction ---
 
@@ -88,7 +89,7 @@ def react(watches: bool, microbatches: int, at: int, num_steps: int, patience: i
         max_epochs=-1,
         callbacks=[*callbacks, slows],
     )
-    module = Sleeper(NUM_LAYERS, 64, 0.002, 0.004)
+    module = Sleeper(NUM_LAYERS, 64, *REACTION_SLEEPS)
     data = Repeated((torch.randn(64), torch.randn(64)))
     trainer.fit(module, DataLoader(data, batch_size=microbatches))
     return slows.seconds, slows.counts
@@ -363,9 +364,9 @@ def longest(steps: dict[int, float], at: int) -> float:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--microbatches", type=int, default=32)
-    parser.add_argument("--at", type=int, default=6)
-    parser.add_argument("--num-steps", type=int, default=30)
+    parser.add_argument("--microbatches", type=int, default=64)
+    parser.add_argument("--at", type=int, default=4)
+    parser.add_argument("--num-steps", type=int, default=12)
     parser.add_argument("--num-rounds", type=int, default=1)
     parser.add_argument("--patience", type=int, default=3)
     parser.add_argument("--gap-microbatches", type=int, default=4)

@@ -30,7 +30,7 @@ class Timed:
     Args:
         plan: the plan.
         predicted_seconds: of a step, by the simulator, from what the first steps measured.
-        step_seconds: measured, of each step but the first of each turn.
+        step_seconds: measured, of each step but the first two of each turn.
     """
 
     plan: str
@@ -49,7 +49,7 @@ class TakingTurns(L.Callback):
     Args:
         make_plans: what is compared, made on every rank from the strategy.
         num_rounds: how often each has its turn.
-        num_steps: how many steps of a turn are timed; one more comes before, which is not.
+        num_steps: how many steps of a turn are timed; two more come before, which are not.
         enter: called as a plan's turn begins, with its name.
     """
 
@@ -104,8 +104,9 @@ class TakingTurns(L.Callback):
         name = self._turns[0]
         strategy.adopt(self._plans[name])
         self._enter(name)
-        # One to prepare the plan in, one to change it in, and one more to begin the clock with.
-        self._left = self._num_steps + 2
+        # In the first one it is prepared, in the second one layers move; and what ends here counts
+        # as one.
+        self._left = self._num_steps + 3
         self._begun = None
 
 

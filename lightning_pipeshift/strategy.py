@@ -301,8 +301,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
             fail_beside=self._fail_beside,
         )
         if self._request_folder is not None and self.is_global_zero:
-            self._outside.open(self._request_folder, partial(status_of, self._pipeline))
-            _say(f"`pipeshift status --run {self._request_folder}` shows how this run stands.")
+            self._open_to_requests(self._request_folder, self._pipeline)
         self._evaluation = EvaluationSteps(trainer, self._pipeline)
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
@@ -310,6 +309,14 @@ class PipeShiftStrategy(CheckpointingStrategy):
             check_optimizers(self.optimizers)
             self._trained = self._pipeline
         self.setup_precision_plugin()
+
+    def _open_to_requests(self, folder: Path, pipeline: Pipeline) -> None:
+        try:
+            self._outside.open(folder, partial(status_of, pipeline))
+        except OSError as error:
+            _say(f"nobody can ask this run for moves, as its folder cannot be written to: {error}.")
+        else:
+            _say(f"`pipeshift status --run {folder}` shows how this run stands.")
 
     def _seed(self) -> int:
         if self._resumed.get("seed") is not None:

@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,50 @@ def test_weights_that_user_code_changes_between_steps(accumulate: int) -> None:
     for one, other in zip(*runs, strict=True):
         assert not differences(one["parameters"], other["parameters"], 0, 0)
     assert set(runs[1][0]["seen"]) == {(3, 4), (4, 3), (2, 5), (0, 7)}
+
+
+# Beyond those of the runs above: all that torch has for any parameter, with all they can keep.
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "Adadelta": {},
+    "Adagrad": {},
+    "Adam": {"amsgrad": True, "capturable": False},
+    "Adamax": {},
+    "ASGD": {},
+    "NAdam": {"decoupled_weight_decay": True},
+    "RAdam": {},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "Rprop": {},
+}
+
+
+class TrainsWith(Trains):
+    def configure_optimizers(self) -> Any:
+        return getattr(torch.optim, self.optimizer)(
+            self.parameters(), lr=0.01, **OPTIMIZERS[self.optimizer]
+        )
+
+
+def with_every_optimizer(cuts: Mapping[int, Sequence[int]]) -> dict[str, Any]:
+    found = {}
+    for name in OPTIMIZERS:
+        L.seed_everything(5, verbose=False)
+        module = built(partial(TrainsWith, name))
+        adopts = Adopts({step: [counts] for step, counts in cuts.items()})
+        trainer = quiet_trainer(
+            {"devices": 2, "pipeshift": {"partition": [3, 4], "microbatches": 2}},
+            max_epochs=1,
+            callbacks=[adopts],
+        )
+        trainer.fit(module, points(6))
+        assert (len(set(adopts.seen)) > 1) == bool(cuts)
+        found[name] = parameters_of(module)
+    return found
+
+
+def test_moves_take_along_what_any_optimizer_keeps() -> None:
+    runs = [run_ranks(with_every_optimizer, 2, cuts) for cuts in ({}, {1: (5, 2), 2: (1, 6)})]
+    for stays, moves in zip(*runs, strict=True):
+        assert not differences(stays, moves, 0, 0)
 
 
 def adopt_nonsense() -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_pipeshift import ConfigurationError, LayerMigration, Move, PlanError
+from lightning_pipeshift.cli import PipeShiftCLI
 from tests.features_models import built, differences, parameters_of, quiet_trainer, read_csv
 from tests.harness import run_ranks
 from tests.models import points
@@ -161,6 +163,67 @@ def test_a_stage_is_drained() -> None:
     for rank in run_ranks(drained, 2):
         assert rank["counts"] == [(4, 4)] * 3 + [(1, 7)] * 2 + [(0, 8)] * 2
         assert "two moves of the layer 'layers.2'" in rank["error"]
+
+
+class AsksForTooMuch(L.Callback):
+    """Moves to a stage that has no room for it, by figures of ours."""
+
+    def __init__(self) -> None:
+        self.error = ""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *others: Any) -> None:
+        strategy = trainer.strategy
+        if not strategy.is_measured or self.error:
+            return
+        planning = strategy._require_pipeline().planning
+        if planning.measured is not None:
+            first, second = planning.measured.cluster.devices
+            cluster = replace(
+                planning.measured.cluster, devices=(first, replace(second, free_bytes=1000))
+            )
+            planning.measured = replace(planning.measured, cluster=cluster)
+        try:
+            strategy.migrate(Move(layer="layers.3", stage=1))
+        except PlanError as error:
+            self.error = str(error)
+
+
+def too_much() -> Any:
+    asks = AsksForTooMuch()
+    return {**train([LayerMigration(min_gain=99, patience=2), asks], 14), "error": asks.error}
+
+
+def test_a_move_that_leaves_too_little_memory_is_refused() -> None:
+    for rank in run_ranks(too_much, 2):
+        assert "stage 1 of virtual machine 0 would hold" in rank["error"]
+        assert "more than it has room for" in rank["error"]
+        assert set(rank["counts"]) == {(4, 4)}
+
+
+def test_the_callback_in_a_configuration() -> None:
+    cli = PipeShiftCLI(
+        Sleeper,
+        run=False,
+        args={
+            "trainer": {
+                "accelerator": "cpu",
+                "logger": False,
+                "callbacks": [
+                    {
+                        "class_path": "lightning_pipeshift.LayerMigration",
+                        "init_args": {
+                            "patience": 7,
+                            "moves": [{"layer": "layers.3", "stage": 1, "step": 20}],
+                        },
+                    }
+                ],
+            }
+        },
+    )
+    trainer: Any = cli.trainer
+    (found,) = [c for c in trainer.callbacks if isinstance(c, LayerMigration)]
+    assert found.moves == [Move(layer="layers.3", stage=1, step=20)]
+    assert found.patience == 7
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,10 @@ class LayerMigration(Callback):
         """Asks the strategy to watch."""
         strategy = _strategy_of(trainer)
         strategy.watch(Watch(self.min_gain, self.patience) if self.watches else None)
-        folder = trainer.log_dir or trainer.default_root_dir
-        strategy.take_requests(Path(folder) if stage == "fit" else None)
+        folder = str(trainer.log_dir or trainer.default_root_dir)
+        # Nobody can be asked by way of a bucket.
+        is_here = stage == "fit" and "://" not in folder
+        strategy.take_requests(Path(folder) if is_here else None)
         self._num_logged = 0
 
     def on_train_batch_start(

@@ -1,85 +1,33 @@
 """Turns the ``partition`` argument into a placement."""
 
-import math
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
-from typing import Any, Final
+from typing import Any
 
 from lightning_pipeshift.errors import PartitionError
-from lightning_pipeshift.plan.balance import balanced, uniform
-from lightning_pipeshift.plan.cuts import worthwhile_cuts
+from lightning_pipeshift.plan.balance import uniform
 from lightning_pipeshift.plan.placement import Placement
-
-__all__ = ["PartitionSpec", "balanced", "resolve", "uniform", "worthwhile_cuts"]
 
 PartitionSpec = str | Sequence[int] | Sequence[Sequence[int]]
 """``"auto"``, ``"uniform"``, layers per stage, or layers per stage for each virtual machine."""
 
-_PATIENCE: Final = 1.25
-"""How much slower the slowest stage may be for the sake of cutting between blocks."""
 
-
-def resolve(
-    spec: PartitionSpec,
-    *,
-    num_layers: int,
-    stages_per_vm: tuple[int, ...],
-    seconds: Sequence[float] | None = None,
-    payload_bytes: Sequence[int] | None = None,
-) -> Placement:
+def resolve(spec: PartitionSpec, *, num_layers: int, stages_per_vm: tuple[int, ...]) -> Placement:
     """The placement that a user asked for.
 
-    ``"auto"`` balances the measured ``seconds`` of the layers (as if all were equal, where there
-    are none yet), and cuts at worthwhile boundaries where the payloads (``num_layers + 1`` of them)
-    are known. Raises PartitionError, which says what was found, what is allowed and what to change.
+    Here, ``"auto"`` is what ``"uniform"`` is: what is measured counts where a run is planned.
+    Raises PartitionError, which says what was found, what is allowed and what to change.
     """
     if isinstance(spec, str):
-        return Placement(
-            tuple(
-                _by_word(spec, num_layers, num_stages, seconds, payload_bytes)
-                for num_stages in stages_per_vm
+        if spec not in ("auto", "uniform"):
+            raise PartitionError(
+                f"partition={spec!r}; allowed are 'auto', 'uniform', a list of layers per stage"
+                " such as [5, 4], or such a list for each virtual machine"
             )
-        )
+        return Placement(tuple(uniform(num_layers, num_stages) for num_stages in stages_per_vm))
     counts = _per_virtual_machine(spec, len(stages_per_vm))
     for vm, (stage_counts, num_stages) in enumerate(zip(counts, stages_per_vm, strict=True)):
         _require_fit(vm, stage_counts, num_layers, num_stages)
     return Placement(counts)
-
-
-def _by_word(
-    word: str,
-    num_layers: int,
-    num_stages: int,
-    seconds: Sequence[float] | None,
-    payload_bytes: Sequence[int] | None,
-) -> tuple[int, ...]:
-    if word == "uniform":
-        return uniform(num_layers, num_stages)
-    if word != "auto":
-        raise PartitionError(
-            f"partition={word!r}; allowed are 'auto', 'uniform', a list of layers per stage such "
-            "as [5, 4], or such a list for each virtual machine"
-        )
-    if seconds is None:
-        seconds = [1.0] * num_layers
-    if len(seconds) != num_layers:
-        raise PartitionError(f"{len(seconds)} measured layers; the model has {num_layers}")
-    anywhere = balanced(seconds, num_stages, payload_bytes)
-    if payload_bytes is None:
-        return anywhere
-    cuts = worthwhile_cuts(payload_bytes, num_stages)
-    between_blocks = balanced(seconds, num_stages, payload_bytes, cuts)
-    # A larger payload costs some time on some boundaries; a slow stage costs it on every
-    # microbatch.
-    fast_enough = _PATIENCE * _slowest_stage_seconds(seconds, anywhere)
-    if _slowest_stage_seconds(seconds, between_blocks) <= fast_enough:
-        return between_blocks
-    return anywhere
-
-
-def _slowest_stage_seconds(seconds: Sequence[float], counts: Sequence[int]) -> float:
-    ends = accumulate(counts, initial=0)
-    return max(math.fsum(seconds[begin:end]) for begin, end in pairwise(ends))
 
 
 def _per_virtual_machine(

@@ -150,7 +150,7 @@ class _Search:
         fastest = [counts for counts in self._cuts if self._seconds[counts] <= least]
 
         def preference(counts: Counts) -> tuple[object, ...]:
-            # The last is as in balance.balanced: more layers on earlier stages.
+            # The last: more layers on earlier stages, as in a uniform split.
             cut = self._cuts[counts]
             return (
                 len(cut.recompute),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -507,7 +508,7 @@ class Pipeline:
             self._agreed_denominators(total),
             self._agree if self.replicas.count > 1 and not self._has_agreed else None,
             sums.arm if sums is not None and not accumulation.has_begun else None,
-            profiler.timer if is_measured else None,
+            profiler.timers(len(microbatches)) if is_measured else {},
             profiler.saved if is_measured and not profiler.num_steps else None,
             self._migration.await_layer if self._migration is not None else None,
         )
@@ -663,7 +664,7 @@ class Pipeline:
         denominators: Denominators | None = None,
         on_first_outcome: Callable[[Outcome], Denominators] | None = None,
         before_last_backward: Callable[[], None] | None = None,
-        timer: Timer | None = None,
+        timers: Mapping[int, Timer] = MappingProxyType({}),
         saved: SavedBytes | None = None,
         before_layer: Callable[[int], None] | None = None,
     ) -> StepRun:
@@ -681,7 +682,7 @@ class Pipeline:
             denominators,
             on_first_outcome,
             before_last_backward,
-            timer,
+            timers,
             saved,
             before_layer,
         )

@@ -29,6 +29,9 @@ T = TypeVar("T")
 _WARM_UP_STEPS: Final = 3
 """Steps that are not measured: memory is taken, kernels are chosen, optimizers make their state."""
 
+_MEASURED_MICROBATCHES: Final = 4
+"""Of a step, about."""
+
 _FORWARDS: Final = (Kind.RECEIVE_PAYLOAD, Kind.FORWARD, Kind.SEND_PAYLOAD)
 _BACKWARDS: Final = (Kind.RECEIVE_GRADIENT, Kind.BACKWARD, Kind.SEND_GRADIENT)
 
@@ -58,6 +61,12 @@ class Profiler:
     def take_guesses(self, guesses: dict[int, Figures]) -> None:
         """What a stopwatch found before training."""
         self._guesses = guesses
+
+    def timers(self, num_microbatches: int) -> dict[int, Timer]:
+        """Who measures which microbatches of a step: a few, others in each step."""
+        stride = max(1, num_microbatches // _MEASURED_MICROBATCHES)
+        measured = range(self.num_steps % stride, num_microbatches, stride)
+        return dict.fromkeys(measured, self.timer)
 
     # --- step by step ---
 

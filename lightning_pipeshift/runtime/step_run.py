@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -89,7 +90,7 @@ class StepRun:
             ``None`` where this step's own numbers are to decide.
         on_first_outcome: called on the last stage after its first forward.
         before_last_backward: called in front of the stage's last backward.
-        timer: measures layers and actions, where somebody wants to know.
+        timers: measure the layers and actions of some microbatches, where somebody wants to know.
         saved: counts what the first microbatch's layers save, where somebody wants to know.
         before_layer: called in front of each of the stage's layers, where one may not be there yet.
     """
@@ -108,7 +109,7 @@ class StepRun:
         denominators: Denominators | None = None,
         on_first_outcome: Callable[[Outcome], Denominators] | None = None,
         before_last_backward: Callable[[], None] | None = None,
-        timer: Timer | None = None,
+        timers: Mapping[int, Timer] = MappingProxyType({}),
         saved: SavedBytes | None = None,
         before_layer: Callable[[int], None] | None = None,
     ) -> None:
@@ -132,7 +133,7 @@ class StepRun:
         self._on_first_outcome = on_first_outcome
         self._before_last_backward = before_last_backward
         self._num_backwards = 0
-        self._timer = timer
+        self._timers = timers
         self._saved = saved
         self._before_layer = before_layer
         # Until when the action under way has waited for other stages.
@@ -144,10 +145,11 @@ class StepRun:
         """Carries out the stage's actions in order."""
         with self._streams.switched(*self._microbatches[0].key):
             for action in row:
-                if self._timer is None:
+                timer = self._timers.get(action.microbatch)
+                if timer is None:
                     _ACTIONS[action.kind](self, action.microbatch)
                 else:
-                    self._timed(self._timer, action)
+                    self._timed(timer, action)
 
     def _timed(self, timer: Timer, action: Action) -> None:
         begin, self._waited = timer.now(), None
@@ -156,9 +158,10 @@ class StepRun:
         start = self._waited if self._waited is not None else begin
         timer.add(action.kind.name, -1, start, timer.now())
 
-    def _has_waited(self) -> None:
-        if self._timer is not None:
-            self._waited = self._timer.now()
+    def _has_waited(self, number: int) -> None:
+        timer = self._timers.get(number)
+        if timer is not None:
+            self._waited = timer.now()
 
     def settle(self) -> None:
         """Waits for everything that is still being sent."""
@@ -184,7 +187,7 @@ class StepRun:
         values = [value for value, _ in microbatch.trace.payload(microbatch.layers.start)]
         receipts = self._payloads.pop(number, [])
         received = {value: receipt.wait() for value, receipt in zip(values, receipts, strict=True)}
-        self._has_waited()
+        self._has_waited(number)
         self._streams.begin(*microbatch.key, host=microbatch.trace.draws_on_host)
         current = StagePass(
             trace=microbatch.trace,
@@ -196,7 +199,7 @@ class StepRun:
             key=microbatch.key,
             shared=self._shared,
             recompute=microbatch.recompute,
-            timer=self._timer,
+            timer=self._timers.get(number),
             saved=self._saved if number == 0 else None,
             before_layer=self._before_layer,
         )
@@ -292,19 +295,20 @@ class StepRun:
                 if current.sent[value].edge is not None:
                     roots.append(current.sent[value].edge)
                     gradients.append(gradient)
-            self._has_waited()
+            self._has_waited(number)
         self._num_backwards += 1
         if self._num_backwards == len(self._microbatches) and self._before_last_backward:
             self._before_last_backward()
         if roots:
             self._switch.current = current
-            begin = self._timer.now() if self._timer is not None else None
+            timer = self._timers.get(number)
+            begin = timer.now() if timer is not None else None
             try:
                 torch.autograd.backward(roots, gradients)
             finally:
                 self._switch.current = None
-            if self._timer is not None:
-                self._timer.end_backward(begin)
+            if timer is not None:
+                timer.end_backward(begin)
         for value, box in current.boxes.items():
             if box.gradient is not None and value not in microbatch.trace.flow.differentiable:
                 raise LayerError(

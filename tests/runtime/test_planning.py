@@ -1,0 +1,41 @@
+"""What `partition="auto"` makes of measured layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_pipeshift.plan.cluster import Cluster, Device
+from lightning_pipeshift.plan.profile import KindProfile, LayerProfile, Profile
+from lightning_pipeshift.plan.topology import Topology
+from lightning_pipeshift.runtime.planning import Settings, make_plan
+
+
+def counts(seconds: Sequence[float], payload_bytes: Sequence[int]) -> tuple[int, ...]:
+    """Of two equal devices; what crosses each boundary, with the two ends."""
+    layers = tuple(
+        LayerProfile(f"layer{i}", 100, 100, payload_bytes=payload)
+        for i, payload in enumerate(payload_bytes[1:])
+    )
+    kinds = {"cpu": KindProfile(tuple(seconds), tuple(2 * s for s in seconds))}
+    cluster = Cluster((Device("here", "cpu"),) * 2)
+    plan = make_plan(
+        Settings(8, "1f1b", "auto", None, 0),
+        Profile(layers, kinds, 1.0, 8),
+        cluster,
+        Topology(((0, 1),)),
+    )
+    return plan.placement.counts[0]
+
+
+def test_blocks_stay_whole() -> None:
+    payload = [0, 1, 2, 2, 1, 2, 2, 1, 1, 0]
+    assert counts([1.0] * 9, payload) == (4, 5)
+
+
+def test_a_block_is_cut_where_whole_blocks_would_be_much_slower() -> None:
+    payload = [0, 1, 2, 3, 4, 5, 6, 7, 6, 5, 4, 3, 2, 1, 0]
+    # Beside the top of this U-Net one stage would take 10 of the 14 layers.
+    assert counts([1.0] * 14, payload) == (7, 7)
+    # With light layers at the top, beside it is as good.
+    first, _ = counts([1.0] * 4 + [0.1] * 6 + [1.0] * 4, payload)
+    assert first in (4, 10)
