@@ -3,7 +3,7 @@
     python -m benchmarks.watching
 
 Two stages of small transformer blocks; measuring is switched on and off from one step to the next,
-in one run. Small blocks, because the cost is per layer and microbatch. It is to be below 1 %.
+in one run. Small blocks, because the cost is per layer. It is to be below 0.5 %.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def main() -> None:
     on, off, ratio = run_ranks(measure, 2, options.num_pairs, timeout=1200)[0]
     rows = [["measured", on], ["not measured", off]]
     print_table(f"{options.num_pairs} pairs of steps", ["", "s a step"], rows)
-    print(f"\nmeasuring costs {ratio - 1:+.2%} (median of neighbours); at most 1 % is allowed")
+    print(f"\nmeasuring costs {ratio - 1:+.2%} (median of neighbours); at most 0.5 % is allowed")
     save(options.json, {"measured_seconds": on, "plain_seconds": off, "cost": ratio - 1})
 
 

@@ -29,7 +29,7 @@ T = TypeVar("T")
 _WARM_UP_STEPS: Final = 3
 """Steps that are not measured: memory is taken, kernels are chosen, optimizers make their state."""
 
-_MEASURED_MICROBATCHES: Final = 4
+_MEASURED_MICROBATCHES: Final = 2
 """Of a step, about."""
 
 _FORWARDS: Final = (Kind.RECEIVE_PAYLOAD, Kind.FORWARD, Kind.SEND_PAYLOAD)
