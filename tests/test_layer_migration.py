@@ -119,7 +119,7 @@ class Swings(L.Callback):
 
 
 def swings(half: int, num_batches: int) -> Any:
-    return train([Swings(half), LayerMigration(patience=5)], num_batches)["counts"]
+    return train([Swings(half), LayerMigration(patience=5, min_gain=0.3)], num_batches)["counts"]
 
 
 @pytest.mark.parametrize(("half", "num_batches", "allowed"), [(3, 50, 0), (12, 100, 3)])
