@@ -200,7 +200,7 @@ def test_a_move_that_leaves_too_little_memory_is_refused() -> None:
         assert set(rank["counts"]) == {(4, 4)}
 
 
-def test_the_callback_in_a_configuration() -> None:
+def configured() -> Any:
     cli = PipeShiftCLI(
         Sleeper,
         run=False,
@@ -222,8 +222,13 @@ def test_the_callback_in_a_configuration() -> None:
     )
     trainer: Any = cli.trainer
     (found,) = [c for c in trainer.callbacks if isinstance(c, LayerMigration)]
-    assert found.moves == [Move(layer="layers.3", stage=1, step=20)]
-    assert found.patience == 7
+    return found.moves, found.patience
+
+
+def test_the_callback_in_a_configuration() -> None:
+    ((moves, patience),) = run_ranks(configured, 1)
+    assert moves == [Move(layer="layers.3", stage=1, step=20)]
+    assert patience == 7
 
 
 @pytest.mark.parametrize(
