@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Final
 
 from lightning_pipeshift.errors import PlanError
-from lightning_pipeshift.plan.document import Fields
+from lightning_pipeshift.plan.document import Fields, write_text
 from lightning_pipeshift.plan.moves import Move
 
 FOLDER: Final = "pipeshift"
@@ -75,10 +76,9 @@ class Outside:
     def __init__(self) -> None:
         self._folder: Path | None = None
         self._describe: Callable[[], dict[str, Any]] = dict
-        self._requests: list[Request] = []
+        self._requests: SimpleQueue[Request] = SimpleQueue()
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
-        self._written: dict[str, Any] = {}
 
     def open(self, folder: Path, describe: Callable[[], dict[str, Any]]) -> None:
         """Begins to look for requests, and to show how the run stands.
@@ -107,27 +107,28 @@ class Outside:
         self._thread = None
         for request in self.take_requests():
             self.answer(request, Answer(False, "nothing moves: the run has ended"))
-        self._write_status()
+        with suppress(OSError):
+            self._write_status()
 
     @property
     def has_requests(self) -> bool:
         """Whether somebody waits for an answer."""
-        return bool(self._requests)
+        return not self._requests.empty()
 
     def take_requests(self) -> list[Request]:
         """Those that wait for an answer, in their order."""
-        taken, self._requests = self._requests, []
-        return taken
+        return [self._requests.get() for _ in range(self._requests.qsize())]
 
     def answer(self, request: Request, answer: Answer) -> None:
         """Tells the one who asked."""
-        if self._folder is not None:
-            _write(self._folder / f"{_ANSWER}-{request.id}.json", asdict(answer))
+        # A folder that is gone for a while, or full, is no reason to end the run.
+        with suppress(OSError):
+            if self._folder is not None:
+                _write(self._folder / f"{_ANSWER}-{request.id}.json", asdict(answer))
 
     def _serve(self) -> None:
         shown = 0.0
         while not self._is_over.wait(_POLL_SECONDS):
-            # A folder that is gone for a while, or full, is no reason to end the run.
             with suppress(OSError):
                 self._read_requests()
                 if time.monotonic() - shown > _STATUS_SECONDS:
@@ -143,7 +144,7 @@ class Outside:
             except PlanError as error:
                 self.answer(Request(id, ()), Answer(False, f"not understood: {error}"))
             else:
-                self._requests = [*self._requests, request]
+                self._requests.put(request)
             path.unlink(missing_ok=True)
 
     def _write_status(self) -> None:
@@ -176,10 +177,7 @@ def _moves_of(path: Path) -> tuple[Move, ...]:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    """Half a file is never read."""
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    beside.write_text(json.dumps(content))
-    beside.replace(path)
+    write_text(path, json.dumps(content))
 
 
 # --- on the side of the one who asks ---
