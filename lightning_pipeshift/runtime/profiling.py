@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 import torch
@@ -122,23 +123,15 @@ class Profiler:
         layers: Iterable[int],
         gates: Sequence[Gate],
         optimizers: Iterable[Optimizer],
-        level: float = 0.5,
     ) -> RankFigures:
-        """What this rank has measured.
+        """What this rank has measured, by the middle of all figures of one thing.
 
         Args:
             layers: those that its stage owns.
             gates: of all layers.
             optimizers: that keep something for them.
-            level: which of the figures of one thing: 0.5, the middle.
         """
-        timer, times = self.timer, {}
-        for layer in layers:
-            forward, backward = (
-                timer.quantile(what, layer, level) for what in ("forward", "backward")
-            )
-            if forward is not None:
-                times[layer] = (forward, backward or 0.0)
+        times = self._times(layers, 0.5)
         earlier, self._earlier = self._earlier, times or self._earlier
         guesses: dict[int, Times] = {
             layer: (found.forward_seconds, found.backward_seconds or 2 * found.forward_seconds)
@@ -150,8 +143,8 @@ class Profiler:
             guesses=guesses,
             times=times,
             earlier=earlier,
-            extra=self._extra(times.values(), level),
-            outside_seconds=self._outside.quantile(level) if len(self._outside) else None,
+            extra=self._extra(times.values(), 0.5),
+            outside_seconds=self._outside_seconds(0.5),
             saved_bytes=saved | self.saved.of_layers,
             input_bytes=inputs | self.saved.of_inputs,
             optimizer_bytes={
@@ -164,6 +157,34 @@ class Profiler:
             },
             is_last=self._is_last,
         )
+
+    def at_level(self, figures: RankFigures, level: float) -> RankFigures:
+        """The same by low or by high figures.
+
+        Args:
+            figures: what :meth:`figures` has just said.
+            level: what part of the figures of one thing is below.
+        """
+        times = self._times(figures.times, level)
+        return replace(
+            figures,
+            times=times,
+            extra=self._extra(times.values(), level),
+            outside_seconds=self._outside_seconds(level),
+        )
+
+    def _times(self, layers: Iterable[int], level: float) -> dict[int, Times]:
+        times = {}
+        for layer in layers:
+            forward, backward = (
+                self.timer.quantile(what, layer, level) for what in ("forward", "backward")
+            )
+            if forward is not None:
+                times[layer] = (forward, backward or 0.0)
+        return times
+
+    def _outside_seconds(self, level: float) -> float | None:
+        return self._outside.quantile(level) if len(self._outside) else None
 
     def _extra(self, times: Iterable[Times], level: float) -> Times | None:
         own = [sum(seconds) for seconds in zip(*times, strict=True)] or [0.0, 0.0]

@@ -33,8 +33,8 @@ from lightning_pipeshift.runtime.profiling import Profiler, gather_figures, laye
 from lightning_pipeshift.runtime.replicas import Replicas
 from lightning_pipeshift.runtime.threads import Threads
 
-_LEVELS: Final = (0.5, 0.1, 0.9)
-"""The middle of what was measured of each thing, and what nearly all of it is above and below."""
+_EXTREMES: Final = (0.1, 0.9)
+"""What nearly all that was measured of a thing is above, and below."""
 
 
 class Replanning:
@@ -205,16 +205,17 @@ class Replanning:
             self._before = None
             self.profiler.begin_anew(for_good=not goes_on)
             return
-        mine = [self.profiler.figures(own, gates, optimizers, level) for level in _LEVELS]
+        middle = self.profiler.figures(own, gates, optimizers)
+        mine = [middle, *(self.profiler.at_level(middle, level) for level in _EXTREMES)]
         figures = gather_figures(mine, self._replicas)
         self.is_measured = True
         self._is_thinking = not self._settings.only_measures
         if figures is not None:
             took = self.profiler.step_seconds
             assert took is not None
-            middle, *extremes = (self._learned(found) for found in zip(*figures, strict=True))
-            self.measured = middle.compared(plan, took)
-            self._cluster = middle.cluster
+            usual, *extremes = (self._learned(found) for found in zip(*figures, strict=True))
+            self.measured = usual.compared(plan, took)
+            self._cluster = usual.cluster
             if self._is_thinking:
                 # Planning takes longer than a small step does.
                 window = Window(steps, took, self.measured, extremes, self.steps_left)
