@@ -316,8 +316,7 @@ class ConnectedStrategy(ParallelStrategy):
         if channels is None or board is None or isinstance(exception, StageFailedError):
             return
         if not board.is_first(exception):
-            name = board.name_of(self.global_rank)
-            board.publish_beside(name[:1].upper() + name[1:], exception)
+            board.publish_beside(exception)
         channels.interrupt_bulk()
 
     def _fail(self, exception: BaseException) -> None:
@@ -326,9 +325,8 @@ class ConnectedStrategy(ParallelStrategy):
         self._failed = True
         first = False
         if self._board is not None and not isinstance(exception, StageFailedError):
-            name = self._board.name_of(self.global_rank)
-            where = name[:1].upper() + name[1:]
-            first = self._board.is_first(exception) or self._board.publish(where, exception)
+            board = self._board
+            first = board.is_first(exception) or board.publish(board.own_name, exception)
         self._let_go()
         self._end_checkpoints()
         if self._channels is not None and self._replicas is not None:

@@ -56,16 +56,21 @@ class FailureBoard:
         # What ended this rank, if a thread of it was the first to know.
         self._failure: BaseException | None = None
 
+    @property
+    def own_name(self) -> str:
+        """This rank's place, at the beginning of a sentence."""
+        return _capitalised(self.name_of(self._rank))
+
     def publish(self, where: str, error: BaseException) -> bool:
         """Writes down a failure, unless another came first; returns whether it was the first."""
         text = "".join(traceback.format_exception(error))
         reason = f"{where} failed first: {type(error).__name__}: {error}\n\n{text[-6000:]}"
         return self._write(reason, self._rank)
 
-    def publish_beside(self, where: str, error: BaseException) -> None:
+    def publish_beside(self, error: BaseException) -> None:
         """Does the same in a thread. When this rank communicates next, that raises the error."""
         self._failure = error
-        self.publish(where, error)
+        self.publish(self.own_name, error)
 
     def is_first(self, error: BaseException) -> bool:
         """Whether a thread has published it already."""

@@ -109,14 +109,20 @@ def test_one_device_of_each_kind_comes_first():
     assert grouped(cluster, 2)[0] == "0145 2367"
 
 
+def drawn(chance, most, hosts, kinds):
+    """A cluster of some devices."""
+    num_ranks = chance.randint(1, most)
+    machines = [Device(chance.choice(hosts), chance.choice(kinds)) for _ in range(num_ranks)]
+    return Cluster(tuple(machines), WIDE, NARROW)
+
+
 def test_every_rank_is_in_one_virtual_machine():
     chance = random.Random(1)
     for _ in range(300):
-        num_ranks = chance.randint(1, 20)
-        machines = [Device(chance.choice("abc"), chance.choice("XYZ")) for _ in range(num_ranks)]
-        cluster = Cluster(tuple(machines), WIDE, NARROW)
+        cluster = drawn(chance, 20, "abc", "XYZ")
+        num_ranks = cluster.num_ranks
         count = chance.randint(1, num_ranks)
-        powers = [SPEEDS[device.kind] for device in machines]
+        powers = [SPEEDS[device.kind] for device in cluster.devices]
         ways = groupings(cluster, count, powers, interchangeable(cluster))
         assert 1 <= len(ways) <= 8
         for groups in ways:
@@ -128,9 +134,8 @@ def test_every_rank_is_in_one_virtual_machine():
 def test_all_ways_are_those_of_brute_force():
     chance = random.Random(2)
     for _ in range(100):
-        num_ranks = chance.randint(1, 5)
-        machines = [Device(chance.choice("ab"), chance.choice("XY")) for _ in range(num_ranks)]
-        cluster = Cluster(tuple(machines), WIDE, NARROW)
+        cluster = drawn(chance, 5, "ab", "XY")
+        num_ranks = cluster.num_ranks
         names = interchangeable(cluster)
         brute = Counter(
             (len(groups), tuple(sorted(tuple(sorted(names[r] for r in ranks)) for ranks in groups)))
