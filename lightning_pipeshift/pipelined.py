@@ -98,7 +98,7 @@ class PipelinedStrategy(ConnectedStrategy):
         """How long the last change of owners has held this rank up, in seconds: what was not hidden
         behind its steps.
         """
-        return self._require_pipeline().move_seconds
+        return self._require_pipeline().changes.seconds
 
     @property
     def exposed_seconds(self) -> float:

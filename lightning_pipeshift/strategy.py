@@ -504,7 +504,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
-        self._require_pipeline().weights_are_final()
+        self._require_pipeline().changes.weights_are_final()
         return result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

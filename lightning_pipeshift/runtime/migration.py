@@ -52,7 +52,7 @@ class _News(enum.Enum):
     CANCELLED = "they never will"
 
 
-@dataclass(eq=False)
+@dataclass
 class _Parcel:
     """A parameter, or what a layer keeps besides, on its way.
 
@@ -63,6 +63,7 @@ class _Parcel:
             else what the layer keeps, by name.
         state: what the new one needs at the end of the step: the gradient, and what optimizers
             keep, each under the optimizer's index and a name.
+        is_early: whether ``values`` may have changed since it was sent.
         has_arrived: done when ``values`` is there.
     """
 
@@ -70,6 +71,7 @@ class _Parcel:
     parameter: nn.Parameter | None
     values: Any = None
     state: dict[tuple[int, Any], Any] = field(default_factory=dict)
+    is_early: bool = False
     has_arrived: Future[None] = field(default_factory=Future)
 
 
@@ -170,15 +172,14 @@ class Migration:
     def _send(self, to: int, parcels: Sequence[_Parcel]) -> None:
         lane = self._holdings.channels.bulk()
         parameters = [parcel for parcel in parcels if parcel.parameter is not None]
-        early: list[_Parcel] = []
         with torch.no_grad(), self._beside():
             for parcel in parameters:
                 if self._is_settled.is_set():
                     break
                 parcel.values = self._copied(parcel)
+                parcel.is_early = True
                 lane.send_object(_News.EARLY, to)
                 lane.send_tensor(parcel.values, to)
-                early.append(parcel)
         self._is_settled.wait()
         lane.send_object(_News.CANCELLED if self._is_cancelled else _News.SETTLED, to)
         if self._is_cancelled:
@@ -189,7 +190,7 @@ class Migration:
                 if (parameter := parcel.parameter) is None:
                     lane.send_values(parcel.values, to)
                     continue
-                if parcel in early:
+                if parcel.is_early:
                     is_same = _same_bits(parcel.values, parameter.detach())
                     parcel.values = None
                     lane.send_object(is_same, to)
@@ -228,10 +229,10 @@ class Migration:
                 room.copy_(lane.receive_tensor(room, source))
 
         coming = iter(parameters)
-        early: list[_Parcel] = []
         while (news := lane.receive_object(source)) is _News.EARLY:
-            early.append(next(coming))
-            take_in(early[-1].values)
+            parcel = next(coming)
+            parcel.is_early = True
+            take_in(parcel.values)
         if news is _News.CANCELLED:
             return
         for parcel in parcels:
@@ -240,7 +241,7 @@ class Migration:
                     name: value.to(self._device) if isinstance(value, Tensor) else value
                     for name, value in lane.receive_values(source)
                 }
-            elif parcel not in early or not lane.receive_object(source):
+            elif not (parcel.is_early and lane.receive_object(source)):
                 take_in(parcel.values)
             if self._stream is not None:
                 self._stream.synchronize()

@@ -38,6 +38,7 @@ from lightning_pipeshift.plan.placement import Ownership, Placement
 from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.plan.schedule import forward_only, schedule_named, with_recomputation
 from lightning_pipeshift.runtime.aggregation import Aggregation, AllReduce
+from lightning_pipeshift.runtime.changing import Changes
 from lightning_pipeshift.runtime.channels import Channels
 from lightning_pipeshift.runtime.checksum import (
     is_checked,
@@ -49,7 +50,6 @@ from lightning_pipeshift.runtime.following import Follower, Key
 from lightning_pipeshift.runtime.holdings import Holdings
 from lightning_pipeshift.runtime.lane import Sent
 from lightning_pipeshift.runtime.matching import gradient_groups, match_replicas
-from lightning_pipeshift.runtime.migration import Migration
 from lightning_pipeshift.runtime.outside import Answer, Outside
 from lightning_pipeshift.runtime.planning import Settings, check_order
 from lightning_pipeshift.runtime.replanning import Replanning
@@ -67,13 +67,6 @@ from lightning_pipeshift.runtime.threads import Threads
 
 # How many batches a stage may run ahead of the next in an evaluation.
 _AHEAD = 4
-
-
-class Change(NamedTuple):
-    """A plan that will be in force with the next step, and the layers on their way for it."""
-
-    plan: Plan
-    migration: Migration
 
 
 class Accumulation(NamedTuple):
@@ -154,7 +147,6 @@ class Pipeline:
         self.planning = Replanning(
             settings, replicas, here, channels.device, self.news, say, self._threads
         )
-        self._next_plan: Plan | None = None
         self.streams = Streams(channels.device)
         self._switch = Switch()
         layers = find_layers(root, channels.num_stages)
@@ -166,6 +158,7 @@ class Pipeline:
         install(gates)
         self._follower = Follower(root, gates, self._switch, self.streams, channels.device)
         self._follower.model_is_whole = self._was_whole
+        self.changes = Changes(self.vm, self._follower, self._threads)
         self._recorder = LogRecorder(root)
         self._tail = TailState(self._modules_outside_layers(), ignored)
         self._metrics = BatchMetrics(root)
@@ -186,11 +179,6 @@ class Pipeline:
         # The outcomes and the sizes of the evaluation's batches that nobody has asked for yet.
         self._pending: list[tuple[list[Outcome], int]] = []
         self._under_way: list[Sent] = []
-        # What changes after the step under way, and the layers that change their owners in it.
-        self._change: Change | None = None
-        self._migration: Migration | None = None
-        self.move_seconds = 0.0
-        """How long the last change of owners has held this stage up."""
 
     # --- the plan ---
 
@@ -296,9 +284,7 @@ class Pipeline:
     @property
     def coming_plan(self) -> Plan:
         """The plan that will be in force when all that was asked for is done."""
-        if self._next_plan is not None:
-            return self._next_plan
-        return self._change.plan if self._change is not None else self.plan
+        return self.changes.last or self.plan
 
     def adopt(self, plan: Plan) -> None:
         """Lets another plan be in force after the next step. Every rank calls this, with the same
@@ -318,7 +304,7 @@ class Pipeline:
                 f" plan has (schedule, microbatches, stages of each virtual machine) {found}, the"
                 f" one in force {allowed}. Start a run with the new plan instead."
             )
-        self._next_plan = plan
+        self.changes.wanted = plan
 
     def migrate(self, moves: Iterable[Move]) -> None:
         """Lets layers change their owners after the next step. Every rank calls this, with the same
@@ -332,31 +318,9 @@ class Pipeline:
         self.planning.require_room(plan)
         self.adopt(plan)
 
-    def _objects_to(self, plan: Plan) -> str:
-        """What stands in the way of a plan, in words."""
-        try:
-            for trace in self._follower.traces():
-                check_order(trace.flow, plan.placement, self.vm, self._follower.gates)
-        except LayerError as error:
-            return str(error)
-        return ""
-
-    def _prepare_change(self, optimizers: Sequence[Optimizer]) -> None:
-        """Begins what can be begun while the old plan is in force."""
-        assert self.holdings is not None
-        plan, self._next_plan = self._next_plan, None
-        assert plan is not None
-        placement = plan.placement
-        stage_of = [placement.stage_of(self.vm, layer) for layer in range(placement.num_layers)]
-        migration = Migration(self.holdings, stage_of, optimizers, self._threads)
-        self._change = Change(plan, migration)
-
-    def _change_plan(self, keeps_gradients: bool) -> None:
-        assert self._change is not None
+    def _change_plan(self, plan: Plan) -> None:
         assert self.holdings is not None
         assert self._ownership is not None
-        (plan, self._migration), self._change = self._change, None
-        self._migration.cut_over(keeps_gradients)
         self._ownership = self._ownership.moved(plan.placement, self._num_microbatches_done)
         self._plan = plan
         if self._aggregation is not None:
@@ -364,11 +328,6 @@ class Pipeline:
             self._aggregation = self._make_aggregation(
                 self.holdings.uses, plan.placement, is_new=False
             )
-
-    def weights_are_final(self) -> None:
-        """The weights are as the next step will find them."""
-        if self._change is not None:
-            self._change.migration.start()
 
     def match_replicas(self, parameters_too: bool) -> None:
         """Gives all virtual machines what the first one holds: what layers keep besides parameters
@@ -468,7 +427,7 @@ class Pipeline:
         self.step_seconds, self._begun = now - self._begun if self._begun else None, now
         # What was told in the last step has been heard by now: this waits for nobody in particular.
         self.channels.settle()
-        objection = self._objects_to(self._next_plan) if self._next_plan is not None else ""
+        objection = self.changes.objection()
         has_mail = self.planning.has_decided or self._outside.has_requests
         votes = self.replicas.world.post_sum(
             torch.tensor([self.asks_to_end, has_mail, bool(objection)]).float()
@@ -479,11 +438,11 @@ class Pipeline:
         slices = split(batch, self.settings.num_microbatches(stages_per_vm))
         keys = [self._key("train", step_number, number) for number in range(len(slices))]
         self._settle(keys[0], step, slices[0][0], optimizers, final=True, trains=True)
-        if self._change is not None:
-            self._change_plan(keeps_gradients)
-        if self._next_plan is not None:
-            self._prepare_change(optimizers)
         assert self.holdings is not None
+        plan = self.changes.cut_over(keeps_gradients)
+        if plan is not None:
+            self._change_plan(plan)
+        self.changes.prepare(self.holdings, optimizers)
         total = sum(size for _, size in slices)
         again = self.plan.recomputing_stages(self.vm)
         is_mine = self.channels.stage in again
@@ -510,7 +469,7 @@ class Pipeline:
             sums.arm if sums is not None and not accumulation.has_begun else None,
             profiler.timers(len(microbatches)) if is_measured else {},
             profiler.saved if is_measured and not profiler.num_steps else None,
-            self._migration.await_layer if self._migration is not None else None,
+            self.changes.migration.await_layer if self.changes.migration is not None else None,
         )
         last = self.channels.num_stages - 1
         posted = None if self.is_last else self.channels.post_object(last)
@@ -527,10 +486,7 @@ class Pipeline:
         report: Report = self.channels.share_object(mine, last, posted)
         run.settle()
         require_same_end(is_last_batch, report.is_last_batch, batch_idx)
-        if self._migration is not None:
-            self._migration.finish(self._deferred)
-            self.move_seconds = self._migration.exposed_seconds
-            self._migration = None
+        if self.changes.finish(self._deferred):
             # Neither the steps under the old plan nor this one say anything of the new plan.
             profiler.begin_anew(for_good=profiler.is_over)
         self.holdings.collect_gradients(
@@ -548,14 +504,13 @@ class Pipeline:
         if not self.is_last:
             self._tail.apply(report.changes, self.channels.device)
         own = self.plan.placement.layers_of(self.vm, self.channels.stage)
-        if is_objected_to and self._change is not None:
+        if is_objected_to:
             # What one virtual machine has seen another may not have.
             self.news.append(f"the new plan was left alone. {objection}")
-            self._change.migration.cancel()
-            self._change = None
+            self.changes.cancel()
         if accumulation.goes_on:
-            self.weights_are_final()
-        if self._change is None:
+            self.changes.weights_are_final()
+        if not self.changes.is_prepared:
             self.planning.after_step(self.plan, own, self._follower.gates, optimizers)
         if had_mail:
             self._open_mail()
@@ -580,7 +535,7 @@ class Pipeline:
             plan = Plan.from_json(decision.plan)
             if decision.is_new:
                 self.adopt(plan)
-            elif self._next_plan is None and self._change is None:
+            elif self.changes.last is None:
                 self._plan = plan
 
     def _training_report(
@@ -760,8 +715,7 @@ class Pipeline:
 
     def release_gates(self) -> None:
         """Gives the layers their own ``forward`` back."""
-        if self._change is not None:
-            self._change.migration.abandon()
+        self.changes.abandon()
         if self._aggregation is not None:
             self._aggregation.close()
         self._threads.close()
@@ -774,8 +728,7 @@ class Pipeline:
         """
         if self.holdings is None:
             return
-        if self._change is not None:
-            self._change.migration.cancel()
+        self.changes.cancel()
         if self._was_whole:
             self.holdings.make_whole()
         else:
