@@ -4,10 +4,12 @@ Importing the package registers the strategy, so that ``Trainer(strategy="pipesh
 """
 
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
 from lightning_pipeshift.callbacks.layer_migration import LayerMigration
 from lightning_pipeshift.errors import (
     BatchError,
+    BudgetError,
     CheckpointError,
     ConfigurationError,
     LayerError,
@@ -20,16 +22,33 @@ from lightning_pipeshift.errors import (
 from lightning_pipeshift.grad_norm import grad_norm
 from lightning_pipeshift.plan.moves import Move
 from lightning_pipeshift.plan.plan import Plan
+from lightning_pipeshift.plan.policies import (
+    KeepAll,
+    Planned,
+    Policy,
+    RecomputeAll,
+    SwapAll,
+    TensorRecord,
+)
+from lightning_pipeshift.plan.saved_tensors import Choice, Swap
 from lightning_pipeshift.plugins.checkpoint_io import PipeShiftCheckpointIO
+from lightning_pipeshift.plugins.memory_compression import (
+    MemoryCompression,
+    allow_beside_precision,
+)
 from lightning_pipeshift.pretrained import load_pretrained
 from lightning_pipeshift.strategy import PipeShiftStrategy
 
 __all__ = [
     "BatchError",
+    "BudgetError",
     "CheckpointError",
+    "Choice",
     "ConfigurationError",
+    "KeepAll",
     "LayerError",
     "LayerMigration",
+    "MemoryCompression",
     "Move",
     "PartitionError",
     "PipeShiftCheckpointIO",
@@ -37,13 +56,21 @@ __all__ = [
     "PipeShiftStrategy",
     "Plan",
     "PlanError",
+    "Planned",
+    "Policy",
+    "RecomputeAll",
     "ScheduleError",
     "StageFailedError",
+    "Swap",
+    "SwapAll",
+    "TensorRecord",
     "grad_norm",
     "load_pretrained",
 ]
 
 __version__ = "0.1.0.dev0"
+
+allow_beside_precision(_AcceleratorConnector)
 
 if "pipeshift" not in StrategyRegistry:
     StrategyRegistry.register(

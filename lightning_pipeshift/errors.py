@@ -36,6 +36,10 @@ class PlanError(ConfigurationError):
     """A plan that is damaged, or that was made for another model or another set of stages."""
 
 
+class BudgetError(ConfigurationError):
+    """A memory budget that cannot be kept."""
+
+
 class LayerError(PipeShiftError):
     """A model whose layers cannot be told apart, placed or skipped."""
 

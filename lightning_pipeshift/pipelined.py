@@ -101,6 +101,16 @@ class PipelinedStrategy(ConnectedStrategy):
         return self._require_pipeline().changes.seconds
 
     @property
+    def memory_figures(self) -> dict[str, float]:
+        """What :class:`~lightning_pipeshift.MemoryCompression` has done on this rank since the run
+        began: ``peak_bytes`` of saved tensors on the device, ``moved_bytes``, ``waited_seconds``
+        (how long the compute has waited for tensors to come or to go), ``num_evicted`` (tensors
+        that had to leave though the plan keeps them) and ``host_peak_bytes``. Empty without it.
+        """
+        memory = self._require_pipeline().memory
+        return memory.figures() if memory is not None else {}
+
+    @property
     def exposed_seconds(self) -> float:
         """How long the last step has waited for gradients of other virtual machines, in seconds,
         with nothing left to compute.

@@ -292,6 +292,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
                 self._profile_steps,
                 self._only_measures,
                 self._watch,
+                getattr(self.precision_plugin, "memory_wishes", None),
             ),
             here=device_of(self.root_device),
             deferred=self._deferred,

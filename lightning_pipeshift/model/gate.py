@@ -52,6 +52,8 @@ class Gate:
         self.index = index
         self.writes_to_buffers: bool | None = None
         """Whether the layer writes to its buffers when it runs; ``None`` until somebody asks."""
+        self.keeps_inputs = False
+        """Whether what the layer was called with was the same when the last forward was over."""
         self._switch = switch
         self._installed: Callable[..., Any] | None = None
         self._had_own_forward = "forward" in layer.__dict__

@@ -18,9 +18,11 @@ from lightning_pipeshift.model.cut import GradientBox
 from lightning_pipeshift.model.gate import Gate
 from lightning_pipeshift.model.parameters import Slot, slots_of, substituted
 from lightning_pipeshift.model.placeholder import Placeholder
-from lightning_pipeshift.model.saved import SavedBytes, bytes_of
+from lightning_pipeshift.model.recompute import LayerCall
+from lightning_pipeshift.model.saved import Observer, SavedTable, bytes_of
 from lightning_pipeshift.model.streams import Streams
 from lightning_pipeshift.model.trees import flatten, leaves_of
+from lightning_pipeshift.plan.saved_tensors import SavedTensor
 
 _REPEATS = 3
 
@@ -31,13 +33,13 @@ class Figures(NamedTuple):
     Args:
         forward_seconds: its forward.
         backward_seconds: its backward, 0 where it was not tried.
-        saved_bytes: what its forward keeps for the backward.
+        tensors: what its forward keeps for the backward.
         input_bytes: what it is called with.
     """
 
     forward_seconds: float
     backward_seconds: float = 0.0
-    saved_bytes: int = 0
+    tensors: tuple[SavedTensor, ...] = ()
     input_bytes: int = 0
 
     def plus(self, other: Figures) -> Figures:
@@ -45,7 +47,7 @@ class Figures(NamedTuple):
         return Figures(
             self.forward_seconds + other.forward_seconds,
             self.backward_seconds + other.backward_seconds,
-            self.saved_bytes + other.saved_bytes,
+            self.tensors,
             self.input_bytes + other.input_bytes,
         )
 
@@ -93,7 +95,7 @@ class Stopwatch:
     ) -> Figures | None:
         slots = slots_of(gate.layer)
         forward = backward = float("inf")
-        saved = SavedBytes()
+        observer = Observer()
         try:
             with (
                 self._streams.switched("measure", gate.index),
@@ -107,9 +109,9 @@ class Stopwatch:
                 for repeat in range(_REPEATS):
                     args, kwargs = rebuild([self._made_up(leaf, trains) for leaf in leaves])
                     # Counting takes time of its own, which the best of several leaves out.
-                    run = partial(gate.original, *args, **kwargs)
+                    run: Callable[[], Any] = partial(gate.original, *args, **kwargs)
                     if repeat == 0:
-                        run = partial(saved.run, gate, args, kwargs)
+                        run = LayerCall(gate, args, kwargs, SavedTable(), observer).run
                     output, seconds = self._seconds(run)
                     forward = min(forward, seconds)
                     ends = [x for x in leaves_of(output) if isinstance(x, Tensor) and x.grad_fn]
@@ -118,7 +120,7 @@ class Stopwatch:
                         ones = [torch.ones_like(end) for end in ends]
                         _, seconds = self._seconds(partial(torch.autograd.backward, ends, ones))
                     backward = min(backward, seconds)
-                    saved.end()
+                    observer.end()
         except Exception:
             # Any error says only that this layer needs real inputs; the planner goes by its
             # parameters instead.
@@ -126,7 +128,7 @@ class Stopwatch:
         return Figures(
             forward,
             backward,
-            saved.of_layers.get(gate.index, 0) if trains else 0,
+            tuple(observer.of_layers.get(gate.index, ())) if trains else (),
             bytes_of(args) + bytes_of(kwargs.values()),
         )
 

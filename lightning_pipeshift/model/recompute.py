@@ -28,41 +28,72 @@ from lightning_pipeshift.model.cut import GradientBox
 from lightning_pipeshift.model.gate import Gate
 from lightning_pipeshift.model.parameters import Slot, slots_of, substituted
 from lightning_pipeshift.model.placeholder import Placeholder
+from lightning_pipeshift.model.saved import (
+    GIVEN,
+    Observer,
+    Origins,
+    Saved,
+    SavedTable,
+    address_of,
+    resident_in,
+)
 from lightning_pipeshift.model.trees import flatten
 
 Ambient = Callable[[], AbstractContextManager[object]]
 
 
-class Saved:
-    """One tensor that autograd saved: here, or to be made again."""
+class LayerCall:
+    """One call of a layer, whose saved tensors are under our hands.
 
-    __slots__ = ("__weakref__", "region", "tensor", "version")
+    Args:
+        gate: the layer's.
+        args: what it is called with.
+        kwargs: likewise.
+        table: what the microbatch has saved.
+        observer: notes what the layer saves, where somebody wants to know.
+    """
 
-    def __init__(self, tensor: Tensor, region: Region | None) -> None:
-        # An output saved as itself would keep its own graph alive; the copy shares the memory and
-        # the count of writes to it.
-        self.tensor: Tensor | None = tensor.detach()
-        self.version: int = tensor._version
-        self.region = region
+    def __init__(
+        self,
+        gate: Gate,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        table: SavedTable,
+        observer: Observer | None = None,
+    ) -> None:
+        self.gate = gate
+        self._args, self._kwargs = args, kwargs
+        self._table = table
+        self._observer = observer
+        self._resident = resident_in(gate.layer)
+        self._count = 0
 
-    def get(self) -> Tensor:
-        """The tensor, run for again if need be."""
-        if self.tensor is None:
-            assert self.region is not None
-            self.region.run_again()
-        tensor = self.tensor
-        assert tensor is not None
-        if tensor._version != self.version:
-            # What autograd says where no hook stands between.
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an"
-                f" inplace operation: [{tensor.type()} {list(tensor.shape)}] is at version"
-                f" {tensor._version}; expected version {self.version} instead."
-            )
-        return tensor
+    def run(self) -> Any:
+        """Runs the layer as it is called."""
+        args, kwargs = self._args, self._kwargs
+        # What it was given is the caller's to hold.
+        self._args, self._kwargs = (), {}
+        with ExitStack() as stack:
+            origins = None
+            if self._observer is not None:
+                origins = stack.enter_context(self._observer.around(self.gate, args, kwargs))
+            pack = partial(self._pack, origins)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, Saved.get))
+            return self.gate.original(*args, **kwargs)
+
+    def _pack(self, origins: Origins | None, tensor: Tensor) -> Saved:
+        number, self._count = self._count, self._count + 1
+        if origins is not None and self._observer is not None:
+            is_resident = address_of(tensor) in self._resident
+            maker = origins.maker_of(tensor)
+            self._observer.note(tensor, self.gate.index, number, maker, is_resident)
+        return self._save(tensor, number)
+
+    def _save(self, tensor: Tensor, number: int) -> Saved:
+        return self._table.save(tensor, self.gate.index, number, self._resident)
 
 
-class Region:
+class Region(LayerCall):
     """One call of a layer that may run again.
 
     Args:
@@ -70,6 +101,8 @@ class Region:
         args: what it is called with.
         kwargs: likewise.
         draw: lets what is drawn from then on come from the beginning of the call's own stream.
+        table: what the microbatch has saved.
+        observer: notes what the layer saves, where somebody wants to know.
     """
 
     def __init__(
@@ -78,8 +111,10 @@ class Region:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         draw: Callable[[], object],
+        table: SavedTable | None = None,
+        observer: Observer | None = None,
     ) -> None:
-        self._gate = gate
+        super().__init__(gate, args, kwargs, table or SavedTable(), observer)
         self._draw = draw
         self._ambient = _ambient()
         leaves, self._rebuild = flatten((args, kwargs))
@@ -87,10 +122,10 @@ class Region:
         unique = {id(leaf): leaf for leaf in leaves}
         places = {identity: place for place, identity in enumerate(unique)}
         self._places = [places[id(leaf)] for leaf in leaves]
-        self._inputs = [_Input.of(leaf) for leaf in unique.values()]
+        self._inputs = [_Input(leaf, gate.index, self._table) for leaf in unique.values()]
         self._slots = slots_of(gate.layer)
         # Its parameters are there anyway; a view of one saves nothing.
-        self._resident = {
+        self._parameters = {
             address_of(tensor)
             for slot in self._slots
             if isinstance(tensor := slot.get(), Tensor) and not slot.is_buffer
@@ -100,44 +135,65 @@ class Region:
         self._buffers = _BuffersBefore(self._slots) if gate.writes_to_buffers else None
         self._saved: list[weakref.ref[Saved]] = []
         self._is_let_go = False
+        self.num_bytes = 0
+        """What it has let go of, as far as anybody counts."""
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self) -> Any:
         """Runs the layer as it is called."""
         versions = None
         if self._buffers is None:
             versions = [(slot, slot.get(), _version(slot.get())) for slot in self._buffer_slots()]
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, Saved.get):
-            output = self._gate.original(*args, **kwargs)
+        output = super().run()
         if versions is not None and any(
             slot.get() is not before or _version(before) != version
             for slot, before, version in versions
         ):
             # Known from the next call on; this one keeps what it saved.
-            self._gate.writes_to_buffers = True
+            self.gate.writes_to_buffers = True
             self._inputs = []
         return output
 
     def _buffer_slots(self) -> list[Slot]:
         return [slot for slot in self._slots if slot.is_buffer]
 
-    def _pack(self, tensor: Tensor) -> Saved:
-        is_resident = address_of(tensor) in self._resident
-        saved = Saved(tensor, None if is_resident else self)
+    def _save(self, tensor: Tensor, number: int) -> Saved:
+        saved = super()._save(tensor, number)
+        if address_of(tensor) not in self._parameters:
+            saved.maker = self
         self._saved.append(weakref.ref(saved))
         return saved
 
     def let_go(self) -> bool:
         """Lets go of what was saved, if the layer can run again; called when nothing more is done
         to its inputs. Returns whether it did.
+
+        Raises:
+            LayerError: it did so before, and its inputs have been written to since.
         """
-        if not self._inputs or not all(entry.is_intact for entry in self._inputs):
+        is_intact = bool(self._inputs) and all(entry.is_intact for entry in self._inputs)
+        self.gate.keeps_inputs = is_intact
+        if not is_intact:
+            if self._is_let_go:
+                raise LayerError(
+                    f"What the layer {self.gate.name!r} was called with has been written to in"
+                    " place after the layer ran, which was not so for earlier microbatches: it"
+                    " cannot run again. Set `recompute='none'` in the strategy, or write to a copy."
+                )
             self._inputs = []
             return False
+        if self._is_let_go:
+            return True
         self._is_let_go = True
+        self.num_bytes = 0
+        counted: set[int] = set()
         for reference in self._saved:
             saved = reference()
-            if saved is not None and saved.region is not None:
-                saved.tensor = None
+            if saved is not None and saved.maker is self:
+                if saved.block is not None and id(saved.block) not in counted:
+                    counted.add(id(saved.block))
+                    self.num_bytes += saved.block.num_bytes
+                saved.let_go()
+                saved.block = None
         return True
 
     def run_again(self) -> None:
@@ -145,6 +201,7 @@ class Region:
         if not self._is_let_go:
             return
         self._is_let_go = False
+        self._table.make_room(self.num_bytes, self.gate.index)
         fresh: list[Tensor] = []
 
         def pack(tensor: Tensor) -> int:
@@ -162,18 +219,18 @@ class Region:
             self._draw()
             # What this graph would need for a backward is taken out; nobody runs it.
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _never))
-            self._gate.original(*args, **kwargs)
+            self.gate.original(*args, **kwargs)
         if len(fresh) != len(self._saved):
             self._fail(f"{len(fresh)} tensors", f"{len(self._saved)}")
-        for reference, tensor in zip(self._saved, fresh, strict=True):
+        for number, (reference, tensor) in enumerate(zip(self._saved, fresh, strict=True)):
             saved = reference()
-            if saved is not None and saved.region is not None:
-                saved.tensor, saved.version = tensor, tensor._version
+            if saved is not None and saved.maker is self:
+                self._table.make_good(saved, tensor, self.gate.index, number)
         self._inputs = []
 
     def _fail(self, found: str, expected: str) -> None:
         raise LayerError(
-            f"The layer {self._gate.name!r} saved {found} for its backward when it was run again,"
+            f"The layer {self.gate.name!r} saved {found} for its backward when it was run again,"
             f" and {expected} the first time: it depends on something besides its inputs, its"
             " parameters, its buffers and random numbers. Set `recompute='none'` in the strategy,"
             " or let the layer do the same each time."
@@ -183,27 +240,25 @@ class Region:
 class _Input:
     """A leaf of what a layer was called with, as it was."""
 
-    __slots__ = ("_needs_gradient", "_value", "_version")
+    __slots__ = ("_needs_gradient", "_saved", "_value")
 
-    def __init__(self, value: Any, version: int | None, needs_gradient: bool) -> None:
-        self._value = value
-        self._version = version
-        self._needs_gradient = needs_gradient
-
-    @classmethod
-    def of(cls, leaf: Any) -> _Input:
-        if not isinstance(leaf, Tensor) or isinstance(leaf, Placeholder | nn.Parameter):
-            return cls(leaf, None, False)
-        return cls(leaf.detach(), leaf._version, leaf.requires_grad)
+    def __init__(self, leaf: Any, layer: int, table: SavedTable) -> None:
+        self._value = leaf
+        self._saved: Saved | None = None
+        self._needs_gradient = False
+        if isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder | nn.Parameter):
+            self._value = None
+            self._saved = table.save(leaf, layer, GIVEN, frozenset())
+            self._needs_gradient = leaf.requires_grad
 
     @property
     def is_intact(self) -> bool:
-        return self._version is None or self._value._version == self._version
+        return self._saved is None or self._saved.is_unwritten
 
     def again(self) -> Any:
-        if self._version is None:
+        if self._saved is None:
             return self._value
-        alias = self._value.detach()
+        alias = self._saved.get().detach()
         # No leaf, so that the layer may write to it wherever it could the first time.
         return GradientBox(alias).open() if self._needs_gradient else alias
 
@@ -232,13 +287,6 @@ def _keeps_statistics(layer: nn.Module) -> bool:
         isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
         for module in layer.modules()
     )
-
-
-def address_of(tensor: Tensor) -> int:
-    """What tells a tensor's memory from others'; a view has that of what it is a view of."""
-    if tensor.layout is not torch.strided:
-        return id(tensor)
-    return tensor.untyped_storage().data_ptr()
 
 
 def _version(tensor: Tensor | None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ from lightning_pipeshift.model.placeholder import (
     spec_of,
     watching,
 )
-from lightning_pipeshift.model.recompute import Region
-from lightning_pipeshift.model.saved import SavedBytes
+from lightning_pipeshift.model.recompute import LayerCall, Region
+from lightning_pipeshift.model.saved import Observer, SavedTable
 from lightning_pipeshift.model.streams import Place, Streams
 from lightning_pipeshift.model.timing import Timer
 from lightning_pipeshift.model.trace import Trace
@@ -43,6 +43,16 @@ class Outgoing:
     edge: Any = None
 
 
+class Memory(Protocol):
+    """Keeps the budget for what layers save."""
+
+    def before_layer(self, layer: int) -> None:
+        """A layer is about to save what it saves."""
+
+    def after_layer(self, layer: int) -> None:
+        """A layer has saved what it saves."""
+
+
 @dataclass
 class StagePass(Watcher):
     """Runs the stage's own layers, answers for the earlier ones, and ends the step at the later
@@ -60,7 +70,9 @@ class StagePass(Watcher):
         shared: the shared parameters held here.
         recompute: the layers that let go of what they save, and run again before the backward.
         timer: measures the layers, where somebody wants to know.
-        saved: counts what the layers save, where somebody wants to know.
+        table: what the layers have saved.
+        memory: keeps the budget for that, where there is one.
+        observer: notes what the layers save, where somebody wants to know.
         before_layer: called with the number of a layer that is about to run.
     """
 
@@ -74,7 +86,9 @@ class StagePass(Watcher):
     shared: SharedParameters
     recompute: frozenset[int] = frozenset()
     timer: Timer | None = None
-    saved: SavedBytes | None = None
+    table: SavedTable = field(default_factory=SavedTable)
+    memory: Memory | None = None
+    observer: Observer | None = None
     before_layer: Callable[[int], None] | None = None
     sent: dict[Value, Outgoing] = field(default_factory=dict)
     boxes: dict[Value, GradientBox] = field(default_factory=dict)
@@ -135,8 +149,12 @@ class StagePass(Watcher):
         self._regions = [region for region in self._regions if region.let_go()]
 
     def recompute_layers(self) -> None:
-        """Makes again what layers let go of, for the backward that comes next."""
-        for region in self._regions:
+        """Makes again what layers let go of, for the backward that comes next: those first that it
+        needs first, and as many as there is room for. The others run again when they are needed.
+        """
+        for region in reversed(self._regions):
+            if not self.table.has_room(region.num_bytes):
+                break
             region.run_again()
         self._regions.clear()
 
@@ -220,12 +238,29 @@ class StagePass(Watcher):
     def _call(self, gate: Gate, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A model that checkpoints by itself has its own way with what is saved.
         if torch.is_grad_enabled() and _no_hooks():
-            if gate.index in self.recompute:
-                region = Region(gate, args, kwargs, partial(self._draw_as, call))
-                self._regions.append(region)
-                return region.run(args, kwargs)
-            if self.saved is not None:
-                return self.saved.run(gate, args, kwargs)
+            if self.memory is not None:
+                self.memory.before_layer(gate.index)
+            output = self._under_hooks(gate, call, args, kwargs)
+            if self.memory is not None:
+                self.memory.after_layer(gate.index)
+            return output
+        return gate.original(*args, **kwargs)
+
+    def _under_hooks(
+        self, gate: Gate, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        table, observer = self.table, self.observer
+        if gate.index in self.recompute:
+            draw = partial(self._draw_as, call)
+            region = Region(gate, args, kwargs, draw, table, observer)
+            output = region.run()
+            # What is known of earlier microbatches: user code leaves the inputs alone.
+            if self.memory is not None and gate.keeps_inputs:
+                region.let_go()
+            self._regions.append(region)
+            return output
+        if table.is_kept or observer is not None:
+            return LayerCall(gate, args, kwargs, table, observer).run()
         return gate.original(*args, **kwargs)
 
     def _draw_as(self, call: Call) -> None:

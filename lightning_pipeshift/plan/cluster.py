@@ -24,6 +24,8 @@ class Device:
         speed: relative to others of its kind: 0.5 takes twice the time.
         memory_bytes: what it has; 0 where that is not known, which counts as boundless.
         free_bytes: what was free when it was looked at, of ``memory_bytes``.
+        host_bytes: what it may take of its host's memory for swapped tensors.
+        host_bandwidth: how fast they get there, and back, in bytes per second; 0: not at all.
     """
 
     host: str
@@ -31,6 +33,8 @@ class Device:
     speed: float = 1.0
     memory_bytes: int = 0
     free_bytes: int = 0
+    host_bytes: int = 0
+    host_bandwidth: float = 0.0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.speed) and self.speed > 0):

@@ -93,6 +93,12 @@ class Fields:
             self.fail(name, "a list of numbers")
         return tuple(float(item) for item in row if isinstance(item, (int, float)))
 
+    def integers(self, name: str) -> tuple[int, ...]:
+        row = self.items(name)
+        if any(type(item) is not int for item in row):
+            self.fail(name, "a list of whole numbers")
+        return tuple(item for item in row if isinstance(item, int))
+
     def entries(self, name: str) -> dict[str, object]:
         """An object whose names are not known beforehand."""
         value = self._value[name]

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_pipeshift.plan.cluster import Cluster
+from lightning_pipeshift.plan.footprint import Footprints, links_of
 from lightning_pipeshift.plan.placement import Placement
 from lightning_pipeshift.plan.plan import LayerRecord, Plan
 from lightning_pipeshift.plan.planner import Arrangement
 from lightning_pipeshift.plan.prediction import Prediction, predict
 from lightning_pipeshift.plan.profile import Profile
+from lightning_pipeshift.plan.simulator import simulate
 from lightning_pipeshift.plan.workload import Cut, Workload, workload_of
 
 
@@ -87,9 +89,38 @@ def workloads_of(
 
 
 def prediction_of(
-    plan: Plan, profile: Profile, cluster: Cluster, ranks: Sequence[Sequence[int]]
+    plan: Plan,
+    profile: Profile,
+    cluster: Cluster,
+    ranks: Sequence[Sequence[int]],
+    by_tensor: bool = False,
 ) -> Prediction:
-    """What the simulator says of a plan, by what has been measured."""
+    """What the simulator says of a plan, by what has been measured.
+
+    Args:
+        plan: it.
+        profile: of the model.
+        cluster: the machines.
+        ranks: of each virtual machine, in stage order.
+        by_tensor: whether saved tensors are looked after one by one (`MemoryCompression`).
+    """
     workloads = workloads_of(profile, cluster, ranks, plan.schedule, plan.microbatches)
     cuts = [cut_of(plan, vm) for vm in range(len(workloads))]
-    return predict(profile, cluster, ranks, workloads, cuts)
+    found = predict(profile, cluster, ranks, workloads, cuts)
+    if not by_tensor:
+        return found
+    footprints = [
+        Footprints(profile, workload, links_of(cluster, machine)).of(cut, plan.swapped(vm))
+        for vm, (workload, machine, cut) in enumerate(zip(workloads, ranks, cuts, strict=True))
+    ]
+    plain = max(
+        simulate(w.clock_of(c), w.costs(c)).step_seconds
+        for w, c in zip(workloads, cuts, strict=True)
+    )
+    longest = max(each.timeline.step_seconds + each.late_seconds for each in footprints)
+    return replace(
+        found,
+        costs=tuple(each.costs for each in footprints),
+        step_seconds=found.step_seconds + longest - plain,
+        memory_bytes=tuple(each.peak_bytes for each in footprints),
+    )

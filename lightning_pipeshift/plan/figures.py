@@ -14,6 +14,7 @@ from typing import Final
 
 from lightning_pipeshift.plan.cluster import Cluster
 from lightning_pipeshift.plan.profile import KindProfile, LayerProfile, Profile
+from lightning_pipeshift.plan.saved_tensors import SavedTensor
 
 Times = tuple[float, float]
 """Forward and backward, in seconds."""
@@ -35,10 +36,14 @@ class RankFigures:
             training.
         outside_seconds: from the end of its stage's part of a step to the begin of the next one.
         saved_bytes: what layers save for a microbatch.
+        tensors: the same, one by one.
         input_bytes: what they are called with.
         optimizer_bytes: what the optimizer keeps for its own layers.
         is_last: whether it runs the code after the last layer.
         held_bytes: what of its device's memory the model takes already, before it is shared out.
+        budget_bytes: what it may take of its device's memory, if there is a word on that.
+        host_bytes: what it may take of its host's memory for swapped tensors.
+        host_bandwidth: how fast they get there, in bytes per second, and back.
     """
 
     guesses: Mapping[int, Times] = field(default_factory=dict)
@@ -47,10 +52,14 @@ class RankFigures:
     extra: Times | None = None
     outside_seconds: float | None = None
     saved_bytes: Mapping[int, int] = field(default_factory=dict)
+    tensors: Mapping[int, tuple[SavedTensor, ...]] = field(default_factory=dict)
     input_bytes: Mapping[int, int] = field(default_factory=dict)
     optimizer_bytes: Mapping[int, int] = field(default_factory=dict)
     is_last: bool = False
     held_bytes: int = 0
+    budget_bytes: int = 0
+    host_bytes: int = 0
+    host_bandwidth: float = 0.0
 
 
 def profile_of(
@@ -111,8 +120,13 @@ def profile_of(
         replace(
             device,
             speed=speed,
+            memory_bytes=mine.budget_bytes or device.memory_bytes,
             # What the model takes now is there for what it will take.
-            free_bytes=device.free_bytes + mine.held_bytes if device.free_bytes else 0,
+            free_bytes=device.free_bytes + mine.held_bytes
+            if device.free_bytes and not mine.budget_bytes
+            else 0,
+            host_bytes=mine.host_bytes,
+            host_bandwidth=mine.host_bandwidth,
         )
         for device, speed, mine in zip(cluster.devices, speeds, figures, strict=True)
     )
@@ -182,6 +196,11 @@ def _with_bytes(layer: LayerProfile, index: int, figures: Sequence[RankFigures])
     return replace(
         layer,
         saved_bytes=most("saved_bytes"),
+        tensors=max(
+            (mine.tensors[index] for mine in figures if index in mine.tensors),
+            key=lambda tensors: sum(tensor.num_bytes for tensor in tensors),
+            default=layer.tensors,
+        ),
         input_bytes=most("input_bytes"),
         optimizer_bytes=most("optimizer_bytes"),
     )

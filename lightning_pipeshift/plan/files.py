@@ -39,6 +39,7 @@ from lightning_pipeshift.errors import PlanError, some_of
 from lightning_pipeshift.plan.cluster import FREE, Cluster, Device, Link
 from lightning_pipeshift.plan.document import Fields, write_text
 from lightning_pipeshift.plan.profile import KindProfile, LayerProfile, Profile
+from lightning_pipeshift.plan.saved_tensors import SavedTensor
 
 PROFILE_VERSION: Final = 1
 """Raised when an older version of the package could no longer read what this one writes."""
@@ -302,11 +303,18 @@ def save_profile(profile: Profile, path: str | Path) -> None:
         "step_seconds": profile.step_seconds,
         "optimizer_seconds_per_byte": profile.optimizer_seconds_per_byte,
     }
-    layers = [json.dumps(asdict(layer)) for layer in profile.layers]
+    layers = [json.dumps(_written(layer)) for layer in profile.layers]
     kinds = [f"{json.dumps(kind)}: {json.dumps(asdict(of))}" for kind, of in profile.kinds.items()]
     lines = [f"  {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
     lines += ['  "layers": [', _listed(layers), "  ],", '  "kinds": {', _listed(kinds), "  }"]
     write_text(path, "\n".join(["{", *filter(None, lines), "}"]) + "\n")
+
+
+def _written(layer: LayerProfile) -> dict[str, Any]:
+    found = asdict(layer)
+    if not layer.tensors:
+        del found["tensors"]
+    return found
 
 
 def _listed(items: list[str]) -> str:
@@ -344,10 +352,28 @@ def _profile(value: object) -> Profile:
 
 
 def _layer(item: object, where: str) -> LayerProfile:
-    names = [field.name for field in fields(LayerProfile)]
-    entry = Fields(item, where, names, instead=_MEASURE)
+    names = [field.name for field in fields(LayerProfile) if field.name != "tensors"]
+    entry = Fields(item, where, names, ["tensors"], instead=_MEASURE)
     counts = {name: entry.integer(name) for name in names if name != "name"}
-    return LayerProfile(name=entry.text("name"), **counts)
+    tensors = entry.items("tensors") if "tensors" in entry else []
+    return LayerProfile(
+        name=entry.text("name"),
+        **counts,
+        tensors=tuple(
+            _tensor(tensor, f"{where}: tensors[{index}]") for index, tensor in enumerate(tensors)
+        ),
+    )
+
+
+def _tensor(item: object, where: str) -> SavedTensor:
+    entry = Fields(item, where, [field.name for field in fields(SavedTensor)], instead=_MEASURE)
+    return SavedTensor(
+        number=entry.integer("number"),
+        num_bytes=entry.integer("num_bytes"),
+        shape=entry.integers("shape"),
+        dtype=entry.text("dtype"),
+        maker=entry.text("maker"),
+    )
 
 
 def _times(item: object, where: str) -> KindProfile:

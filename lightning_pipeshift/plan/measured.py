@@ -23,15 +23,17 @@ class Measured:
         profile: of the model.
         cluster: the machines.
         ranks: of each virtual machine, in stage order.
+        by_tensor: whether saved tensors are looked after one by one.
     """
 
     profile: Profile
     cluster: Cluster
     ranks: Sequence[Sequence[int]]
+    by_tensor: bool = False
 
     def prediction(self, plan: Plan) -> Prediction:
         """What the simulator says of a plan."""
-        return prediction_of(plan, self.profile, self.cluster, self.ranks)
+        return prediction_of(plan, self.profile, self.cluster, self.ranks, self.by_tensor)
 
     def compared(self, plan: Plan, step_seconds: float) -> Measured:
         """The same, with what a step took beyond what the simulator makes of its parts: the way of

@@ -23,6 +23,7 @@ from lightning_pipeshift.plan.document import Fields, write_text
 from lightning_pipeshift.plan.draw import draw
 from lightning_pipeshift.plan.placement import Placement
 from lightning_pipeshift.plan.prediction import Prediction
+from lightning_pipeshift.plan.saved_tensors import Swap
 from lightning_pipeshift.plan.schedule import recomputing_stages, schedule_named
 from lightning_pipeshift.plan.shares import check_shares
 from lightning_pipeshift.plan.simulator import Costs, Timeline, clock, simulate
@@ -65,6 +66,8 @@ class Plan:
         microbatches: into how many slices a virtual machine's batch is cut.
         recompute: for each virtual machine the layers that let go of what they saved, and run again
             before the backward; empty where none does anywhere.
+        swaps: for each virtual machine, saved tensors that are elsewhere between their forward and
+            their backward; empty where all stay.
         ranks: for each virtual machine its ranks in stage order; empty where any will do.
         kinds: the kind of each of these ranks' devices; empty where that was not asked.
         batch_shares: how a global batch is shared out; empty for equally.
@@ -77,6 +80,7 @@ class Plan:
     schedule: str
     microbatches: int
     recompute: tuple[tuple[int, ...], ...] = ()
+    swaps: tuple[tuple[Swap, ...], ...] = ()
     ranks: tuple[tuple[int, ...], ...] = ()
     kinds: tuple[tuple[str, ...], ...] = ()
     batch_shares: tuple[float, ...] = ()
@@ -92,6 +96,7 @@ class Plan:
         costs = self.prediction.costs if self.prediction is not None else ()
         found: dict[str, Sequence[Any]] = {
             "recompute": self.recompute,
+            "swaps": self.swaps,
             "ranks": self.ranks,
             "kinds": self.kinds,
             "batch_shares": self.batch_shares,
@@ -121,6 +126,8 @@ class Plan:
                     f"the field 'recompute' of virtual machine {vm} is {list(layers)}; it lists"
                     f" layers from 0 to {len(self.layers) - 1}, each once"
                 )
+        for vm, swaps in enumerate(self.swaps):
+            self._check_swaps(vm, swaps, depths[vm])
         try:
             if self.ranks:
                 Topology(self.ranks)
@@ -128,6 +135,27 @@ class Plan:
         except ConfigurationError as error:
             name = "ranks" if "rank" in str(error) else "batch_shares"
             raise PlanError(f"the field {name!r}: {error}") from error
+
+    def _check_swaps(self, vm: int, swaps: Sequence[Swap], depth: int) -> None:
+        seen: set[tuple[int, int]] = set()
+        for swap in swaps:
+            named = {(swap.layer, number) for number in swap.tensors}
+            problem = ""
+            if not 0 <= swap.layer < len(self.layers):
+                problem = f"there are the layers 0 to {len(self.layers) - 1}"
+            elif swap.layer in self.recomputed(vm):
+                problem = "the layer is recomputed; let it do one of the two"
+            elif named & seen:
+                problem = "a tensor goes to one place"
+            elif any(stage >= depth for stage in swap.stages):
+                problem = f"there are the stages 0 to {depth - 1}"
+            if problem:
+                raise PlanError(
+                    f"the field 'swaps' of virtual machine {vm} has tensors"
+                    f" {list(swap.tensors)} of layer {swap.layer}"
+                    f"{f' on stages {list(swap.stages)}' if swap.stages else ''}: {problem}"
+                )
+            seen |= named
 
     def _check_model(self) -> None:
         if len(self.layers) != self.placement.num_layers:
@@ -164,6 +192,13 @@ class Plan:
     def recomputed(self, vm: int) -> frozenset[int]:
         """The layers of a virtual machine that run again before their backward."""
         return frozenset(self.recompute[vm]) if self.recompute else frozenset()
+
+    def swapped(self, vm: int) -> tuple[Swap, ...]:
+        """What a virtual machine moves, as far as it can: a stage does not lend to itself."""
+        swaps = self.swaps[vm] if self.swaps else ()
+        return tuple(
+            swap for swap in swaps if self.placement.stage_of(vm, swap.layer) not in swap.stages
+        )
 
     def recomputing_stages(self, vm: int) -> frozenset[int]:
         """The stages of a virtual machine on which any layer does."""
@@ -225,6 +260,11 @@ class Plan:
         """The same plan with other owners. What was predicted of the old ones is left out."""
         return replace(self, placement=placement, prediction=None)
 
+    def is_like(self, other: Plan) -> bool:
+        """Whether nobody would do anything else under the other plan."""
+        mine, theirs = ((plan.placement, plan.recompute, plan.swaps) for plan in (self, other))
+        return mine == theirs
+
     def require_layers(self, names: Sequence[str]) -> None:
         """Raises PlanError unless the plan was made for these layers in this order."""
         planned = [layer.name for layer in self.layers]
@@ -258,6 +298,8 @@ class Plan:
         for name in ("recompute", "ranks", "kinds", "batch_shares"):
             if getattr(self, name):
                 head[name] = getattr(self, name)
+        if self.swaps:
+            head["swaps"] = [[_as_entry(swap) for swap in swaps] for swaps in self.swaps]
         if self.prediction is not None:
             head["prediction"] = asdict(self.prediction)
         lines = [f"  {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
@@ -283,7 +325,7 @@ class Plan:
                 f"{FORMAT_VERSION}: make the plan anew, or use the version that made it"
             )
         known = ("version", "schedule", "microbatches", "placement", "layers")
-        optional = ("recompute", "ranks", "kinds", "batch_shares", "prediction")
+        optional = ("recompute", "swaps", "ranks", "kinds", "batch_shares", "prediction")
         document = Fields(value, "the plan", known, optional)
         try:
             placement = Placement(document.integer_rows("placement"))
@@ -298,6 +340,7 @@ class Plan:
             schedule=document.text("schedule"),
             microbatches=document.integer("microbatches"),
             recompute=document.integer_rows("recompute") if "recompute" in document else (),
+            swaps=_swaps(document) if "swaps" in document else (),
             ranks=document.integer_rows("ranks") if "ranks" in document else (),
             kinds=_kinds(document) if "kinds" in document else (),
             batch_shares=document.numbers("batch_shares") if "batch_shares" in document else (),
@@ -331,6 +374,31 @@ def _layer(item: object, where: str) -> LayerRecord:
         forward_seconds=record.number("forward_seconds"),
         payload_bytes=record.integer("payload_bytes"),
     )
+
+
+def _as_entry(swap: Swap) -> dict[str, Any]:
+    return {name: value for name, value in asdict(swap).items() if value != ()}
+
+
+def _swaps(document: Fields) -> tuple[tuple[Swap, ...], ...]:
+    found = []
+    for vm, row in enumerate(document.items("swaps")):
+        if not isinstance(row, list):
+            document.fail("swaps", "a list of lists")
+        swaps = []
+        for index, item in enumerate(row):
+            where = f"the plan: swaps[{vm}][{index}]"
+            entry = Fields(item, where, ["layer", "tensors"], ["stages", "shares"])
+            swaps.append(
+                Swap(
+                    layer=entry.integer("layer"),
+                    tensors=entry.integers("tensors"),
+                    stages=entry.integers("stages") if "stages" in entry else (),
+                    shares=entry.numbers("shares") if "shares" in entry else (),
+                )
+            )
+        found.append(tuple(swaps))
+    return tuple(found)
 
 
 def _kinds(document: Fields) -> tuple[tuple[str, ...], ...]:

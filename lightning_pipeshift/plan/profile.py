@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.cluster import Device
+from lightning_pipeshift.plan.saved_tensors import SavedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class LayerProfile:
         payload_gradient_bytes: what crosses it backward.
         saved_bytes: what its forward keeps for its backward, parameters left out.
         input_bytes: what is kept instead where it is recomputed.
+        tensors: what is in ``saved_bytes``, one by one; empty where that is not known.
     """
 
     name: str
@@ -38,11 +40,12 @@ class LayerProfile:
     payload_gradient_bytes: int = 0
     saved_bytes: int = 0
     input_bytes: int = 0
+    tensors: tuple[SavedTensor, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.name:
             raise PlanError("a layer with an empty name; use its name in the model")
-        for name in self.__slots__[1:]:
+        for name in self.__slots__[1:-1]:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise PlanError(

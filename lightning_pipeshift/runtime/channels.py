@@ -152,11 +152,14 @@ class Channels(Lane):
             with self.watched(self.ranks[neighbour]):
                 transfer([byte], self._line(neighbour, direction)[1], 0).wait()
 
-    def bulk(self) -> Lane:
+    def bulk(self, number: int = 0) -> Lane:
         """A lane for what may take its time; one thread at a time may use it with a stage, in a
         direction.
+
+        Args:
+            number: of several lanes that don't wait for each other.
         """
-        return Lane(self.ranks, self.stage, self._bulk, self.watched)
+        return Lane(self.ranks, self.stage, self._bulk, self.watched, number)
 
     def interrupt_bulk(self) -> None:
         """Ends the connections of :meth:`bulk`, here and for the peers."""

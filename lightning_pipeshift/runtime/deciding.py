@@ -112,7 +112,7 @@ class Decider:
             settings = settings.let_free(plan)
         best = make_plan(settings, measured.profile, measured.cluster, self._topology, plan)
         now, then = plan.prediction, best.prediction
-        if (best.placement, best.recompute) == (plan.placement, plan.recompute):
+        if best.is_like(plan):
             return None
         if now is None or then is None:
             return None

@@ -28,8 +28,7 @@ Watched = Callable[[int | None], AbstractContextManager[None]]
 # around them, which take longer than the sending.
 Line = tuple[Any, int]
 
-_OBJECT_TAG = 1 << 20
-_TENSOR_TAG = _OBJECT_TAG + 1
+_FIRST_TAG = 1 << 20
 _HEADER_BYTES = 8
 # What fits in the first message of an object, so that a step's usual report takes one.
 _INLINE_BYTES = 4096
@@ -79,14 +78,19 @@ class Lane:
         stage: this stage.
         control: the process group.
         watched: the context to communicate in.
+        number: tells what goes by it from what goes by other lanes of the group.
     """
 
-    def __init__(self, ranks: Sequence[int], stage: int, control: Any, watched: Watched) -> None:
+    def __init__(
+        self, ranks: Sequence[int], stage: int, control: Any, watched: Watched, number: int = 0
+    ) -> None:
         self.ranks = list(ranks)
         self.stage = stage
         self.control = control
         self.watched = watched
         self._object_sends: list[Sent] = []
+        self._object_tag = _FIRST_TAG + 2 * number
+        self._tensor_tag = self._object_tag + 1
         # Torch numbers a group's members by their ranks, whatever order they were given in.
         self._members = [sorted(self.ranks).index(rank) for rank in self.ranks]
 
@@ -113,7 +117,8 @@ class Lane:
         sent = Sent(self.watched, self.ranks[to])
         for part in (first, data[_INLINE_BYTES:]):
             if len(part):
-                work = self._post_send(part, to, (self.control, self._members[to]), _OBJECT_TAG)
+                line = (self.control, self._members[to])
+                work = self._post_send(part, to, line, self._object_tag)
                 sent.works.append((work, part))
         self._object_sends.append(sent)
 
@@ -123,7 +128,7 @@ class Lane:
         """
         first = torch.empty(_HEADER_BYTES + _INLINE_BYTES, dtype=torch.uint8)
         with self.watched(self.ranks[source]):
-            work = self.control.recv([first], self._members[source], _OBJECT_TAG)
+            work = self.control.recv([first], self._members[source], self._object_tag)
             return PostedObject(first, work, source)
 
     def receive_object(self, source: int, posted: PostedObject | None = None) -> Any:
@@ -137,7 +142,7 @@ class Lane:
         data = first[_HEADER_BYTES : _HEADER_BYTES + min(size, _INLINE_BYTES)]
         if size > _INLINE_BYTES:
             rest = torch.empty(size - _INLINE_BYTES, dtype=torch.uint8)
-            self._receive(rest, source, _OBJECT_TAG)
+            self._receive(rest, source, self._object_tag)
             data = torch.cat([data, rest])
         return pickle.loads(data.numpy().tobytes())
 
@@ -156,7 +161,7 @@ class Lane:
         )
         if flat.numel():
             with self.watched(self.ranks[to]):
-                dist.send(flat, self.ranks[to], group=self.control, tag=_TENSOR_TAG)
+                dist.send(flat, self.ranks[to], group=self.control, tag=self._tensor_tag)
 
     def receive_tensor(self, like: Tensor, source: int) -> Tensor:
         """Waits for a tensor of the shape and type of ``like``; returns it on the CPU."""
@@ -168,7 +173,7 @@ class Lane:
         """Waits for a tensor; takes it into the memory of a contiguous one on the CPU."""
         flat = tensor.detach().reshape(-1).view(torch.uint8)
         if flat.numel():
-            self._receive(flat, source, _TENSOR_TAG)
+            self._receive(flat, source, self._tensor_tag)
 
     def send_values(self, values: Mapping[Any, Any], to: int) -> None:
         """Sends what is found under some names: tensors, whose shapes the receiver need not know,

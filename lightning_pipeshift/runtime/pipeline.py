@@ -22,8 +22,7 @@ from lightning_pipeshift.model.measure import Stopwatch
 from lightning_pipeshift.model.metrics import BatchMetrics
 from lightning_pipeshift.model.microbatch import batch_size_of, merge, split, weighted_mean
 from lightning_pipeshift.model.parameters import ParameterUse, Segment, parameter_uses
-from lightning_pipeshift.model.recompute import address_of
-from lightning_pipeshift.model.saved import SavedBytes, bytes_of
+from lightning_pipeshift.model.saved import Observer, address_of, bytes_of
 from lightning_pipeshift.model.signature import module_signature
 from lightning_pipeshift.model.state import TailState
 from lightning_pipeshift.model.streams import Streams
@@ -56,6 +55,7 @@ from lightning_pipeshift.runtime.replanning import Replanning
 from lightning_pipeshift.runtime.replicas import Replicas
 from lightning_pipeshift.runtime.report import Report, logs_on_cpu, merge_reports, on_cpu
 from lightning_pipeshift.runtime.rings import Rings
+from lightning_pipeshift.runtime.stage_memory import StageMemory
 from lightning_pipeshift.runtime.step_run import (
     Denominators,
     Microbatch,
@@ -63,6 +63,7 @@ from lightning_pipeshift.runtime.step_run import (
     StepRun,
     UserStep,
 )
+from lightning_pipeshift.runtime.store import ActivationStore
 from lightning_pipeshift.runtime.threads import Threads
 
 # How many batches a stage may run ahead of the next in an evaluation.
@@ -166,6 +167,17 @@ class Pipeline:
         self._plan: Plan | None = None
         self._ownership: Ownership | None = None
         self.holdings: Holdings | None = None
+        self.memory: StageMemory | None = None
+        if settings.memory is not None:
+            self.memory = StageMemory(
+                settings.memory,
+                channels,
+                [gate.name for gate in gates],
+                f"stage {channels.stage} of virtual machine {self.vm}",
+                self._threads,
+                fail_beside,
+                self.news.append,
+            )
         self._is_final = False
         self._num_microbatches_done = 0
         self.num_steps_done = 0
@@ -240,6 +252,7 @@ class Pipeline:
             float(_size_or_one(batch)),
             self._held_bytes(),
             trains,
+            self.memory if trains else None,
         )
         # What the sanity check's validation steps touched stays touched: every stage holds it.
         behind = Segment(len(follower.gates), False)
@@ -265,6 +278,8 @@ class Pipeline:
         self.holdings.settle(optimizers, final, self._deferred)
         if final:
             self._deferred.forget()
+        if trains:
+            self._follow_with_memory()
         if trains and self.replicas.count > 1:
             self._aggregation = self._make_aggregation(uses, placement)
         self._is_final = final
@@ -323,10 +338,20 @@ class Pipeline:
         assert self._ownership is not None
         self._ownership = self._ownership.moved(plan.placement, self._num_microbatches_done)
         self._plan = plan
+        self._follow_with_memory()
         if self._aggregation is not None:
             self._aggregation.close()
             self._aggregation = self._make_aggregation(
                 self.holdings.uses, plan.placement, is_new=False
+            )
+
+    def _follow_with_memory(self) -> None:
+        if self.memory is not None:
+            self.memory.follow(
+                self.plan,
+                self.vm,
+                self.planning.static_bytes(),
+                self.planning.profiler.expected_bytes,
             )
 
     def match_replicas(self, parameters_too: bool) -> None:
@@ -445,7 +470,9 @@ class Pipeline:
         self.changes.prepare(self.holdings, optimizers)
         total = sum(size for _, size in slices)
         again = self.plan.recomputing_stages(self.vm)
-        is_mine = self.channels.stage in again
+        # Without time of its own for it, a layer runs again in the middle of the backward; that
+        # frees memory only where each tensor is looked after.
+        is_mine = self.channels.stage in again or self.memory is not None
         recompute = self.plan.recomputed(self.vm) if is_mine else frozenset()
         state = module_signature(self.root)
         microbatches = [
@@ -468,7 +495,8 @@ class Pipeline:
             self._agree if self.replicas.count > 1 and not self._has_agreed else None,
             sums.arm if sums is not None and not accumulation.has_begun else None,
             profiler.timers(len(microbatches)) if is_measured else {},
-            profiler.saved if is_measured and not profiler.num_steps else None,
+            profiler.observer if is_measured and not profiler.num_steps else None,
+            self.memory.store if self.memory is not None else None,
             self.changes.migration.await_layer if self.changes.migration is not None else None,
         )
         last = self.channels.num_stages - 1
@@ -620,7 +648,8 @@ class Pipeline:
         on_first_outcome: Callable[[Outcome], Denominators] | None = None,
         before_last_backward: Callable[[], None] | None = None,
         timers: Mapping[int, Timer] = MappingProxyType({}),
-        saved: SavedBytes | None = None,
+        observer: Observer | None = None,
+        store: ActivationStore | None = None,
         before_layer: Callable[[int], None] | None = None,
     ) -> StepRun:
         assert self.holdings is not None
@@ -638,7 +667,8 @@ class Pipeline:
             on_first_outcome,
             before_last_backward,
             timers,
-            saved,
+            observer,
+            store,
             before_layer,
         )
 
@@ -718,6 +748,8 @@ class Pipeline:
         self.changes.abandon()
         if self._aggregation is not None:
             self._aggregation.close()
+        if self.memory is not None:
+            self.memory.close()
         self._threads.close()
         remove(self._follower.gates)
         self._switch.current = None

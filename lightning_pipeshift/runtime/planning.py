@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
-from lightning_pipeshift.errors import LayerError, PlanError
+import numpy as np
+
+from lightning_pipeshift.errors import BudgetError, LayerError, PlanError
 from lightning_pipeshift.model.gate import Gate
+from lightning_pipeshift.plan.balance import uniform
 from lightning_pipeshift.plan.cluster import Cluster
+from lightning_pipeshift.plan.compression import Compressed, Compression, Room
 from lightning_pipeshift.plan.cuts import worthwhile_cuts
-from lightning_pipeshift.plan.draft import cut_of, plan_of, workloads_of
+from lightning_pipeshift.plan.draft import cut_of, plan_of, prediction_of, workloads_of
 from lightning_pipeshift.plan.flow import Flow
+from lightning_pipeshift.plan.footprint import links_of
 from lightning_pipeshift.plan.partition import PartitionSpec, resolve
 from lightning_pipeshift.plan.placement import Placement
 from lightning_pipeshift.plan.plan import Plan
@@ -19,6 +25,7 @@ from lightning_pipeshift.plan.profile import Profile
 from lightning_pipeshift.plan.search import best_cut
 from lightning_pipeshift.plan.topology import Topology
 from lightning_pipeshift.plan.workload import Cut, Workload
+from lightning_pipeshift.runtime.stage_memory import MemoryWishes
 
 _PATIENCE: Final = 1.1
 """How much slower a step may be for the sake of cutting between blocks."""
@@ -52,6 +59,7 @@ class Settings:
         profile_steps: after how many steps to plan anew.
         only_measures: whether the run is there to be measured, and for nothing else.
         watch: when layers change their owners by themselves, besides after ``profile_steps``.
+        memory: what is asked for saved tensors.
     """
 
     microbatches: int | str
@@ -64,6 +72,7 @@ class Settings:
     profile_steps: int = 20
     only_measures: bool = False
     watch: Watch | None = None
+    memory: MemoryWishes | None = None
 
     @property
     def is_free(self) -> bool:
@@ -153,6 +162,23 @@ def make_plan(
         return settings.plan
     microbatches = settings.num_microbatches(topology.stages_per_vm)
     workloads = workloads_of(profile, cluster, topology.ranks, settings.schedule, microbatches)
+    if settings.memory is not None:
+        found = _compressed(settings, settings.memory, profile, cluster, topology, workloads)
+        made = plan_of(
+            profile,
+            cluster,
+            topology.ranks,
+            settings.schedule,
+            microbatches,
+            [each.cut for each in found],
+        )
+        swaps = tuple(each.swaps for each in found) if any(each.swaps for each in found) else ()
+        made = replace(made, swaps=swaps)
+        if made.prediction is not None:
+            made = replace(
+                made, prediction=prediction_of(made, profile, cluster, topology.ranks, True)
+            )
+        return made
     if settings.partition == "auto" and max(topology.stages_per_vm) > 1:
         cuts = []
         for vm, workload in enumerate(workloads):
@@ -171,6 +197,52 @@ def make_plan(
                 for workload, cut in zip(workloads, cuts, strict=True)
             ]
     return plan_of(profile, cluster, topology.ranks, settings.schedule, microbatches, cuts)
+
+
+def _compressed(
+    settings: Settings,
+    wishes: MemoryWishes,
+    profile: Profile,
+    cluster: Cluster,
+    topology: Topology,
+    workloads: Sequence[Workload],
+) -> list[Compressed]:
+    """For each virtual machine the fastest of some cuts, with what becomes of its saved tensors."""
+    found = []
+    for vm, (ranks, workload) in enumerate(zip(topology.ranks, workloads, strict=True)):
+        devices = [cluster.devices[rank] for rank in ranks]
+        rooms = [Room(device.room_bytes, device.host_bytes) for device in devices]
+        links = links_of(cluster, ranks)
+        problem = Compression(profile, workload, links, rooms, wishes.policy, settings.recompute)
+        tried: list[Compressed] = []
+        error: BudgetError | None = None
+        for counts in _candidates(settings, profile, topology, workload, vm):
+            try:
+                tried.append(problem.compressed(counts))
+            except BudgetError as failure:
+                error = error or failure
+        if not tried:
+            assert error is not None
+            raise error
+        found.append(min(tried, key=lambda one: one.seconds))
+    return found
+
+
+def _candidates(
+    settings: Settings, profile: Profile, topology: Topology, workload: Workload, vm: int
+) -> list[tuple[int, ...]]:
+    """Cuts worth a try: the best if memory were no matter, and the best by recomputation alone."""
+    if settings.partition != "auto" or workload.num_stages == 1:
+        placement = resolve(
+            settings.partition, num_layers=profile.num_layers, stages_per_vm=topology.stages_per_vm
+        )
+        return [placement.counts[vm]]
+    boundless = replace(workload, room_bytes=np.full(workload.num_stages, np.inf))
+    counts = [_chosen_cut(settings, profile, boundless, ()).counts]
+    with suppress(PlanError):
+        counts.append(_chosen_cut(settings, profile, workload, ()).counts)
+    counts.append(uniform(profile.num_layers, workload.num_stages))
+    return list(dict.fromkeys(counts))
 
 
 def _chosen_cut(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Final, TypeVar
 
 import torch
@@ -17,13 +17,14 @@ from torch.optim import Optimizer
 
 from lightning_pipeshift.model.gate import Gate
 from lightning_pipeshift.model.measure import Figures
-from lightning_pipeshift.model.saved import SavedBytes, bytes_of
+from lightning_pipeshift.model.saved import Observer, bytes_of
 from lightning_pipeshift.model.timing import Samples, Timer
 from lightning_pipeshift.model.trace import Trace
 from lightning_pipeshift.plan.action import Kind
 from lightning_pipeshift.plan.figures import RankFigures, Times
 from lightning_pipeshift.plan.profile import LayerProfile
 from lightning_pipeshift.runtime.replicas import Replicas
+from lightning_pipeshift.runtime.stage_memory import RankRoom
 
 T = TypeVar("T")
 
@@ -47,8 +48,12 @@ class Profiler:
 
     def __init__(self, device: torch.device, is_last: bool) -> None:
         self.timer = Timer(device)
-        self.saved = SavedBytes()
+        self.observer = Observer()
         self.num_steps = 0
+        self.held_bytes = 0
+        """What of the device's memory the model took before it was shared out."""
+        self.room: RankRoom | None = None
+        """What the rank has for saved tensors, where they have a budget."""
         self._is_last = is_last
         self._guesses: dict[int, Figures] = {}
         self._earlier: dict[int, Times] = {}
@@ -137,7 +142,8 @@ class Profiler:
             layer: (found.forward_seconds, found.backward_seconds or 2 * found.forward_seconds)
             for layer, found in self._guesses.items()
         }
-        saved = {layer: found.saved_bytes for layer, found in self._guesses.items()}
+        tensors = {layer: found.tensors for layer, found in self._guesses.items()}
+        tensors |= {layer: tuple(found) for layer, found in self.observer.of_layers.items()}
         inputs = {layer: found.input_bytes for layer, found in self._guesses.items()}
         return RankFigures(
             guesses=guesses,
@@ -145,8 +151,11 @@ class Profiler:
             earlier=earlier,
             extra=self._extra(times.values(), 0.5),
             outside_seconds=self._outside_seconds(0.5),
-            saved_bytes=saved | self.saved.of_layers,
-            input_bytes=inputs | self.saved.of_inputs,
+            saved_bytes={
+                layer: sum(tensor.num_bytes for tensor in found) for layer, found in tensors.items()
+            },
+            tensors=tensors,
+            input_bytes=inputs | self.observer.of_inputs,
             optimizer_bytes={
                 layer: sum(
                     bytes_of(_state_of(optimizer, parameter))
@@ -156,7 +165,15 @@ class Profiler:
                 for layer in times
             },
             is_last=self._is_last,
+            held_bytes=self.held_bytes,
+            **(asdict(self.room) if self.room is not None else {}),
         )
+
+    @property
+    def expected_bytes(self) -> dict[int, int]:
+        """What layers save for a microbatch."""
+        found = {layer: guess.tensors for layer, guess in self._guesses.items()}
+        return {layer: sum(t.num_bytes for t in tensors) for layer, tensors in found.items()}
 
     def at_level(self, figures: RankFigures, level: float) -> RankFigures:
         """The same by low or by high figures.

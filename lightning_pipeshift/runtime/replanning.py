@@ -28,9 +28,10 @@ from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.plan.profile import LayerProfile
 from lightning_pipeshift.runtime.deciding import Decider, Decision, Window
 from lightning_pipeshift.runtime.planning import Settings, make_plan
-from lightning_pipeshift.runtime.probe import probe
+from lightning_pipeshift.runtime.probe import host_memory, probe
 from lightning_pipeshift.runtime.profiling import Profiler, gather_figures, layers_of
 from lightning_pipeshift.runtime.replicas import Replicas
+from lightning_pipeshift.runtime.stage_memory import StageMemory
 from lightning_pipeshift.runtime.threads import Threads
 
 _EXTREMES: Final = (0.1, 0.9)
@@ -93,7 +94,8 @@ class Replanning:
         settings = self._settings
         is_pipeline = max(self._replicas.topology.stages_per_vm) > 1
         may_change = settings.is_free or settings.watch is not None
-        return settings.only_measures or (may_change and is_pipeline)
+        is_needed = settings.only_measures or settings.memory is not None
+        return is_needed or (may_change and is_pipeline)
 
     @property
     def _window(self) -> int:
@@ -112,6 +114,7 @@ class Replanning:
         samples: float,
         held_bytes: int,
         trains: bool,
+        memory: StageMemory | None = None,
     ) -> Plan:
         """The plan for the first steps: the first rank's, on all. Every rank calls this.
 
@@ -123,6 +126,7 @@ class Replanning:
             samples: of a microbatch.
             held_bytes: what the model takes of this device's memory now.
             trains: whether the plan is for training.
+            memory: this stage's, where saved tensors have a budget.
         """
         if self.measures and trains:
             probed = probe(self._replicas.world, self._device, self._here, self._say)
@@ -132,8 +136,15 @@ class Replanning:
         self.profiler.take_guesses(guesses)
         self._layers = layers_of(gates, trace, optimizers)
         self._samples = samples
-        mine = replace(self.profiler.figures((), gates, optimizers), held_bytes=held_bytes)
-        figures = gather_figures(mine, self._replicas)
+        self.profiler.held_bytes = held_bytes
+        if memory is not None:
+            device = self._cluster.devices[self._replicas.rank]
+            self.profiler.room = memory.measure(
+                device.free_bytes + held_bytes,
+                host_memory()[1],
+                sum(other.host == device.host for other in self._cluster.devices),
+            )
+        figures = gather_figures(self.profiler.figures((), gates, optimizers), self._replicas)
         text = None
         if figures is not None:
             self.measured = measured = self._learned(figures)
@@ -148,7 +159,12 @@ class Replanning:
         profile, cluster = profile_of(
             self._layers, self._cluster, figures, self._samples, microbatches
         )
-        return Measured(profile, cluster, topology.ranks)
+        by_tensor = self._settings.memory is not None
+        return Measured(profile, cluster, topology.ranks, by_tensor)
+
+    def static_bytes(self) -> dict[int, float]:
+        """What each layer takes all the time."""
+        return {index: layer.static_bytes for index, layer in enumerate(self._layers)}
 
     def predicted(self, plan: Plan) -> Plan:
         """A plan with what the simulator says of it. Every rank calls this."""
@@ -235,7 +251,7 @@ class Replanning:
         if self._thought is not None:
             (thought, before), self._thought = self._thought, None
             decision = thought.result()
-            if (before.placement, before.recompute) != (plan.placement, plan.recompute):
+            if not before.is_like(plan):
                 # The layers have changed their owners on request in the meantime.
                 decision = Decision(plan.to_json(), False, "")
         found: Decision = self._replicas.world.share_object(decision, source=0)

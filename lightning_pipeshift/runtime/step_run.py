@@ -14,15 +14,17 @@ from lightning_pipeshift.errors import BatchError, LayerError
 from lightning_pipeshift.model.cut import SharedParameters
 from lightning_pipeshift.model.gate import Switch
 from lightning_pipeshift.model.logs import LoggedValue, LogRecorder
-from lightning_pipeshift.model.saved import SavedBytes
+from lightning_pipeshift.model.saved import Observer, SavedTable, address_of
 from lightning_pipeshift.model.stage_pass import StagePass
 from lightning_pipeshift.model.streams import Streams
 from lightning_pipeshift.model.timing import Timer
 from lightning_pipeshift.model.trace import Trace
+from lightning_pipeshift.model.trees import leaves_of
 from lightning_pipeshift.plan.action import Action, Kind, Row
 from lightning_pipeshift.plan.flow import Value
 from lightning_pipeshift.runtime.channels import Channels, Direction, Receipt
 from lightning_pipeshift.runtime.lane import Sent
+from lightning_pipeshift.runtime.store import ActivationStore
 
 UserStep = Callable[[nn.Module, Any], Any]
 
@@ -91,7 +93,8 @@ class StepRun:
         on_first_outcome: called on the last stage after its first forward.
         before_last_backward: called in front of the stage's last backward.
         timers: measure the layers and actions of some microbatches, where somebody wants to know.
-        saved: counts what the first microbatch's layers save, where somebody wants to know.
+        observer: notes what the first microbatch's layers save, where somebody wants to know.
+        store: keeps what layers save within a budget, where there is one.
         before_layer: called in front of each of the stage's layers, where one may not be there yet.
     """
 
@@ -110,7 +113,8 @@ class StepRun:
         on_first_outcome: Callable[[Outcome], Denominators] | None = None,
         before_last_backward: Callable[[], None] | None = None,
         timers: Mapping[int, Timer] = MappingProxyType({}),
-        saved: SavedBytes | None = None,
+        observer: Observer | None = None,
+        store: ActivationStore | None = None,
         before_layer: Callable[[int], None] | None = None,
     ) -> None:
         self.outcomes: list[Outcome] = []
@@ -134,7 +138,8 @@ class StepRun:
         self._before_last_backward = before_last_backward
         self._num_backwards = 0
         self._timers = timers
-        self._saved = saved
+        self._observer = observer
+        self._store = store
         self._before_layer = before_layer
         # Until when the action under way has waited for other stages.
         self._waited: Any = None
@@ -144,12 +149,18 @@ class StepRun:
     def run(self, row: Row) -> None:
         """Carries out the stage's actions in order."""
         with self._streams.switched(*self._microbatches[0].key):
-            for action in row:
+            if self._store is not None:
+                self._store.begin_step(row)
+            for place, action in enumerate(row):
                 timer = self._timers.get(action.microbatch)
+                if self._store is not None:
+                    self._store.begin_action(place, action)
                 if timer is None:
                     _ACTIONS[action.kind](self, action.microbatch)
                 else:
                     self._timed(timer, action)
+                if self._store is not None:
+                    self._store.end_action(action)
 
     def _timed(self, timer: Timer, action: Action) -> None:
         begin, self._waited = timer.now(), None
@@ -200,7 +211,9 @@ class StepRun:
             shared=self._shared,
             recompute=microbatch.recompute,
             timer=self._timers.get(number),
-            saved=self._saved if number == 0 else None,
+            table=self._table(number),
+            memory=self._store,
+            observer=self._observer if number == 0 else None,
             before_layer=self._before_layer,
         )
         self._switch.current = current
@@ -215,6 +228,13 @@ class StepRun:
             current.result = None
             if self._on_first_outcome is not None and len(self.outcomes) == 1:
                 self._denominators = self._on_first_outcome(self.outcomes[0])
+
+    def _table(self, number: int) -> SavedTable:
+        if self._store is None or not torch.is_grad_enabled():
+            return SavedTable()
+        batch = leaves_of(self._microbatches[number].batch)
+        held = [address_of(leaf) for leaf in batch if isinstance(leaf, Tensor)]
+        return SavedTable(number, self._store, held)
 
     def _outcome(self, result: Any, logs: list[LoggedValue]) -> Outcome:
         if not torch.is_grad_enabled():
@@ -275,8 +295,8 @@ class StepRun:
     def backward(self, number: int) -> None:
         """Runs this stage's part of the backward."""
         microbatch, current = self._microbatches[number], self._passes.pop(number)
-        if self._saved is not None and number == 0:
-            self._saved.end()
+        if self._observer is not None and number == 0:
+            self._observer.end()
         roots: list[Any] = []
         gradients: list[Tensor | None] = []
         if self._is_last:

@@ -20,7 +20,7 @@ def region_of(layer, *args, seed=7, **kwargs):
     gate = Gate("layer", layer, 0, Switch())
     region = Region(gate, args, kwargs, partial(torch.manual_seed, seed))
     torch.manual_seed(seed)
-    return region, region.run(args, kwargs)
+    return region, region.run()
 
 
 def gradients(layer, x, recomputes, ahead=False, **kwargs):
@@ -170,7 +170,7 @@ def test_a_layer_that_writes_to_its_buffers_runs_again_on_what_they_held():
     for number in range(3):
         inside = x.clone().requires_grad_() * 1
         region = Region(gate, (inside,), {}, partial(torch.manual_seed, 1))
-        y = region.run((inside,), {})
+        y = region.run()
         # The first call finds out that the layer does; from the next on it is prepared.
         assert region.let_go() is (number > 0)
         results.append((inside, y, float(layer.calls)))

@@ -1,0 +1,576 @@
+"""Decides what becomes of every saved tensor, so that each stage keeps its budget and the step
+takes as little longer as can be.
+
+CN114880130B, after MPress (HPCA 2023), steps 2 to 4: device-to-device swap where the way is short,
+host swap where there is time for the long one, recomputation where both cost more, whatever fits
+instead where there is no room or no time; the ways to lend room are enumerated and scored; and the
+plan is tried on the simulator and improved until it no longer improves. Here the simulator also
+knows which stages have idle time, so a recomputation that fills it costs nothing and is found to.
+
+The search is greedy, over groups of tensors (those of one layer that go the same way), and then
+tensor by tensor. Every step of it asks :mod:`footprint`, so what it believes is what is predicted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+from lightning_pipeshift.errors import BudgetError
+from lightning_pipeshift.plan.action import Kind
+from lightning_pipeshift.plan.footprint import Footprint, Footprints, tensors_of
+from lightning_pipeshift.plan.memory_trace import HOST, Links, StageTrace
+from lightning_pipeshift.plan.policies import Policy, TensorRecord
+from lightning_pipeshift.plan.profile import Profile
+from lightning_pipeshift.plan.saved_tensors import Choice, Swap
+from lightning_pipeshift.plan.workload import Cut, Workload
+
+SMALLEST_BYTES: Final = 1 << 16
+"""What is smaller is not worth a transfer of its own."""
+
+_MOST_LENDERS: Final = 3
+_MOST_MAPPINGS: Final = 4096
+_BEST_MAPPINGS: Final = 3
+_MOST_ROUNDS: Final = 200
+_MOST_IMPROVED: Final = 2
+
+_LINK_WEIGHT: Final = 1e-3
+"""What a second of a link's time counts, in seconds of the step: of equally fast plans the one that
+moves less."""
+
+Lenders = tuple[int, ...]
+"""Stages that take tensors of another one."""
+
+
+class Room(NamedTuple):
+    """What a stage's device and its host have for it.
+
+    Args:
+        budget_bytes: of the device.
+        host_bytes: of the host, for swapped tensors.
+    """
+
+    budget_bytes: float
+    host_bytes: float
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """A virtual machine's plan for its saved tensors.
+
+    Args:
+        cut: who owns what, and what is recomputed.
+        swaps: what is elsewhere for a while.
+        footprint: what that comes to.
+        uncompressed: what it would come to if everything stayed.
+    """
+
+    cut: Cut
+    swaps: tuple[Swap, ...]
+    footprint: Footprint
+    uncompressed: Footprint
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return self.footprint.timeline.step_seconds + self.footprint.late_seconds
+
+
+class _Score(NamedTuple):
+    """How good an assignment is; less is better, the first entry first."""
+
+    excess_bytes: float
+    """Beyond the budgets, of all stages."""
+    seconds: float
+    """Of the step, and what links count."""
+
+
+Way = Lenders | None
+"""Where a tensor goes: to these stages; ``()``: to the host. ``None``: it is recomputed."""
+
+Assigned = Mapping[tuple[int, int], Way]
+"""Where tensors go, by layer and number; those that stay are not named."""
+
+
+class Compression:
+    """Looks for the best assignment for one virtual machine.
+
+    Args:
+        profile: of the model.
+        workload: of the virtual machine.
+        links: of the virtual machine.
+        rooms: of its stages.
+        policy: is asked first.
+        recompute: whether layers may be recomputed, and whether all are.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        workload: Workload,
+        links: Links,
+        rooms: Sequence[Room],
+        policy: Policy,
+        recompute: str = "auto",
+    ) -> None:
+        self._profile = profile
+        self._workload = workload
+        self._links = links
+        self._rooms = tuple(rooms)
+        self._policy = policy
+        self._recompute = recompute
+        self._sizes = {
+            (index, tensor.number): tensor.num_bytes
+            for index, layer in enumerate(profile.layers)
+            for tensor in tensors_of(layer)
+            if tensor.num_bytes
+        }
+
+    def compressed(self, counts: Sequence[int]) -> Compressed:
+        """The best that is found for a cut.
+
+        Raises:
+            BudgetError: nothing fits; it says what would.
+        """
+        search = _Search(self, Cut(tuple(counts)))
+        best = search.best()
+        if search.score(best).excess_bytes > 0:
+            raise self._nothing_fits(search, best)
+        return search.result(best)
+
+    def _nothing_fits(self, search: _Search, best: Assigned) -> BudgetError:
+        found = search.footprint(best)
+        lacking = [
+            peak - room.budget_bytes
+            for peak, room in zip(found.peak_bytes, self._rooms, strict=True)
+        ]
+        stage = max(range(len(lacking)), key=lacking.__getitem__)
+        needed = max(found.peak_bytes)
+        static, budget = found.static_bytes[stage], self._rooms[stage].budget_bytes
+        remedies = [f"a budget of {_size(needed)} would do"]
+        if static >= budget:
+            remedies.append("so would more stages, as weights and the optimizer's state fill it")
+        else:
+            remedies.append("so may smaller microbatches")
+        if any(trace.host_bytes > room.host_bytes for trace, room in search.traces(best)) or (
+            not any(room.host_bytes for room in self._rooms)
+        ):
+            remedies.append("or more room on the host (`host_budget`)")
+        return BudgetError(
+            f"Nothing keeps the memory budget: stage {stage} has {_size(budget)}, and would hold"
+            f" {_size(found.peak_bytes[stage])} at the least that was found, {_size(static)} of it"
+            f" for weights, gradients and the optimizer's state. What would help:"
+            f" {'; '.join(remedies)}."
+        )
+
+
+class _Search:
+    """The search for one cut."""
+
+    def __init__(self, problem: Compression, cut: Cut) -> None:
+        self._problem = problem
+        self._cut = cut
+        self._workload = problem._workload
+        self._links = problem._links
+        self._rooms = problem._rooms
+        self._sizes = problem._sizes
+        self._owner = {
+            layer: stage
+            for stage in range(self._workload.num_stages)
+            for layer in range(cut.bounds[stage], cut.bounds[stage + 1])
+        }
+        self._footprints = Footprints(problem._profile, self._workload, self._links)
+        self._known: dict[frozenset[tuple[tuple[int, int], Way]], Footprint] = {}
+        self.uncompressed = self.footprint({})
+        self._lenders: dict[int, list[Lenders]] = {}
+        self._fixed = self._asked()
+        if problem._recompute == "full":
+            self._fixed = dict.fromkeys(self._sizes, None)
+
+    # --- what an assignment comes to ---
+
+    def footprint(self, assigned: Assigned) -> Footprint:
+        """What it comes to."""
+        key = frozenset(assigned.items())
+        if key not in self._known:
+            self._known[key] = self._footprints.of(self._cut_of(assigned), self._swaps(assigned))
+        return self._known[key]
+
+    def traces(self, assigned: Assigned) -> Iterator[tuple[StageTrace, Room]]:
+        """Each stage's trace, and its room."""
+        return zip(self.footprint(assigned).traces, self._rooms, strict=True)
+
+    def score(self, assigned: Assigned) -> _Score:
+        """How good it is."""
+        found = self.footprint(assigned)
+        excess = 0.0
+        for peak, trace, room in zip(found.peak_bytes, found.traces, self._rooms, strict=True):
+            excess += max(0.0, peak - room.budget_bytes)
+            excess += max(0.0, trace.host_bytes - room.host_bytes)
+        links = sum(self._way_seconds(key, way) for key, way in assigned.items() if way is not None)
+        again = {layer for (layer, _), way in assigned.items() if way is None}
+        work = sum(float(self._workload.forward[self._owner[layer], layer]) for layer in again)
+        seconds = found.timeline.step_seconds + found.late_seconds
+        return _Score(excess, seconds + _LINK_WEIGHT * (2 * links + work))
+
+    def _way_seconds(self, key: tuple[int, int], way: Lenders) -> float:
+        stage, size = self._owner[key[0]], self._sizes[key]
+        if not way:
+            return self._links.seconds(stage, HOST, size)
+        shares = self._shares(stage, way)
+        return max(
+            self._links.seconds(stage, lender, size * share / sum(shares))
+            for lender, share in zip(way, shares, strict=True)
+        )
+
+    def _shares(self, stage: int, lenders: Lenders) -> tuple[float, ...]:
+        """Blocks in proportion to the bandwidth of the links."""
+        rates = [self._links.rate(stage, lender) for lender in lenders]
+        if not all(map(math.isfinite, rates)):
+            return (1.0,) * len(lenders)
+        return tuple(rate / min(rates) for rate in rates)
+
+    def _cut_of(self, assigned: Assigned) -> Cut:
+        again = {layer for (layer, _), way in assigned.items() if way is None}
+        return replace(self._cut, recompute=frozenset(again))
+
+    def _swaps(self, assigned: Assigned) -> tuple[Swap, ...]:
+        groups: dict[tuple[int, Lenders], list[int]] = {}
+        for (layer, number), way in sorted(assigned.items(), key=lambda item: item[0]):
+            if way is not None:
+                groups.setdefault((layer, way), []).append(number)
+        return tuple(
+            Swap(
+                layer,
+                tuple(numbers),
+                way,
+                self._shares(self._owner[layer], way) if len(way) > 1 else (),
+            )
+            for (layer, way), numbers in groups.items()
+        )
+
+    def result(self, assigned: Assigned) -> Compressed:
+        """The answer that an assignment is."""
+        return Compressed(
+            self._cut_of(assigned),
+            self._swaps(assigned),
+            self.footprint(assigned),
+            self.uncompressed,
+        )
+
+    # --- what policies say ---
+
+    def records(self) -> Iterator[TensorRecord]:
+        """Every tensor, as policies see it."""
+        in_flight = self._workload.in_flight
+        for (layer, number), size in self._sizes.items():
+            stage = self._owner[layer]
+            profile = self._problem._profile.layers[layer]
+            tensor = next(t for t in tensors_of(profile) if t.number == number)
+            others = [s for s in range(self._workload.num_stages) if s != stage]
+            yield TensorRecord(
+                layer=profile.name,
+                index=layer,
+                number=number,
+                num_bytes=size,
+                shape=tensor.shape,
+                dtype=tensor.dtype,
+                maker=tensor.maker,
+                stage=stage,
+                in_flight=in_flight[stage],
+                interval_seconds=self._interval(layer),
+                recompute_seconds=float(self._workload.forward[stage, layer]),
+                host_seconds=self._links.seconds(stage, HOST, size),
+                device_seconds=min(
+                    (self._links.seconds(stage, other, size) for other in others),
+                    default=math.inf,
+                ),
+            )
+
+    def _interval(self, layer: int) -> float:
+        stage = self._owner[layer]
+        row = self.uncompressed.timeline.rows[stage]
+        forwards = {s.action.microbatch: s for s in row if s.action.kind is Kind.FORWARD}
+        backwards = [s for s in row if s.action.kind is Kind.BACKWARD]
+        own = range(self._cut.bounds[stage], self._cut.bounds[stage + 1])
+        # What of the stage's layers comes between.
+        later = [other for other in own if other > layer]
+        between = float(sum(self._workload.forward[stage, later]))
+        between += float(sum(self._workload.backward[stage, later]))
+        gap = min((b.start - forwards[b.action.microbatch].end for b in backwards), default=0.0)
+        return max(0.0, gap) + between
+
+    def _asked(self) -> dict[tuple[int, int], Way]:
+        """What the policy has answered; what it keeps is fixed as ``KEPT`` by its absence below."""
+        self._stays: set[tuple[int, int]] = set()
+        fixed: dict[tuple[int, int], Way] = {}
+        again: set[int] = set()
+        for record in self.records():
+            key = record.index, record.number
+            choice = self._problem._policy.choose(record)
+            if choice is None:
+                continue
+            if choice is Choice.KEEP:
+                self._stays.add(key)
+            elif choice is Choice.RECOMPUTE:
+                again.add(record.index)
+            elif choice is Choice.HOST:
+                fixed[key] = ()
+            elif choice is Choice.DEVICE:
+                fixed[key] = self._default_lenders(record.stage)
+        for key in self._sizes:
+            if key[0] in again:
+                fixed[key] = None
+                self._stays.discard(key)
+        return fixed
+
+    def _default_lenders(self, stage: int) -> Lenders:
+        """Who takes tensors of a stage, if nothing else is known: the one with most room left."""
+        peaks = self.uncompressed.peak_bytes
+        others = [s for s in range(self._workload.num_stages) if s != stage]
+        if not others:
+            return ()
+        return (max(others, key=lambda s: (self._rooms[s].budget_bytes - peaks[s], -peaks[s])),)
+
+    # --- the search ---
+
+    def best(self) -> Assigned:
+        """The best assignment that is found, whether it fits or not."""
+        start = dict(self._fixed)
+        if not self.score(start).excess_bytes:
+            return start
+        found = []
+        for lenders in self._mappings():
+            self._lenders = lenders
+            found.append(self._relaxed(self._greedy(start)))
+        for way in (None, ()):
+            if way is None and self._problem._recompute == "none":
+                continue
+            found.append(self._relaxed({**dict.fromkeys(self._free(), way), **start}))
+        best = sorted(found, key=self.score)[:_MOST_IMPROVED]
+        return min((self._relaxed(self._improved(one)) for one in best), key=self.score)
+
+    def _free(self) -> list[tuple[int, int]]:
+        """The tensors of which nobody has said anything."""
+        return [key for key in self._sizes if key not in self._fixed and key not in self._stays]
+
+    def _groups(self, stage: int | None = None) -> dict[int, list[tuple[int, int]]]:
+        """The free tensors by layer, of one stage or of all."""
+        groups: dict[int, list[tuple[int, int]]] = {}
+        for key in self._free():
+            if stage is None or self._owner[key[0]] == stage:
+                groups.setdefault(key[0], []).append(key)
+        return groups
+
+    def _ways(self, stage: int) -> Iterator[Way]:
+        if self._links.rate(stage, HOST) and self._rooms[stage].host_bytes:
+            yield ()
+        yield from self._lenders.get(stage, ())
+        if self._problem._recompute != "none":
+            yield None
+
+    def _with(
+        self, assigned: Assigned, keys: Iterable[tuple[int, int]], way: Way
+    ) -> dict[tuple[int, int], Way]:
+        """The same with some tensors going another way; what is too small to move stays."""
+        changed = dict(assigned)
+        for key in keys:
+            changed.pop(key, None)
+            if way is None or self._sizes[key] >= SMALLEST_BYTES:
+                changed[key] = way
+        return changed
+
+    def _greedy(self, start: Assigned) -> Assigned:
+        """Takes the layer and the way that cost least for what they free, until all fits."""
+        now: Assigned = dict(start)
+        score = self.score(start)
+        for _ in range(_MOST_ROUNDS):
+            if not score.excess_bytes:
+                break
+            options: list[tuple[float, float, int, Assigned, _Score]] = []
+            for stage in self._in_excess(now):
+                for changed in self._steps(now, stage):
+                    after = self.score(changed)
+                    gain = score.excess_bytes - after.excess_bytes
+                    if gain > 0:
+                        cost = max(0.0, after.seconds - score.seconds)
+                        options.append((cost / gain, -gain, len(options), changed, after))
+            if not options:
+                break
+            _, _, _, now, score = min(options, key=lambda option: option[:3])
+        return now
+
+    def _in_excess(self, assigned: Assigned) -> list[int]:
+        """The stages that exceed their budget, and those whose tensors make others do so."""
+        found = self.footprint(assigned)
+        stages = [
+            stage
+            for stage, (peak, room) in enumerate(zip(found.peak_bytes, self._rooms, strict=True))
+            if peak > room.budget_bytes
+        ]
+        borrowing = {
+            self._owner[layer]
+            for (layer, _), way in assigned.items()
+            if way and any(lender in stages for lender in way)
+        }
+        full = {
+            stage
+            for stage, (trace, room) in enumerate(zip(found.traces, self._rooms, strict=True))
+            if trace.host_bytes > room.host_bytes
+        }
+        return sorted({*stages, *borrowing, *full})
+
+    def _steps(self, now: Assigned, stage: int) -> Iterator[dict[tuple[int, int], Way]]:
+        """Assignments one layer of a stage away; of like layers the first and the last."""
+        groups = self._groups(stage)
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for layer, keys in sorted(groups.items()):
+            signature = (
+                tuple((self._sizes[key], now.get(key, "stays")) for key in keys),
+                float(self._workload.forward[stage, layer]),
+            )
+            alike.setdefault(signature, []).append(layer)
+        for layers in alike.values():
+            for layer in sorted({layers[0], layers[-1]}):
+                keys = groups[layer]
+                for way in self._ways(stage):
+                    yield self._with(now, keys, way)
+                yield {key: way for key, way in now.items() if key not in set(keys)}
+
+    def _improved(self, assigned: Assigned) -> Assigned:
+        """Improves an assignment layer by layer, until nothing does."""
+        now, score = dict(assigned), self.score(assigned)
+        for _ in range(_MOST_ROUNDS):
+            before = score
+            for stage in range(self._workload.num_stages):
+                for changed in self._steps(now, stage):
+                    after = self.score(changed)
+                    if after < score:
+                        now, score = changed, after
+                        break
+            if not score < before:
+                break
+        return now
+
+    def _relaxed(self, assigned: Assigned) -> dict[tuple[int, int], Way]:
+        """Lets as much stay as fits: whole layers first, and then tensors, small ones first."""
+        now = dict(assigned)
+        if self.score(now).excess_bytes:
+            return now
+        for stage in range(self._workload.num_stages):
+            groups = self._groups(stage)
+            layers = [[key for key in groups[layer] if key in now] for layer in groups]
+            # The last layer's tensors have the least time to get anywhere.
+            now = self._without_most(now, [keys for keys in reversed(layers) if keys])
+            tensors = [key for keys in groups.values() for key in keys if now.get(key) is not None]
+            tensors.sort(key=lambda key: (self._sizes[key], -key[0]))
+            now = self._without_most(now, [[key] for key in tensors])
+        return now
+
+    def _without_most(
+        self, assigned: Assigned, groups: Sequence[Sequence[tuple[int, int]]]
+    ) -> dict[tuple[int, int], Way]:
+        """Leaves as many groups from the first on where they are as fit."""
+
+        def without(count: int) -> dict[tuple[int, int], Way]:
+            stays = {key for group in groups[:count] for key in group}
+            return {key: way for key, way in assigned.items() if key not in stays}
+
+        fewest, most = 0, len(groups)
+        while fewest < most:
+            middle = (fewest + most + 1) // 2
+            if self.score(without(middle)).excess_bytes:
+                most = middle - 1
+            else:
+                fewest = middle
+        return without(fewest)
+
+    # --- who lends to whom ---
+
+    def _mappings(self) -> list[dict[int, list[Lenders]]]:
+        """The best ways to share out who lends to whom, by how well they fill spare memory and
+        links (the source's mapping search).
+        """
+        found = self.footprint(self._fixed)
+        spare = [
+            room.budget_bytes - peak
+            for peak, room in zip(found.peak_bytes, self._rooms, strict=True)
+        ]
+        needs = {stage: -left for stage, left in enumerate(spare) if left < 0}
+        return [
+            {stage: [lenders] for stage, lenders in mapping.items() if lenders}
+            for mapping in mappings(needs, spare, self._links)
+        ]
+
+
+def mappings(
+    needs: Mapping[int, float], spare: Sequence[float], links: Links
+) -> list[dict[int, Lenders]]:
+    """Ways to share out who takes tensors of whom, the best first.
+
+    Args:
+        needs: bytes that stages lack.
+        spare: bytes that each stage has left; what is below 0 counts as nothing.
+        links: between the stages.
+    """
+    choices = {
+        stage: [
+            (),
+            *(
+                lenders
+                for count in range(1, _MOST_LENDERS + 1)
+                for lenders in itertools.combinations(
+                    [
+                        other
+                        for other, left in enumerate(spare)
+                        if left > 0 and other != stage and links.rate(stage, other)
+                    ],
+                    count,
+                )
+            ),
+        ]
+        for stage in needs
+    }
+    scored = []
+    for number, lenders in enumerate(
+        itertools.islice(itertools.product(*choices.values()), _MOST_MAPPINGS)
+    ):
+        mapping = dict(zip(choices, lenders, strict=True))
+        scored.append((_unmet(mapping, needs, spare, links), number, mapping))
+    scored.sort(key=lambda entry: entry[:2])
+    best = [mapping for _, _, mapping in scored[:_BEST_MAPPINGS]]
+    return best or [{}]
+
+
+def _unmet(
+    mapping: Mapping[int, Lenders],
+    needs: Mapping[int, float],
+    spare: Sequence[float],
+    links: Links,
+) -> tuple[float, float]:
+    """What a mapping leaves without room, and how long its slowest link carries the rest."""
+    taken = [0.0] * len(spare)
+    seconds = 0.0
+    unmet = 0.0
+    for stage, lenders in mapping.items():
+        if not lenders:
+            unmet += needs[stage]
+            continue
+        rates = [links.rate(stage, lender) for lender in lenders]
+        if not all(map(math.isfinite, rates)):
+            rates = [1.0] * len(lenders)
+        for lender, rate in zip(lenders, rates, strict=True):
+            size = needs[stage] * rate / sum(rates)
+            taken[lender] += size
+            seconds = max(seconds, links.seconds(stage, lender, size))
+    unmet += sum(max(0.0, load - max(0.0, left)) for load, left in zip(taken, spare, strict=True))
+    return unmet, seconds
+
+
+def _size(num_bytes: float) -> str:
+    if num_bytes >= 1e9:
+        return f"{math.ceil(num_bytes / 1e7) / 100:.2f} GB"
+    return f"{math.ceil(num_bytes / 1e4) / 100:.2f} MB"

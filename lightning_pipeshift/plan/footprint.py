@@ -1,0 +1,180 @@
+"""What a virtual machine's plan comes to in time and in memory, saved tensors one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from lightning_pipeshift.plan.cluster import Cluster
+from lightning_pipeshift.plan.memory_trace import (
+    HOST,
+    Effects,
+    LayerLoad,
+    Links,
+    Moved,
+    Part,
+    StageTrace,
+    effects,
+    traces,
+)
+from lightning_pipeshift.plan.profile import LayerProfile, Profile
+from lightning_pipeshift.plan.saved_tensors import SavedTensor, Swap
+from lightning_pipeshift.plan.simulator import Costs, Timeline, simulate
+from lightning_pipeshift.plan.workload import Cut, Workload
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a plan comes to. Tuples are per stage.
+
+    Args:
+        costs: of a microbatch, with what is recomputed.
+        timeline: of the step.
+        traces: of the saved tensors.
+        static_bytes: what is held all the time.
+    """
+
+    costs: Costs
+    timeline: Timeline
+    traces: tuple[StageTrace, ...]
+    static_bytes: tuple[float, ...]
+
+    @property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """The most that each stage holds."""
+        return tuple(
+            static + trace.peak_bytes
+            for static, trace in zip(self.static_bytes, self.traces, strict=True)
+        )
+
+    @property
+    def late_seconds(self) -> float:
+        """By how much swaps hold the step up."""
+        return max(max(0.0, trace.late_seconds) for trace in self.traces)
+
+
+def tensors_of(layer: LayerProfile) -> tuple[SavedTensor, ...]:
+    """What a layer saves, one by one; in one piece where only that is known."""
+    if layer.tensors or not layer.saved_bytes:
+        return layer.tensors
+    return (SavedTensor(0, layer.saved_bytes),)
+
+
+def links_of(cluster: Cluster, ranks: Sequence[int]) -> Links:
+    """The ways that tensors are swapped by, from stage to stage and to each one's host."""
+    bandwidth = {
+        (stage, other): cluster.link(rank, peer).bandwidth
+        for stage, rank in enumerate(ranks)
+        for other, peer in enumerate(ranks)
+        if other != stage
+    }
+    to_host = [cluster.devices[rank].host_bandwidth for rank in ranks]
+    return Links(bandwidth, tuple(to_host))
+
+
+def parts_of(swap: Swap) -> tuple[Part, ...]:
+    """Who takes which part of each tensor."""
+    if not swap.stages:
+        return ((HOST, 1.0),)
+    shares = swap.shares or (1.0,) * len(swap.stages)
+    return tuple(
+        (stage, share / sum(shares)) for stage, share in zip(swap.stages, shares, strict=True)
+    )
+
+
+class Footprints:
+    """The footprints of one virtual machine's plans; what they have in common is worked out once.
+
+    Args:
+        profile: of the model.
+        workload: of the virtual machine.
+        links: of the virtual machine.
+    """
+
+    def __init__(self, profile: Profile, workload: Workload, links: Links) -> None:
+        self._profile = profile
+        self._workload = workload
+        self._links = links
+        self._timelines: dict[Cut, tuple[Costs, Timeline, Timeline]] = {}
+        self._effects: dict[Any, Effects] = {}
+
+    def of(self, cut: Cut, swaps: Sequence[Swap] = ()) -> Footprint:
+        """What a cut, what it recomputes and what it swaps come to."""
+        workload = self._workload
+        costs, timeline, shorter = self._timeline(cut)
+        by_layer: dict[int, list[Swap]] = {}
+        for swap in swaps:
+            by_layer.setdefault(swap.layer, []).append(swap)
+        found = []
+        for stage, (begin, end) in enumerate(pairwise(cut.bounds)):
+            moved = tuple(s for layer in range(begin, end) for s in by_layer.get(layer, ()))
+            key = (stage, cut, moved)
+            if key not in self._effects:
+                loads = [
+                    self._load(stage, layer, cut, by_layer.get(layer, ()))
+                    for layer in range(begin, end)
+                ]
+                self._effects[key] = effects(stage, shorter.rows[stage], loads, self._links)
+            found.append(self._effects[key])
+        static = [
+            float(sum(workload.static_bytes[begin:end])) for begin, end in pairwise(cut.bounds)
+        ]
+        return Footprint(costs, timeline, tuple(traces(found)), tuple(static))
+
+    def _timeline(self, cut: Cut) -> tuple[Costs, Timeline, Timeline]:
+        """What the step costs, how it runs, and how a shorter one does that holds as much."""
+        if cut not in self._timelines:
+            workload = self._workload
+            costs = costs_of(workload, cut)
+            timeline = shorter = simulate(workload.clock_of(cut), costs)
+            # From when the pipeline is full, every microbatch is like the one before.
+            most = max(workload.in_flight) + workload.num_stages + 2
+            if workload.microbatches > most:
+                shorter = simulate(workload.with_microbatches(most).clock_of(cut), costs)
+            self._timelines[cut] = costs, timeline, shorter
+        return self._timelines[cut]
+
+    def _load(self, stage: int, index: int, cut: Cut, swaps: Sequence[Swap]) -> LayerLoad:
+        layer = self._profile.layers[index]
+        forward = float(self._workload.forward[stage, index])
+        backward = float(self._workload.backward[stage, index])
+        sizes = {tensor.number: tensor.num_bytes for tensor in tensors_of(layer)}
+        total = sum(sizes.values())
+        # The workload's microbatches may be larger or smaller than those that were measured.
+        fraction = float(self._workload.saved_bytes[index]) / layer.saved_bytes if total else 1.0
+        if index in cut.recompute:
+            return LayerLoad(
+                index,
+                forward,
+                backward + forward,
+                again_bytes=round(fraction * total),
+                input_bytes=round(float(self._workload.input_bytes[index])),
+            )
+        moved = {swap: sum(sizes.get(number, 0) for number in swap.tensors) for swap in swaps}
+        return LayerLoad(
+            index,
+            forward,
+            backward,
+            kept_bytes=round(fraction * (total - sum(moved.values()))),
+            moved=tuple(
+                Moved(round(fraction * size), parts_of(swap))
+                for swap, size in moved.items()
+                if size
+            ),
+        )
+
+
+def costs_of(workload: Workload, cut: Cut) -> Costs:
+    """What a microbatch costs, where stages without time to recompute do so in their backward."""
+    costs = workload.costs(cut)
+    backward = list(costs.backward_seconds)
+    for stage, (begin, end) in enumerate(pairwise(cut.bounds)):
+        if stage not in workload.recomputing:
+            backward[stage] += sum(
+                float(workload.forward[stage, layer])
+                for layer in range(begin, end)
+                if layer in cut.recompute
+            )
+    return replace(costs, backward_seconds=tuple(backward))

@@ -1,0 +1,105 @@
+"""What a layer's forward saves for its backward, tensor by tensor, and what may become of each."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+from lightning_pipeshift.errors import PlanError
+
+
+class Choice(enum.Enum):
+    """What becomes of a saved tensor between its forward and its backward."""
+
+    KEEP = "keep"
+    """It stays where it is."""
+    RECOMPUTE = "recompute"
+    """Its layer lets go of all that it has saved, and runs again."""
+    HOST = "host"
+    """It moves to the memory of the host, and back."""
+    DEVICE = "device"
+    """It moves to other devices of the virtual machine, and back."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """One tensor that a layer saves for a microbatch.
+
+    Args:
+        number: its place among those that the layer saves, in their order.
+        num_bytes: what its memory takes; 0 where that is counted with a tensor before it (a view of
+            the same memory, what the layer before has saved), or is there anyway (a parameter).
+        shape: its shape.
+        dtype: its type, as torch names it.
+        maker: the module inside of the layer, and the operation, that made it.
+    """
+
+    number: int
+    num_bytes: int
+    shape: tuple[int, ...] = ()
+    dtype: str = "float32"
+    maker: str = "unknown"
+
+    def __post_init__(self) -> None:
+        if self.number < 0 or self.num_bytes < 0:
+            raise PlanError(
+                f"a saved tensor with number {self.number} and {self.num_bytes} bytes; both are at"
+                " least 0"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """Saved tensors of a layer that are elsewhere between their forward and their backward.
+
+    Args:
+        layer: which.
+        tensors: their numbers among those that the layer saves.
+        stages: the stages that take them, each a part of every tensor; empty: the host.
+        shares: how large the part of each is, relative to the others; empty: equal ones.
+    """
+
+    layer: int
+    tensors: tuple[int, ...]
+    stages: tuple[int, ...] = ()
+    shares: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.tensors or len(set(self.tensors)) < len(self.tensors) or min(self.tensors) < 0:
+            raise PlanError(
+                f"a swap of the tensors {list(self.tensors)} of layer {self.layer}; it names one or"
+                " more, each once, counted from 0"
+            )
+        if len(set(self.stages)) < len(self.stages) or any(stage < 0 for stage in self.stages):
+            raise PlanError(
+                f"a swap of layer {self.layer} to the stages {list(self.stages)}; each is named"
+                " once"
+            )
+        if self.shares and (
+            len(self.shares) != len(self.stages)
+            or any(not (math.isfinite(share) and share > 0) for share in self.shares)
+        ):
+            raise PlanError(
+                f"a swap of layer {self.layer} to {len(self.stages)} stages with the shares"
+                f" {list(self.shares)}; give one above 0 for each, or none"
+            )
+
+    @property
+    def choice(self) -> Choice:
+        """What becomes of its tensors."""
+        return Choice.DEVICE if self.stages else Choice.HOST
+
+    def parts(self, num_items: int) -> list[tuple[int, int]]:
+        """How many of a tensor's items each stage takes, in order: (stage, items).
+
+        CN114880130B: a tensor is cut into blocks in proportion to the bandwidth of the links.
+        """
+        shares = self.shares or (1.0,) * len(self.stages)
+        parts, taken, before = [], 0, 0.0
+        for stage, share in zip(self.stages, shares, strict=True):
+            before += share
+            end = round(num_items * before / math.fsum(shares))
+            parts.append((stage, end - taken))
+            taken = end
+        return [(stage, items) for stage, items in parts if items]

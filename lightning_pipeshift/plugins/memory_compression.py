@@ -1,0 +1,170 @@
+"""``MemoryCompression``: a precision plugin that keeps a memory budget."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, Literal
+
+from lightning.pytorch.plugins.precision import Precision
+
+from lightning_pipeshift.errors import ConfigurationError
+from lightning_pipeshift.plan.policies import Planned, Policy
+from lightning_pipeshift.runtime.stage_memory import MemoryWishes
+
+_UNITS = {"": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+_UNITS |= {"kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?b)?\s*", re.IGNORECASE)
+
+
+class MemoryCompression(Precision):
+    """Keeps what a device holds under a budget: tensors that layers save for their backward stay,
+    are made again, or move to the host's memory or to another device and back, as is predicted to
+    cost least. Under every policy, and with every compression but ``"8bit"``, gradients are the
+    same bits.
+
+    CN114880130B; the paper: MPress, HPCA 2023.
+
+    It goes with any precision::
+
+        Trainer(plugins=[MemoryCompression(budget="20GB")], precision="bf16-mixed", ...)
+        Trainer(plugins=[MemoryCompression(MyPrecision(), budget="20GB")], ...)
+
+    Args:
+        precision: another precision plugin, which goes on as it would alone.
+        budget: bytes of each device for weights, gradients, the optimizer's state and saved
+            tensors: a number, or text like ``"20GB"`` or ``"16 GiB"``. ``"auto"``: what the device
+            has free, less a tenth. On a CPU it stands for a device's memory.
+        host_budget: bytes of the host's memory that each rank may move tensors to; ``"auto"``: half
+            of what is free, shared out over the host's ranks; 0: none.
+        policy: decides over saved tensors; ``None``: the planner. See
+            :class:`~lightning_pipeshift.Policy`.
+        compression: makes what moves smaller on its way. ``"lossless"`` packs masks into bits and
+            leaves zeros out; ``"8bit"`` keeps 8 bits of each number, with an error of up to 1/254
+            of the largest of its 256 neighbours.
+
+    Raises:
+        ConfigurationError: an argument has a value that is not allowed; the message says what is.
+    """
+
+    def __init__(
+        self,
+        precision: Precision | None = None,
+        budget: float | str = "auto",
+        host_budget: float | str = "auto",
+        policy: Policy | None = None,
+        compression: Literal["lossless", "8bit"] | None = None,
+    ) -> None:
+        if precision is not None and not isinstance(precision, Precision):
+            raise ConfigurationError(
+                f"MemoryCompression(precision={precision!r}): pass a precision plugin, or set"
+                " `Trainer(precision=...)`."
+            )
+        if policy is not None and not isinstance(policy, Policy):
+            raise ConfigurationError(
+                f"MemoryCompression(policy={policy!r}): pass an object with a method `choose` that"
+                " takes a `TensorRecord` and returns a `Choice`, or None."
+            )
+        if compression not in (None, "lossless", "8bit"):
+            raise ConfigurationError(
+                f"MemoryCompression(compression={compression!r}): allowed are 'lossless', '8bit'"
+                " and None."
+            )
+        wishes = MemoryWishes(
+            budget_bytes=bytes_of_text("budget", budget),
+            host_bytes=bytes_of_text("host_budget", host_budget, least=0.0),
+            policy=policy or Planned(),
+            compression=compression,
+        )
+        super().__init__()
+        self._wrap(precision or Precision())
+        self.memory_wishes = wishes
+
+    def _wrap(self, inner: Precision) -> None:
+        """Becomes a plugin of the other's kind, too: whoever asks ``isinstance``, and the name that
+        a checkpoint keeps its state under, find what they would without this one.
+        """
+        kind = type(inner)
+        mine = next(base for base in type(self).__mro__ if not base.__dict__.get("_is_mixed"))
+        own = {"__qualname__": kind.__qualname__, "_is_mixed": True}
+        if kind is not Precision:
+            self.__class__ = type(kind.__name__, (mine, kind), own)
+        self.__dict__.update(inner.__dict__)
+
+    def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
+        """Raises ConfigurationError where another strategy runs the training."""
+        from lightning_pipeshift.strategy import PipeShiftStrategy
+
+        trainer = getattr(model, "_trainer", None)
+        if trainer is not None and not isinstance(trainer.strategy, PipeShiftStrategy):
+            raise ConfigurationError(
+                f"MemoryCompression works in the PipeShift strategy, and this run has"
+                f" `{type(trainer.strategy).__name__}`. Set `Trainer(strategy='pipeshift')`, which"
+                " also trains on one device, or remove the plugin."
+            )
+        return super().connect(model, optimizers, lr_schedulers)
+
+
+def bytes_of_text(name: str, size: float | str, least: float = 1.0) -> float | None:
+    """A size in bytes; ``None`` for ``"auto"``.
+
+    Args:
+        name: the argument's.
+        size: a number, or text with a unit.
+        least: what is allowed.
+
+    Raises:
+        ConfigurationError: it is no size.
+    """
+    number: float | None = None
+    if isinstance(size, str):
+        if size.strip().lower() == "auto":
+            return None
+        match = _SIZE.fullmatch(size)
+        if match is not None:
+            number = float(match[1]) * _UNITS[(match[2] or "").lower()]
+    elif isinstance(size, int | float) and not isinstance(size, bool):
+        number = float(size)
+    if number is None or not least <= number < float("inf"):
+        raise ConfigurationError(
+            f"MemoryCompression({name}={size!r}): pass bytes as a number of at least {least:g}, a"
+            " text such as '20GB' or '512 MiB', or 'auto'."
+        )
+    return number
+
+
+def allow_beside_precision(connector: Any) -> None:
+    """Lets ``Trainer(precision=...)`` stand beside the plugin, which wraps what Lightning makes of
+    it. Lightning takes one of the two only, before anybody else is asked.
+
+    Args:
+        connector: Lightning's class that makes a Trainer's parts.
+    """
+    check, make = connector._check_config_and_set_final_flags, connector._check_and_init_precision
+    if hasattr(check, "__pipeshift__"):
+        return
+
+    def check_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given, precision = kwargs.get("plugins"), kwargs.get("precision")
+        plugins: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+        mine = [plugin for plugin in plugins if isinstance(plugin, MemoryCompression)]
+        if len(mine) == 1 and precision is not None:
+            kwargs["plugins"] = [plugin for plugin in plugins if plugin is not mine[0]]
+            self._pipeshift_memory = mine[0]
+        return check(self, *args, **kwargs)
+
+    def check_and_init_precision(self: Any) -> Any:
+        made = make(self)
+        mine: MemoryCompression | None = getattr(self, "_pipeshift_memory", None)
+        if mine is None:
+            return made
+        mine._wrap(made)
+        return mine
+
+    _replace(connector, "_check_config_and_set_final_flags", check_config)
+    _replace(connector, "_check_and_init_precision", check_and_init_precision)
+
+
+def _replace(connector: Any, name: str, function: Callable[..., Any]) -> None:
+    function.__pipeshift__ = True  # type: ignore[attr-defined]
+    setattr(connector, name, function)

@@ -1,0 +1,246 @@
+"""Copies between a device's memory and other memory, beside the compute.
+
+On a GPU they run on streams of their own, one for each direction, and events order them with the
+compute; on a CPU, which stands for a device in tests and trains small models, the same copies are
+made by a thread for each direction.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_pipeshift.model.pages import ask_for_large_pages
+from lightning_pipeshift.runtime.threads import InOrder
+
+Done = Callable[[], None]
+
+
+class Ticket(Protocol):
+    """Something that is under way."""
+
+    def is_done(self) -> bool:
+        """Whether it is over."""
+
+    def wait(self) -> None:
+        """Lets the compute go on only when it is over."""
+
+
+class Copier(Protocol):
+    """Carries out copies in the order in which they are asked for, in each direction."""
+
+    def out(self, work: Callable[[], Any], done: Done) -> Ticket:
+        """Does something with memory of the device when the compute so far is done.
+
+        Args:
+            work: copies from the device.
+            done: called afterwards where nobody else finds out; may be called in another thread.
+        """
+
+    def back(self, work: Callable[[], Any], done: Done) -> Ticket:
+        """The same for copies to the device."""
+
+    def close(self) -> None:
+        """Ends it, when what is under way is over."""
+
+
+class _Promise:
+    """A ticket for work of a thread."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def is_done(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> None:
+        self._future.result()
+
+
+class ThreadCopier:
+    """Copies by threads.
+
+    Args:
+        on_error: called in a thread that has failed.
+    """
+
+    def __init__(self, on_error: Callable[[BaseException], None] | None = None) -> None:
+        self._out = InOrder("swap out", on_error)
+        self._back = InOrder("swap back", on_error)
+
+    def out(self, work: Callable[[], Any], done: Done) -> Ticket:
+        """See :class:`Copier`."""
+        return self._submit(self._out, work, done)
+
+    def back(self, work: Callable[[], Any], done: Done) -> Ticket:
+        """See :class:`Copier`."""
+        return self._submit(self._back, work, done)
+
+    def _submit(self, line: InOrder, work: Callable[[], Any], done: Done) -> Ticket:
+        def run() -> None:
+            with torch.no_grad():
+                work()
+
+        future = line.submit(run)
+        # In the thread itself, before those who wait for the future go on, or after: both will do.
+        future.add_done_callback(lambda done_one: done() if not done_one.exception() else None)
+        return _Promise(future)
+
+    def close(self) -> None:
+        """See :class:`Copier`."""
+        self._out.close()
+        self._back.close()
+
+
+class _Marked:
+    """A ticket for work of a stream."""
+
+    def __init__(self, event: Any, device: torch.device) -> None:
+        self._event = event
+        self._device = device
+
+    def is_done(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+class StreamCopier:
+    """Copies by streams of a GPU. Who asks has to call from the thread that computes.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams = {name: torch.cuda.Stream(device) for name in ("out", "back")}
+
+    def out(self, work: Callable[[], Any], done: Done) -> Ticket:
+        """See :class:`Copier`."""
+        return self._submit("out", work)
+
+    def back(self, work: Callable[[], Any], done: Done) -> Ticket:
+        """See :class:`Copier`."""
+        return self._submit("back", work)
+
+    def _submit(self, name: str, work: Callable[[], Any]) -> Ticket:
+        stream = self._streams[name]
+        # What is copied has been computed by then, and what is written to is no longer in use.
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream), torch.no_grad():
+            work()
+            event = torch.cuda.Event()
+            event.record(stream)
+        return _Marked(event, self._device)
+
+    def close(self) -> None:
+        """See :class:`Copier`."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
+
+def copier_of(
+    device: torch.device, on_error: Callable[[BaseException], None] | None = None
+) -> Copier:
+    """What copies from a device and back."""
+    return StreamCopier(device) if device.type == "cuda" else ThreadCopier(on_error)
+
+
+class Rooms:
+    """Memory that copies are put in, used again and again.
+
+    Args:
+        device: whose memory.
+        limit_bytes: how much of it may be taken.
+        pinned: whether a GPU is to read and write it beside its compute.
+        say: told once if memory cannot be pinned.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        limit_bytes: float,
+        pinned: bool = False,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.device = device
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self.peak_bytes = 0
+        self._pinned = pinned
+        self._say = say
+        self._lock = threading.Lock()
+        # Unused rooms by their size, and what they take together.
+        self._free: dict[int, list[Tensor]] = {}
+        self._free_bytes = 0
+
+    def claim(self, num_bytes: int) -> bool:
+        """Sets so many bytes aside; returns whether there are any."""
+        with self._lock:
+            if self.used_bytes + num_bytes > self.limit_bytes:
+                return False
+            self.used_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+            return True
+
+    def unclaim(self, num_bytes: int) -> None:
+        """They are not set aside any more."""
+        with self._lock:
+            self.used_bytes -= num_bytes
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Room that was set aside, as a vector of bytes."""
+        with self._lock:
+            return self._taken(num_bytes)
+
+    def give(self, room: Tensor) -> None:
+        """The room is free again."""
+        with self._lock:
+            self.used_bytes -= room.numel()
+            self._free_bytes += room.numel()
+            self._free.setdefault(room.numel(), []).append(room)
+
+    def _taken(self, num_bytes: int) -> Tensor:
+        unused = self._free.get(num_bytes)
+        if unused:
+            room = unused.pop()
+            self._free_bytes -= num_bytes
+            return room
+        # Rooms of other sizes make place.
+        while self._free_bytes and self.used_bytes + self._free_bytes > self.limit_bytes:
+            self._give_one_back()
+        return self._made(num_bytes)
+
+    def clear(self) -> None:
+        """Gives back what is not in use."""
+        with self._lock:
+            self._free.clear()
+            self._free_bytes = 0
+
+    def _give_one_back(self) -> None:
+        size = max(size for size, rooms in self._free.items() if rooms)
+        self._free[size].pop()
+        self._free_bytes -= size
+
+    def _made(self, num_bytes: int) -> Tensor:
+        if self._pinned:
+            try:
+                return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as error:
+                self._pinned = False
+                self._say(
+                    f"host memory for swapped tensors cannot be pinned ({error}), so swaps are"
+                    " slower, and wait for the compute. Raise the limit of locked memory (`ulimit"
+                    " -l`), or lower `host_budget`."
+                )
+        room = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        if self.device.type == "cpu":
+            ask_for_large_pages(room)
+        return room

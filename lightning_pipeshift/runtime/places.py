@@ -1,0 +1,475 @@
+"""Where saved tensors are while they are not on their device: the host, a GPU beside, or a rank
+with room.
+
+CN114880130B, after MPress (HPCA 2023): a tensor is cut into blocks in proportion to the bandwidth
+of the links to those that take it, and a table says where each block is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_pipeshift.model.codec import Codec, Encoded
+from lightning_pipeshift.plan.saved_tensors import Swap
+from lightning_pipeshift.runtime.copying import Copier, Done, Rooms, Ticket
+from lightning_pipeshift.runtime.lane import Lane
+from lightning_pipeshift.runtime.staging import room_for
+from lightning_pipeshift.runtime.threads import InOrder, Threads
+
+
+class Parcel(Protocol):
+    """A block that is elsewhere, or on its way there."""
+
+    leaving: Ticket
+
+    def fetch(self, memory: Tensor, done: Done) -> Ticket:
+        """Begins to bring it back.
+
+        Args:
+            memory: where to put it.
+            done: see :class:`~lightning_pipeshift.runtime.copying.Copier`.
+        """
+
+    def forget(self) -> None:
+        """It is not needed there any more; what is on its way may arrive yet."""
+
+
+class Place(Protocol):
+    """Takes blocks."""
+
+    def put(self, memory: Tensor, done: Done) -> Parcel | None:
+        """Begins to take a block; ``None`` where there is no room.
+
+        Args:
+            memory: the block's, a vector. It is not written to until the parcel has left.
+            done: see :class:`~lightning_pipeshift.runtime.copying.Copier`.
+        """
+
+
+class LocalPlace:
+    """Memory that this process can copy to: the host's, or that of GPUs beside its own.
+
+    Args:
+        rooms: each a part of every block.
+        shares: how large the part of each is, relative to the others.
+        copier: makes the copies.
+        codec: makes blocks smaller on their way.
+    """
+
+    def __init__(
+        self,
+        rooms: Sequence[Rooms],
+        copier: Copier,
+        shares: Sequence[float] = (),
+        codec: Codec | None = None,
+    ) -> None:
+        self.rooms = tuple(rooms)
+        self.copier = copier
+        self.codec = codec
+        self._split = Swap(0, (0,), tuple(range(len(self.rooms))), tuple(shares))
+
+    def sizes(self, num_bytes: int) -> list[tuple[Rooms, int]]:
+        """How many of a block's bytes go where."""
+        return [(self.rooms[index], size) for index, size in self._split.parts(num_bytes)]
+
+    def put(self, memory: Tensor, done: Done) -> Parcel | None:
+        """See :class:`Place`."""
+        claimed: list[tuple[Rooms, int]] = []
+        for rooms, size in self.sizes(memory.nbytes):
+            if not rooms.claim(size):
+                for others, other in claimed:
+                    others.unclaim(other)
+                return None
+            claimed.append((rooms, size))
+        return _LocalParcel(self, memory, done)
+
+
+class _LocalParcel:
+    def __init__(self, place: LocalPlace, memory: Tensor, done: Done) -> None:
+        self._place = place
+        self._encoded: Encoded | None = None
+        self._rooms: list[tuple[Rooms, Tensor]] = []
+        self._coming: Ticket | None = None
+        self.leaving = place.copier.out(partial(self._leave, memory), done)
+
+    def _leave(self, memory: Tensor) -> None:
+        place = self._place
+        parts: tuple[Tensor, ...] = (memory,)
+        if place.codec is not None:
+            self._encoded = place.codec.encode(memory)
+            parts = self._encoded.parts
+        claimed = {id(rooms): size for rooms, size in place.sizes(memory.nbytes)}
+        for part in parts:
+            flat = part.view(torch.uint8)
+            sizes = place.sizes(flat.numel())
+            for (rooms, size), block in zip(sizes, flat.split([n for _, n in sizes]), strict=True):
+                room = rooms.take(size)
+                room.copy_(block, non_blocking=True)
+                self._rooms.append((rooms, room))
+                claimed[id(rooms)] -= size
+        # What was encoded takes less than was set aside.
+        for rooms in place.rooms:
+            rooms.unclaim(claimed.get(id(rooms), 0))
+
+    def fetch(self, memory: Tensor, done: Done) -> Ticket:
+        """See :class:`Parcel`."""
+        self._coming = self._place.copier.back(partial(self._come, memory), done)
+        return self._coming
+
+    def _come(self, memory: Tensor) -> None:
+        if self._encoded is None:
+            self._collect(memory.view(torch.uint8), iter(self._rooms))
+            return
+        rooms = iter(self._rooms)
+        parts = []
+        for part in self._encoded.parts:
+            copy = torch.empty_like(part, device=memory.device)
+            self._collect(copy.view(torch.uint8), rooms)
+            parts.append(copy)
+        assert self._place.codec is not None
+        memory.copy_(self._place.codec.decode(self._encoded.with_parts(tuple(parts))))
+
+    def _collect(self, flat: Tensor, rooms: Iterable[tuple[Rooms, Tensor]]) -> None:
+        begin = 0
+        for _, room in itertools.islice(rooms, len(self._place.sizes(flat.numel()))):
+            flat[begin : begin + room.numel()].copy_(room, non_blocking=True)
+            begin += room.numel()
+
+    def forget(self) -> None:
+        """See :class:`Parcel`."""
+        # Behind what is under way with these rooms.
+        self._place.copier.out(self._give_back, _nothing)
+
+    def _give_back(self) -> None:
+        if self._coming is not None:
+            self._coming.wait()
+        for rooms, room in self._rooms:
+            rooms.give(room)
+        self._rooms.clear()
+
+
+def _nothing() -> None:
+    """Nobody waits for what is done."""
+
+
+# --- other ranks ---
+
+# The lanes that blocks travel by: to those that take them, and back. What asks for one and what
+# comes back go in opposite directions.
+_THERE, _BACK = 1, 2
+
+Key = tuple[int, int]
+"""Names a block's part at the rank that has it: whose it is, and a number."""
+
+
+class _Put(NamedTuple):
+    """What is said of a block that comes."""
+
+    key: Key
+    num_bytes: int
+
+
+class Lender:
+    """Keeps blocks of other stages, in room that the plan has promised them.
+
+    Args:
+        lanes: makes a lane of a number.
+        rooms: where to put them.
+        threads: where to wait for others.
+        take_room: called with what comes to be held for others (and, negative, with what goes).
+    """
+
+    def __init__(
+        self,
+        lanes: Callable[[int], Lane],
+        rooms: Rooms,
+        threads: Threads,
+        take_room: Callable[[int], None],
+    ) -> None:
+        self._lanes = lanes
+        self._rooms = rooms
+        self._threads = threads
+        self._take_room = take_room
+        self._held: dict[Key, Tensor] = {}
+        self._changed = threading.Condition()
+        self._serves: set[int] = set()
+
+    def serve(self, stage: int) -> None:
+        """From here on, takes what a stage sends, and gives it back when asked."""
+        if stage not in self._serves:
+            self._serves.add(stage)
+            self._threads.submit(partial(self._receive, stage))
+            self._threads.submit(partial(self._answer, stage))
+
+    def _receive(self, stage: int) -> None:
+        lane = self._lanes(_THERE)
+        while (put := lane.receive_object(stage)) is not None:
+            self._take_room(put.num_bytes)
+            self._rooms.claim(put.num_bytes)
+            room = self._rooms.take(put.num_bytes)
+            staging = room
+            if room.device.type != "cpu":
+                staging = room_for((put.num_bytes,), torch.uint8)
+            lane.receive_into(staging, stage)
+            if staging is not room:
+                room.copy_(staging)
+            with self._changed:
+                self._held[put.key] = room
+                self._changed.notify_all()
+
+    def _answer(self, stage: int) -> None:
+        lane = self._lanes(_BACK)
+        while (asked := lane.receive_object(stage)) is not None:
+            key, is_wanted = asked
+            with self._changed:
+                while key not in self._held:
+                    self._changed.wait()
+                room = self._held.pop(key)
+            if is_wanted:
+                lane.send_tensor(room, stage)
+            self._rooms.give(room)
+            self._take_room(-room.numel())
+
+
+class Borrower:
+    """This stage's end of the lanes to one that keeps blocks for it.
+
+    Args:
+        stage: the one that has room.
+        lanes: makes a lane of a number.
+        limit_bytes: how much it has promised.
+        on_error: called in a thread that has failed.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        lanes: Callable[[int], Lane],
+        limit_bytes: float,
+        on_error: Callable[[BaseException], None],
+    ) -> None:
+        self.stage = stage
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self._lanes = lanes
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self.there = InOrder(f"to stage {stage}", on_error)
+        self.back = InOrder(f"from stage {stage}", on_error)
+
+    def claim(self, num_bytes: int) -> bool:
+        """Sets room aside there; returns whether there is any."""
+        with self._lock:
+            if self.used_bytes + num_bytes > self.limit_bytes:
+                return False
+            self.used_bytes += num_bytes
+            return True
+
+    def unclaim(self, num_bytes: int) -> None:
+        """It is not needed any more."""
+        with self._lock:
+            self.used_bytes -= num_bytes
+
+    def key(self) -> Key:
+        """A name that no other block of this stage has."""
+        return self._lanes(_THERE).stage, next(self._numbers)
+
+    def send(self, key: Key, block: Tensor) -> None:
+        """Sends a block's part, and returns when it has left."""
+        lane = self._lanes(_THERE)
+        lane.send_object(_Put(key, block.numel()), self.stage)
+        lane.settle()
+        lane.send_tensor(block, self.stage)
+
+    def take(self, key: Key, block: Tensor) -> None:
+        """Takes a part back, into memory of the host."""
+        lane = self._ask(key, is_wanted=True)
+        lane.receive_into(block, self.stage)
+
+    def forget(self, key: Key) -> None:
+        """Lets the other stage let go of a part."""
+        self._ask(key, is_wanted=False)
+
+    def _ask(self, key: Key, is_wanted: bool) -> Lane:
+        lane = self._lanes(_BACK)
+        lane.send_object((key, is_wanted), self.stage)
+        lane.settle()
+        return lane
+
+    def close(self) -> None:
+        """Lets the other stage stop serving this one."""
+        for line, number in ((self.there, _THERE), (self.back, _BACK)):
+            line.submit(partial(self._say_goodbye, number))
+            line.close()
+
+    def _say_goodbye(self, number: int) -> None:
+        lane = self._lanes(number)
+        lane.send_object(None, self.stage)
+        lane.settle()
+
+
+class _Together:
+    """A ticket for what several threads do.
+
+    Args:
+        submits: each lets a thread do its part, and then call what it is given.
+        done: called when all have.
+    """
+
+    def __init__(self, submits: Sequence[Callable[[Callable[[], None]], Any]], done: Done) -> None:
+        self._left = len(submits)
+        self._lock = threading.Lock()
+        self._done = done
+        self._futures = [submit(self._one_is_done) for submit in submits]
+
+    def _one_is_done(self) -> None:
+        with self._lock:
+            self._left -= 1
+            is_last = not self._left
+        if is_last:
+            self._done()
+
+    def is_done(self) -> bool:
+        """See :class:`~lightning_pipeshift.runtime.copying.Ticket`."""
+        return all(future.done() for future in self._futures)
+
+    def wait(self) -> None:
+        """See :class:`~lightning_pipeshift.runtime.copying.Ticket`."""
+        for future in self._futures:
+            future.result()
+
+
+class RemotePlace:
+    """Ranks with room, each of which takes a part of every block.
+
+    Args:
+        borrowers: this stage's ends of the lanes to them.
+        shares: how large the part of each is, relative to the others.
+        codec: makes blocks smaller on their way.
+    """
+
+    def __init__(
+        self, borrowers: Mapping[int, Borrower], shares: Sequence[float] = (), codec: Any = None
+    ) -> None:
+        self.borrowers = dict(borrowers)
+        self.codec: Codec | None = codec
+        self._split = Swap(0, (0,), tuple(self.borrowers), tuple(shares))
+
+    def sizes(self, num_bytes: int) -> list[tuple[Borrower, int]]:
+        """How many of a block's bytes go where."""
+        return [(self.borrowers[stage], size) for stage, size in self._split.parts(num_bytes)]
+
+    def put(self, memory: Tensor, done: Done) -> Parcel | None:
+        """See :class:`Place`."""
+        claimed: list[tuple[Borrower, int]] = []
+        for borrower, size in self.sizes(memory.nbytes):
+            if not borrower.claim(size):
+                for other, claim in claimed:
+                    other.unclaim(claim)
+                return None
+            claimed.append((borrower, size))
+        return _RemoteParcel(self, memory, done)
+
+
+class _RemoteParcel:
+    """Blocks at other ranks: for each of them a key, and the part's size."""
+
+    def __init__(self, place: RemotePlace, memory: Tensor, done: Done) -> None:
+        self._codec = place.codec
+        self._encoded: Encoded | None = None
+        self._was_taken = False
+        parts: tuple[Tensor, ...] = (memory,)
+        if place.codec is not None:
+            self._encoded = place.codec.encode(memory)
+            parts = self._encoded.parts
+        whole = parts[0].view(torch.uint8)
+        if len(parts) > 1:
+            whole = torch.cat([part.view(torch.uint8) for part in parts])
+        event = None
+        if memory.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+        claims = {borrower.stage: size for borrower, size in place.sizes(memory.nbytes)}
+        self._blocks = [
+            (borrower, borrower.key(), size) for borrower, size in place.sizes(whole.numel())
+        ]
+        for borrower, _, size in self._blocks:
+            borrower.unclaim(claims[borrower.stage] - size)
+        blocks = whole.split([size for _, _, size in self._blocks])
+
+        def send(borrower: Borrower, key: Key, block: Tensor, then: Callable[[], None]) -> Any:
+            def work() -> None:
+                if event is not None:
+                    event.synchronize()
+                borrower.send(key, block)
+                then()
+
+            return borrower.there.submit(work)
+
+        self.leaving: Ticket = _Together(
+            [
+                partial(send, borrower, key, block)
+                for (borrower, key, _), block in zip(self._blocks, blocks, strict=True)
+            ],
+            done,
+        )
+
+    def fetch(self, memory: Tensor, done: Done) -> Ticket:
+        """See :class:`Parcel`."""
+        self._was_taken = True
+        is_whole = memory.device.type == "cpu" and self._encoded is None
+        total = sum(size for _, _, size in self._blocks)
+        whole = memory.view(torch.uint8) if is_whole else room_for((total,), torch.uint8)
+        blocks = whole.split([size for _, _, size in self._blocks])
+
+        def take(borrower: Borrower, key: Key, block: Tensor, then: Callable[[], None]) -> Any:
+            def work() -> None:
+                borrower.take(key, block)
+                borrower.unclaim(block.numel())
+                then()
+
+            return borrower.back.submit(work)
+
+        def finish() -> None:
+            if not is_whole:
+                self._unpack(whole, memory)
+            done()
+
+        return _Together(
+            [
+                partial(take, borrower, key, block)
+                for (borrower, key, _), block in zip(self._blocks, blocks, strict=True)
+            ],
+            finish,
+        )
+
+    def _unpack(self, whole: Tensor, memory: Tensor) -> None:
+        with torch.no_grad():
+            if self._encoded is None:
+                memory.view(torch.uint8).copy_(whole)
+            else:
+                parts, begin = [], 0
+                for part in self._encoded.parts:
+                    copy = torch.empty_like(part, device=memory.device)
+                    copy.view(torch.uint8).copy_(whole[begin : begin + part.nbytes])
+                    parts.append(copy)
+                    begin += part.nbytes
+                assert self._codec is not None
+                memory.copy_(self._codec.decode(self._encoded.with_parts(tuple(parts))))
+        if memory.device.type == "cuda":
+            torch.cuda.current_stream(memory.device).synchronize()
+
+    def forget(self) -> None:
+        """See :class:`Parcel`."""
+        if self._was_taken:
+            return
+        for borrower, key, size in self._blocks:
+            borrower.back.submit(partial(borrower.forget, key))
+            borrower.unclaim(size)

@@ -1,0 +1,232 @@
+"""One stage's memory for saved tensors: what it may take, where it may go, and who keeps whose."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from lightning_pipeshift.model.codec import codec_named
+from lightning_pipeshift.plan.plan import Plan
+from lightning_pipeshift.plan.policies import Planned, Policy
+from lightning_pipeshift.plan.saved_tensors import Swap
+from lightning_pipeshift.runtime.channels import Channels
+from lightning_pipeshift.runtime.copying import Rooms, copier_of
+from lightning_pipeshift.runtime.places import Borrower, Lender, LocalPlace, Place, RemotePlace
+from lightning_pipeshift.runtime.store import ActivationStore, Orders
+from lightning_pipeshift.runtime.threads import Threads
+
+MARGIN: Final = 0.1
+"""What of a device's free memory is left for what nobody counts: what kernels take while they run,
+and what lies between two allocations."""
+
+_HOST_PART: Final = 0.5
+"""How much of a host's free memory swapped tensors may take, all of its ranks together."""
+
+_TRIED_BYTES: Final = 1 << 24
+_TRIES: Final = 4
+
+
+@dataclass(frozen=True)
+class MemoryWishes:
+    """What the user asks for.
+
+    Args:
+        budget_bytes: of each device; ``None``: what it has, less a margin.
+        host_bytes: of a host's memory, for each rank; ``None``: a part of what is free.
+        policy: decides over saved tensors.
+        compression: makes what is swapped smaller: ``"lossless"``, ``"8bit"`` or ``None``.
+    """
+
+    budget_bytes: float | None = None
+    host_bytes: float | None = None
+    policy: Policy = field(default_factory=Planned)
+    compression: str | None = None
+
+
+@dataclass(frozen=True)
+class RankRoom:
+    """What one rank has for saved tensors and all else.
+
+    Args:
+        budget_bytes: of its device.
+        host_bytes: of its host, for swapped tensors.
+        host_bandwidth: how fast they get there, in bytes per second, and back.
+    """
+
+    budget_bytes: int
+    host_bytes: int
+    host_bandwidth: float
+
+
+class StageMemory:
+    """One stage's part in memory compression.
+
+    Args:
+        wishes: what the user asked for.
+        channels: this stage's connections.
+        names: of the layers.
+        where: this stage, in words.
+        threads: where to wait for others.
+        fail_beside: called in a thread that fails.
+        say: tells the user something after the step.
+    """
+
+    def __init__(
+        self,
+        wishes: MemoryWishes,
+        channels: Channels,
+        names: Sequence[str],
+        where: str,
+        threads: Threads,
+        fail_beside: Callable[[BaseException], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self.wishes = wishes
+        self.store = ActivationStore(Orders(float("inf"), where=where), say)
+        self._channels = channels
+        self._names = tuple(names)
+        self._where = where
+        self._codec = codec_named(wishes.compression)
+        self._fail_beside = fail_beside
+        device = channels.device
+        self._copier = copier_of(device, fail_beside)
+        host = torch.device("cpu")
+        self._host = Rooms(host, 0.0, pinned=device.type == "cuda", say=say)
+        self._lender = Lender(
+            channels.bulk,
+            Rooms(device, float("inf")),
+            threads,
+            self.store.lend,
+        )
+        self._borrowers: dict[int, Borrower] = {}
+        self.room: RankRoom | None = None
+        """What this rank has, once it has been measured."""
+
+    def measure(self, device_bytes: float, host_bytes: float, num_sharers: int) -> RankRoom:
+        """Finds out what this rank has.
+
+        Args:
+            device_bytes: what is free of its device's memory.
+            host_bytes: what is free of its host's memory.
+            num_sharers: how many ranks share the host's memory.
+        """
+        wishes = self.wishes
+        budget = wishes.budget_bytes
+        if budget is None:
+            budget = (1 - MARGIN) * device_bytes
+        on_host = wishes.host_bytes
+        if on_host is None:
+            on_host = _HOST_PART * host_bytes / num_sharers
+        self._host.limit_bytes = on_host
+        rate = self._bandwidth() if on_host else 0.0
+        self.room = RankRoom(int(budget), int(on_host), rate)
+        return self.room
+
+    def _bandwidth(self) -> float:
+        """How fast tensors get to the host and back, whichever is slower."""
+        size = int(min(_TRIED_BYTES, self._host.limit_bytes))
+        if not size or not self._host.claim(size):
+            return 0.0
+        room = self._host.take(size)
+        tensor = torch.zeros(size, dtype=torch.uint8, device=self._channels.device)
+        slowest = 0.0
+        for way, source, to in (("out", tensor, room), ("back", room, tensor)):
+            best = float("inf")
+            for _ in range(_TRIES):
+                self._synchronize()
+                begun = time.perf_counter()
+                carry = getattr(self._copier, way)
+                carry(lambda s=source, t=to: t.copy_(s, non_blocking=True), _nothing).wait()
+                self._synchronize()
+                best = min(best, time.perf_counter() - begun)
+            slowest = max(slowest, best)
+        self._host.give(room)
+        self._host.peak_bytes = 0
+        return size / slowest
+
+    def _synchronize(self) -> None:
+        if self._channels.device.type == "cuda":
+            torch.cuda.synchronize(self._channels.device)
+
+    def follow(
+        self,
+        plan: Plan,
+        vm: int,
+        static_bytes: Mapping[int, float],
+        expected_bytes: Mapping[int, int],
+    ) -> None:
+        """A plan is in force from here on. Every stage calls this, with the same plan.
+
+        Args:
+            plan: it.
+            vm: this stage's virtual machine.
+            static_bytes: what each layer takes all the time.
+            expected_bytes: what each layer is going to save for a microbatch.
+        """
+        stage = self._channels.stage
+        own = plan.placement.layers_of(vm, stage)
+        swaps = plan.swapped(vm)
+        for swap in swaps:
+            if stage in swap.stages:
+                self._lender.serve(plan.placement.stage_of(vm, swap.layer))
+        budget = float("inf")
+        if self.room is not None:
+            budget = self.room.budget_bytes - sum(static_bytes.get(layer, 0.0) for layer in own)
+        host = LocalPlace([self._host], self._copier, codec=self._codec)
+        spare = host if self._host.limit_bytes else None
+        places: dict[tuple[int, int], tuple[Place, ...]] = {}
+        for swap in swaps:
+            if swap.layer in own:
+                ways = self._ways(swap, host, spare)
+                places.update({(swap.layer, number): ways for number in swap.tensors})
+        self.store.follow(
+            Orders(
+                budget,
+                places,
+                spare,
+                {layer: expected_bytes.get(layer, 0) for layer in own},
+                self.wishes.budget_bytes is not None,
+                self._names,
+                self._where,
+            )
+        )
+
+    def _ways(self, swap: Swap, host: Place, spare: Place | None) -> tuple[Place, ...]:
+        """Where a swap's tensors go, and where else if there is no room."""
+        if not swap.stages:
+            return (host,)
+        for stage in swap.stages:
+            if stage not in self._borrowers:
+                self._borrowers[stage] = Borrower(
+                    stage, self._channels.bulk, float("inf"), self._fail_beside
+                )
+        borrowers = {stage: self._borrowers[stage] for stage in swap.stages}
+        remote = RemotePlace(borrowers, swap.shares, self._codec)
+        return (remote,) if spare is None else (remote, spare)
+
+    def figures(self) -> dict[str, float]:
+        """What the store has done, for people and tests."""
+        traffic = self.store.traffic
+        return {
+            "peak_bytes": traffic.peak_bytes,
+            "moved_bytes": traffic.moved_bytes,
+            "waited_seconds": traffic.waited_seconds,
+            "num_evicted": traffic.num_evicted,
+            "host_peak_bytes": self._host.peak_bytes,
+        }
+
+    def close(self) -> None:
+        """The run is over: nobody keeps anything for anybody."""
+        for borrower in self._borrowers.values():
+            borrower.close()
+        self._borrowers.clear()
+        self._copier.close()
+        self._host.clear()
+
+
+def _nothing(*_: Any) -> None:
+    """Nobody waits for what is done."""
