@@ -340,10 +340,24 @@ def _await_outcomes(ranks: Sequence[_Rank], timeout: float, grace: float) -> boo
             message = f"still running at the limit of {timeout:g} s"
         else:
             message = f"still running {grace:g} s after rank {first_failure.rank} failed"
-        trace = rank.stack() or "(it gave no stack)"
+        trace = rank.stack() or f"(it gave no stack: {_state_of(rank.process.pid)})"
         rank.finish(error_type="Killed", message=message, traceback=trace, seconds=seconds)
         rank.kill()
     return first_failure is not None
+
+
+def _state_of(pid: int | None) -> str:
+    """What the system says of a process that does not answer."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        state = next(line for line in status.splitlines() if line.startswith("State:"))
+        threads = [
+            f"{(task / 'comm').read_text().strip()} in {(task / 'wchan').read_text() or 'user code'}"
+            for task in Path(f"/proc/{pid}/task").iterdir()
+        ]
+    except (OSError, StopIteration) as error:
+        return f"nothing is known of process {pid}, {error}"
+    return f"process {pid}, {state.split(':')[1].strip()}; {', '.join(threads)}"
 
 
 def _request_stacks(ranks: Sequence[_Rank], limit: float = 3.0) -> None:

@@ -213,7 +213,7 @@ class _EightBit:
         for span, blocks in _blocks(numel, device):
             values = flat[span].view(blocks.stop - blocks.start, -1).to(scales.dtype)
             largest = torch.maximum(values.amax(1), values.amin(1).neg_())
-            # A nan stays one times anything, an infinity times zero only.
+            # A nan times any code is a nan, where an infinity would be infinite numbers.
             scales[blocks] = largest.masked_fill_(largest.isinf(), math.nan)
             # First the share, then the step: 127 / s is infinite for the smallest s.
             share = values / torch.where(largest > 0, largest, 1.0).unsqueeze(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 from lightning_pipeshift.plan.cluster import Cluster
 from lightning_pipeshift.plan.memory_trace import (
@@ -23,6 +23,10 @@ from lightning_pipeshift.plan.profile import LayerProfile, Profile
 from lightning_pipeshift.plan.saved_tensors import SavedTensor, Swap
 from lightning_pipeshift.plan.simulator import Costs, Timeline, simulate
 from lightning_pipeshift.plan.workload import Cut, Workload
+
+LENDING_SECONDS: Final = 3e-4
+"""What a tensor takes besides the link's own time: threads wake up at both ends, and say what
+comes."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +68,17 @@ def tensors_of(layer: LayerProfile) -> tuple[SavedTensor, ...]:
 
 def links_of(cluster: Cluster, ranks: Sequence[int]) -> Links:
     """The ways that tensors are swapped by, from stage to stage and to each one's host."""
-    bandwidth = {
-        (stage, other): cluster.link(rank, peer).bandwidth
+    between = {
+        (stage, other): (
+            LENDING_SECONDS + cluster.link(rank, peer).latency_seconds,
+            cluster.link(rank, peer).bandwidth,
+        )
         for stage, rank in enumerate(ranks)
         for other, peer in enumerate(ranks)
         if other != stage
     }
     to_host = [cluster.devices[rank].host_bandwidth for rank in ranks]
-    return Links(bandwidth, tuple(to_host))
+    return Links(between, tuple(to_host))
 
 
 def parts_of(swap: Swap) -> tuple[Part, ...]:

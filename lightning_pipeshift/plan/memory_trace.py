@@ -2,10 +2,10 @@
 carries what.
 
 The simulator says when each action runs; inside of one, layers take their parts of it. A saved
-tensor is there from the end of its layer's forward to the end of its layer's backward. One that is
-swapped leaves as soon as it is made, after those before it on the same link, and comes back as late
-as it may, before those after it: the least that it can take. (The runtime brings back earlier what
-there is room for.)
+tensor is there from the begin of its layer's forward to the end of its layer's backward. One that
+is swapped leaves as soon as it is made, after those before it on the same link, and comes back as
+late as it may, before those after it: the least that it can take. (The runtime brings back earlier
+what there is room for.)
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ Part = tuple[int, float]
 
 HOST: Final = -1
 """In the place of a stage."""
+
+HOST_LATENCY: Final = 5e-5
+"""Until a thread has woken up, or a stream has begun; seconds."""
 
 Change = tuple[float, float]
 """A moment in seconds, and how many bytes more are held from then on."""
@@ -76,36 +79,38 @@ class LayerLoad:
 
 @dataclass(frozen=True)
 class Links:
-    """How fast tensors are swapped, in bytes per second; 0 where there is no way.
+    """How fast tensors are swapped.
 
     Args:
-        between: two stages, in one direction.
-        to_host: from each stage to its host, or back.
+        between: two stages, in one direction: (seconds until the first byte arrives, bytes per
+            second).
+        to_host: from each stage to its host, or back: bytes per second; 0 where there is no way.
     """
 
-    between: Mapping[Link, float] = field(default_factory=dict)
+    between: Mapping[Link, tuple[float, float]] = field(default_factory=dict)
     to_host: tuple[float, ...] = ()
 
     def rate(self, stage: int, place: int) -> float:
-        """Bytes per second from a stage to another one, or to the host."""
+        """Bytes per second from a stage to another one, or to the host; 0 where there is no way."""
         if place == HOST:
             return self.to_host[stage] if stage < len(self.to_host) else 0.0
-        return self.between.get((stage, place), 0.0)
+        return self.between.get((stage, place), (0.0, 0.0))[1]
 
     def seconds(self, stage: int, place: int, num_bytes: float) -> float:
         """What a tensor takes from a stage to another one, or to the host, or back from there."""
         rate = self.rate(stage, place)
-        return num_bytes / rate if rate else math.inf
+        latency, _ = self.between.get((stage, place), (HOST_LATENCY, rate))
+        return latency + num_bytes / rate if rate else math.inf
 
 
 @dataclass(slots=True)
 class _Transfer:
     """A part of a tensor on its way out or back. Seconds since the step began."""
 
-    microbatch: int
     source: int
     to: int
     num_bytes: float
+    begun: float
     made: float
     needed: float
     freed: float
@@ -186,7 +191,7 @@ def effects(stage: int, row: Sequence[Span], loads: Sequence[LayerLoad], links: 
     host: list[Change] = []
     for one in transfers:
         size = one.num_bytes
-        here += [(one.made, size), (one.freed, -size)]
+        here += [(one.begun, size), (one.freed, -size)]
         if one.out_end < one.back_begin:
             # Until it has left, and again from when it begins to come back.
             here += [(one.out_end, -size), (one.back_begin, size)]
@@ -230,21 +235,25 @@ def _of_stage(
             continue
         length = backward.end - backward.start
         for index, load in enumerate(loads):
+            begun = span.start
+            if index:
+                begun += forward_ends[index - 1] * (span.end - span.start)
             made = span.start + forward_ends[index] * (span.end - span.start)
             freed = backward.start + backward_ends[index] * length
             used = backward.start
             if index + 1 < len(loads):
                 used += backward_ends[index + 1] * length
             if load.kept_bytes:
-                changes += [(made, load.kept_bytes), (freed, -load.kept_bytes)]
+                changes += [(begun, load.kept_bytes), (freed, -load.kept_bytes)]
             if load.again_bytes:
                 rerun = again.get(microbatch)
                 back = min(used, rerun.start) if rerun is not None else used
-                changes += [(made, load.input_bytes), (freed, -load.input_bytes)]
+                changes += [(begun, load.input_bytes), (freed, -load.input_bytes)]
+                changes += [(begun, load.again_bytes), (made, -load.again_bytes)]
                 changes += [(back, load.again_bytes), (freed, -load.again_bytes)]
             for moved in load.moved:
                 transfers += [
-                    _Transfer(microbatch, stage, to, moved.num_bytes * part, made, used, freed)
+                    _Transfer(stage, to, moved.num_bytes * part, begun, made, used, freed)
                     for to, part in moved.parts
                 ]
     return transfers

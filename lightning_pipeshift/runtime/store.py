@@ -131,9 +131,13 @@ class ActivationStore:
         self._here_bytes = 0
         # Those of others, which are here for them.
         self._lent_bytes = 0
+        # What a layer is about to save.
+        self._promised_bytes = 0
         self._expected = dict(orders.expected_bytes)
+        self._measured: set[int] = set()
         self._entries: dict[int, list[_Entry]] = {}
         self._leaving: deque[_Entry] = deque()
+        self._coming: list[_Entry] = []
         self._new: list[_Entry] = []
         # Told by whatever thread drops a block, in the middle of anything.
         self._dropped: deque[_Entry] = deque()
@@ -184,6 +188,7 @@ class ActivationStore:
         """The action is over."""
         with self._lock:
             self._bury()
+            self._promised_bytes = 0
             if action.kind is Kind.FORWARD:
                 saved = sum(
                     entry.num_bytes
@@ -207,9 +212,13 @@ class ActivationStore:
     def after_layer(self, layer: int) -> None:
         """A layer has saved what it saves: what is to leave, leaves."""
         with self._lock:
+            self._promised_bytes = 0
             new, self._new = self._new, []
             saved = sum(entry.num_bytes for entry in new)
-            self._expected[layer] = max(self._expected.get(layer, 0), saved)
+            # What was measured replaces what was guessed.
+            known = self._expected[layer] if layer in self._measured else 0
+            self._expected[layer] = max(known, saved)
+            self._measured.add(layer)
             for entry in new:
                 places = self._orders.places.get((entry.layer, entry.number))
                 if places and not entry.is_gone and not self._sent(entry, places):
@@ -230,6 +239,7 @@ class ActivationStore:
             self._entries.setdefault(entry.microbatch, []).append(entry)
             self._new.append(entry)
             self._count(entry.num_bytes)
+            self._promised_bytes = max(0, self._promised_bytes - entry.num_bytes)
 
     def drop(self, place: object) -> None:
         """Nobody needs a block any more; what it had as its place."""
@@ -259,21 +269,29 @@ class ActivationStore:
         begun = None
         while True:
             with self._lock:
+                if layer is not None:
+                    # Nothing comes back into this room.
+                    self._promised_bytes = num_bytes
                 self._settle()
                 lacking = self._here_bytes + self._lent_bytes + num_bytes
                 lacking -= int(min(self._orders.budget_bytes, 1 << 62))
                 if lacking <= 0:
                     break
                 begun = begun or time.perf_counter()
-                leaving = next((e for e in self._leaving if e.state is _Is.LEAVING), None)
-                if leaving is None and not self._evict(lacking):
-                    self._fail(num_bytes, lacking, layer)
-                    break
-                leaving = leaving or next(e for e in self._leaving if e.state is _Is.LEAVING)
-                ticket = leaving.parcel.leaving if leaving.parcel is not None else None
+                if not self._first_leaving() and not self._evict(lacking, layer):
+                    coming = next((e for e in self._coming if e.state is _Is.COMING), None)
+                    if coming is None:
+                        raise self._error(num_bytes, lacking, layer)
+                    moving, ticket = coming, coming.coming
+                else:
+                    leaving = self._first_leaving()
+                    assert leaving is not None
+                    assert leaving.parcel is not None
+                    moving, ticket = leaving, leaving.parcel.leaving
             if ticket is not None:
                 ticket.wait()
-            self._has_left(leaving)
+            self._has_left(moving)
+            self._has_come(moving)
         if begun is not None:
             self.traffic.waited_seconds += time.perf_counter() - begun
 
@@ -291,7 +309,8 @@ class ActivationStore:
                     return
                 away = [e for e in self._entries[microbatch] if e.state is _Is.AWAY]
                 for entry in sorted(away, key=lambda entry: entry.need):
-                    held = self._here_bytes + self._lent_bytes + reserve
+                    held = self._here_bytes + self._lent_bytes
+                    held += max(reserve, self._promised_bytes)
                     if held + entry.num_bytes > self._orders.budget_bytes:
                         return
                     if not self._orders.fills_budget and not self._is_soon(entry):
@@ -310,12 +329,16 @@ class ActivationStore:
         with self._lock:
             if entry.state is _Is.AWAY:
                 self._call_back(entry)
+            self._promised_bytes = 0
             ticket = entry.coming
         if ticket is not None:
             ticket.wait()
         self._has_come(entry)
         self.traffic.waited_seconds += time.perf_counter() - begun
         self.advance()
+
+    def _first_leaving(self) -> _Entry | None:
+        return next((e for e in self._leaving if e.state is _Is.LEAVING and not e.is_gone), None)
 
     def _sent(self, entry: _Entry, places: Iterable[Place]) -> bool:
         block = entry.block()
@@ -352,6 +375,7 @@ class ActivationStore:
         size = entry.num_bytes // torch.empty(0, dtype=block.dtype).element_size()
         entry.memory = torch.empty(size, dtype=block.dtype, device=block.device)
         entry.coming = entry.parcel.fetch(entry.memory, lambda: None)
+        self._coming.append(entry)
 
     def _has_come(self, entry: _Entry) -> None:
         with self._lock:
@@ -372,24 +396,26 @@ class ActivationStore:
                 entry.parcel.forget()
                 entry.parcel, entry.state = None, _Is.HERE
 
-    def _evict(self, lacking: int) -> bool:
-        """Lets blocks leave that were to stay, those first that are needed last."""
-        spare = self._orders.spare
-        if spare is None:
-            return False
+    def _evict(self, lacking: int, layer: int | None) -> bool:
+        """Lets blocks leave that were to stay, or have come back early: those first that are needed
+        last.
+        """
+        spare = [self._orders.spare] if self._orders.spare is not None else []
         here = [e for entries in self._entries.values() for e in entries if e.state is _Is.HERE]
         current = self._row[self._position] if self._position < len(self._row) else None
         freed = 0
         for entry in sorted(here, key=lambda entry: entry.need, reverse=True):
-            # What the backward that runs has fetched, it uses.
+            # The backward that runs uses what belongs to its layer, or to the one it has just left.
             is_in_use = (
                 current is not None
                 and current.kind is Kind.BACKWARD
                 and entry.microbatch == current.microbatch
+                and (layer is None or entry.layer >= layer)
             )
-            if entry.is_gone or is_in_use or not self._sent(entry, [spare]):
+            places = self._orders.places.get((entry.layer, entry.number), spare)
+            if entry.is_gone or is_in_use or not self._sent(entry, places):
                 continue
-            self.traffic.num_evicted += 1
+            self.traffic.num_evicted += places is spare
             freed += entry.num_bytes
             if freed >= lacking:
                 break
@@ -434,6 +460,12 @@ class ActivationStore:
                     return
                 self._has_left(entry)
             self._leaving.popleft()
+        for entry in list(self._coming):
+            if entry.state is not _Is.COMING or entry.is_gone:
+                self._coming.remove(entry)
+            elif entry.coming is not None and entry.coming.is_done():
+                self._coming.remove(entry)
+                self._has_come(entry)
 
     def _bury(self) -> None:
         while self._dropped:
@@ -451,10 +483,10 @@ class ActivationStore:
         names = self._orders.names
         return names[layer] if layer is not None and layer < len(names) else str(layer)
 
-    def _fail(self, num_bytes: int, lacking: int, layer: int | None) -> None:
+    def _error(self, num_bytes: int, lacking: int, layer: int | None) -> BudgetError:
         who = "another stage" if layer is None else f"the layer {self._name(layer)!r}"
         budget = self._orders.budget_bytes
-        raise BudgetError(
+        return BudgetError(
             f"The budget for saved tensors on {self._orders.where} is {budget / 1e6:.1f} MB, and"
             f" {who} would exceed it by {lacking / 1e6:.1f} MB: {self._here_bytes / 1e6:.1f} MB are"
             f" held here, {self._lent_bytes / 1e6:.1f} MB for other stages, and"
