@@ -22,7 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_pipeshift import PipeShiftStrategy
+from lightning_pipeshift import (
+    Choice,
+    MemoryCompression,
+    PipeShiftStrategy,
+    Policy,
+    TensorRecord,
+)
 from lightning_pipeshift.plan.placement import Placement
 from lightning_pipeshift.plan.schedule import SCHEDULES
 from tests.features_models import quiet_trainer
@@ -43,6 +49,8 @@ class Pipelined(NamedTuple):
     recompute: Any = "none"
     #: Cuts that take over while training runs, each after one more step.
     then: tuple[list[int], ...] = ()
+    #: What becomes of saved tensors: one of `POLICIES`.
+    memory: str | None = None
 
     @property
     def last_cut(self) -> tuple[int, ...]:
@@ -50,6 +58,34 @@ class Pipelined(NamedTuple):
 
 
 PLAIN = None
+
+
+class Mixed:
+    """Every tensor its own way, whatever it is."""
+
+    def choose(self, record: TensorRecord) -> Choice | None:
+        # Every third layer runs again.
+        ways = [Choice.HOST, Choice.KEEP, Choice.DEVICE, None]
+        again = record.index % 3 == 2 and record.number == 0
+        return Choice.RECOMPUTE if again else ways[(record.index + record.number) % len(ways)]
+
+
+class Everything:
+    """One way for all."""
+
+    def __init__(self, choice: Choice) -> None:
+        self.choice = choice
+
+    def choose(self, record: TensorRecord) -> Choice | None:
+        return self.choice
+
+
+POLICIES: dict[str, Policy] = {
+    "host": Everything(Choice.HOST),
+    "device": Everything(Choice.DEVICE),
+    "mixed": Mixed(),
+    "again": Everything(Choice.RECOMPUTE),
+}
 
 
 class Trained(NamedTuple):
@@ -64,6 +100,8 @@ class Trained(NamedTuple):
     layers: list[str]
     #: How many of them each stage owns.
     counts: tuple[int, ...]
+    #: What saved tensors have been moved, in bytes.
+    moved_bytes: float
 
 
 class _Logged(L.Callback):
@@ -96,6 +134,10 @@ def fit(
     L.seed_everything(SEED, verbose=False)
     strategy: Any = "auto"
     moves = []
+    plugins = []
+    if how is not PLAIN and how.memory is not None:
+        compression: Any = "lossless" if how.memory == "mixed" else None
+        plugins.append(MemoryCompression(policy=POLICIES[how.memory], compression=compression))
     if how is not PLAIN:
         strategy = PipeShiftStrategy(
             microbatches=how.microbatches,
@@ -111,6 +153,7 @@ def fit(
         strategy=strategy,
         max_epochs=max_epochs,
         callbacks=[logged, *moves],
+        plugins=plugins,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -125,12 +168,13 @@ def fit(
         for name, parameter in module.named_parameters()
         if parameter in optimizer.state
     }
-    layers, counts = [], ()
+    layers, counts, moved = [], (), 0.0
     if how is not PLAIN:
         plan = trainer.strategy.plan  # type: ignore[attr-defined]
         layers = [layer.name for layer in plan.layers]
         counts = plan.placement.counts[0]
-    return Trained(state, optimizer_state, logged.values, layers, counts)
+        moved = trainer.strategy.memory_figures.get("moved_bytes", 0.0)  # type: ignore[attr-defined]
+    return Trained(state, optimizer_state, logged.values, layers, counts, moved)
 
 
 def train(name: str, runs: Sequence[Pipelined | None]) -> list[Trained]:
@@ -195,6 +239,7 @@ def assert_all_same(
     runs: Sequence[Pipelined],
     expected: Trained,
     same_bits: bool = True,
+    moves: bool = True,
 ) -> None:
     for number, how in enumerate(runs):
         of_run = [trained[number] for trained in of_each_rank]
@@ -206,6 +251,8 @@ def assert_all_same(
             else:
                 assert_close(found, expected, what, rtol=1e-5, atol=1e-6)
                 assert_same_bits(found._replace(optimizer_state={}), of_run[0], what)
+        moved = sum(found.moved_bytes for found in of_run)
+        assert bool(moved) == (how.memory is not None and how.memory != "again" and moves), how
         held = set().union(*(found.optimizer_state for found in of_run))
         assert held == set(expected.optimizer_state), how
 
@@ -245,7 +292,7 @@ def cuts_in_three(num_layers: int, number: int) -> list[list[int]]:
 
 def with_schedules(cuts: Sequence[list[int]], number: int) -> list[Pipelined]:
     """All schedules by turns, with and without recomputation; and every second one ends as the
-    others are cut.
+    others are cut, and has saved tensors moved in some way.
     """
     names = tuple(SCHEDULES)
     found = []
@@ -255,6 +302,8 @@ def with_schedules(cuts: Sequence[list[int]], number: int) -> list[Pipelined]:
             how = how._replace(recompute="full")
         if i % 2:
             how = how._replace(then=tuple(cuts[i - 1 :: -1]))
+            policy = list(POLICIES)[(i // 2 + number) % len(POLICIES)]
+            how = how._replace(memory=policy, recompute="none")
         found.append(how)
     return found
 
@@ -278,7 +327,9 @@ def test_every_split_trains_the_same(name: str) -> None:
     for cuts in (cuts_in_two(num_layers), cuts_in_three(num_layers, number)):
         runs = with_schedules(cuts, number)
         of_each_rank = run_ranks(train, len(cuts[0]), name, runs, timeout=TIMEOUT)
-        assert_all_same(of_each_rank, runs, expected, specimen.same_bits)
+        # A model that checkpoints by itself has its own way with what is saved.
+        moves = "checkpoint" not in name
+        assert_all_same(of_each_rank, runs, expected, specimen.same_bits, moves)
 
 
 # --------------------------------------------------------------------------------------------------
