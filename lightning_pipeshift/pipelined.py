@@ -103,7 +103,8 @@ class PipelinedStrategy(ConnectedStrategy):
     @property
     def memory_figures(self) -> dict[str, float]:
         """What :class:`~lightning_pipeshift.MemoryCompression` has done on this rank since the run
-        began: ``peak_bytes`` of saved tensors on the device, ``moved_bytes``, ``waited_seconds``
+        began: ``peak_bytes`` of saved tensors on the device, the ``budget_bytes`` that they may
+        take (the device's, less what its layers hold besides), ``moved_bytes``, ``waited_seconds``
         (how long the compute has waited for tensors to come or to go), ``num_evicted`` (tensors
         that had to leave though the plan keeps them) and ``host_peak_bytes``. Empty without it.
         """

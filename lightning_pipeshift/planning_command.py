@@ -11,11 +11,12 @@ import argparse
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_pipeshift.errors import ConfigurationError, PlanError
 from lightning_pipeshift.plan.balance import uniform
@@ -27,7 +28,10 @@ from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.plan.planner import Arrangement, Wishes, arrange_all, evaluate
 from lightning_pipeshift.plan.profile import Profile
 from lightning_pipeshift.plan.workload import Cut
+from lightning_pipeshift.plugins.memory_compression import MemoryCompression
 from lightning_pipeshift.strategy import PipeShiftStrategy
+
+_ENOUGH_STEPS: Final = 100_000
 
 Made = tuple[Plan, Arrangement, Arrangement | None]
 """A plan, what it was made of, and the uniform split beside it, where that is possible."""
@@ -171,7 +175,9 @@ class Measuring(Callback):
             trainer.should_stop = True
 
 
-def _measuring_cli(base: type[LightningCLI]) -> type[LightningCLI]:
+def _measuring_cli(
+    base: type[LightningCLI], command: str, memory: MemoryCompression | None
+) -> type[LightningCLI]:
     class MeasuringCLI(base):  # type: ignore[valid-type, misc]
         """Builds what ``fit`` would, without what a run leaves behind."""
 
@@ -182,22 +188,27 @@ def _measuring_cli(base: type[LightningCLI]) -> type[LightningCLI]:
                 for callback in _listed(wanted.get("callbacks"))
                 if not isinstance(callback, Checkpoint | EarlyStopping)
             ]
+            plugins = _listed(wanted.get("plugins"))
+            if memory is not None and not any(isinstance(p, MemoryCompression) for p in plugins):
+                kwargs["plugins"] = [*plugins, memory]
             trainer: pl.Trainer = super().instantiate_trainer(
                 **kwargs,
                 callbacks=[*callbacks, Measuring()],
-                logger=False,
+                # Some callbacks insist on one.
+                logger=DummyLogger(),
                 enable_checkpointing=False,
                 limit_val_batches=0,
                 num_sanity_val_steps=0,
+                # Enough to measure, and a number: schedulers ask how many steps there will be.
                 max_epochs=-1,
-                max_steps=-1,
+                max_steps=max(_ENOUGH_STEPS, wanted.get("max_steps") or 0),
                 max_time=None,
                 min_epochs=None,
                 min_steps=None,
             )
             if not isinstance(trainer.strategy, PipeShiftStrategy):
                 raise ConfigurationError(
-                    "`pipeshift plan` measures what the PipeShift strategy runs, and the"
+                    f"`pipeshift {command}` measures what the PipeShift strategy runs, and the"
                     f" configuration has `{type(trainer.strategy).__name__}`. Set"
                     " `trainer.strategy: pipeshift`, or leave it out."
                 )
@@ -213,12 +224,26 @@ def _listed(callbacks: Any) -> list[Any]:
     return list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
 
 
-def _measure_and_plan(arguments: Sequence[str], out: Path) -> None:
+def measured_strategy(
+    arguments: Sequence[str], command: str, memory: MemoryCompression | None = None
+) -> PipeShiftStrategy:
+    """Runs what ``pipeshift fit`` would, until its steps have been measured; what did so.
+
+    Args:
+        arguments: of ``pipeshift fit``.
+        command: who asks.
+        memory: keeps a budget, unless the configuration has its own.
+    """
     from lightning_pipeshift.cli import PipeShiftCLI
 
-    cli = _measuring_cli(PipeShiftCLI)(args=["fit", *arguments], save_config_callback=None)
-    strategy = cli.trainer.strategy
+    make = _measuring_cli(PipeShiftCLI, command, memory)
+    strategy = make(args=["fit", *arguments], save_config_callback=None).trainer.strategy
     assert isinstance(strategy, PipeShiftStrategy)
+    return strategy
+
+
+def _measure_and_plan(arguments: Sequence[str], out: Path) -> None:
+    strategy = measured_strategy(arguments, "plan")
     if not strategy.is_measured:
         raise PlanError(
             "The data ended before enough steps had been measured. Give more of it, or fewer"

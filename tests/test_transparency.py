@@ -134,7 +134,7 @@ def fit(
     L.seed_everything(SEED, verbose=False)
     strategy: Any = "auto"
     moves = []
-    plugins = []
+    plugins: list[Any] = []
     if how is not PLAIN and how.memory is not None:
         compression: Any = "lossless" if how.memory == "mixed" else None
         plugins.append(MemoryCompression(policy=POLICIES[how.memory], compression=compression))

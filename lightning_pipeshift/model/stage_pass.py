@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -103,6 +103,8 @@ class StagePass(Watcher):
         self._wanted = {value for value, _ in payload}
         self._handed_out: dict[Value, Tensor] = {}
         self._regions: list[Region] = []
+        self.layer_under_way = ""
+        """The layer that runs, forward or backward, or has run last."""
         for value, tensor in self.received.items():
             self._receive(value, tensor)
 
@@ -210,8 +212,11 @@ class StagePass(Watcher):
         self.streams.go_to(Place.LAYER, call.layer, call.call, host=self.trace.draws_on_host)
         self.shared.enter(Segment(call.layer, True))
         begin = self.timer.now() if self.timer is not None else None
+        self.layer_under_way = gate.name
         output = self._call(gate, call, args, kwargs)
         leaves, rebuild = flatten(output)
+        if self.memory is not None:
+            self._note_backward(gate.name, leaves)
         if self.timer is not None:
             self.timer.add("forward", gate.index, begin, self.timer.now())
             self.timer.watch_backward(gate.index, leaves)
@@ -234,6 +239,16 @@ class StagePass(Watcher):
         if ends:
             raise StageDone
         return rebuild(leaves)
+
+    def _note_backward(self, name: str, leaves: Sequence[Any]) -> None:
+        """Lets a backward that reaches the layer say so."""
+
+        def enter(_: Any) -> None:
+            self.layer_under_way = name
+
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.grad_fn.register_prehook(enter)
 
     def _call(self, gate: Gate, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A model that checkpoints by itself has its own way with what is saved.

@@ -141,6 +141,10 @@ class Compression:
             raise self._nothing_fits(search, best)
         return search.result(best)
 
+    def records(self, counts: Sequence[int]) -> Iterator[TensorRecord]:
+        """Every saved tensor of a cut, as policies see it."""
+        return _Search(self, Cut(tuple(counts))).records()
+
     def _nothing_fits(self, search: _Search, best: Assigned) -> BudgetError:
         found = search.footprint(best)
         lacking = [

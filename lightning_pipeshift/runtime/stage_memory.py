@@ -192,6 +192,7 @@ class StageMemory:
                 self.wishes.budget_bytes is not None,
                 self._names,
                 self._where,
+                self.room.budget_bytes if self.room is not None else None,
             )
         )
 
@@ -213,6 +214,7 @@ class StageMemory:
         traffic = self.store.traffic
         return {
             "peak_bytes": traffic.peak_bytes,
+            "budget_bytes": self.store.budget_bytes,
             "moved_bytes": traffic.moved_bytes,
             "waited_seconds": traffic.waited_seconds,
             "num_evicted": traffic.num_evicted,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.errors import BatchError, LayerError
+from lightning_pipeshift.errors import BatchError, BudgetError, LayerError
 from lightning_pipeshift.model.cut import SharedParameters
 from lightning_pipeshift.model.gate import Switch
 from lightning_pipeshift.model.logs import LoggedValue, LogRecorder
@@ -24,6 +24,7 @@ from lightning_pipeshift.plan.action import Action, Kind, Row
 from lightning_pipeshift.plan.flow import Value
 from lightning_pipeshift.runtime.channels import Channels, Direction, Receipt
 from lightning_pipeshift.runtime.lane import Sent
+from lightning_pipeshift.runtime.out_of_memory import explained
 from lightning_pipeshift.runtime.store import ActivationStore
 
 UserStep = Callable[[nn.Module, Any], Any]
@@ -141,6 +142,7 @@ class StepRun:
         self._observer = observer
         self._store = store
         self._before_layer = before_layer
+        self._under_way: StagePass | None = None
         # Until when the action under way has waited for other stages.
         self._waited: Any = None
         # The denominator that user-given weights are divided by before it is known: see `counted`.
@@ -155,12 +157,29 @@ class StepRun:
                 timer = self._timers.get(action.microbatch)
                 if self._store is not None:
                     self._store.begin_action(place, action)
-                if timer is None:
-                    _ACTIONS[action.kind](self, action.microbatch)
-                else:
-                    self._timed(timer, action)
+                try:
+                    if timer is None:
+                        _ACTIONS[action.kind](self, action.microbatch)
+                    else:
+                        self._timed(timer, action)
+                except torch.OutOfMemoryError as error:
+                    raise self._explained(error, action) from error
                 if self._store is not None:
                     self._store.end_action(action)
+
+    def _explained(self, error: torch.OutOfMemoryError, action: Action) -> BudgetError:
+        device = self._channels.device
+        total = 0.0
+        if device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+        return explained(
+            error,
+            f"stage {self._channels.stage}",
+            str(action),
+            self._under_way,
+            self._store.device_bytes if self._store is not None else None,
+            total,
+        )
 
     def _timed(self, timer: Timer, action: Action) -> None:
         begin, self._waited = timer.now(), None
@@ -216,7 +235,7 @@ class StepRun:
             observer=self._observer if number == 0 else None,
             before_layer=self._before_layer,
         )
-        self._switch.current = current
+        self._switch.current = self._under_way = current
         try:
             current.run(lambda: self._step(self._root, microbatch.batch))
         finally:
@@ -295,6 +314,7 @@ class StepRun:
     def backward(self, number: int) -> None:
         """Runs this stage's part of the backward."""
         microbatch, current = self._microbatches[number], self._passes.pop(number)
+        self._under_way = current
         if self._observer is not None and number == 0:
             self._observer.end()
         roots: list[Any] = []

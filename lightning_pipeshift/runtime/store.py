@@ -104,6 +104,7 @@ class Orders:
             two layers before they are needed.
         names: of the layers.
         where: this stage, in words.
+        device_bytes: the budget that is for all that the device holds; ``None`` for none.
     """
 
     budget_bytes: float
@@ -113,6 +114,7 @@ class Orders:
     fills_budget: bool = True
     names: Sequence[str] = ()
     where: str = "this stage"
+    device_bytes: float | None = None
 
 
 class ActivationStore:
@@ -152,6 +154,16 @@ class ActivationStore:
         """Another plan is in force; nothing is under way."""
         self._orders = orders
         self._expected = {**orders.expected_bytes, **self._expected}
+
+    @property
+    def device_bytes(self) -> float | None:
+        """What all that the device holds may take, where there is a budget."""
+        return self._orders.device_bytes
+
+    @property
+    def budget_bytes(self) -> float:
+        """What saved tensors may take of this device's memory."""
+        return self._orders.budget_bytes
 
     @property
     def held_bytes(self) -> int:

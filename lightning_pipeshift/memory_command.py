@@ -1,0 +1,137 @@
+"""``pipeshift memory``: measures a model, plans for its memory, and shows where it goes, without
+training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightning_pipeshift.errors import ConfigurationError, PlanError
+from lightning_pipeshift.plan.compression import Compression, Room
+from lightning_pipeshift.plan.draft import cut_of, workloads_of
+from lightning_pipeshift.plan.footprint import Footprints, links_of
+from lightning_pipeshift.plan.memory_report import MachineMemory, report
+from lightning_pipeshift.plan.policies import Planned
+from lightning_pipeshift.planning_command import measured_strategy
+from lightning_pipeshift.plugins.memory_compression import MemoryCompression
+from lightning_pipeshift.runtime.planning import make_plan
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pipeshift memory",
+        description="Shows every tensor that layers save for their backward, what becomes of each"
+        " under a budget, and each stage's memory over a step. Takes what `pipeshift fit` takes"
+        " (--config ...), measures for some steps and trains nothing.",
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--budget", metavar="SIZE", help="of each device: 20GB, 512MiB, auto")
+    parser.add_argument("--host-budget", metavar="SIZE", default="auto", help="of the host, a rank")
+    parser.add_argument("--picture", metavar="FILE", type=Path, help="draw it too (matplotlib)")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs ``pipeshift memory``."""
+    parser = _parser()
+    if {"-h", "--help"} & set(arguments):
+        parser.print_help()
+        return
+    options, rest = parser.parse_known_args(list(arguments))
+    if options.picture is not None:
+        _pyplot()
+    plugin = None
+    if options.budget is not None:
+        plugin = MemoryCompression(budget=options.budget, host_budget=options.host_budget)
+    strategy = measured_strategy(rest, "memory", plugin or MemoryCompression())
+    machines = machines_of(strategy)
+    if machines is None:
+        return
+    for vm, machine in enumerate(machines):
+        if len(machines) > 1:
+            print(f"\n════ virtual machine {vm} ".ljust(100, "═"))
+        print(report(machine))
+    if options.picture is not None:
+        _draw(machines, options.picture)
+        print(f"\ndrawn in {options.picture}")
+
+
+def machines_of(strategy: Any) -> list[MachineMemory] | None:
+    """What there is to say of each virtual machine: on the first rank, once it has measured."""
+    pipeline = strategy._require_pipeline()
+    measured, settings = pipeline.planning.measured, pipeline.settings
+    if measured is None:
+        return None
+    if not pipeline.planning.is_measured:
+        raise PlanError(
+            "The data ended before enough steps had been measured. Give more of it, or fewer"
+            " `profile_steps` in the strategy's arguments."
+        )
+    profile, cluster, topology = measured.profile, measured.cluster, pipeline.replicas.topology
+    plan = make_plan(replace(settings, plan=None), profile, cluster, topology)
+    workloads = workloads_of(profile, cluster, topology.ranks, plan.schedule, plan.microbatches)
+    machines = []
+    for vm, (ranks, workload) in enumerate(zip(topology.ranks, workloads, strict=True)):
+        links, cut, swaps = links_of(cluster, ranks), cut_of(plan, vm), plan.swapped(vm)
+        rooms = [
+            Room(cluster.devices[rank].room_bytes, cluster.devices[rank].host_bytes)
+            for rank in ranks
+        ]
+        footprints = Footprints(profile, workload, links)
+        asked = Compression(profile, workload, links, rooms, Planned())
+        machines.append(
+            MachineMemory(
+                profile,
+                cut,
+                swaps,
+                links,
+                tuple(asked.records(cut.counts)),
+                footprints.of(cut, swaps),
+                footprints.of(replace(cut, recompute=frozenset())),
+                tuple(room.budget_bytes for room in rooms),
+            )
+        )
+    return machines
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ConfigurationError(
+            "`pipeshift memory --picture` draws with matplotlib, which is not installed:"
+            " `pip install matplotlib`, or leave the option out; the text has the same picture."
+        ) from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _draw(machines: Sequence[MachineMemory], path: Path) -> None:
+    pyplot = _pyplot()
+    rows = [(vm, s) for vm, m in enumerate(machines) for s in range(len(m.budget_bytes))]
+    figure, axes = pyplot.subplots(
+        len(rows), 1, figsize=(10, 1.8 * len(rows)), sharex=True, squeeze=False
+    )
+    for axis, (vm, stage) in zip(axes[:, 0], rows, strict=True):
+        machine = machines[vm]
+        for found, label in ((machine.uncompressed, "all stays"), (machine.footprint, "plan")):
+            trace, static = found.traces[stage], found.static_bytes[stage]
+            held = [(static + held) / 1e9 for held in trace.held_bytes]
+            axis.step(list(trace.times), held, where="post", label=label, linewidth=1)
+        if math.isfinite(machine.budget_bytes[stage]):
+            axis.axhline(machine.budget_bytes[stage] / 1e9, color="black", linewidth=0.5)
+        axis.set_ylabel(f"stage {stage}\nGB" if len(machines) == 1 else f"{vm}.{stage}\nGB")
+        axis.set_ylim(bottom=0)
+    axes[0, 0].legend(loc="upper right")
+    axes[-1, 0].set_xlabel("seconds since the step began")
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
