@@ -108,7 +108,7 @@ def train(
     """Trains on all ranks; what is left behind."""
     L.seed_everything(3, verbose=False)
     generator = torch.Generator().manual_seed(1)
-    batches = [
+    batches: Any = [
         (torch.randn(n, WIDTH, generator=generator), torch.randint(4, (n,), generator=generator))
         for n in batch_sizes
     ]

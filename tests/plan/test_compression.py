@@ -217,3 +217,82 @@ def test_what_is_found_fits_or_the_error_says_what_would(seed):
         for (layer, _), stages in ways(found).items():
             assert given.owners[layer] not in stages
             assert stages or given.links.rate(given.owners[layer], HOST)
+
+
+# --- against brute force ---
+
+
+@dataclass(frozen=True)
+class Everything:
+    """All assignments of a case. Arrays: one row for each.
+
+    Args:
+        peak_bytes: of each stage.
+        host_bytes: of each stage.
+        seconds: of the step.
+    """
+
+    peak_bytes: np.ndarray
+    host_bytes: np.ndarray
+    seconds: np.ndarray
+
+    def best(self, rooms: Sequence[Room]) -> float:
+        """The shortest step that fits; infinite where none does."""
+        budgets, hosts = np.array(rooms).T
+        fit = (self.peak_bytes <= budgets).all(axis=1) & (self.host_bytes <= hosts).all(axis=1)
+        return float(np.min(self.seconds, where=fit, initial=math.inf))
+
+
+def everything(given: Case) -> Everything:
+    """Two stages: each tensor stays, or goes to the host or the other stage, or its layer is
+    recomputed.
+    """
+    footprints = Footprints(given.profile, given.workload, given.links)
+    peaks, hosts, taken = [], [], []
+    layers = [_of_layer(given, layer) for layer in range(given.profile.num_layers)]
+    for chosen in itertools.product(*layers):
+        again = frozenset(layer for layer, swaps in enumerate(chosen) if swaps is None)
+        swaps = [swap for of_layer in chosen if of_layer for swap in of_layer]
+        found = footprints.of(Cut(given.counts, again), swaps)
+        peaks.append(found.peak_bytes)
+        hosts.append([trace.host_bytes for trace in found.traces])
+        taken.append(seconds(found))
+    return Everything(np.array(peaks), np.array(hosts), np.array(taken))
+
+
+def _of_layer(given: Case, layer: int) -> Iterator[list[Swap] | None]:
+    yield None
+    stage = given.owners[layer]
+    places: list[tuple[int, ...] | None] = [None, (1 - stage,)]
+    if given.links.rate(stage, HOST):
+        places.append(())
+    numbers = range(len(given.profile.layers[layer].tensors))
+    for chosen in itertools.product(places, repeat=len(numbers)):
+        by_place: dict[tuple[int, ...], list[int]] = {}
+        for number, place in zip(numbers, chosen, strict=True):
+            if place is not None:
+                by_place.setdefault(place, []).append(number)
+        yield [Swap(layer, tuple(found), place) for place, found in by_place.items()]
+
+
+def tiny_cases(schedule: str, seeds: Sequence[int]) -> Iterator[tuple[int, Case, Everything]]:
+    for seed in seeds:
+        num_layers = 2 + seed % 2
+        given = random_case(seed, 2, num_layers, 4 - num_layers, schedule)
+        yield seed, given, everything(given)
+
+
+def budgets_for(seed: int, every: Everything) -> list[list[Room]]:
+    """Budgets between the least that each stage can hold and the most that it ever does."""
+    draw = np.random.default_rng(20_000 + seed)
+    low, high = every.peak_bytes.min(axis=0), every.peak_bytes[-1]
+    most = every.host_bytes.max(initial=0.0)
+    return [
+        [
+            Room(float(budget), float(on_host))
+            for budget, on_host in zip(
+                draw.uniform(low, high), most * draw.choice([0, 0.5, 1], 2), strict=True
+            )
+        ]
+        for _ in range(3)
+    ]
