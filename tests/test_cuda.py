@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pipeshift import PipeShiftStrategy
+from lightning_pipeshift import MemoryCompression, PipeShiftStrategy, RecomputeAll, SwapAll
 from tests.features_models import QUIET, built, parameters_of
 from tests.harness import run_ranks
 from tests.models import ZOO
@@ -20,7 +20,9 @@ pytestmark = pytest.mark.cuda
 NAMES = ["sequential", "dropout", "random_mask", "gpt2", "loose_parameters", "functional_tying"]
 
 
-def train(name: str, shared: bool, precision: Any = "32-true") -> dict[str, Tensor]:
+def train(
+    name: str, shared: bool, precision: Any = "32-true", policy: Any = None
+) -> dict[str, Tensor]:
     """One rank's part; ``shared`` puts all stages on the first GPU."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     L.seed_everything(7, verbose=False)
@@ -31,6 +33,7 @@ def train(name: str, shared: bool, precision: Any = "32-true") -> dict[str, Tens
     trainer = L.Trainer(
         strategy=PipeShiftStrategy(microbatches=4, partition="uniform", parallel_devices=devices),
         precision=precision,
+        plugins=[MemoryCompression(policy=policy)] if policy is not None else None,
         max_epochs=1,
         **QUIET,  # type: ignore[arg-type]
     )
@@ -50,6 +53,17 @@ def test_precisions_on_a_shared_gpu(precision: str) -> None:
     (alone,) = run_ranks(train, 1, "dropout", True, precision, timeout=180)
     for found in run_ranks(train, 2, "dropout", True, precision, timeout=180):
         assert_same(found, alone)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(
+    "policy", [SwapAll(min_bytes=1), SwapAll("device", min_bytes=1), RecomputeAll()]
+)
+def test_saved_tensors_that_move(policy: Any, precision: str) -> None:
+    (plain,) = run_ranks(train, 1, "dropout", True, precision, timeout=180)
+    for stages in (1, 2):
+        for found in run_ranks(train, stages, "dropout", True, precision, policy, timeout=180):
+            assert_same(found, plain)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
