@@ -352,7 +352,7 @@ def _state_of(pid: int | None) -> str:
         status = Path(f"/proc/{pid}/status").read_text()
         state = next(line for line in status.splitlines() if line.startswith("State:"))
         threads = [
-            f"{(task / 'comm').read_text().strip()} in {(task / 'wchan').read_text() or 'user code'}"
+            f"{(task / 'comm').read_text().strip()} in {(task / 'wchan').read_text()}"
             for task in Path(f"/proc/{pid}/task").iterdir()
         ]
     except (OSError, StopIteration) as error:
