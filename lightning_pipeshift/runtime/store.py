@@ -26,6 +26,10 @@ from lightning_pipeshift.plan.action import Action, Kind, Row
 from lightning_pipeshift.runtime.copying import Ticket
 from lightning_pipeshift.runtime.places import Parcel, Place
 
+_PATIENCE_SECONDS: Final = 5.0
+_PAUSE_SECONDS: Final = 1e-3
+"""How long, and how often, room is looked for that another stage was promised."""
+
 _MARGIN: Final = 1.1
 """How much more than was lacking is named as what would have been enough."""
 
@@ -259,9 +263,21 @@ class ActivationStore:
             self._dropped.append(place)
 
     def lend(self, num_bytes: int) -> None:
-        """Another stage puts so many bytes here, or takes them back."""
-        if num_bytes > 0:
-            self.make_room(num_bytes, None)
+        """Another stage puts so many bytes here, or takes them back.
+
+        Raises:
+            BudgetError: this stage has had no room for them for a while.
+        """
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while num_bytes > 0:
+            try:
+                self.make_room(num_bytes, None)
+                break
+            except BudgetError:
+                # This stage's own backward may be about to end.
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_PAUSE_SECONDS)
         with self._lock:
             self._lent_bytes += num_bytes
             self._count(0)
