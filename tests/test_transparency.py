@@ -252,7 +252,10 @@ def assert_all_same(
                 assert_close(found, expected, what, rtol=1e-5, atol=1e-6)
                 assert_same_bits(found._replace(optimizer_state={}), of_run[0], what)
         moved = sum(found.moved_bytes for found in of_run)
-        assert bool(moved) == (how.memory is not None and how.memory != "again" and moves), how
+        if how.memory in ("host", "device") and moves:
+            assert moved, how
+        if how.memory is None:
+            assert not moved, how
         held = set().union(*(found.optimizer_state for found in of_run))
         assert held == set(expected.optimizer_state), how
 

@@ -37,6 +37,8 @@ _BEST_MAPPINGS: Final = 3
 _MOST_ROUNDS: Final = 200
 _MOST_IMPROVED: Final = 2
 
+_ROUNDING: Final = 1 + 1e-9
+
 _LINK_WEIGHT: Final = 1e-3
 """What a second of a link's time counts, in seconds of the step: of equally fast plans the one that
 moves less."""
@@ -212,8 +214,9 @@ class _Search:
         found = self.footprint(assigned)
         excess = 0.0
         for peak, trace, room in zip(found.peak_bytes, found.traces, self._rooms, strict=True):
-            excess += max(0.0, peak - room.budget_bytes)
-            excess += max(0.0, trace.host_bytes - room.host_bytes)
+            # The last of rounding is forgiven: a sum in another order is another sum.
+            excess += max(0.0, peak / _ROUNDING - room.budget_bytes)
+            excess += max(0.0, trace.host_bytes / _ROUNDING - room.host_bytes)
         links = sum(self._way_seconds(key, way) for key, way in assigned.items() if way is not None)
         again = {layer for (layer, _), way in assigned.items() if way is None}
         work = sum(float(self._workload.forward[self._owner[layer], layer]) for layer in again)
