@@ -1,6 +1,7 @@
 import json
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.cluster import FREE, Cluster, Device, Link
 from lightning_pipeshift.plan.files import load_cluster, load_profile, save_cluster, save_profile
 from lightning_pipeshift.plan.profile import KindProfile, LayerProfile, Profile
+from lightning_pipeshift.plan.saved_tensors import SavedTensor
 
 # What the README of somebody's laboratory may say of its machines.
 BY_HAND = """
@@ -354,3 +356,64 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
         save_cluster(CLUSTERS["links of all sorts"], path)
     assert load_cluster(path) == CLUSTERS["one device"]
     assert [file.name for file in tmp_path.iterdir()] == ["cluster.yaml"]
+
+
+WITH_TENSORS = replace(
+    PROFILE,
+    layers=(
+        PROFILE.layers[0],
+        replace(
+            PROFILE.layers[1],
+            tensors=(
+                SavedTensor(0, 4000, (10, 100), "float32", "attn: MmBackward0"),
+                SavedTensor(1, 0),
+                SavedTensor(3, 1000, (1000,), "bool", 'a "mask"'),
+            ),
+        ),
+    ),
+)
+
+
+def test_a_saved_profile_has_its_tensors(tmp_path):
+    path = tmp_path / "profile.json"
+    save_profile(WITH_TENSORS, path)
+    assert load_profile(path) == WITH_TENSORS
+    lines = path.read_text().splitlines()
+    (line,) = [line for line in lines if '"h.0"' in line]
+    assert json.loads(line.rstrip(","))["tensors"][0] == {
+        "number": 0,
+        "num_bytes": 4000,
+        "shape": [10, 100],
+        "dtype": "float32",
+        "maker": "attn: MmBackward0",
+    }
+    (line,) = [line for line in lines if '"wte"' in line]
+    assert "tensors" not in json.loads(line.rstrip(","))
+
+
+@pytest.mark.parametrize(
+    ("place", "new", "message"),
+    [
+        ("", 5, r"layers\[1\]: field 'tensors' is 5; it must be a list"),
+        ("", [5], r"layers\[1\]: tensors\[0\] is 5; it must be an object with number, num_bytes"),
+        (
+            "/0/dtype",
+            ...,
+            r"tensors\[0\] has no field 'dtype'; add it, or measure the profile anew",
+        ),
+        ("/0/size", 5, r"layers\[1\]: tensors\[0\] has an unknown field 'size'; allowed: number"),
+        ("/2/num_bytes", 0.5, r"tensors\[2\]: field 'num_bytes' is 0.5; it must be a whole number"),
+        ("/2/num_bytes", -5, "a saved tensor with number 3 and -5 bytes; both are at least 0"),
+        ("/0/number", -1, "a saved tensor with number -1 and 4000 bytes"),
+        ("/0/shape", [10, "100"], "field 'shape' is .*; it must be a list of whole numbers"),
+        ("/0/maker", None, "field 'maker' is null; it must be a text"),
+    ],
+)
+def test_a_wrong_tensor_is_named(place, new, message, tmp_path):
+    path = tmp_path / "profile.json"
+    save_profile(WITH_TENSORS, path)
+    document = edit(json.loads(path.read_text()), f"layers/1/tensors{place}", new)
+    path.write_text(json.dumps(document))
+    with pytest.raises(PlanError, match=message) as error:
+        load_profile(path)
+    assert str(error.value).startswith(f"{path}: ")

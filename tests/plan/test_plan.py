@@ -8,6 +8,7 @@ import pytest
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.placement import Placement
 from lightning_pipeshift.plan.plan import LayerRecord, Plan
+from lightning_pipeshift.plan.saved_tensors import Swap
 
 LAYERS = (
     LayerRecord("wte", 4000, 0.5, 100),
@@ -198,3 +199,136 @@ def test_a_plan_for_another_model(names, words):
 def test_a_layer_called_twice_is_no_silent_match():
     with pytest.raises(PlanError):
         plan().require_layers(["wte", "h.0", "h.1", "h.1", "head"])
+
+
+SWAPS = (
+    (Swap(0, (0, 2)), Swap(1, (0,), (1,)), Swap(1, (1,)), Swap(2, (4, 3), (0,))),
+    (Swap(3, (0,), (0,), (2.5,)),),
+)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"swaps": SWAPS},
+        {"swaps": ((), SWAPS[1])},
+        {"swaps": SWAPS, "recompute": ((3,), (0, 1, 2))},
+        {
+            "placement": Placement(((2, 1, 1),)),
+            "swaps": ((Swap(0, (0,), (2, 1), (1 / 3, 0.1)), Swap(3, (7,), (0, 1))),),
+        },
+    ],
+)
+def test_swaps_to_json_and_back(changes):
+    assert Plan.from_json(plan(**changes).to_json()) == plan(**changes)
+
+
+def test_a_document_says_of_swaps_what_there_is_to_say():
+    document = json.loads(plan(swaps=SWAPS).to_json())
+    assert document["swaps"] == [
+        [
+            {"layer": 0, "tensors": [0, 2]},
+            {"layer": 1, "tensors": [0], "stages": [1]},
+            {"layer": 1, "tensors": [1]},
+            {"layer": 2, "tensors": [4, 3], "stages": [0]},
+        ],
+        [{"layer": 3, "tensors": [0], "stages": [0], "shares": [2.5]}],
+    ]
+    assert "swaps" not in json.loads(plan().to_json())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"swaps": SWAPS[:1]}, "'swaps' has entries for 1 virtual machines, and 'placement' has 2"),
+        (
+            {"swaps": ((), (Swap(4, (0,)),))},
+            r"'swaps' of virtual machine 1 has tensors \[0\] of layer 4: .* the layers 0 to 3",
+        ),
+        ({"swaps": ((Swap(-1, (0,)),), ())}, "of layer -1: there are the layers 0 to 3"),
+        (
+            {"swaps": ((Swap(2, (1, 0)),), ()), "recompute": ((2,), ())},
+            r"virtual machine 0 has tensors \[1, 0\] of layer 2: the layer is recomputed; let it",
+        ),
+        (
+            {"swaps": ((Swap(2, (0, 1)), Swap(2, (3, 1), (0,))), ())},
+            r"tensors \[3, 1\] of layer 2 on stages \[0\]: a tensor goes to one place",
+        ),
+        (
+            {"swaps": ((Swap(0, (0,), (1, 2)),), ())},
+            r"tensors \[0\] of layer 0 on stages \[1, 2\]: there are the stages 0 to 1",
+        ),
+    ],
+)
+def test_invariants_of_swaps(changes, words):
+    with pytest.raises(PlanError, match=words):
+        plan(**changes)
+
+
+def test_a_layer_that_one_virtual_machine_recomputes_is_swapped_by_another():
+    both = plan(swaps=((Swap(2, (0,)),), ()), recompute=((), (2,)))
+    assert (both.swapped(0), both.recomputed(1)) == ((Swap(2, (0,)),), {2})
+    # The same number in another layer is another tensor.
+    assert plan(swaps=((Swap(1, (0,)), Swap(2, (0,))), ())).swapped(0)
+
+
+@pytest.mark.parametrize(
+    ("swaps", "words"),
+    [
+        (7, "'swaps' is 7; it must be a list"),
+        ([[], {}], "'swaps' is .*; it must be a list of lists"),
+        ([[7], []], r"swaps\[0\]\[0\] is 7; it must be an object with layer, tensors"),
+        ([[], [{"layer": 0}]], r"swaps\[1\]\[0\] has no field 'tensors'"),
+        (
+            [[{"layer": 0, "tensors": [0], "to": 1}], []],
+            r"swaps\[0\]\[0\] has an unknown field 'to'",
+        ),
+        ([[{"layer": 0.5, "tensors": [0]}], []], "'layer' is 0.5; it must be a whole number"),
+        ([[{"layer": 0, "tensors": [True]}], []], "'tensors' is .* a list of whole numbers"),
+        ([[{"layer": 0, "tensors": []}], []], r"a swap of the tensors \[\] of layer 0"),
+        (
+            [[{"layer": 0, "tensors": [0], "stages": ["1"]}], []],
+            r"swaps\[0\]\[0\]: field 'stages' is .* a list of whole numbers",
+        ),
+        (
+            [[{"layer": 0, "tensors": [0], "stages": [1], "shares": ["1"]}], []],
+            "'shares' is .* a list of numbers",
+        ),
+        (
+            [[{"layer": 0, "tensors": [0], "shares": [1]}], []],
+            r"layer 0 to 0 stages with the shares \[1.0\]",
+        ),
+        ([[{"layer": 9, "tensors": [0]}], []], "of layer 9: there are the layers 0 to 3"),
+        ([[]], "'swaps' has entries for 1 virtual machines"),
+    ],
+)
+def test_damaged_swaps_are_told_by_their_field(swaps, words):
+    with pytest.raises(PlanError, match=words):
+        Plan.from_json(edited(swaps=swaps))
+
+
+def test_no_stage_lends_to_itself():
+    """Layers 1 and 2 change their stage; what was to go there stays with them."""
+    swaps = (
+        Swap(0, (0,), (1,)),
+        Swap(1, (0,), (1,)),
+        Swap(1, (1,), (2,)),
+        Swap(1, (2,), (1, 2)),
+        Swap(1, (3,)),
+        Swap(2, (0,), (0,)),
+    )
+    before = plan(placement=Placement(((2, 1, 1),)), swaps=(swaps,))
+    assert before.swapped(0) == swaps
+    after = before.with_placement(Placement(((1, 1, 2),)))
+    assert after.swapped(0) == (swaps[0], swaps[2], swaps[4], swaps[5])
+    first = before.with_placement(Placement(((3, 0, 1),)))
+    assert first.swapped(0) == swaps[:-1]
+    # It is not forgotten: who moves back lends again, in this run or the next.
+    assert Plan.from_json(after.to_json()).with_placement(before.placement) == before
+    assert plan().swapped(0) == plan().swapped(1) == ()
+
+
+def test_plans_of_other_swaps_are_not_alike():
+    assert plan(swaps=SWAPS).is_like(plan(swaps=SWAPS, microbatches=2))
+    assert not plan(swaps=SWAPS).is_like(plan())
+    assert len({plan(swaps=SWAPS), plan(), plan(swaps=SWAPS)}) == 2
