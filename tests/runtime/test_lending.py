@@ -1,0 +1,564 @@
+"""Blocks of saved tensors at other ranks, in parts: there, and back as the same bits."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_pipeshift.errors import BudgetError, StageFailedError
+from lightning_pipeshift.model.codec import codec_named
+from lightning_pipeshift.model.saved import SavedTable
+from lightning_pipeshift.plan.action import parse_row
+from lightning_pipeshift.runtime import store as store_module
+from lightning_pipeshift.runtime.channels import Channels
+from lightning_pipeshift.runtime.copying import Rooms
+from lightning_pipeshift.runtime.places import Borrower, Lender, Parcel, RemotePlace
+from lightning_pipeshift.runtime.store import ActivationStore, Orders
+from lightning_pipeshift.runtime.threads import Threads
+from tests.harness import run_ranks
+from tests.runtime.stages import connect
+
+T = TypeVar("T")
+
+CPU = torch.device("cpu")
+NO_LIMIT = float("inf")
+
+
+def nothing() -> None:
+    pass
+
+
+# --- both ends ---
+
+
+class Waited(Threads):
+    """Threads whose end can be waited for."""
+
+    def __init__(self) -> None:
+        self.errors: list[BaseException] = []
+        self.futures: list[Future[Any]] = []
+        super().__init__("lending", self.errors.append)
+
+    def submit(self, function: Callable[[], T]) -> Future[T]:
+        future = super().submit(function)
+        self.futures.append(future)
+        return future
+
+
+class House:
+    """A rank that takes blocks of others, and keeps count."""
+
+    def __init__(self, channels: Channels, guests: Sequence[int] = (0,)) -> None:
+        self.channels = channels
+        self.counts = [0]
+        self._lock = threading.Lock()
+        self.threads = Waited()
+        self.rooms = Rooms(CPU, NO_LIMIT)
+        lender = Lender(channels.bulk, self.rooms, self.threads, self._count)
+        for guest in guests:
+            lender.serve(guest)
+            # Saying it twice is as good as once.
+            lender.serve(guest)
+
+    def _count(self, num_bytes: int) -> None:
+        with self._lock:
+            self.counts.append(self.counts[-1] + num_bytes)
+
+    def answer(self) -> list[int]:
+        """Tells stage 0 what is held now, as often as it asks; returns what was held, in turn."""
+        while self.channels.receive_object(0) == "how much?":
+            self.channels.send_object(self.counts[-1], 0)
+            self.channels.settle()
+        return self.end()
+
+    def end(self) -> list[int]:
+        """Waits until every guest has said goodbye; returns what was held, in turn."""
+        for future in self.threads.futures:
+            future.result(timeout=20)
+        assert not self.threads.errors
+        assert self.rooms.used_bytes == 0
+        return self.counts
+
+
+class Guest:
+    """A rank whose blocks are at others."""
+
+    def __init__(
+        self,
+        channels: Channels,
+        houses: Sequence[int],
+        shares: Sequence[float] = (),
+        codec: str | None = None,
+        limits: Sequence[float] = (),
+    ) -> None:
+        self.channels = channels
+        self.errors: list[BaseException] = []
+        limits = limits or [NO_LIMIT] * len(houses)
+        self.borrowers = {
+            house: Borrower(house, channels.bulk, limit, self.errors.append)
+            for house, limit in zip(houses, limits, strict=True)
+        }
+        self.place = RemotePlace(self.borrowers, shares, codec_named(codec))
+
+    def put(self, memory: Tensor) -> Parcel:
+        parcel = self.place.put(memory, nothing)
+        assert parcel is not None
+        return parcel
+
+    def held(self, house: int) -> int:
+        """What another rank holds now."""
+        self.channels.send_object("how much?", house)
+        self.channels.settle()
+        found: int = self.channels.receive_object(house)
+        return found
+
+    def held_in_time(self, house: int, num_bytes: int) -> bool:
+        """Whether it comes to hold so much; what was said last may be on its way yet."""
+        deadline = time.monotonic() + 10
+        while self.held(house) != num_bytes:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.002)
+        return True
+
+    def used(self) -> list[int]:
+        return [borrower.used_bytes for borrower in self.borrowers.values()]
+
+    def leave(self) -> None:
+        """Says goodbye."""
+        for house, borrower in self.borrowers.items():
+            borrower.close()
+            self.channels.send_object("goodbye", house)
+        self.channels.settle()
+        assert not self.errors
+
+
+def fetched(parcel: Parcel, like: Tensor) -> Tensor:
+    """A block that has come back."""
+    memory = torch.empty_like(like)
+    parcel.fetch(memory, nothing).wait()
+    parcel.forget()
+    return memory
+
+
+def bits(tensor: Tensor) -> list[int]:
+    return tensor.view(torch.uint8).tolist()
+
+
+def kinds() -> dict[str, Tensor]:
+    """Vectors, as blocks are."""
+    generator = torch.Generator().manual_seed(3)
+    numbers = torch.randn(1000, generator=generator)
+    return {
+        "float": numbers,
+        "relu": numbers.relu(),
+        "zeros": torch.zeros(500),
+        "mask": numbers > 0,
+        "double": numbers.double() / 3,
+        "bfloat16": numbers.bfloat16(),
+        "int64": torch.arange(777),
+        "uint8": torch.arange(256).to(torch.uint8)[:251].clone(),
+        "complex": torch.complex(numbers, -numbers),
+        "nan": torch.full((33,), float("nan")),
+        "one": torch.ones(1),
+        "a byte": torch.ones(1, dtype=torch.bool),
+        "large": torch.randn(300_000, generator=generator),
+    }
+
+
+# --- there and back ---
+
+
+def there_and_back(shares: tuple[float, ...], codec: str | None) -> Any:
+    channels, _ = connect()
+    if channels.stage:
+        return House(channels).answer()
+    guest = Guest(channels, (1, 2), shares, codec)
+    blocks = kinds()
+    parcels = {name: guest.put(block.clone()) for name, block in blocks.items()}
+    order = list(blocks)
+    random.Random(5).shuffle(order)
+    found = {}
+    # Some one by one, some all at once.
+    for name in order[:4]:
+        found[name] = fetched(parcels[name], blocks[name])
+    coming = {name: torch.empty_like(blocks[name]) for name in order[4:]}
+    tickets = {name: parcels[name].fetch(memory, nothing) for name, memory in coming.items()}
+    for name, ticket in tickets.items():
+        ticket.wait()
+        assert ticket.is_done()
+        parcels[name].forget()
+    found |= coming
+    assert all(parcel.leaving.is_done() for parcel in parcels.values())
+    guest.leave()
+    return {name: bits(found[name]) for name in blocks}
+
+
+@pytest.mark.parametrize("codec", [None, "lossless"])
+@pytest.mark.parametrize("shares", [(), (1.0, 3.0)])
+def test_blocks_come_back_as_the_same_bits_in_any_order(
+    shares: tuple[float, ...], codec: str | None
+) -> None:
+    found, *counts = run_ranks(there_and_back, 3, shares, codec)
+    for name, block in kinds().items():
+        assert found[name] == bits(block), name
+    sent = [sum(max(0, b - a) for a, b in itertools.pairwise(c)) for c in counts]
+    total = sum(block.nbytes for block in kinds().values())
+    if codec is None:
+        assert sum(sent) == total
+    else:
+        assert sum(sent) < total
+    first = shares[0] / sum(shares) if shares else 0.5
+    assert sent[0] == pytest.approx(first * sum(sent), rel=1e-3)
+    for count in counts:
+        assert count[-1] == 0
+        assert min(count) == 0
+        assert max(count) > 0
+
+
+def lossy() -> Any:
+    channels, _ = connect()
+    if channels.stage:
+        return House(channels).answer()
+    guest = Guest(channels, (1, 2), (2.0, 1.0), "8bit")
+    block = kinds()["float"]
+    parcel = guest.put(block.clone())
+    parcel.leaving.wait()
+    used = guest.used()
+    found = fetched(parcel, block)
+    guest.leave()
+    return found, used
+
+
+def test_what_loses_bits_travels_smaller_and_is_as_near_as_it_says() -> None:
+    (found, used), *counts = run_ranks(lossy, 3)
+    block = kinds()["float"]
+    codec = codec_named("8bit")
+    assert codec is not None
+    assert 0 < float((found - block).abs().max()) <= codec.largest_error(block)
+    size = codec.encode(block).num_bytes
+    assert size < 0.3 * block.nbytes
+    assert [max(count) for count in counts] == used
+    assert sum(used) == size
+    assert used[0] == pytest.approx(2 * used[1], abs=2)
+
+
+def told(num: int) -> Any:
+    """Who wants to know when a block has left, or is back, is told: once, and after all parts."""
+    channels, _ = connect()
+    if channels.stage:
+        return House(channels).answer()
+    guest = Guest(channels, (1, 2))
+    found: list[str] = []
+    lock = threading.Lock()
+
+    def note(what: str) -> None:
+        with lock:
+            found.append(what)
+
+    results = []
+    for number in range(num):
+        block = torch.full((1000,), float(number))
+        parcel = guest.place.put(block, lambda n=number: note(f"left {n}"))  # type: ignore[misc]
+        assert parcel is not None
+        parcel.leaving.wait()
+        memory = torch.zeros(1000)
+
+        def is_back(n: int = number, memory: Tensor = memory) -> None:
+            results.append(bool((memory == n).all()))
+            note(f"back {n}")
+
+        parcel.fetch(memory, is_back).wait()
+        parcel.forget()
+    guest.leave()
+    return found, results
+
+
+def test_who_wants_to_know_is_told_once_and_when_all_parts_are_there() -> None:
+    (found, results), *_ = run_ranks(told, 3, 10)
+    assert found == [f"{what} {number}" for number in range(10) for what in ("left", "back")]
+    assert results == [True] * 10
+
+
+def each_others(num: int) -> Any:
+    """Every rank lends to the others, and borrows from them, at the same time."""
+    channels, _ = connect()
+    me, others = channels.stage, [s for s in range(channels.num_stages) if s != channels.stage]
+    house = House(channels, others)
+    guest = Guest(channels, others)
+    dice = random.Random(me)
+    waiting: list[tuple[int, Parcel, Tensor]] = []
+    num_wrong = 0
+    for number in range(num):
+        block = torch.full((dice.randint(1, 5000),), 1000 * me + number, dtype=torch.int16)
+        waiting.append((1000 * me + number, guest.put(block), torch.empty_like(block)))
+        while len(waiting) > dice.randint(0, 8):
+            value, parcel, memory = waiting.pop(dice.randrange(len(waiting)))
+            # As the store does: not before it has left.
+            parcel.leaving.wait()
+            if dice.random() < 0.3:
+                parcel.forget()
+                continue
+            parcel.fetch(memory, nothing).wait()
+            parcel.forget()
+            num_wrong += not bool((memory == value).all())
+    for _, parcel, _ in waiting:
+        parcel.forget()
+    for borrower in guest.borrowers.values():
+        borrower.close()
+    counts = house.end()
+    assert not guest.errors
+    return num_wrong, counts[-1], max(counts) > 0, guest.used()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_lend_to_each_other(world_size: int) -> None:
+    expected = (0, 0, True, [0] * (world_size - 1))
+    assert run_ranks(each_others, world_size, 60) == [expected] * world_size
+
+
+# --- what is held ---
+
+
+def counted() -> Any:
+    channels, _ = connect()
+    if channels.stage:
+        return House(channels).answer()
+    guest = Guest(channels, (1,))
+    blocks = [torch.full((100 * n,), n, dtype=torch.uint8) for n in (1, 2, 3, 4)]
+    parcels = [guest.put(block) for block in blocks]
+    for parcel in parcels:
+        parcel.leaving.wait()
+    assert guest.used() == [1000]
+    assert guest.held_in_time(1, 1000)
+    assert fetched(parcels[1], blocks[1]).tolist() == [2] * 200
+    assert guest.used() == [800]
+    assert guest.held_in_time(1, 800)
+    # Never fetched.
+    parcels[3].forget()
+    assert guest.used() == [400]
+    assert guest.held_in_time(1, 400)
+    # Forgotten while it comes, or after it came: once.
+    memory = torch.empty_like(blocks[2])
+    ticket = parcels[2].fetch(memory, nothing)
+    parcels[2].forget()
+    ticket.wait()
+    parcels[2].forget()
+    assert memory.tolist() == [3] * 300
+    assert guest.used() == [100]
+    assert guest.held_in_time(1, 100)
+    parcels[0].forget()
+    assert guest.used() == [0]
+    assert guest.held_in_time(1, 0)
+    guest.leave()
+    return None
+
+
+def test_what_a_lender_holds_is_counted_up_and_down() -> None:
+    _, counts = run_ranks(counted, 2)
+    assert counts[-1] == 0
+    assert max(counts) == 1000
+    # What comes, comes in order; what goes, when it goes.
+    assert counts[:5] == [0, 100, 300, 600, 1000]
+    assert counts[5:] == [800, 400, 100, 0]
+
+
+def forgotten(num: int) -> Any:
+    """Forgotten at once, maybe before it has left."""
+    channels, _ = connect()
+    if channels.stage:
+        return House(channels).answer()
+    guest = Guest(channels, (1, 2), (1.0, 2.0))
+    for number in range(num):
+        guest.put(torch.full((10_000,), float(number))).forget()
+    assert guest.used() == [0, 0]
+    # What comes behind is as good as ever.
+    found = fetched(guest.put(torch.arange(9.0)), torch.arange(9.0)).tolist()
+    assert all(guest.held_in_time(house, 0) for house in (1, 2))
+    guest.leave()
+    return found
+
+
+def test_what_is_forgotten_without_being_fetched_frees_the_lender() -> None:
+    found, *counts = run_ranks(forgotten, 3, 20)
+    assert found == list(range(9))
+    for count in counts:
+        assert len(count) == 1 + 2 * 21
+        assert count[-1] == 0
+
+
+def limited() -> Any:
+    channels, _ = connect()
+    if channels.stage:
+        return House(channels).answer()
+    guest = Guest(channels, (1, 2), (1.0, 3.0), limits=(1000, 2000))
+    block = torch.arange(2000, dtype=torch.int32).to(torch.uint8)
+    first = guest.put(block)
+    assert guest.used() == [500, 1500]
+    # The second has no room for its part: the first is asked for nothing.
+    assert guest.place.put(block, nothing) is None
+    assert guest.used() == [500, 1500]
+    second = guest.put(block[:400].clone())
+    assert guest.used() == [600, 1800]
+    assert guest.place.put(block[:400].clone(), nothing) is None
+    assert torch.equal(fetched(first, block), block)
+    assert guest.used() == [100, 300]
+    third = guest.put(block)
+    assert guest.used() == [600, 1800]
+    assert torch.equal(fetched(third, block), block)
+    assert torch.equal(fetched(second, block[:400]), block[:400])
+    assert guest.used() == [0, 0]
+    guest.leave()
+    return None
+
+
+def test_no_more_is_borrowed_than_was_promised() -> None:
+    _, *counts = run_ranks(limited, 3)
+    assert [max(count) for count in counts] == [600, 1800]
+    assert [count[-1] for count in counts] == [0, 0]
+
+
+# --- with stores at both ends ---
+
+
+def with_stores() -> Any:
+    """Stage 0 saves more than it has room for; stage 1 has room, and counts it."""
+    channels, _ = connect()
+    if channels.stage:
+        store = ActivationStore(Orders(10_000))
+        threads = Waited()
+        Lender(channels.bulk, Rooms(CPU, NO_LIMIT), threads, store.lend).serve(0)
+        for future in threads.futures:
+            future.result(timeout=20)
+        return store.traffic.peak_bytes, store.held_bytes
+    guest = Guest(channels, (1,))
+    place = guest.place
+    places = {(layer, 0): (place,) for layer in range(5)}
+    store = ActivationStore(Orders(2000, places, None, dict.fromkeys(range(5), 800)))
+    row = parse_row("F0 B0")
+    found = []
+    store.begin_step(row)
+    store.begin_action(0, row[0])
+    table = SavedTable(0, store)
+    saved = []
+    for layer in range(5):
+        store.before_layer(layer)
+        saved.append(table.save(torch.full((200,), float(layer)), layer, 0, frozenset()))
+        store.after_layer(layer)
+    store.end_action(row[0])
+    store.begin_action(1, row[1])
+    while saved:
+        found.append(saved.pop().get().unique().tolist())
+        store.advance()
+    store.end_action(row[1])
+    assert store.held_bytes == 0
+    assert guest.used() == [0]
+    for borrower in guest.borrowers.values():
+        borrower.close()
+    return found, store.traffic.peak_bytes, store.traffic.moved_bytes
+
+
+def test_a_store_that_lends_and_a_store_that_borrows() -> None:
+    (found, peak, moved), (lent_peak, lent) = run_ranks(with_stores, 2)
+    assert found == [[4.0], [3.0], [2.0], [1.0], [0.0]]
+    assert peak <= 2000
+    assert moved >= 3 * 800
+    # What stays with stage 0 until the end need not have come.
+    assert 2 * 800 <= lent_peak <= 5 * 800
+    assert lent == 0
+
+
+def lends_what_it_has_not() -> Any:
+    store_module._PATIENCE_SECONDS = 0.1  # type: ignore[misc]
+    channels, _ = connect()
+    if channels.stage:
+        store, threads = ActivationStore(Orders(1000)), Waited()
+        Lender(channels.bulk, Rooms(CPU, NO_LIMIT), threads, store.lend).serve(0)
+        with pytest.raises(BudgetError, match="another stage would exceed it"):
+            threads.futures[0].result(timeout=20)
+        return [type(error).__name__ for error in threads.errors]
+    Guest(channels, (1,)).place.put(torch.zeros(2000, dtype=torch.uint8), nothing)
+    time.sleep(0.5)
+    return None
+
+
+def test_a_lender_without_room_says_so() -> None:
+    assert run_ranks(lends_what_it_has_not, 2)[1] == ["BudgetError"]
+
+
+# --- failures ---
+
+
+def lender_dies(when: str) -> None:
+    channels, _ = connect()
+    if channels.stage == 1:
+        house = House(channels)
+        if when == "before it comes":
+            os.kill(os.getpid(), signal.SIGKILL)
+        while house.counts[-1] < 4000:
+            time.sleep(0.001)
+        # Until it is here, not only announced.
+        assert channels.receive_object(0) == "it has left"
+        os.kill(os.getpid(), signal.SIGKILL)
+    if channels.stage == 2:
+        House(channels)
+        channels.receive_object(1)
+    guest = Guest(channels, (1, 2))
+    begun = time.monotonic()
+    try:
+        block = torch.ones(2000)
+        if when == "before it comes":
+            # Large: it cannot all be under way already.
+            block = torch.ones(20_000_000)
+        parcel = guest.put(block)
+        parcel.leaving.wait()
+        # Nobody waits for this to arrive: who gets it dies.
+        channels.send_object("it has left", 1)
+        parcel.fetch(torch.empty_like(block), nothing).wait()
+    finally:
+        assert time.monotonic() - begun < 15
+        # Those who do not wait for it hear of it too, once for each way.
+        assert 1 <= len(guest.errors) <= 2
+        assert all(isinstance(error, StageFailedError) for error in guest.errors)
+
+
+@pytest.mark.parametrize("when", ["before it comes", "while it is there"])
+def test_a_lender_that_dies_is_an_error_of_the_borrower(when: str) -> None:
+    borrower, lender, other = run_ranks(
+        lender_dies, 3, when, expect_failure=True, timeout=40, grace=20
+    )
+    assert lender.error_type == "Died", lender
+    assert borrower.error_type == StageFailedError.__name__, borrower
+    assert "Rank 1" in borrower.message
+    assert other.error_type == StageFailedError.__name__, other
+
+
+def borrower_dies() -> Any:
+    channels, _ = connect()
+    if channels.stage == 0:
+        house = House(channels, guests=(1,))
+        for future in house.threads.futures:
+            with pytest.raises(StageFailedError, match="Rank 1"):
+                future.result(timeout=20)
+        return len(house.threads.errors)
+    guest = Guest(channels, (0,))
+    guest.put(torch.ones(1000)).leaving.wait()
+    os.kill(os.getpid(), signal.SIGKILL)
+    return None
+
+
+def test_a_borrower_that_dies_ends_the_lenders_threads() -> None:
+    lender, borrower = run_ranks(borrower_dies, 2, expect_failure=True, timeout=40, grace=20)
+    assert borrower.error_type == "Died", borrower
+    assert lender.value == 2, lender
