@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
-from lightning_pipeshift.errors import BudgetError
+from lightning_pipeshift.errors import BudgetError, PlanError
 from lightning_pipeshift.plan.action import Kind
 from lightning_pipeshift.plan.footprint import Footprint, Footprints, tensors_of
 from lightning_pipeshift.plan.memory_trace import HOST, Links, StageTrace
@@ -29,15 +29,23 @@ from lightning_pipeshift.plan.saved_tensors import Choice, Swap
 from lightning_pipeshift.plan.workload import Cut, Workload
 
 SMALLEST_BYTES: Final = 1 << 16
-"""What is smaller is not worth a transfer of its own."""
+"""What is smaller is not worth a transfer of its own, unless nothing else fits."""
 
 _MOST_LENDERS: Final = 3
-_MOST_MAPPINGS: Final = 4096
+_MOST_ASKED: Final = 6
+_MOST_MAPPINGS: Final = 64
 _BEST_MAPPINGS: Final = 3
 _MOST_ROUNDS: Final = 200
 _MOST_IMPROVED: Final = 2
+_MOST_TRIALS: Final = 2000
 
 _ROUNDING: Final = 1 + 1e-9
+
+_CLOSE: Final = 1.001
+"""What is so close to the best that can be is not improved further."""
+
+_LIKE_SECONDS: Final = 1.2
+"""Layers whose forwards differ by less than this factor are taken to be alike."""
 
 _LINK_WEIGHT: Final = 1e-3
 """What a second of a link's time counts, in seconds of the step: of equally fast plans the one that
@@ -124,11 +132,12 @@ class Compression:
         self._rooms = tuple(rooms)
         self._policy = policy
         self._recompute = recompute
+        self._footprints = Footprints(profile, workload, links)
         self._sizes = {
-            (index, tensor.number): tensor.num_bytes
-            for index, layer in enumerate(profile.layers)
-            for tensor in tensors_of(layer)
-            if tensor.num_bytes
+            (layer, number): size
+            for layer, sizes in enumerate(self._footprints.sizes)
+            for number, size in sizes.items()
+            if size
         }
 
     def compressed(self, counts: Sequence[int]) -> Compressed:
@@ -150,9 +159,11 @@ class Compression:
     def _nothing_fits(self, search: _Search, best: Assigned) -> BudgetError:
         found = search.footprint(best)
         lacking = [
-            peak - room.budget_bytes
+            peak / _ROUNDING - room.budget_bytes
             for peak, room in zip(found.peak_bytes, self._rooms, strict=True)
         ]
+        if max(lacking) <= 0:
+            return self._host_is_short(search, best)
         stage = max(range(len(lacking)), key=lacking.__getitem__)
         needed = max(found.peak_bytes)
         static, budget = found.static_bytes[stage], self._rooms[stage].budget_bytes
@@ -172,6 +183,18 @@ class Compression:
             f" {'; '.join(remedies)}."
         )
 
+    def _host_is_short(self, search: _Search, best: Assigned) -> BudgetError:
+        lacking = [trace.host_bytes - room.host_bytes for trace, room in search.traces(best)]
+        stage = max(range(len(lacking)), key=lacking.__getitem__)
+        trace, room = list(search.traces(best))[stage]
+        return BudgetError(
+            f"Nothing keeps the memory budget: the host of stage {stage} has"
+            f" {_size(room.host_bytes)} for swapped tensors (`host_budget`), and at the least that"
+            f" was found it would hold {_size(trace.host_bytes)} of them. What would help:"
+            f" {_size(trace.host_bytes)} there, or a larger budget on the device, so that less has"
+            " to move."
+        )
+
 
 class _Search:
     """The search for one cut."""
@@ -188,8 +211,8 @@ class _Search:
             for stage in range(self._workload.num_stages)
             for layer in range(cut.bounds[stage], cut.bounds[stage + 1])
         }
-        self._footprints = Footprints(problem._profile, self._workload, self._links)
-        self._known: dict[frozenset[tuple[tuple[int, int], Way]], Footprint] = {}
+        self._known: dict[frozenset[tuple[tuple[int, int], Way]], tuple[Footprint, _Score]] = {}
+        self._num_trials = 0
         self.uncompressed = self.footprint({})
         self._lenders: dict[int, list[Lenders]] = {}
         self._fixed = self._asked()
@@ -200,18 +223,26 @@ class _Search:
 
     def footprint(self, assigned: Assigned) -> Footprint:
         """What it comes to."""
+        return self._evaluated(assigned)[0]
+
+    def score(self, assigned: Assigned) -> _Score:
+        """How good it is."""
+        return self._evaluated(assigned)[1]
+
+    def _evaluated(self, assigned: Assigned) -> tuple[Footprint, _Score]:
         key = frozenset(assigned.items())
-        if key not in self._known:
-            self._known[key] = self._footprints.of(self._cut_of(assigned), self._swaps(assigned))
-        return self._known[key]
+        known = self._known.get(key)
+        if known is None:
+            self._num_trials += 1
+            found = self._problem._footprints.of(self._cut_of(assigned), self._swaps(assigned))
+            known = self._known[key] = found, self._scored(assigned, found)
+        return known
 
     def traces(self, assigned: Assigned) -> Iterator[tuple[StageTrace, Room]]:
         """Each stage's trace, and its room."""
         return zip(self.footprint(assigned).traces, self._rooms, strict=True)
 
-    def score(self, assigned: Assigned) -> _Score:
-        """How good it is."""
-        found = self.footprint(assigned)
+    def _scored(self, assigned: Assigned, found: Footprint) -> _Score:
         excess = 0.0
         for peak, trace, room in zip(found.peak_bytes, found.traces, self._rooms, strict=True):
             # The last of rounding is forgiven: a sum in another order is another sum.
@@ -227,18 +258,11 @@ class _Search:
         stage, size = self._owner[key[0]], self._sizes[key]
         if not way:
             return self._links.seconds(stage, HOST, size)
-        shares = self._shares(stage, way)
+        shares = _shares(stage, way, self._links)
         return max(
             self._links.seconds(stage, lender, size * share / sum(shares))
             for lender, share in zip(way, shares, strict=True)
         )
-
-    def _shares(self, stage: int, lenders: Lenders) -> tuple[float, ...]:
-        """Blocks in proportion to the bandwidth of the links."""
-        rates = [self._links.rate(stage, lender) for lender in lenders]
-        if not all(map(math.isfinite, rates)):
-            return (1.0,) * len(lenders)
-        return tuple(rate / min(rates) for rate in rates)
 
     def _cut_of(self, assigned: Assigned) -> Cut:
         again = {layer for (layer, _), way in assigned.items() if way is None}
@@ -254,7 +278,7 @@ class _Search:
                 layer,
                 tuple(numbers),
                 way,
-                self._shares(self._owner[layer], way) if len(way) > 1 else (),
+                _shares(self._owner[layer], way, self._links) if len(way) > 1 else (),
             )
             for (layer, way), numbers in groups.items()
         )
@@ -282,7 +306,7 @@ class _Search:
                 layer=profile.name,
                 index=layer,
                 number=number,
-                num_bytes=size,
+                num_bytes=round(size),
                 shape=tensor.shape,
                 dtype=tensor.dtype,
                 maker=tensor.maker,
@@ -311,7 +335,11 @@ class _Search:
         return max(0.0, gap) + between
 
     def _asked(self) -> dict[tuple[int, int], Way]:
-        """What the policy has answered; what it keeps is fixed as ``KEPT`` by its absence below."""
+        """What the policy has answered: where tensors go, and (in ``_stays``) which stay.
+
+        Raises:
+            PlanError: it asks for a way that there is not.
+        """
         self._stays: set[tuple[int, int]] = set()
         fixed: dict[tuple[int, int], Way] = {}
         again: set[int] = set()
@@ -325,21 +353,32 @@ class _Search:
             elif choice is Choice.RECOMPUTE:
                 again.add(record.index)
             elif choice is Choice.HOST:
+                self._require_way(record, choice, record.host_seconds)
                 fixed[key] = ()
             elif choice is Choice.DEVICE:
+                self._require_way(record, choice, record.device_seconds)
                 fixed[key] = self._default_lenders(record.stage)
         for key in self._sizes:
             if key[0] in again:
                 fixed[key] = None
                 self._stays.discard(key)
+        # Whose layers may not be recomputed: that would take in what goes elsewhere, or stays.
+        self._bound = {layer for layer, _ in {*fixed, *self._stays} if layer not in again}
         return fixed
+
+    def _require_way(self, record: TensorRecord, choice: Choice, seconds: float) -> None:
+        if not math.isfinite(seconds):
+            name = type(self._problem._policy).__name__
+            raise PlanError(
+                f"the policy {name} moves tensor {record.number} of layer {record.layer!r} with"
+                f" {choice}, and there is no way there from stage {record.stage}. Where"
+                f" record.{choice.value}_seconds is infinite, answer None or Choice.KEEP"
+            )
 
     def _default_lenders(self, stage: int) -> Lenders:
         """Who takes tensors of a stage, if nothing else is known: the one with most room left."""
         peaks = self.uncompressed.peak_bytes
-        others = [s for s in range(self._workload.num_stages) if s != stage]
-        if not others:
-            return ()
+        others = [s for s in range(self._workload.num_stages) if self._links.rate(stage, s)]
         return (max(others, key=lambda s: (self._rooms[s].budget_bytes - peaks[s], -peaks[s])),)
 
     # --- the search ---
@@ -353,12 +392,13 @@ class _Search:
         for lenders in self._mappings():
             self._lenders = lenders
             found.append(self._relaxed(self._greedy(start)))
-        for way in (None, ()):
-            if way is None and self._problem._recompute == "none":
-                continue
-            found.append(self._relaxed({**dict.fromkeys(self._free(), way), **start}))
+        # Of any size: before nothing fits, what is small goes too.
+        last_resorts: tuple[Way, ...] = (None, ())
+        for way in last_resorts:
+            keys = [key for key in self._free() if way in self._ways(key[0])]
+            found.append(self._relaxed({**dict.fromkeys(keys, way), **start}))
         best = sorted(found, key=self.score)[:_MOST_IMPROVED]
-        return min((self._relaxed(self._improved(one)) for one in best), key=self.score)
+        return self._kicked(min((self._improved(one) for one in best), key=self.score))
 
     def _free(self) -> list[tuple[int, int]]:
         """The tensors of which nobody has said anything."""
@@ -372,12 +412,21 @@ class _Search:
                 groups.setdefault(key[0], []).append(key)
         return groups
 
-    def _ways(self, stage: int) -> Iterator[Way]:
+    def _ways(self, layer: int) -> list[Way]:
+        """Where tensors of a layer may go."""
+        stage = self._owner[layer]
+        found: list[Way] = []
         if self._links.rate(stage, HOST) and self._rooms[stage].host_bytes:
-            yield ()
-        yield from self._lenders.get(stage, ())
-        if self._problem._recompute != "none":
-            yield None
+            found.append(())
+        found += self._lenders.get(stage, ())
+        found += [
+            (other,)
+            for other in range(self._workload.num_stages)
+            if self._links.rate(stage, other) and (other,) not in found
+        ]
+        if self._problem._recompute != "none" and layer not in self._bound:
+            found.append(None)
+        return found
 
     def _with(
         self, assigned: Assigned, keys: Iterable[tuple[int, int]], way: Way
@@ -430,36 +479,88 @@ class _Search:
         }
         return sorted({*stages, *borrowing, *full})
 
-    def _steps(self, now: Assigned, stage: int) -> Iterator[dict[tuple[int, int], Way]]:
-        """Assignments one layer of a stage away; of like layers the first and the last."""
+    def _steps(
+        self, now: Assigned, stage: int, one_by_one: bool = False
+    ) -> Iterator[dict[tuple[int, int], Way]]:
+        """Assignments one layer of a stage away, or one tensor; of like layers the first and the
+        last.
+        """
         groups = self._groups(stage)
         alike: dict[tuple[object, ...], list[int]] = {}
         for layer, keys in sorted(groups.items()):
             signature = (
                 tuple((self._sizes[key], now.get(key, "stays")) for key in keys),
-                float(self._workload.forward[stage, layer]),
+                _roughly(float(self._workload.forward[stage, layer])),
+                layer in self._bound,
             )
             alike.setdefault(signature, []).append(layer)
         for layers in alike.values():
             for layer in sorted({layers[0], layers[-1]}):
-                keys = groups[layer]
-                for way in self._ways(stage):
-                    yield self._with(now, keys, way)
-                yield {key: way for key, way in now.items() if key not in set(keys)}
+                for part, rest in self._parts(now, groups[layer], one_by_one):
+                    for way in self._ways(layer):
+                        if way is not None or not one_by_one:
+                            yield self._with(rest, part, way)
+                    yield {key: way for key, way in rest.items() if key not in part}
+
+    def _parts(
+        self, now: Assigned, keys: Sequence[tuple[int, int]], one_by_one: bool
+    ) -> Iterator[tuple[Sequence[tuple[int, int]], Assigned]]:
+        """What of a layer may change its way together, and the assignment in which it does."""
+        if not one_by_one:
+            yield keys, now
+        elif len(keys) > 1:
+            # Nothing of the layer is recomputed then.
+            rest = {key: way for key, way in now.items() if way is not None or key not in keys}
+            # Of tensors that are alike one.
+            alike = {(self._sizes[key], now.get(key, "stays")): key for key in keys}
+            for one in alike.values():
+                yield [one], rest
 
     def _improved(self, assigned: Assigned) -> Assigned:
-        """Improves an assignment layer by layer, until nothing does."""
+        """Improves an assignment layer by layer, and tensor by tensor, until nothing does."""
         now, score = dict(assigned), self.score(assigned)
         for _ in range(_MOST_ROUNDS):
+            if self._is_good(score):
+                break
             before = score
-            for stage in range(self._workload.num_stages):
-                for changed in self._steps(now, stage):
+            for stage, one_by_one in itertools.product(
+                range(self._workload.num_stages), (False, True)
+            ):
+                for changed in self._steps(now, stage, one_by_one):
                     after = self.score(changed)
                     if after < score:
                         now, score = changed, after
                         break
             if not score < before:
                 break
+        return self._relaxed(now)
+
+    def _is_good(self, score: _Score) -> bool:
+        # Nothing takes less than a step in which all stays.
+        least = self.uncompressed.timeline.step_seconds
+        return not score.excess_bytes and score.seconds <= _CLOSE * least
+
+    def _kicked(self, assigned: Assigned) -> Assigned:
+        """Leaves a place from where no single change is for the better: makes one that is for the
+        worse, mends what it breaks and improves what comes of that, until nothing better does.
+        """
+        now, score = assigned, self.score(assigned)
+        while not self._is_good(score):
+            for stage, one_by_one in itertools.product(
+                range(self._workload.num_stages), (False, True)
+            ):
+                for changed in self._steps(now, stage, one_by_one):
+                    if self._num_trials > _MOST_TRIALS:
+                        return now
+                    other = self._improved(self._relaxed(self._greedy(changed)))
+                    if self.score(other) < score:
+                        break
+                else:
+                    continue
+                now, score = other, self.score(other)
+                break
+            else:
+                return now
         return now
 
     def _relaxed(self, assigned: Assigned) -> dict[tuple[int, int], Way]:
@@ -513,6 +614,47 @@ class _Search:
         ]
 
 
+def _roughly(seconds: float) -> int | None:
+    """The same for what differs by what measurements do."""
+    return round(math.log(seconds) / math.log(_LIKE_SECONDS)) if seconds > 0 else None
+
+
+class _Mapping(NamedTuple):
+    """Who takes tensors of whom, and what that comes to.
+
+    Args:
+        lenders: of each stage that lacks room.
+        taken: what each stage takes, in bytes.
+        left_out: what nobody takes, in bytes.
+        seconds: how long the slowest link carries its part.
+    """
+
+    lenders: dict[int, Lenders]
+    taken: tuple[float, ...]
+    left_out: float = 0.0
+    seconds: float = 0.0
+
+    def score(self, spare: Sequence[float]) -> tuple[float, float]:
+        """What has no room, and how long the rest takes."""
+        over = sum(
+            max(0.0, size - max(0.0, left)) for size, left in zip(self.taken, spare, strict=True)
+        )
+        return self.left_out + over, self.seconds
+
+    def plus(self, stage: int, need: float, lenders: Lenders, links: Links) -> _Mapping:
+        """The same, and what a stage lacks goes to some others, in proportion to the links."""
+        mapping = {**self.lenders, stage: lenders}
+        if not lenders:
+            return self._replace(lenders=mapping, left_out=self.left_out + need)
+        taken, seconds = list(self.taken), self.seconds
+        shares = _shares(stage, lenders, links)
+        for lender, share in zip(lenders, shares, strict=True):
+            size = need * share / sum(shares)
+            taken[lender] += size
+            seconds = max(seconds, links.seconds(stage, lender, size))
+        return _Mapping(mapping, tuple(taken), self.left_out, seconds)
+
+
 def mappings(
     needs: Mapping[int, float], spare: Sequence[float], links: Links
 ) -> list[dict[int, Lenders]]:
@@ -523,58 +665,27 @@ def mappings(
         spare: bytes that each stage has left; what is below 0 counts as nothing.
         links: between the stages.
     """
-    choices = {
-        stage: [
-            (),
-            *(
-                lenders
-                for count in range(1, _MOST_LENDERS + 1)
-                for lenders in itertools.combinations(
-                    [
-                        other
-                        for other, left in enumerate(spare)
-                        if left > 0 and other != stage and links.rate(stage, other)
-                    ],
-                    count,
-                )
-            ),
-        ]
-        for stage in needs
-    }
-    scored = []
-    for number, lenders in enumerate(
-        itertools.islice(itertools.product(*choices.values()), _MOST_MAPPINGS)
-    ):
-        mapping = dict(zip(choices, lenders, strict=True))
-        scored.append((_unmet(mapping, needs, spare, links), number, mapping))
-    scored.sort(key=lambda entry: entry[:2])
-    best = [mapping for _, _, mapping in scored[:_BEST_MAPPINGS]]
-    return best or [{}]
+    best = [_Mapping({}, (0.0,) * len(spare))]
+    # The neediest first: of what the first ones may have, only the best is kept for the others.
+    for stage in sorted(needs, key=lambda stage: (-needs[stage], stage)):
+        longer = []
+        for mapping in best:
+            has_room = [s for s, left in enumerate(spare) if left > 0 and links.rate(stage, s)]
+            has_room.sort(key=lambda s: mapping.taken[s] - spare[s])
+            for count in range(_MOST_LENDERS + 1):
+                for lenders in itertools.combinations(sorted(has_room[:_MOST_ASKED]), count):
+                    longer.append(mapping.plus(stage, needs[stage], lenders, links))
+        longer.sort(key=lambda mapping: mapping.score(spare))
+        best = longer[:_MOST_MAPPINGS]
+    return [mapping.lenders for mapping in best[:_BEST_MAPPINGS]]
 
 
-def _unmet(
-    mapping: Mapping[int, Lenders],
-    needs: Mapping[int, float],
-    spare: Sequence[float],
-    links: Links,
-) -> tuple[float, float]:
-    """What a mapping leaves without room, and how long its slowest link carries the rest."""
-    taken = [0.0] * len(spare)
-    seconds = 0.0
-    unmet = 0.0
-    for stage, lenders in mapping.items():
-        if not lenders:
-            unmet += needs[stage]
-            continue
-        rates = [links.rate(stage, lender) for lender in lenders]
-        if not all(map(math.isfinite, rates)):
-            rates = [1.0] * len(lenders)
-        for lender, rate in zip(lenders, rates, strict=True):
-            size = needs[stage] * rate / sum(rates)
-            taken[lender] += size
-            seconds = max(seconds, links.seconds(stage, lender, size))
-    unmet += sum(max(0.0, load - max(0.0, left)) for load, left in zip(taken, spare, strict=True))
-    return unmet, seconds
+def _shares(stage: int, lenders: Lenders, links: Links) -> tuple[float, ...]:
+    """Blocks in proportion to the bandwidth of the links."""
+    rates = [links.rate(stage, lender) for lender in lenders]
+    if not all(map(math.isfinite, rates)):
+        return (1.0,) * len(lenders)
+    return tuple(rate / min(rates) for rate in rates)
 
 
 def _size(num_bytes: float) -> str:

@@ -29,6 +29,10 @@ LENDING_SECONDS: Final = 3e-4
 comes."""
 
 
+_MOST_EFFECTS: Final = 1024
+"""How many stages' effects are remembered, some 100 KB each."""
+
+
 @dataclass(frozen=True)
 class Footprint:
     """What a plan comes to. Tuples are per stage.
@@ -101,16 +105,20 @@ class Footprints:
     """
 
     def __init__(self, profile: Profile, workload: Workload, links: Links) -> None:
-        self._profile = profile
         self._workload = workload
         self._links = links
-        self._timelines: dict[Cut, tuple[Costs, Timeline, Timeline]] = {}
+        #: What each layer saves for a microbatch of the workload: bytes by number.
+        self.sizes = tuple(
+            _sizes(layer, float(saved))
+            for layer, saved in zip(profile.layers, workload.saved_bytes, strict=True)
+        )
+        self._timelines: dict[Cut, tuple[Costs, Timeline]] = {}
         self._effects: dict[Any, Effects] = {}
 
     def of(self, cut: Cut, swaps: Sequence[Swap] = ()) -> Footprint:
         """What a cut, what it recomputes and what it swaps come to."""
         workload = self._workload
-        costs, timeline, shorter = self._timeline(cut)
+        costs, timeline = self._timeline(cut)
         by_layer: dict[int, list[Swap]] = {}
         for swap in swaps:
             by_layer.setdefault(swap.layer, []).append(swap)
@@ -119,44 +127,39 @@ class Footprints:
             moved = tuple(s for layer in range(begin, end) for s in by_layer.get(layer, ()))
             key = (stage, cut, moved)
             if key not in self._effects:
+                if len(self._effects) >= _MOST_EFFECTS:
+                    self._effects.clear()
                 loads = [
                     self._load(stage, layer, cut, by_layer.get(layer, ()))
                     for layer in range(begin, end)
                 ]
-                self._effects[key] = effects(stage, shorter.rows[stage], loads, self._links)
+                self._effects[key] = effects(stage, timeline.rows[stage], loads, self._links)
             found.append(self._effects[key])
         static = [
             float(sum(workload.static_bytes[begin:end])) for begin, end in pairwise(cut.bounds)
         ]
         return Footprint(costs, timeline, tuple(traces(found)), tuple(static))
 
-    def _timeline(self, cut: Cut) -> tuple[Costs, Timeline, Timeline]:
-        """What the step costs, how it runs, and how a shorter one does that holds as much."""
+    def _timeline(self, cut: Cut) -> tuple[Costs, Timeline]:
+        """What the step costs, and how it runs."""
         if cut not in self._timelines:
-            workload = self._workload
-            costs = costs_of(workload, cut)
-            timeline = shorter = simulate(workload.clock_of(cut), costs)
-            # From when the pipeline is full, every microbatch is like the one before.
-            most = max(workload.in_flight) + workload.num_stages + 2
-            if workload.microbatches > most:
-                shorter = simulate(workload.with_microbatches(most).clock_of(cut), costs)
-            self._timelines[cut] = costs, timeline, shorter
+            costs = costs_of(self._workload, cut)
+            self._timelines[cut] = costs, simulate(self._workload.clock_of(cut), costs)
         return self._timelines[cut]
 
     def _load(self, stage: int, index: int, cut: Cut, swaps: Sequence[Swap]) -> LayerLoad:
-        layer = self._profile.layers[index]
         forward = float(self._workload.forward[stage, index])
         backward = float(self._workload.backward[stage, index])
-        sizes = {tensor.number: tensor.num_bytes for tensor in tensors_of(layer)}
+        sizes = self.sizes[index]
         total = sum(sizes.values())
-        # The workload's microbatches may be larger or smaller than those that were measured.
-        fraction = float(self._workload.saved_bytes[index]) / layer.saved_bytes if total else 1.0
         if index in cut.recompute:
+            if stage not in self._workload.recomputing:
+                backward += forward
             return LayerLoad(
                 index,
                 forward,
-                backward + forward,
-                again_bytes=round(fraction * total),
+                backward,
+                again_bytes=round(total),
                 input_bytes=round(float(self._workload.input_bytes[index])),
             )
         moved = {swap: sum(sizes.get(number, 0) for number in swap.tensors) for swap in swaps}
@@ -164,13 +167,17 @@ class Footprints:
             index,
             forward,
             backward,
-            kept_bytes=round(fraction * (total - sum(moved.values()))),
-            moved=tuple(
-                Moved(round(fraction * size), parts_of(swap))
-                for swap, size in moved.items()
-                if size
-            ),
+            kept_bytes=round(total - sum(moved.values())),
+            moved=tuple(Moved(round(size), parts_of(swap)) for swap, size in moved.items() if size),
         )
+
+
+def _sizes(layer: LayerProfile, saved_bytes: float) -> dict[int, float]:
+    tensors = tensors_of(layer)
+    total = sum(tensor.num_bytes for tensor in tensors)
+    # The workload's microbatches may be larger or smaller than those that were measured.
+    fraction = saved_bytes / total if total else 1.0
+    return {tensor.number: fraction * tensor.num_bytes for tensor in tensors}
 
 
 def costs_of(workload: Workload, cut: Cut) -> Costs:

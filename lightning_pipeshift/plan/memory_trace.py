@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +34,8 @@ HOST: Final = -1
 HOST_LATENCY: Final = 5e-5
 """Until a thread has woken up, or a stream has begun; seconds."""
 
-Change = tuple[float, float]
-"""A moment in seconds, and how many bytes more are held from then on."""
+Changes = tuple[Numbers, Numbers]
+"""Moments in seconds, and how many bytes more are held from each of them on."""
 
 Link = tuple[int, int]
 """From a stage to another, or to its host."""
@@ -103,21 +103,6 @@ class Links:
         return latency + num_bytes / rate if rate else math.inf
 
 
-@dataclass(slots=True)
-class _Transfer:
-    """A part of a tensor on its way out or back. Seconds since the step began."""
-
-    source: int
-    to: int
-    num_bytes: float
-    begun: float
-    made: float
-    needed: float
-    freed: float
-    out_end: float = 0.0
-    back_begin: float = 0.0
-
-
 @dataclass(frozen=True, eq=False)
 class StageTrace:
     """One stage's memory for saved tensors during a step.
@@ -145,34 +130,50 @@ class StageTrace:
 
 @dataclass(frozen=True, eq=False)
 class Effects:
-    """What one stage's saved tensors change, as (moment, bytes): here, and elsewhere.
+    """What one stage's saved tensors change: here, and elsewhere.
 
     Args:
         here: on the stage itself.
         lent: on the stages that take tensors of it.
-        host: on its host.
+        host_bytes: see :class:`StageTrace`.
         late_seconds: see :class:`StageTrace`.
     """
 
-    here: list[Change]
-    lent: dict[int, list[Change]]
-    host: list[Change]
+    here: Changes
+    lent: Mapping[int, Changes]
+    host_bytes: float
     late_seconds: float
 
-    def trace(self, lent: Sequence[Change] = ()) -> StageTrace:
+    def trace(self, lent: Sequence[Changes] = ()) -> StageTrace:
         """The stage's memory, with what is held for others."""
         if not lent:
             return self._alone
-        times, held = _summed([*self.here, *lent])
+        times, held = _summed([self.here, *lent])
         return replace(
             self._alone, times=times, held_bytes=held, lent_bytes=_most(_summed(lent)[1])
         )
 
     @cached_property
     def _alone(self) -> StageTrace:
-        times, held = _summed(self.here)
-        on_host = _most(_summed(self.host)[1])
-        return StageTrace(times, held, host_bytes=on_host, late_seconds=self.late_seconds)
+        times, held = _summed([self.here])
+        return StageTrace(times, held, host_bytes=self.host_bytes, late_seconds=self.late_seconds)
+
+
+class _Times(NamedTuple):
+    """When a layer's saved tensors come and go; an entry for each microbatch that has a backward.
+    Seconds since the step began.
+    """
+
+    begun: Numbers
+    """Its forward begins, and they are held."""
+    made: Numbers
+    """It ends: they may leave."""
+    used: Numbers
+    """Its backward begins: they have to be back."""
+    freed: Numbers
+    """It ends: they are gone."""
+    rerun: Numbers
+    """The stage recomputes them in an action of its own; infinite where it does not."""
 
 
 def effects(stage: int, row: Sequence[Span], loads: Sequence[LayerLoad], links: Links) -> Effects:
@@ -184,22 +185,39 @@ def effects(stage: int, row: Sequence[Span], loads: Sequence[LayerLoad], links: 
         loads: its layers, in call order.
         links: what carries swapped tensors.
     """
-    here: list[Change] = []
-    transfers = _of_stage(stage, row, loads, here)
-    late = _scheduled(transfers, links)
-    lent: dict[int, list[Change]] = {}
-    host: list[Change] = []
-    for one in transfers:
-        size = one.num_bytes
-        here += [(one.begun, size), (one.freed, -size)]
-        if one.out_end < one.back_begin:
+    here, host = _Sum(), _Sum()
+    transfers: dict[int, list[tuple[float, _Times]]] = {}
+    for load, times in zip(loads, _times(row, loads), strict=True):
+        here.add(times.begun, times.freed, load.kept_bytes)
+        if load.again_bytes:
+            back = np.minimum(times.used, times.rerun)
+            here.add(times.begun, times.freed, load.input_bytes)
+            here.add(times.begun, times.made, load.again_bytes)
+            here.add(back, times.freed, load.again_bytes)
+        for moved in load.moved:
+            for to, part in moved.parts:
+                transfers.setdefault(to, []).append((moved.num_bytes * part, times))
+    late = 0.0
+    lent: dict[int, Changes] = {}
+    for to, members in transfers.items():
+        seconds = np.array([links.seconds(stage, to, size) for size, _ in members])
+        made = np.array([times.made for _, times in members])
+        used = np.array([times.used for _, times in members])
+        out_end = _first_come_first_served(made, seconds)
+        # The way back is the same, looked at from the end: as late as may be.
+        back_begin = -_first_come_first_served(-used, seconds)
+        late = max(late, float((out_end - back_begin).max(initial=0.0)))
+        begin = out_end - seconds[:, None] if np.isfinite(seconds).all() else made
+        there = host if to == HOST else _Sum()
+        for index, (size, times) in enumerate(members):
+            here.add(times.begun, times.freed, size)
             # Until it has left, and again from when it begins to come back.
-            here += [(one.out_end, -size), (one.back_begin, size)]
-        seconds = links.seconds(one.source, one.to, size)
-        begin = one.out_end - seconds if math.isfinite(seconds) else one.made
-        there = [(begin, size), (max(one.needed, begin), -size)]
-        (host if one.to == HOST else lent.setdefault(one.to, [])).extend(there)
-    return Effects(here, lent, host, late)
+            goes = out_end[index] < back_begin[index]
+            here.add(back_begin[index][goes], out_end[index][goes], size)
+            there.add(begin[index], np.maximum(times.used, begin[index]), size)
+        if to != HOST:
+            lent[to] = there.changes()
+    return Effects(here.changes(), lent, _most(_summed([host.changes()])[1]), late)
 
 
 def traces(found: Sequence[Effects]) -> list[StageTrace]:
@@ -209,54 +227,57 @@ def traces(found: Sequence[Effects]) -> list[StageTrace]:
         found: the effects of each stage.
     """
     return [
-        own.trace([change for other in found for change in other.lent.get(stage, ())])
+        own.trace([other.lent[stage] for other in found if stage in other.lent])
         for stage, own in enumerate(found)
     ]
 
 
-def _of_stage(
-    stage: int,
-    row: Sequence[Span],
-    loads: Sequence[LayerLoad],
-    changes: list[Change],
-) -> list[_Transfer]:
-    """What a stage's own tensors change, and those of them that are swapped."""
+class _Sum:
+    """Gathers changes."""
+
+    def __init__(self) -> None:
+        self._comes: list[tuple[Numbers, float]] = []
+        self._goes: list[tuple[Numbers, float]] = []
+
+    def add(self, begin: Numbers, end: Numbers, num_bytes: float) -> None:
+        """So much more is held from some moments to others."""
+        if num_bytes and begin.size:
+            self._comes.append((begin, num_bytes))
+            self._goes.append((end, -num_bytes))
+
+    def changes(self) -> Changes:
+        """All of them."""
+        found = self._goes + self._comes
+        if not found:
+            return np.zeros(0), np.zeros(0)
+        moments = np.concatenate([moments for moments, _ in found])
+        sizes = [size for _, size in found]
+        return moments, np.repeat(sizes, [len(moments) for moments, _ in found])
+
+
+def _times(row: Sequence[Span], loads: Sequence[LayerLoad]) -> list[_Times]:
+    """When each layer's saved tensors come and go."""
     backwards = {s.action.microbatch: s for s in row if s.action.kind is Kind.BACKWARD}
-    again = {s.action.microbatch: s for s in row if s.action.kind is Kind.RECOMPUTE}
+    again = {s.action.microbatch: s.start for s in row if s.action.kind is Kind.RECOMPUTE}
+    forwards = [
+        s for s in row if s.action.kind is Kind.FORWARD and s.action.microbatch in backwards
+    ]
+    pairs = [(s, backwards[s.action.microbatch]) for s in forwards]
+    moments = np.array([(f.start, f.end, b.start, b.end) for f, b in pairs], dtype=np.float64)
+    start, end, back_start, back_end = moments.reshape(-1, 4).T
+    rerun = np.array([again.get(s.action.microbatch, math.inf) for s in forwards])
     forward_ends = _ends([load.forward_seconds for load in loads])
     backward_ends = _ends([load.backward_seconds for load in reversed(loads)])[::-1]
-    transfers = []
-    for span in row:
-        if span.action.kind is not Kind.FORWARD:
-            continue
-        microbatch = span.action.microbatch
-        backward = backwards.get(microbatch)
-        if backward is None:
-            continue
-        length = backward.end - backward.start
-        for index, load in enumerate(loads):
-            begun = span.start
-            if index:
-                begun += forward_ends[index - 1] * (span.end - span.start)
-            made = span.start + forward_ends[index] * (span.end - span.start)
-            freed = backward.start + backward_ends[index] * length
-            used = backward.start
-            if index + 1 < len(loads):
-                used += backward_ends[index + 1] * length
-            if load.kept_bytes:
-                changes += [(begun, load.kept_bytes), (freed, -load.kept_bytes)]
-            if load.again_bytes:
-                rerun = again.get(microbatch)
-                back = min(used, rerun.start) if rerun is not None else used
-                changes += [(begun, load.input_bytes), (freed, -load.input_bytes)]
-                changes += [(begun, load.again_bytes), (made, -load.again_bytes)]
-                changes += [(back, load.again_bytes), (freed, -load.again_bytes)]
-            for moved in load.moved:
-                transfers += [
-                    _Transfer(stage, to, moved.num_bytes * part, begun, made, used, freed)
-                    for to, part in moved.parts
-                ]
-    return transfers
+    length, back_length = end - start, back_end - back_start
+    found = []
+    for index in range(len(loads)):
+        begun = start + forward_ends[index - 1] * length if index else start
+        is_last = index + 1 == len(loads)
+        used = back_start if is_last else back_start + backward_ends[index + 1] * back_length
+        made = start + forward_ends[index] * length
+        freed = back_start + backward_ends[index] * back_length
+        found.append(_Times(begun, made, used, freed, rerun))
+    return found
 
 
 def _ends(seconds: Sequence[float]) -> list[float]:
@@ -267,33 +288,34 @@ def _ends(seconds: Sequence[float]) -> list[float]:
     return [min(1.0, end / total) for end in accumulate(seconds)]
 
 
-def _scheduled(transfers: Sequence[_Transfer], links: Links) -> float:
-    """Gives each link its transfers one after the other; returns by how much the worst is late."""
-    by_link: dict[Link, list[_Transfer]] = {}
-    for one in transfers:
-        by_link.setdefault((one.source, one.to), []).append(one)
-    late = 0.0
-    for (source, to), members in by_link.items():
-        free = 0.0
-        for one in sorted(members, key=lambda one: one.made):
-            free = one.out_end = max(free, one.made) + links.seconds(source, to, one.num_bytes)
-        begin = math.inf
-        for one in sorted(members, key=lambda one: -one.needed):
-            begin = min(begin, one.needed) - links.seconds(source, to, one.num_bytes)
-            one.back_begin = begin
-            late = max(late, one.out_end - begin)
-    return late
+def _first_come_first_served(ready: Numbers, seconds: Numbers) -> Numbers:
+    """When a link has carried each of its transfers, one after the other.
+
+    Args:
+        ready: of each tensor and microbatch, when it may begin; (tensors, microbatches).
+        seconds: what each tensor takes; (tensors,).
+    """
+    order = np.argsort(ready, axis=None, kind="stable")
+    # One by one, and not in sums of them all: what comes out even has to stay even.
+    free = -math.inf
+    ends = []
+    takes = np.repeat(seconds, ready.shape[1])[order].tolist()
+    for moment, taken in zip(ready.ravel()[order].tolist(), takes, strict=True):
+        free = (free if free > moment else moment) + taken
+        ends.append(free)
+    found = np.empty(ready.size)
+    found[order] = ends
+    return found.reshape(ready.shape)
 
 
-def _summed(changes: Sequence[Change]) -> tuple[Numbers, Numbers]:
+def _summed(found: Sequence[Changes]) -> Changes:
     """The moments of change, and the sum from each of them on."""
-    if not changes:
-        return np.zeros(0), np.zeros(0)
-    moments, sizes = np.array(changes, dtype=np.float64).T
-    # What goes at a moment goes before what comes.
-    order = np.lexsort((sizes, moments))
+    moments, sizes = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+    if not moments.size:
+        return moments, sizes
+    order = np.argsort(moments, kind="stable")
     moments, held = moments[order], np.cumsum(sizes[order])
-    # Of those of one moment the last counts.
+    # What comes at a moment comes when all has gone that goes: of its sums the last counts.
     last = np.append(moments[1:] != moments[:-1], True)
     return moments[last], held[last]
 

@@ -52,6 +52,12 @@ class LayerProfile:
                     f"layer {self.name!r}: field {name!r} is {value}; "
                     "it must be finite and at least 0"
                 )
+        total = sum(tensor.num_bytes for tensor in self.tensors)
+        if self.tensors and total != self.saved_bytes:
+            raise PlanError(
+                f"layer {self.name!r}: its {len(self.tensors)} tensors have {total} bytes together,"
+                f" and saved_bytes is {self.saved_bytes}; both say the same, or tensors is empty"
+            )
 
     @property
     def static_bytes(self) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from lightning_pipeshift.errors import BudgetError
+from lightning_pipeshift.errors import BudgetError, PlanError
 from lightning_pipeshift.plan.compression import (
     SMALLEST_BYTES,
     Compressed,
@@ -299,13 +299,12 @@ def tight_rooms(seed: int, given: Case, every: Everything) -> Iterator[list[Room
     ("schedule", "near", "missed"),
     [
         # The least part of the cases whose result is at most 5 % slower than the best, and the
-        # greatest part without any result although there is one. In 1000 cases of each schedule it
-        # is 99 % and none, 99 % and 0.4 %.
-        ("1f1b", 0.95, 0.02),
-        ("eager_1f1b", 0.95, 0.02),
-        # Here all stages are full: who lends must let go of tensors of its own, and stages without
-        # room to spare are not asked. In 1000 cases it is 88 % and 6 %.
-        ("gpipe", 0.75, 0.12),
+        # greatest part without any result although there is one. In 100 others of each schedule it
+        # is 98 %, 98 % and 96 %, and none.
+        ("1f1b", 0.95, 0.0),
+        ("eager_1f1b", 0.95, 0.0),
+        # Here all stages are full: who lends must let go of tensors of its own.
+        ("gpipe", 0.92, 0.0),
     ],
 )
 def test_what_is_found_is_nearly_the_best_of_all(schedule, near, missed):
@@ -482,7 +481,7 @@ def _record(
 # --- what is chosen ---
 
 
-@pytest.mark.parametrize("slow", [0.1, 1.0, 2.0])
+@pytest.mark.parametrize("slow", [0.1, 2.0, 5.0])
 def test_recomputation_in_idle_time_is_free_and_goes_before_slow_links(slow):
     """The last stage takes three times as long, and sets the pace."""
     given = case([[4], [4], [8]], [2, 1], forward=[0.5, 0.5, 3.0], host=slow, link=slow)
@@ -537,12 +536,74 @@ def test_parts_are_in_proportion_to_the_links():
         assert (swap.stages, swap.shares) == ((1, 2), (1.0, 3.0))
 
 
-def test_what_is_small_is_not_moved():
+def test_what_is_small_stays_where_that_is_enough():
     small = (SMALLEST_BYTES - 1) / MB
     given = case([[1, small, 1, small]] * 4, [2, 2], host=1000)
     found = given.compressed([Room(MB * 6, math.inf), BOUNDLESS], recompute="none")
     assert found.swaps
     assert {number for _, number in ways(found)} <= {0, 2}
+
+
+def test_as_much_stays_as_fits():
+    """Of a layer that goes to make room, what is small stays."""
+    given = case([[1, 2, 4], [7], [7], [7]], [2, 2], link=1e4)
+    assert given.footprint().peak_bytes[0] == MB * 28
+    rooms = [Room(MB * 27, math.inf), BOUNDLESS]
+    assert ways(given.compressed(rooms, recompute="none")) == {(0, 2): (1,)}
+
+
+@pytest.mark.parametrize("other", [Choice.KEEP, Choice.HOST, Choice.DEVICE])
+def test_a_layer_of_which_something_is_fixed_is_not_recomputed(other):
+    """Recomputing both layers would be all that fits: it would take in what the policy has said."""
+    given = case([[1, 8], [9]], [1, 1], host=0.1, link=0.1)
+    rooms = [Room(10 * MB, 0), Room(10 * MB, 0)]
+    if other is Choice.HOST:
+        rooms = [Room(10 * MB, MB)] * 2
+    assert given.compressed(rooms).cut.recompute >= {0}
+    with pytest.raises(BudgetError):
+        given.compressed(rooms, Fixed({(0, 0): other}))
+    enough = [Room(20 * MB, 20 * MB)] * 2
+    found = given.compressed(enough, Fixed({(0, 0): other}))
+    assert 0 not in found.cut.recompute
+    assert ((0, 0) in ways(found)) == (other is not Choice.KEEP)
+
+
+@pytest.mark.parametrize(
+    ("choice", "counts", "words"),
+    [
+        (Choice.HOST, [1, 1], r"tensor 1 of layer 'l0'.*no way.*stage 0.*host_seconds"),
+        (Choice.DEVICE, [2], r"tensor 1 of layer 'l0'.*no way.*stage 0.*device_seconds"),
+    ],
+)
+def test_a_policy_that_asks_for_a_way_that_there_is_not(choice, counts, words):
+    with pytest.raises(PlanError, match=f"(?s)the policy Fixed moves {words}"):
+        case([[1, 8], [9]], counts).compressed([BOUNDLESS] * len(counts), Fixed({(0, 1): choice}))
+
+
+def test_sizes_are_those_of_the_microbatches_to_come():
+    """What was measured of microbatches half as large."""
+    given = case([[4, 2], [6]], [1, 1])
+    larger = replace(given.workload, saved_bytes=2 * given.workload.saved_bytes)
+    assert [r.num_bytes for r in _records(replace(given, workload=larger))] == [
+        2 * r.num_bytes for r in _records(given)
+    ]
+
+
+def _records(given: Case) -> list[TensorRecord]:
+    problem = Compression(
+        given.profile, given.workload, given.links, [BOUNDLESS] * 2, Planned(), "auto"
+    )
+    return list(problem.records(given.counts))
+
+
+def test_a_link_that_cannot_keep_up_is_later_with_every_microbatch():
+    """A microbatch takes 3 s, and its tensor 3.6 s."""
+
+    def late(microbatches: int) -> float:
+        given = case([[1], [1]], [1, 1], host=1 / 3.6, microbatches=microbatches)
+        return given.footprint([], [Swap(0, (0,))]).late_seconds
+
+    assert late(64) - late(32) == pytest.approx(0.6 * 32, rel=1e-3)
 
 
 def test_recompute_none():
@@ -570,6 +631,14 @@ def test_nothing_fits(static, host, words):
     given = case([[8], [8]], [1, 1], static=static, host=1000)
     with pytest.raises(BudgetError, match=words):
         given.compressed([Room(MB * 4, host)] * 2)
+
+
+def test_only_the_host_has_too_little_room():
+    given = case([[8], [8]], [1, 1], host=1000)
+    everything = Fixed({(0, 0): Choice.HOST})
+    with pytest.raises(BudgetError, match=r"host of stage 0 has 8\.39 MB.*16\.78 MB there"):
+        given.compressed([Room(MB * 20, MB * 8)] * 2, everything)
+    given.compressed([Room(MB * 20, MB * 16)] * 2, everything)
 
 
 # --- who lends to whom ---
@@ -610,6 +679,14 @@ def alike(num_stages: int, rate: float = 1.0, without: Sequence[tuple[int, int]]
 )
 def test_the_first_mapping(needs, spare, links, first):
     assert mappings(needs, spare, links)[0] == first
+
+
+def test_many_stages_have_their_mappings_soon():
+    begun = time.process_time()
+    needs = {stage: 1 + stage % 3 for stage in range(16)}
+    found = mappings(needs, [-needs[s] for s in range(16)] + [3] * 16, alike(32))
+    assert time.process_time() - begun < 10
+    assert _unmet(found[0], needs, [0] * 16 + [3] * 16, alike(32))[0] == 0
 
 
 def test_mappings_are_the_best_of_all():
@@ -674,12 +751,15 @@ def _unmet(
 # --- time ---
 
 
-def test_many_layers_of_many_tensors_are_soon_done():
-    sizes = np.random.default_rng(0).integers(1, 40, 12).tolist()
-    given = case([sizes] * 48, [12] * 4, link=10 * sum(sizes), microbatches=16)
+@pytest.mark.parametrize(("units", "limit"), [(3, 5), (2.6, 10), (1, 40)])
+def test_many_layers_of_many_tensors_are_soon_done(units, limit):
+    """The forwards differ by what measurements do. It takes 0.3 s, 1 s and 7 s."""
+    draw = np.random.default_rng(0)
+    sizes = draw.integers(1, 40, 12).tolist()
+    forward = (1 + 0.05 * draw.normal(size=48)).tolist()
+    given = case([sizes] * 48, [12] * 4, forward=forward, link=10 * sum(sizes), microbatches=16)
     unit = MB * 12 * sum(sizes)
     begun = time.process_time()
-    found = given.compressed([Room(3 * unit, 0)] * 4)
-    # It takes 1 s.
-    assert time.process_time() - begun < 5
-    assert max(found.footprint.peak_bytes) <= 3 * unit
+    found = given.compressed([Room(units * unit, 0)] * 4)
+    assert time.process_time() - begun < limit
+    assert max(found.footprint.peak_bytes) <= units * unit * ROUNDING
