@@ -475,6 +475,7 @@ def _rank_main(
     with job.stack_path(rank).open("w") as stack_file:
         faulthandler.enable(file=stack_file, all_threads=True)
         faulthandler.register(STACK_SIGNAL, file=stack_file, all_threads=True)
+        _keep_signal_handlers()
         os.environ.clear()
         os.environ.update(environment)
 
@@ -508,6 +509,23 @@ def _rank_main(
         sys.stderr.flush()
         # Whatever the function left behind (threads, loader workers) must not hold up the exit.
         os._exit(1 if "error_type" in report else 0)
+
+
+def _keep_signal_handlers() -> None:
+    """Keeps what faulthandler has installed.
+
+    Lightning puts every signal's handler back when a run ends, and Python knows nothing of those of
+    faulthandler: they would become the default, and the request for stacks would be deadly.
+    """
+    set_handler = signal.signal
+    ours = {STACK_SIGNAL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE}
+
+    def signal_of_others(number: int, handler: Any) -> Any:
+        if number in ours and handler == signal.SIG_DFL:
+            return handler
+        return set_handler(number, handler)
+
+    signal.signal = signal_of_others  # type: ignore[assignment]
 
 
 def _call_in_place(job: _Job) -> Any:

@@ -21,7 +21,13 @@ from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.placeholder import Placeholder, dtype_named
 from lightning_pipeshift.plan.flow import TensorSpec
 from lightning_pipeshift.runtime.lane import Lane, Line, PostedObject, Sent, Watched, as_bytes
-from lightning_pipeshift.runtime.sockets import Opened, open_sockets, shut_down
+from lightning_pipeshift.runtime.sockets import (
+    Opened,
+    ends_soon,
+    keep_for_ever,
+    open_sockets,
+    shut_down,
+)
 
 
 class Direction(enum.IntEnum):
@@ -133,6 +139,8 @@ class Channels(Lane):
         self._sockets = groups.sockets
         self._bulk_sockets = groups.bulk_sockets
         self._neighbours = dict(groups.neighbours)
+        # Sums that have begun, and may not have ended.
+        self._sums: list[Any] = []
         self._open_communicators()
 
     def _open_communicators(self) -> None:
@@ -170,6 +178,8 @@ class Channels(Lane):
         self._object_sends.clear()
         self._neighbours.clear()
         shut_down(self._sockets)
+        if not all(map(ends_soon, self._sums)):
+            keep_for_ever(self.control)
         self.control = self._bulk = None
 
     # --- payloads and gradients ---
@@ -258,6 +268,8 @@ class Channels(Lane):
         if self.num_stages > 1:
             with self.watched(None):
                 work = dist.all_reduce(vector, group=self.control, async_op=True)
+            self._sums = [one for one in self._sums if not one.is_completed()]
+            self._sums.append(work)
         return PostedSum(vector, work, self.watched)
 
     def gather_int(self, value: int) -> list[int]:

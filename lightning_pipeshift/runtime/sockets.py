@@ -8,9 +8,14 @@ down. Needs Linux's ``/proc``; elsewhere a failed rank's connections close when 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
 import stat
+import time
+from typing import Any, Final
+
+_PATIENCE_SECONDS: Final = 1.0
 
 Opened = frozenset[tuple[int, int]]
 """Sockets by file descriptor and inode: the descriptor alone may be another one's by now."""
@@ -38,3 +43,24 @@ def shut_down(sockets: Opened) -> None:
             # A listener that is shut down makes gloo end the process.
             if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+def ends_soon(work: Any) -> bool:
+    """Whether an operation of a group whose connections are shut down ends, as it should at once.
+
+    gloo forgets one whose first send finds the connection shut before gloo itself has noticed: it
+    waits for half an hour. With 2.13 a collective cannot be called off.
+    """
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(1e-3)
+    return True
+
+
+def keep_for_ever(group: Any) -> None:
+    """Keeps a process group from ever being destroyed, which would wait for what it has under way.
+    Its threads end with the process.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
