@@ -374,7 +374,7 @@ class ActivationStore:
         if memory is None:
             return True
         for place in places:
-            parcel = place.put(memory, lambda: self._has_left(entry))
+            parcel = place.put(memory, lambda: self._has_left_meanwhile(entry))
             if parcel is not None:
                 self.traffic.moved_bytes += entry.num_bytes
                 entry.parcel, entry.state = parcel, _Is.LEAVING
@@ -390,9 +390,12 @@ class ActivationStore:
             entry.state = _Is.AWAY
             block.leave()
             self._here_bytes -= entry.num_bytes
-        # A thread has nobody else to begin what there is room for now.
-        if threading.current_thread() is not threading.main_thread():
-            self.advance()
+
+    def _has_left_meanwhile(self, entry: _Entry) -> None:
+        """Called by the thread that has copied it."""
+        self._has_left(entry)
+        # It has nobody else to begin what there is room for now.
+        self.advance()
 
     def _call_back(self, entry: _Entry) -> None:
         block = entry.block()
