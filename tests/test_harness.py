@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
 from tests.harness import LaunchFailed, RanksFailed, launch_script, launch_torchrun, run_ranks
@@ -193,6 +195,7 @@ def test_a_hang_is_killed_in_time_with_every_ranks_stack(
     tmp_path: Path, expect_failure: bool
 ) -> None:
     options: dict[str, Any] = {"expect_failure": expect_failure}
+    run_ranks(own_rank, 1)  # the server has imported by then what it takes some seconds to
     started = time.monotonic()
     with pytest.raises(
         RanksFailed, match="hang_in_a_child_too was still running after 2 s"
@@ -207,6 +210,25 @@ def test_a_hang_is_killed_in_time_with_every_ranks_stack(
     pids = [int(file.read_text()) for file in tmp_path.glob("*.pid")]
     assert len(pids) == 6
     assert not [pid for pid in pids if is_running(pid)]
+
+
+def hang_after_a_run() -> None:
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    trainer = Trainer(
+        max_steps=1, accelerator="cpu", logger=False, barebones=True, use_distributed_sampler=False
+    )
+    trainer.fit(BoringModel())
+    assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
+    wait_for_godot()
+
+
+def test_a_hang_after_lightning_has_put_signals_back_is_shown() -> None:
+    """Python knows nothing of faulthandler's handlers, and Lightning puts back what Python knows."""
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(hang_after_a_run, 1, timeout=6.0)
+    (outcome,) = caught.value.outcomes
+    assert outcome.error_type == "Killed"
+    assert "in hang_after_a_run" in outcome.traceback
 
 
 def test_nothing_is_left_after_an_interrupt(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -893,6 +894,24 @@ def test_others_get_the_room_that_they_were_promised() -> None:
     found = Stage(case.layers, store, case.ledger, after_action=check).step(case.row, case.batch)
     assert same(found, case.expected())
     assert store.traffic.peak_bytes <= budget
+    case.require_released(store)
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_others_ask_in_threads_of_their_own(tells: bool) -> None:
+    """While copies that this stage has asked for come to an end, and it has not looked since."""
+    case = Case(layers_of("PPPP"), ROWS["gpipe"], copier=Copies(tells=tells))
+    store = case.store(4 * case.microbatch_bytes)
+
+    def check(place: int, action: Action) -> None:
+        if action.kind is Kind.FORWARD:
+            case.copier.settle()
+            other = ThreadPoolExecutor(1)
+            other.submit(store.lend, 1000).result()
+            other.submit(store.lend, -1000).result()
+
+    found = Stage(case.layers, store, case.ledger, after_action=check).step(case.row, case.batch)
+    assert same(found, case.expected())
     case.require_released(store)
 
 
