@@ -223,7 +223,7 @@ def hang_after_a_run() -> None:
 
 
 def test_a_hang_after_lightning_has_put_signals_back_is_shown() -> None:
-    """Python knows nothing of faulthandler's handlers, and Lightning puts back what Python knows."""
+    """Python knows nothing of faulthandler's handlers, and Lightning puts back what it knows."""
     with pytest.raises(RanksFailed) as caught:
         run_ranks(hang_after_a_run, 1, timeout=6.0)
     (outcome,) = caught.value.outcomes
