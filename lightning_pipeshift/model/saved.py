@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
@@ -37,8 +37,11 @@ class Keeper(Protocol):
     def add(self, block: Block) -> None:
         """Another block is here."""
 
+    lock: AbstractContextManager[Any]
+    """While it is held, no block leaves or comes back in another thread."""
+
     def fetch(self, block: Block) -> None:
-        """Brings a block back that is wanted now; returns when it is here."""
+        """A block is wanted now: returns when it is here, and it stays as long as it is in use."""
 
     def drop(self, place: Any) -> None:
         """Nobody needs a block any more; what its place was. Called in whatever thread finds that
@@ -183,14 +186,13 @@ class Saved:
 
     def get(self) -> Tensor:
         """The tensor. Raises torch's error if it has been written to since it was saved."""
+        if self.tensor is None and self.maker is not None:
+            self.maker.run_again()
+        elif self.block is not None and self.block.keeper is not None:
+            # Also where it is here: it may be about to leave.
+            self.block.keeper.fetch(self.block)
         tensor = self.tensor
-        if tensor is None:
-            if self.maker is not None:
-                self.maker.run_again()
-            elif self.block is not None and self.block.keeper is not None:
-                self.block.keeper.fetch(self.block)
-            tensor = self.tensor
-            assert tensor is not None
+        assert tensor is not None
         self.require_unwritten(tensor)
         return tensor
 
@@ -273,8 +275,10 @@ class SavedTable:
             return use(None)
         known = self._blocks.get(address)
         block = known() if known is not None else None
-        if block is not None and block.memory() is not None:
-            return use(block)
+        if block is not None:
+            with keeper.lock:
+                if block.memory() is not None:
+                    return use(block)
         block = Block(whole(tensor), layer, number, self._microbatch, keeper)
         self._blocks[address] = weakref.ref(block)
         used = use(block)

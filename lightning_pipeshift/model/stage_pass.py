@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -30,19 +30,6 @@ from lightning_pipeshift.model.trees import flatten, leaves_of
 from lightning_pipeshift.plan.flow import Call, Value
 
 
-@dataclass
-class Outgoing:
-    """A value on its way to the next stage.
-
-    Args:
-        data: what is sent, out of reach of user code that writes in place.
-        edge: where its gradient enters this stage's graph, ``None`` where no gradient flows.
-    """
-
-    data: Tensor
-    edge: Any = None
-
-
 class Memory(Protocol):
     """Keeps the budget for what layers save."""
 
@@ -63,7 +50,8 @@ class StagePass(Watcher):
         layers: the stage's own layers.
         is_last: whether this is the virtual machine's last stage, which runs the code after the
             last layer too.
-        received: the payload of the boundary in front of ``layers``.
+        received: the payload of the boundary in front of ``layers``. It is not held any longer than
+            the model holds it: what is saved of it may go elsewhere.
         device: the stage's device.
         streams: the generators to switch.
         key: what the random streams of this microbatch depend on.
@@ -74,12 +62,16 @@ class StagePass(Watcher):
         memory: keeps the budget for that, where there is one.
         observer: notes what the layers save, where somebody wants to know.
         before_layer: called with the number of a layer that is about to run.
+        outgoing: what the next stage is to get, out of reach of user code that writes in place.
+        edges: where the gradients of that enter this stage's graph; ``None`` where none flows.
+        boxes: where the gradients of ``received`` are found after the backward.
+        result: what the step has returned, on the last stage.
     """
 
     trace: Trace
     layers: range
     is_last: bool
-    received: Mapping[Value, Tensor]
+    received: dict[Value, Tensor]
     device: torch.device
     streams: Streams
     key: tuple[int | str, ...]
@@ -90,7 +82,8 @@ class StagePass(Watcher):
     memory: Memory | None = None
     observer: Observer | None = None
     before_layer: Callable[[int], None] | None = None
-    sent: dict[Value, Outgoing] = field(default_factory=dict)
+    outgoing: dict[Value, Tensor] = field(default_factory=dict)
+    edges: dict[Value, Any] = field(default_factory=dict)
     boxes: dict[Value, GradientBox] = field(default_factory=dict)
     result: Any = None
 
@@ -99,14 +92,19 @@ class StagePass(Watcher):
         self._position = 0
         self._gap = 0
         self._ended = False
+        self._trains = torch.is_grad_enabled()
         payload = () if self.is_last else self.trace.payload(self.layers.stop)
         self._wanted = {value for value, _ in payload}
         self._handed_out: dict[Value, Tensor] = {}
+        self._checkpointed: dict[Value, Tensor] = {}
+        """What the model asks for once more, as it checkpoints by itself what asks for it."""
         self._regions: list[Region] = []
         self.layer_under_way = ""
         """The layer that runs, forward or backward, or has run last."""
         for value, tensor in self.received.items():
             self._receive(value, tensor)
+        if not self._runs_user_code:
+            self.received.clear()
 
     def _receive(self, value: Value, tensor: Tensor) -> None:
         handed_out = tensor
@@ -121,7 +119,7 @@ class StagePass(Watcher):
             handed_out = box.open()
         self._handed_out[value] = handed_out
         if passed_on:
-            self.sent[value] = Outgoing(tensor, _edge(handed_out))
+            self.outgoing[value], self.edges[value] = tensor, _edge(handed_out)
 
     @property
     def _runs_user_code(self) -> bool:
@@ -147,6 +145,7 @@ class StagePass(Watcher):
             self._ended = True
             self.shared.restore()
             self._handed_out.clear()
+            self.received.clear()
         # Only now is user code done with what the layers were given.
         self._regions = [region for region in self._regions if region.let_go()]
 
@@ -201,7 +200,10 @@ class StagePass(Watcher):
             if spec is None:
                 leaves.append(template.constants[number])
             elif value in self._handed_out:
-                leaves.append(self._handed_out[value])
+                leaves.append(self._handed_out.pop(value))
+                received = self.received.pop(value, None)
+                if received is not None and self._trains and not _is_saved_plainly():
+                    self._checkpointed[value] = received
             else:
                 leaves.append(Placeholder.of(spec, self.device, (value,)))
         return template.rebuild(leaves)
@@ -235,7 +237,8 @@ class StagePass(Watcher):
             if value in self._wanted:
                 self._check(gate, call, number, leaf)
                 data = leaf.detach()
-                self.sent[value] = Outgoing(data if ends else data.clone(), _edge(leaf))
+                self.outgoing[value] = data if ends else data.clone()
+                self.edges[value] = _edge(leaf)
         if ends:
             raise StageDone
         return rebuild(leaves)
@@ -252,7 +255,7 @@ class StagePass(Watcher):
 
     def _call(self, gate: Gate, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A model that checkpoints by itself has its own way with what is saved.
-        if torch.is_grad_enabled() and _no_hooks():
+        if _is_saved_plainly():
             if self.memory is not None:
                 self.memory.before_layer(gate.index)
             output = self._under_hooks(gate, call, args, kwargs)
@@ -313,7 +316,7 @@ class StagePass(Watcher):
         (position,) = positions
         if position not in self._own:
             # The graph of a recomputation is thrown away; only its values count.
-            for value, tensor in self.received.items():
+            for value, tensor in self._checkpointed.items():
                 if value.layer == gate.index:
                     again = tensor.detach()
                     tracked = value in self.trace.tracked
@@ -331,6 +334,11 @@ class StagePass(Watcher):
                     " was first followed it did not. Let the step compute the same things for"
                     " every batch."
                 )
+
+
+def _is_saved_plainly() -> bool:
+    """Whether autograd saves what the backward needs, as it is."""
+    return torch.is_grad_enabled() and _no_hooks()
 
 
 def _no_hooks() -> bool:

@@ -20,7 +20,7 @@ class Kind(enum.Enum):
     """What an action does: an arrow on the left receives, one on the right sends, none computes.
 
     A receive is *posted* by its action and awaited by the compute action that needs it. A send
-    never blocks.
+    waits for no more than that earlier ones have been taken.
     """
 
     FORWARD = "F"

@@ -71,11 +71,22 @@ def tensors_of(layer: LayerProfile) -> tuple[SavedTensor, ...]:
 
 
 def links_of(cluster: Cluster, ranks: Sequence[int]) -> Links:
-    """The ways that tensors are swapped by, from stage to stage and to each one's host."""
+    """The ways that tensors are swapped by, from stage to stage and to each one's host.
+
+    On one host, blocks are copied from device to device directly. How fast is not measured: it is
+    at least as fast as to the host's memory, which is on the way between devices that have no link
+    of their own.
+    """
+
+    def rate(rank: int, peer: int) -> float:
+        one, other = cluster.devices[rank], cluster.devices[peer]
+        direct = min(one.host_bandwidth, other.host_bandwidth) if one.host == other.host else 0.0
+        return max(direct, cluster.link(rank, peer).bandwidth)
+
     between = {
         (stage, other): (
             LENDING_SECONDS + cluster.link(rank, peer).latency_seconds,
-            cluster.link(rank, peer).bandwidth,
+            rate(rank, peer),
         )
         for stage, rank in enumerate(ranks)
         for other, peer in enumerate(ranks)
@@ -107,6 +118,11 @@ class Footprints:
     def __init__(self, profile: Profile, workload: Workload, links: Links) -> None:
         self._workload = workload
         self._links = links
+        #: What of each layer's output crosses a boundary behind it, if there is one.
+        self._payload_bytes = [
+            _fraction(layer, float(saved)) * layer.payload_bytes
+            for layer, saved in zip(profile.layers, workload.saved_bytes, strict=True)
+        ]
         #: What each layer saves for a microbatch of the workload: bytes by number.
         self.sizes = tuple(
             _sizes(layer, float(saved))
@@ -133,6 +149,9 @@ class Footprints:
                     self._load(stage, layer, cut, by_layer.get(layer, ()))
                     for layer in range(begin, end)
                 ]
+                if loads and stage + 1 < workload.num_stages:
+                    sent_bytes = round(self._payload_bytes[end - 1])
+                    loads[-1] = replace(loads[-1], sent_bytes=sent_bytes)
                 self._effects[key] = effects(stage, timeline.rows[stage], loads, self._links)
             found.append(self._effects[key])
         static = [
@@ -173,11 +192,13 @@ class Footprints:
 
 
 def _sizes(layer: LayerProfile, saved_bytes: float) -> dict[int, float]:
-    tensors = tensors_of(layer)
-    total = sum(tensor.num_bytes for tensor in tensors)
-    # The workload's microbatches may be larger or smaller than those that were measured.
-    fraction = saved_bytes / total if total else 1.0
-    return {tensor.number: fraction * tensor.num_bytes for tensor in tensors}
+    fraction = _fraction(layer, saved_bytes)
+    return {tensor.number: fraction * tensor.num_bytes for tensor in tensors_of(layer)}
+
+
+def _fraction(layer: LayerProfile, saved_bytes: float) -> float:
+    """How large the workload's microbatches are, relative to those that were measured."""
+    return saved_bytes / layer.saved_bytes if layer.saved_bytes else 1.0
 
 
 def costs_of(workload: Workload, cut: Cut) -> Costs:

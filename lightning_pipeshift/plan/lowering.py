@@ -10,7 +10,7 @@ compute action early, so that the transfer overlaps that compute action::
     stage 1   >F0 >F1 F0 ...          F1's payload travels while F0 runs
 
 Not earlier: a posted receive holds its buffers. A send stands directly after what makes its data,
-and never blocks.
+and waits for no more than that the neighbour has taken earlier ones of its kind.
 
 Transfers between two neighbours in one direction match by order (NCCL has no tags). A row's
 receives stand in the order of the compute actions that need them and its sends in the order of

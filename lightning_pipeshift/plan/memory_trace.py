@@ -66,6 +66,8 @@ class LayerLoad:
         again_bytes: what it saves, lets go of and makes again.
         input_bytes: what it holds to do so.
         moved: what is swapped.
+        sent_bytes: what of its output is held until the backward of its stage begins, as it is sent
+            to the next one.
     """
 
     layer: int
@@ -75,6 +77,7 @@ class LayerLoad:
     again_bytes: int = 0
     input_bytes: int = 0
     moved: tuple[Moved, ...] = ()
+    sent_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -189,6 +192,7 @@ def effects(stage: int, row: Sequence[Span], loads: Sequence[LayerLoad], links: 
     transfers: dict[int, list[tuple[float, _Times]]] = {}
     for load, times in zip(loads, _times(row, loads), strict=True):
         here.add(times.begun, times.freed, load.kept_bytes)
+        here.add(times.made, times.used, load.sent_bytes)
         if load.again_bytes:
             back = np.minimum(times.used, times.rerun)
             here.add(times.begun, times.freed, load.input_bytes)

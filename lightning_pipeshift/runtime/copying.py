@@ -161,6 +161,7 @@ class Rooms:
         limit_bytes: how much of it may be taken.
         pinned: whether a GPU is to read and write it beside its compute.
         say: told once if memory cannot be pinned.
+        is_tight: whether all that is there never takes more than was in use at one time.
     """
 
     def __init__(
@@ -169,6 +170,7 @@ class Rooms:
         limit_bytes: float,
         pinned: bool = False,
         say: Callable[[str], None] = lambda _: None,
+        is_tight: bool = False,
     ) -> None:
         self.device = device
         self.limit_bytes = limit_bytes
@@ -176,6 +178,7 @@ class Rooms:
         self.peak_bytes = 0
         self._pinned = pinned
         self._say = say
+        self._is_tight = is_tight
         self._lock = threading.Lock()
         # Unused rooms by their size, and what they take together.
         self._free: dict[int, list[Tensor]] = {}
@@ -214,7 +217,8 @@ class Rooms:
             self._free_bytes -= num_bytes
             return room
         # Rooms of other sizes make place.
-        while self._free_bytes and self.used_bytes + self._free_bytes > self.limit_bytes:
+        limit = self.peak_bytes if self._is_tight else self.limit_bytes
+        while self._free_bytes and self.used_bytes + self._free_bytes > limit:
             self._give_one_back()
         return self._made(num_bytes)
 
@@ -226,8 +230,11 @@ class Rooms:
 
     def _give_one_back(self) -> None:
         size = max(size for size, rooms in self._free.items() if rooms)
-        self._free[size].pop()
+        self._drop(self._free[size].pop())
         self._free_bytes -= size
+
+    def _drop(self, room: Tensor) -> None:
+        """A room is not used again."""
 
     def _made(self, num_bytes: int) -> Tensor:
         if self._pinned:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_pipeshift.model.codec import Codec, Encoded
 from lightning_pipeshift.plan.saved_tensors import Swap
+from lightning_pipeshift.runtime.beside import Address, Opening, SharedRooms, copy, opened
 from lightning_pipeshift.runtime.copying import Copier, Done, Rooms, Ticket
 from lightning_pipeshift.runtime.lane import Lane
 from lightning_pipeshift.runtime.staging import room_for
@@ -162,8 +163,10 @@ def _nothing() -> None:
 # --- other ranks ---
 
 # The lanes that blocks travel by: to those that take them, and back. What asks for one and what
-# comes back go in opposite directions.
-_THERE, _BACK = 1, 2
+# comes back go in opposite directions. By the third, lenders answer to what is to come.
+_THERE, _BACK, _ROOMS = 1, 2, 3
+
+_CPU = torch.device("cpu")
 
 Key = tuple[int, int]
 """Names a block's part at the rank that has it: whose it is, and a number."""
@@ -174,6 +177,8 @@ class _Put(NamedTuple):
 
     key: Key
     num_bytes: int
+    address: Address | None
+    """Of a process that would rather put it there itself."""
 
 
 class Lender:
@@ -181,20 +186,25 @@ class Lender:
 
     Args:
         lanes: makes a lane of a number.
-        rooms: where to put them.
+        device: where to put them.
         threads: where to wait for others.
         take_room: called with what comes to be held for others (and, negative, with what goes).
+        address: where this process is; ``None`` to have everything sent.
     """
 
     def __init__(
         self,
         lanes: Callable[[int], Lane],
-        rooms: Rooms,
+        device: torch.device,
         threads: Threads,
         take_room: Callable[[int], None],
+        address: Address | None = None,
     ) -> None:
         self._lanes = lanes
-        self._rooms = rooms
+        self._device = device
+        self._address = address
+        # Of each stage that borrows: it alone writes there, one block after the other.
+        self.rooms: dict[int, SharedRooms] = {}
         self._threads = threads
         self._take_room = take_room
         self._held: dict[Key, Tensor] = {}
@@ -205,27 +215,41 @@ class Lender:
         """From here on, takes what a stage sends, and gives it back when asked."""
         if stage not in self._serves:
             self._serves.add(stage)
+            self.rooms[stage] = SharedRooms(self._device)
             self._threads.submit(partial(self._receive, stage))
             self._threads.submit(partial(self._answer, stage))
 
     def _receive(self, stage: int) -> None:
-        lane = self._lanes(_THERE)
+        lane, rooms = self._lanes(_THERE), self.rooms[stage]
         while (put := lane.receive_object(stage)) is not None:
-            self._take_room(put.num_bytes)
-            self._rooms.claim(put.num_bytes)
-            room = self._rooms.take(put.num_bytes)
+            room = self._held.get(put.key)
+            if room is None:
+                self._take_room(put.num_bytes)
+                rooms.claim(put.num_bytes)
+                room = rooms.take(put.num_bytes)
+            if put.address is not None:
+                is_beside = put.address == self._address
+                answers = self._lanes(_ROOMS)
+                answers.send_object(rooms.opening(room) if is_beside else None, stage)
+                answers.settle()
+                if is_beside:
+                    self._hold(put.key, room)
+                    continue
             staging = room
             if room.device.type != "cpu":
                 staging = room_for((put.num_bytes,), torch.uint8)
             lane.receive_into(staging, stage)
             if staging is not room:
                 room.copy_(staging)
-            with self._changed:
-                self._held[put.key] = room
-                self._changed.notify_all()
+            self._hold(put.key, room)
+
+    def _hold(self, key: Key, room: Tensor) -> None:
+        with self._changed:
+            self._held[key] = room
+            self._changed.notify_all()
 
     def _answer(self, stage: int) -> None:
-        lane = self._lanes(_BACK)
+        lane, rooms = self._lanes(_BACK), self.rooms[stage]
         while (asked := lane.receive_object(stage)) is not None:
             key, is_wanted = asked
             with self._changed:
@@ -234,7 +258,8 @@ class Lender:
                 room = self._held.pop(key)
             if is_wanted:
                 lane.send_tensor(room, stage)
-            self._rooms.give(room)
+            rooms.was_opened(room)
+            rooms.give(room)
             self._take_room(-room.numel())
 
 
@@ -246,6 +271,9 @@ class Borrower:
         lanes: makes a lane of a number.
         limit_bytes: how much it has promised.
         on_error: called in a thread that has failed.
+        device: this stage's.
+        address: where this process is; ``None`` to send everything.
+        say: told once why what could go directly cannot.
     """
 
     def __init__(
@@ -254,6 +282,9 @@ class Borrower:
         lanes: Callable[[int], Lane],
         limit_bytes: float,
         on_error: Callable[[BaseException], None],
+        device: torch.device = _CPU,
+        address: Address | None = None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.stage = stage
         self.limit_bytes = limit_bytes
@@ -261,6 +292,18 @@ class Borrower:
         self._lanes = lanes
         self._numbers = itertools.count()
         self._lock = threading.Lock()
+        self._device = device
+        self._address = address
+        self._say = say
+        # Rooms over there that this process has opened, by their numbers.
+        self._opened: dict[int, Tensor] = {}
+        # What has arrived, and the room that it is in; ``None`` where that is the other's business.
+        self._arrived: dict[Key, Tensor | None] = {}
+        self._forgotten: set[Key] = set()
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+        self.num_direct = 0
+        """How many blocks have gone directly."""
         self.there = InOrder(f"to stage {stage}", on_error)
         self.back = InOrder(f"from stage {stage}", on_error)
 
@@ -282,19 +325,83 @@ class Borrower:
         return self._lanes(_THERE).stage, next(self._numbers)
 
     def send(self, key: Key, block: Tensor) -> None:
-        """Sends a block's part, and returns when it has left."""
+        """Brings a block's part there, and returns when it has left."""
+        with self._changed:
+            if key in self._forgotten:
+                self._forgotten.remove(key)
+                return
+        try:
+            room = self._room(key, block.numel())
+            if room is not None:
+                copy(room, block)
+                self.num_direct += 1
+            else:
+                self._lanes(_THERE).send_tensor(block, self.stage)
+        except BaseException as error:
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            if key not in self._forgotten:
+                self._arrived[key] = room
+                self._changed.notify_all()
+                return
+            self._forgotten.remove(key)
+        self.back.submit(partial(self._ask, key, is_wanted=False))
+
+    def _room(self, key: Key, num_bytes: int) -> Tensor | None:
+        """Says what comes; returns where to put it, or ``None`` if it is to be sent."""
         lane = self._lanes(_THERE)
-        lane.send_object(_Put(key, block.numel()), self.stage)
+        lane.send_object(_Put(key, num_bytes, self._address), self.stage)
         lane.settle()
-        lane.send_tensor(block, self.stage)
+        if self._address is None:
+            return None
+        opening: Opening | None = self._lanes(_ROOMS).receive_object(self.stage)
+        if opening is None:
+            self._address = None
+            return None
+        for number in opening.gone:
+            self._opened.pop(number, None)
+        if opening.handle is not None:
+            try:
+                self._opened[opening.number] = opened(opening.handle, self._device)
+            except (OSError, RuntimeError) as error:
+                self._address = None
+                self._say(
+                    f"memory of stage {self.stage} cannot be written to directly ({error}), so"
+                    " what is swapped there goes by the network."
+                )
+                # It has room for it already.
+                return self._room(key, num_bytes)
+        return self._opened[opening.number]
 
     def take(self, key: Key, block: Tensor) -> None:
-        """Takes a part back, into memory of the host."""
+        """Takes a part back, which may be on its way there."""
+        with self._changed:
+            while key not in self._arrived:
+                if self._failure is not None:
+                    raise self._failure
+                self._changed.wait()
+            room = self._arrived.pop(key)
+        if room is not None:
+            copy(block, room)
+            self._ask(key, is_wanted=False)
+            return
         lane = self._ask(key, is_wanted=True)
-        lane.receive_into(block, self.stage)
+        if block.device.type == "cpu":
+            lane.receive_into(block, self.stage)
+        else:
+            copy(block, lane.receive_tensor(block, self.stage))
 
     def forget(self, key: Key) -> None:
-        """Lets the other stage let go of a part."""
+        """Lets the other stage let go of a part, which may be on its way there."""
+        with self._changed:
+            if key not in self._arrived:
+                # Whoever sends it finds out.
+                self._forgotten.add(key)
+                return
+            del self._arrived[key]
         self._ask(key, is_wanted=False)
 
     def _ask(self, key: Key, is_wanted: bool) -> Lane:
@@ -305,9 +412,14 @@ class Borrower:
 
     def close(self) -> None:
         """Lets the other stage stop serving this one."""
-        for line, number in ((self.there, _THERE), (self.back, _BACK)):
-            line.submit(partial(self._say_goodbye, number))
-            line.close()
+        self.there.submit(self._leave)
+        self.there.close()
+
+    def _leave(self) -> None:
+        self._say_goodbye(_THERE)
+        # Only now is it known what has yet to be said.
+        self.back.submit(partial(self._say_goodbye, _BACK))
+        self.back.close()
 
     def _say_goodbye(self, number: int) -> None:
         lane = self._lanes(number)
@@ -378,6 +490,15 @@ class RemotePlace:
         return _RemoteParcel(self, memory, done)
 
 
+def _event_now(device: torch.device) -> Any:
+    """What is over when the compute so far is; ``None`` where it is already."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 class _RemoteParcel:
     """Blocks at other ranks: for each of them a key, and the part's size."""
 
@@ -392,10 +513,7 @@ class _RemoteParcel:
         whole = parts[0].view(torch.uint8)
         if len(parts) > 1:
             whole = torch.cat([part.view(torch.uint8) for part in parts])
-        event = None
-        if memory.device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
+        event = _event_now(memory.device)
         claims = {borrower.stage: size for borrower, size in place.sizes(memory.nbytes)}
         self._blocks = [
             (borrower, borrower.key(), size) for borrower, size in place.sizes(whole.numel())
@@ -424,13 +542,18 @@ class _RemoteParcel:
     def fetch(self, memory: Tensor, done: Done) -> Ticket:
         """See :class:`Parcel`."""
         self._was_taken = True
-        is_whole = memory.device.type == "cpu" and self._encoded is None
         total = sum(size for _, _, size in self._blocks)
-        whole = memory.view(torch.uint8) if is_whole else room_for((total,), torch.uint8)
+        whole = memory.view(torch.uint8)
+        if self._encoded is not None:
+            whole = torch.empty(total, dtype=torch.uint8, device=memory.device)
+        # Whatever has used this memory before is done with it by then.
+        event = _event_now(memory.device)
         blocks = whole.split([size for _, _, size in self._blocks])
 
         def take(borrower: Borrower, key: Key, block: Tensor, then: Callable[[], None]) -> Any:
             def work() -> None:
+                if event is not None:
+                    event.synchronize()
                 borrower.take(key, block)
                 borrower.unclaim(block.numel())
                 then()
@@ -438,7 +561,7 @@ class _RemoteParcel:
             return borrower.back.submit(work)
 
         def finish() -> None:
-            if not is_whole:
+            if self._encoded is not None:
                 self._unpack(whole, memory)
             done()
 
@@ -451,18 +574,16 @@ class _RemoteParcel:
         )
 
     def _unpack(self, whole: Tensor, memory: Tensor) -> None:
+        assert self._codec is not None
+        assert self._encoded is not None
         with torch.no_grad():
-            if self._encoded is None:
-                memory.view(torch.uint8).copy_(whole)
-            else:
-                parts, begin = [], 0
-                for part in self._encoded.parts:
-                    copy = torch.empty_like(part, device=memory.device)
-                    copy.view(torch.uint8).copy_(whole[begin : begin + part.nbytes])
-                    parts.append(copy)
-                    begin += part.nbytes
-                assert self._codec is not None
-                memory.copy_(self._codec.decode(self._encoded.with_parts(tuple(parts))))
+            parts, begin = [], 0
+            for part in self._encoded.parts:
+                again = torch.empty_like(part, device=memory.device)
+                again.view(torch.uint8).copy_(whole[begin : begin + part.nbytes])
+                parts.append(again)
+                begin += part.nbytes
+            memory.copy_(self._codec.decode(self._encoded.with_parts(tuple(parts))))
         if memory.device.type == "cuda":
             torch.cuda.current_stream(memory.device).synchronize()
 

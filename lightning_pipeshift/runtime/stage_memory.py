@@ -13,6 +13,7 @@ from lightning_pipeshift.model.codec import codec_named
 from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.plan.policies import Planned, Policy
 from lightning_pipeshift.plan.saved_tensors import Swap
+from lightning_pipeshift.runtime.beside import address_here
 from lightning_pipeshift.runtime.channels import Channels
 from lightning_pipeshift.runtime.copying import Rooms, copier_of
 from lightning_pipeshift.runtime.places import Borrower, Lender, LocalPlace, Place, RemotePlace
@@ -94,13 +95,16 @@ class StageMemory:
         self._fail_beside = fail_beside
         device = channels.device
         self._copier = copier_of(device, fail_beside)
+        self._say = say
+        self._address = address = address_here(device)
         host = torch.device("cpu")
         self._host = Rooms(host, 0.0, pinned=device.type == "cuda", say=say)
         self._lender = Lender(
             channels.bulk,
-            Rooms(device, float("inf")),
+            device,
             threads,
             self.store.lend,
+            address,
         )
         self._borrowers: dict[int, Borrower] = {}
         self.room: RankRoom | None = None
@@ -203,7 +207,13 @@ class StageMemory:
         for stage in swap.stages:
             if stage not in self._borrowers:
                 self._borrowers[stage] = Borrower(
-                    stage, self._channels.bulk, float("inf"), self._fail_beside
+                    stage,
+                    self._channels.bulk,
+                    float("inf"),
+                    self._fail_beside,
+                    self._channels.device,
+                    self._address,
+                    self._say,
                 )
         borrowers = {stage: self._borrowers[stage] for stage in swap.stages}
         remote = RemotePlace(borrowers, swap.shares, self._codec)
@@ -218,6 +228,7 @@ class StageMemory:
             "moved_bytes": traffic.moved_bytes,
             "waited_seconds": traffic.waited_seconds,
             "num_evicted": traffic.num_evicted,
+            "num_direct": sum(borrower.num_direct for borrower in self._borrowers.values()),
             "host_peak_bytes": self._host.peak_bytes,
         }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from lightning_pipeshift.errors import BatchError, BudgetError, LayerError
 from lightning_pipeshift.model.cut import SharedParameters
 from lightning_pipeshift.model.gate import Switch
 from lightning_pipeshift.model.logs import LoggedValue, LogRecorder
+from lightning_pipeshift.model.placeholder import dtype_named
 from lightning_pipeshift.model.saved import Observer, SavedTable, address_of
 from lightning_pipeshift.model.stage_pass import StagePass
 from lightning_pipeshift.model.streams import Streams
@@ -28,6 +29,9 @@ from lightning_pipeshift.runtime.out_of_memory import explained
 from lightning_pipeshift.runtime.store import ActivationStore
 
 UserStep = Callable[[nn.Module, Any], Any]
+
+_MOST_UNDER_WAY: Final = 2
+"""How many sends of a kind keep their memory when nothing else says that they are over."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,7 @@ class StepRun:
         self._on_first_outcome = on_first_outcome
         self._before_last_backward = before_last_backward
         self._num_backwards = 0
+        self._trains = False
         self._timers = timers
         self._observer = observer
         self._store = store
@@ -150,6 +155,7 @@ class StepRun:
 
     def run(self, row: Row) -> None:
         """Carries out the stage's actions in order."""
+        self._trains = any(action.kind is Kind.BACKWARD for action in row)
         with self._streams.switched(*self._microbatches[0].key):
             if self._store is not None:
                 self._store.begin_step(row)
@@ -215,15 +221,14 @@ class StepRun:
         """Runs this stage's part of the user's step."""
         microbatch = self._microbatches[number]
         values = [value for value, _ in microbatch.trace.payload(microbatch.layers.start)]
-        receipts = self._payloads.pop(number, [])
-        received = {value: receipt.wait() for value, receipt in zip(values, receipts, strict=True)}
+        received = [receipt.wait() for receipt in self._payloads.pop(number, [])]
         self._has_waited(number)
         self._streams.begin(*microbatch.key, host=microbatch.trace.draws_on_host)
         current = StagePass(
             trace=microbatch.trace,
             layers=microbatch.layers,
             is_last=self._is_last,
-            received=received,
+            received=dict(zip(values, received, strict=True)),
             device=self._channels.device,
             streams=self._streams,
             key=microbatch.key,
@@ -236,6 +241,8 @@ class StepRun:
             before_layer=self._before_layer,
         )
         self._switch.current = self._under_way = current
+        # From here on the model alone says what is held of it.
+        received.clear()
         try:
             current.run(lambda: self._step(self._root, microbatch.batch))
         finally:
@@ -287,14 +294,19 @@ class StepRun:
         microbatch, current = self._microbatches[number], self._passes[number]
         payload = microbatch.trace.payload(microbatch.layers.stop)
         for value, _ in payload:
-            if value not in current.sent:
+            if value not in current.outgoing:
                 raise LayerError(
                     "The step did not produce a value that the next stage needs (layer"
                     f" {value.layer}): it ended early. Let the step call the same layers for every"
                     " batch."
                 )
-        tensors = [current.sent[value].data for value, _ in payload]
+        tensors = [current.outgoing.pop(value) for value, _ in payload]
         specs = [spec for _, spec in payload]
+        if not self._trains:
+            del self._passes[number]
+            self._wait_for_earlier(Kind.SEND_PAYLOAD)
+        elif self._store is not None:
+            self._store.hold(_payload_bytes(microbatch))
         self._sent[Kind.SEND_PAYLOAD, number] = self._channels.send(
             tensors, specs, Direction.PAYLOAD
         )
@@ -329,11 +341,13 @@ class StepRun:
             receipts = self._gradients.pop(number)
             # The next stage has used the payload: the memory that was sent is free.
             self._sent.pop((Kind.SEND_PAYLOAD, number)).wait()
+            if self._store is not None:
+                self._store.hold(-_payload_bytes(microbatch))
             values = [value for value, _ in microbatch.trace.gradients(microbatch.layers.stop)]
             for value, receipt in zip(values, receipts, strict=True):
                 gradient = receipt.wait()
-                if current.sent[value].edge is not None:
-                    roots.append(current.sent[value].edge)
+                if current.edges[value] is not None:
+                    roots.append(current.edges[value])
                     gradients.append(gradient)
             self._has_waited(number)
         self._num_backwards += 1
@@ -363,8 +377,8 @@ class StepRun:
         for value, spec in microbatch.trace.gradients(microbatch.layers.start):
             back = current.boxes[value].gradient
             if back is None:
-                received = current.received[value]
-                back = torch.zeros(spec.shape, dtype=received.dtype, device=received.device)
+                kind = dtype_named(spec.dtype)
+                back = torch.zeros(spec.shape, dtype=kind, device=self._channels.device)
             self._outgoing[number][value] = back
 
     def _scale(self, outcome: Outcome, microbatch: Microbatch) -> float:
@@ -387,9 +401,21 @@ class StepRun:
         payload = microbatch.trace.gradients(microbatch.layers.start)
         tensors = [gradients[value] for value, _ in payload]
         specs = [spec for _, spec in payload]
+        self._wait_for_earlier(Kind.SEND_GRADIENT)
         self._sent[Kind.SEND_GRADIENT, number] = self._channels.send(
             tensors, specs, Direction.GRADIENT
         )
+
+    def _wait_for_earlier(self, kind: Kind) -> None:
+        """Waits until all sends of a kind but the last are over, and their memory is free.
+
+        The neighbour takes them in this order, and for none of them does it wait for what this
+        stage has yet to do. So this ends; and who is further ahead than this holds memory for
+        nothing.
+        """
+        under_way = [key for key in self._sent if key[0] is kind]
+        for key in under_way[: 1 - _MOST_UNDER_WAY]:
+            self._sent.pop(key).wait()
 
     # --- what the last stage knows at the end ---
 
@@ -434,6 +460,12 @@ _ACTIONS: dict[Kind, Callable[[StepRun, int], None]] = {
     Kind.BACKWARD: StepRun.backward,
     Kind.SEND_GRADIENT: StepRun.send_gradient,
 }
+
+
+def _payload_bytes(microbatch: Microbatch) -> int:
+    """What is held of what the stage sends on, from its forward to its backward."""
+    payload = microbatch.trace.payload(microbatch.layers.stop)
+    return sum(spec.num_bytes for _, spec in payload)
 
 
 def _detached(result: Any) -> Any:

@@ -14,8 +14,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -133,7 +134,7 @@ class ActivationStore:
         self.traffic = Traffic()
         self._orders = orders
         self._say = say
-        self._lock = threading.RLock()
+        self.lock: AbstractContextManager[Any] = threading.RLock()
         self._here_bytes = 0
         # Those of others, which are here for them.
         self._lent_bytes = 0
@@ -172,7 +173,7 @@ class ActivationStore:
     @property
     def held_bytes(self) -> int:
         """What saved tensors take of this device's memory, others' among them."""
-        with self._lock:
+        with self.lock:
             self._bury()
             return self._here_bytes + self._lent_bytes
 
@@ -180,7 +181,7 @@ class ActivationStore:
 
     def begin_step(self, row: Row) -> None:
         """The stage's actions of the step that begins."""
-        with self._lock:
+        with self.lock:
             self._row = row
             self._backward_at = {
                 action.microbatch: place
@@ -194,7 +195,7 @@ class ActivationStore:
 
     def begin_action(self, place: int, action: Action) -> None:
         """The stage begins the action at a place of its row."""
-        with self._lock:
+        with self.lock:
             self._position = place
             if action.kind is Kind.BACKWARD:
                 self._stay(action.microbatch)
@@ -202,7 +203,7 @@ class ActivationStore:
 
     def end_action(self, action: Action) -> None:
         """The action is over."""
-        with self._lock:
+        with self.lock:
             self._bury()
             self._promised_bytes = 0
             if action.kind is Kind.FORWARD:
@@ -220,14 +221,14 @@ class ActivationStore:
 
     def before_layer(self, layer: int) -> None:
         """A layer is about to save what it saves."""
-        with self._lock:
+        with self.lock:
             # What was made again in a backward.
             self._new.clear()
         self.make_room(self._expected.get(layer, 0), layer)
 
     def after_layer(self, layer: int) -> None:
         """A layer has saved what it saves: what is to leave, leaves."""
-        with self._lock:
+        with self.lock:
             self._promised_bytes = 0
             new, self._new = self._new, []
             saved = sum(entry.num_bytes for entry in new)
@@ -249,7 +250,7 @@ class ActivationStore:
 
     def add(self, block: Block) -> None:
         """Another block is here."""
-        with self._lock:
+        with self.lock:
             self._bury()
             entry = block.place = _Entry(block)
             self._entries.setdefault(entry.microbatch, []).append(entry)
@@ -278,9 +279,20 @@ class ActivationStore:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(_PAUSE_SECONDS)
-        with self._lock:
+        with self.lock:
             self._lent_bytes += num_bytes
             self._count(0)
+
+    def hold(self, num_bytes: int) -> None:
+        """So much more, or less, is held that cannot leave: what was sent on, and may be in use.
+
+        Raises:
+            BudgetError: there is no room for it.
+        """
+        if num_bytes > 0:
+            self.make_room(num_bytes, None)
+        with self.lock:
+            self._count(num_bytes)
 
     # --- there and back ---
 
@@ -296,7 +308,7 @@ class ActivationStore:
         """
         begun = None
         while True:
-            with self._lock:
+            with self.lock:
                 if layer is not None:
                     # Nothing comes back into this room.
                     self._promised_bytes = num_bytes
@@ -329,7 +341,7 @@ class ActivationStore:
 
     def advance(self) -> None:
         """Begins to bring back what is needed next and has room."""
-        with self._lock:
+        with self.lock:
             self._settle()
             for microbatch in sorted(self._entries):
                 reserve = self._reserve(microbatch)
@@ -348,13 +360,16 @@ class ActivationStore:
     def fetch(self, block: Block) -> None:
         """Brings a block back that is wanted now; returns when it is here."""
         entry: _Entry = block.place
-        begun = time.perf_counter()
-        with self._lock:
+        with self.lock:
+            self._let_stay(entry)
+            if entry.state is _Is.HERE:
+                return
             is_away = entry.state is _Is.AWAY
+        begun = time.perf_counter()
         if is_away:
             # What it takes is not in the way of what it is needed for.
             self.make_room(entry.num_bytes, entry.layer)
-        with self._lock:
+        with self.lock:
             if entry.state is _Is.AWAY:
                 self._call_back(entry)
             self._promised_bytes = 0
@@ -383,7 +398,7 @@ class ActivationStore:
         return False
 
     def _has_left(self, entry: _Entry) -> None:
-        with self._lock:
+        with self.lock:
             block = entry.block()
             if entry.state is not _Is.LEAVING or entry.is_gone or block is None:
                 return
@@ -409,7 +424,7 @@ class ActivationStore:
         self._coming.append(entry)
 
     def _has_come(self, entry: _Entry) -> None:
-        with self._lock:
+        with self.lock:
             block = entry.block()
             if entry.state is not _Is.COMING or block is None:
                 return
@@ -423,9 +438,12 @@ class ActivationStore:
     def _stay(self, microbatch: int) -> None:
         """What has not left yet needs not leave any more."""
         for entry in self._entries.get(microbatch, ()):
-            if entry.state is _Is.LEAVING and entry.parcel is not None:
-                entry.parcel.forget()
-                entry.parcel, entry.state = None, _Is.HERE
+            self._let_stay(entry)
+
+    def _let_stay(self, entry: _Entry) -> None:
+        if entry.state is _Is.LEAVING and entry.parcel is not None:
+            entry.parcel.forget()
+            entry.parcel, entry.state = None, _Is.HERE
 
     def _evict(self, lacking: int, layer: int | None) -> bool:
         """Lets blocks leave that were to stay, or have come back early: those first that are needed
@@ -436,10 +454,10 @@ class ActivationStore:
         current = self._row[self._position] if self._position < len(self._row) else None
         freed = 0
         for entry in sorted(here, key=lambda entry: entry.need, reverse=True):
-            # The backward that runs uses what belongs to its layer, or to the one it has just left.
+            # What runs uses what belongs to its layer, or to the one it has just left.
             is_in_use = (
                 current is not None
-                and current.kind is Kind.BACKWARD
+                and current.kind in (Kind.BACKWARD, Kind.RECOMPUTE)
                 and entry.microbatch == current.microbatch
                 and (layer is None or entry.layer >= layer)
             )

@@ -7,6 +7,8 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ class Shelf:
         self.found: list[tuple[int, int, int, int]] = []
         self.dropped: list[int] = []
         self.fetched: list[int] = []
+        self.lock: AbstractContextManager[Any] = nullcontext()
         self._away: dict[int, Tensor] = {}
 
     def add(self, block: Block) -> None:
@@ -36,8 +39,9 @@ class Shelf:
         self.found.append((block.microbatch, block.layer, block.number, block.num_bytes))
 
     def fetch(self, block: Block) -> None:
-        self.fetched.append(block.place)
-        block.come_back(self._away.pop(block.place))
+        if block.place in self._away:
+            self.fetched.append(block.place)
+            block.come_back(self._away.pop(block.place))
 
     def drop(self, place: int) -> None:
         self.dropped.append(place)

@@ -654,7 +654,8 @@ def test_while_one_layers_backward_runs_the_next_ones_tensors_come(
     fetch = ActivationStore.fetch
 
     def noted(self: ActivationStore, block: Any) -> None:
-        waits.append((block.microbatch, block.layer))
+        if block.memory() is None:
+            waits.append((block.microbatch, block.layer))
         fetch(self, block)
 
     monkeypatch.setattr(ActivationStore, "fetch", noted)

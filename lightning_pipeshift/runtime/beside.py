@@ -1,0 +1,162 @@
+"""Memory of this process that another one on the same host can write to and read from directly.
+
+A tensor that goes to a device beside this one is copied once, by the process that needs the room,
+over whatever joins the two devices: no message carries it, and nobody else has to do anything. On a
+GPU the memory is shared by CUDA's means; on a CPU, which stands for a device in tests and trains
+small models, as a file that is nowhere but in memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_pipeshift.runtime.copying import Rooms
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a process is: two with equal addresses can share memory.
+
+    Args:
+        host: the running system, the user, and what tells processes apart there.
+        devices: which GPUs the process numbers, in which order; empty on a CPU.
+        kind: of device.
+    """
+
+    host: str
+    devices: str
+    kind: str
+
+
+def address_here(device: torch.device) -> Address | None:
+    """This process's address; ``None`` where memory cannot be shared."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        processes = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return None
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "all") if device.type == "cuda" else ""
+    return Address(f"{boot} {processes} {os.getuid()}", devices, device.type)
+
+
+class Opening(NamedTuple):
+    """What another process is told of a room.
+
+    Args:
+        number: names it.
+        handle: what it is opened by; ``None`` where that has been said before.
+        gone: rooms that are not there any more.
+    """
+
+    number: int
+    handle: Any
+    gone: Sequence[int]
+
+
+class SharedRooms(Rooms):
+    """Rooms that one other process can open.
+
+    Args:
+        device: whose memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, float("inf"), is_tight=True)
+        # By the address of their memory: the number that the other process knows them by, and what
+        # keeps them open until it does.
+        self._numbers: dict[int, int] = {}
+        self._files: dict[int, int] = {}
+        self._next_number = itertools.count()
+        self._gone: list[int] = []
+
+    def opening(self, room: Tensor) -> Opening:
+        """What the other process has to know of a room."""
+        gone, self._gone = self._gone, []
+        number = self._numbers.get(room.data_ptr())
+        if number is not None:
+            return Opening(number, None, gone)
+        number = self._numbers[room.data_ptr()] = next(self._next_number)
+        if self.device.type == "cuda":
+            from torch.multiprocessing.reductions import reduce_tensor
+
+            return Opening(number, reduce_tensor(room), gone)
+        place = os.getpid(), self._files[room.data_ptr()], room.numel()
+        return Opening(number, place, gone)
+
+    def was_opened(self, room: Tensor) -> None:
+        """The other process needs the handle no more."""
+        file = self._files.pop(room.data_ptr(), None)
+        if file is not None:
+            os.close(file)
+
+    def clear(self) -> None:
+        """Gives back what is not in use."""
+        super().clear()
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+
+    def _drop(self, room: Tensor) -> None:
+        self.was_opened(room)
+        number = self._numbers.pop(room.data_ptr(), None)
+        if number is not None:
+            self._gone.append(number)
+
+    def _made(self, num_bytes: int) -> Tensor:
+        if self.device.type == "cuda":
+            return super()._made(num_bytes)
+        file = os.memfd_create("pipeshift")
+        os.ftruncate(file, num_bytes)
+        room = _mapped(os.getpid(), file, num_bytes)
+        self._files[room.data_ptr()] = file
+        return room
+
+
+def _mapped(process: int, file: int, num_bytes: int) -> Tensor:
+    path = f"/proc/{process}/fd/{file}"
+    return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+
+
+def opened(handle: Any, device: torch.device) -> Tensor:
+    """The room that a handle of another process stands for, as a vector of bytes.
+
+    Args:
+        handle: that of its :class:`Opening`.
+        device: this process's own.
+
+    Raises:
+        OSError, RuntimeError: it cannot be opened from here.
+    """
+    if device.type == "cuda":
+        rebuild: Callable[..., Tensor]
+        rebuild, arguments = handle
+        room = rebuild(*arguments)
+        if not torch.cuda.can_device_access_peer(device.index or 0, room.device.index or 0):
+            raise RuntimeError(f"{device} cannot reach {room.device}")
+        return room
+    return _mapped(*handle)
+
+
+def copy(target: Tensor, source: Tensor) -> None:
+    """Copies bytes in a thread beside the compute; returns when that is done."""
+    with torch.no_grad():
+        if target.device.type != "cuda":
+            target.copy_(source)
+            return
+        # Of the device that this process computes on, beside whatever it computes.
+        own = source.device if source.device.type == "cuda" else target.device
+        stream = torch.cuda.Stream(own)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        stream.synchronize()

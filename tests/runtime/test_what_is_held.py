@@ -1,0 +1,155 @@
+"""What a stage holds of what travels between stages: no more than it has use for."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lightning_pipeshift import MemoryCompression, PipeShiftStrategy, SwapAll
+from lightning_pipeshift.model.stage_pass import StagePass
+from lightning_pipeshift.runtime.channels import Channels, Direction
+from tests.features_models import built, quiet_trainer
+from tests.harness import run_ranks
+
+WIDTH, SAMPLES, NUM_MICROBATCHES = 64, 128, 8
+
+
+class Block(nn.Module):
+    """Saves its input, and does not save its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class Trains(L.LightningModule):
+    checkpoints = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        x = batch
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        return x.square().mean()
+
+    def validation_step(self, batch: Tensor) -> None:
+        self.training_step(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Checkpoints(Trains):
+    checkpoints = True
+
+
+class Count:
+    """How many of some tensors are still there, at the most."""
+
+    def __init__(self) -> None:
+        self._there: list[StorageWeakRef] = []
+        self.most = 0
+
+    def add(self, tensor: Tensor) -> None:
+        self._there = [one for one in self._there if not one.expired()]
+        self._there.append(StorageWeakRef(tensor.untyped_storage()))
+        self.most = max(self.most, len(self._there))
+
+    def living(self) -> int:
+        return sum(not one.expired() for one in self._there)
+
+
+def count(
+    schedule: str, module: type[Trains] = Trains, swaps: bool = False, validates: bool = False
+) -> dict[str, int]:
+    """Trains a step, or validates one; runs on every rank."""
+    sent = {direction: Count() for direction in Direction}
+    received, after_forward = Count(), [0]
+    send, receive, run = Channels.send, Channels.post_receive, StagePass.run
+
+    def counted_send(self: Any, tensors: Any, specs: Any, direction: Direction) -> Any:
+        for tensor in tensors:
+            sent[direction].add(tensor)
+        return send(self, tensors, specs, direction)
+
+    def counted_receive(self: Any, specs: Any, direction: Direction) -> Any:
+        receipts = receive(self, specs, direction)
+        if direction is Direction.PAYLOAD:
+            for receipt in receipts:
+                received.add(receipt.buffer)
+        return receipts
+
+    def counted_run(self: Any, step: Any) -> None:
+        run(self, step)
+        if swaps:
+            time.sleep(0.1)  # copies end
+            self.memory.advance()
+        after_forward[0] = max(after_forward[0], received.living())
+
+    Channels.send, Channels.post_receive = counted_send, counted_receive  # type: ignore[method-assign]
+    StagePass.run = counted_run  # type: ignore[method-assign]
+    strategy = PipeShiftStrategy(
+        microbatches=NUM_MICROBATCHES, partition="uniform", profile_steps=0, schedule=schedule
+    )
+    compression = MemoryCompression(budget="1GB", policy=SwapAll("host", 1)) if swaps else None
+    trainer = quiet_trainer(
+        {"devices": int(os.environ["WORLD_SIZE"]), "strategy": strategy},
+        max_epochs=1,
+        plugins=[compression] if compression is not None else [],
+    )
+    batches: Any = [torch.randn(SAMPLES, WIDTH)]
+    data = DataLoader(batches, batch_size=None)
+    if validates:
+        trainer.validate(built(module), data, verbose=False)
+    else:
+        trainer.fit(built(module), data)
+    return {
+        "payloads": sent[Direction.PAYLOAD].most,
+        "gradients": sent[Direction.GRADIENT].most,
+        "received": after_forward[0],
+    }
+
+
+def test_gradients_that_were_sent_are_let_go_of() -> None:
+    """The last stage of GPipe has sent all of them before the first has used the first one."""
+    for schedule in ("gpipe", "1f1b"):
+        first, second = run_ranks(count, 2, schedule)
+        assert first["gradients"] == 0
+        assert second["gradients"] in (1, 2, 3)
+
+
+def test_payloads_are_held_from_forward_to_backward() -> None:
+    assert run_ranks(count, 2, "gpipe")[0]["payloads"] == NUM_MICROBATCHES
+    assert run_ranks(count, 2, "1f1b")[0]["payloads"] == 2
+
+
+def test_without_a_backward_payloads_are_let_go_of() -> None:
+    first, second = run_ranks(count, 2, "1f1b", validates=True)
+    assert first["payloads"] in (1, 2, 3)
+    assert second["received"] <= 3
+
+
+def test_what_was_received_is_gone_when_it_is_elsewhere() -> None:
+    """The next receive is posted, and what has just left is on its way."""
+    assert run_ranks(count, 2, "gpipe")[1]["received"] == NUM_MICROBATCHES
+    assert run_ranks(count, 2, "gpipe", swaps=True)[1]["received"] <= 3
+
+
+def test_what_a_model_asks_for_again_is_still_there() -> None:
+    """It checkpoints its layers: the first one of the second stage asks for its input once more."""
+    for schedule in ("gpipe", "1f1b"):
+        run_ranks(count, 2, schedule, Checkpoints)
