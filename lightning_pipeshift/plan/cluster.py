@@ -42,8 +42,8 @@ class Device:
                 f"a device of kind {self.kind!r} on host {self.host!r} with speed {self.speed}; a"
                 " speed is finite and above 0 (leave a device that does nothing out)"
             )
-        for name in ("memory_bytes", "free_bytes"):
-            if getattr(self, name) < 0:
+        for name in ("memory_bytes", "free_bytes", "host_bytes", "host_bandwidth"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise PlanError(
                     f"a device of kind {self.kind!r} on host {self.host!r} with {name}"
                     f" {getattr(self, name)}; it is at least 0 (0: not known)"

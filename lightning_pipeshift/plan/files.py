@@ -6,7 +6,8 @@ units, and takes the model's profile, as JSON, from a run that measured it.
 A cluster::
 
     devices:
-      - {host: lab1, kind: rtx4090, count: 2, memory: 24GB}
+      - {host: lab1, kind: rtx4090, count: 2, memory: 24GB, host_memory: 30GB,
+         host_bandwidth: 20 GB/s}
       - {host: lab2, kind: rtx3090, speed: 0.5, memory: 24 GB, free: 20GB}
       - {hosts: 128, host: node, kind: a100, count: 8, memory: 80GB}  # node0 ... node127, 8 on each
     links:
@@ -17,7 +18,8 @@ A cluster::
         - {ranks: [0, 3], bandwidth: 50 Mbit/s}
 
 Ranks are counted in the order of the devices. Numbers without a unit are bytes, bytes per second
-and seconds. Of a link in ``between``, what isn't said is as it is without that entry.
+and seconds. ``host_memory`` is what each of the devices may take of its host's memory for tensors
+that do not fit its own, and ``host_bandwidth`` how fast they get there and back. Of a link in ``between``, what isn't said is as it is without that entry.
 """
 
 from __future__ import annotations
@@ -160,7 +162,7 @@ def _cluster(value: object) -> Cluster:
 
 def _devices(item: object, where: str) -> list[Device]:
     """The devices that one entry stands for."""
-    optional = ("hosts", "count", "speed", "memory", "free")
+    optional = ("hosts", "count", "speed", "memory", "free", "host_memory", "host_bandwidth")
     entry = Fields(item, where, ["host", "kind"], optional, instead="")
     host, kind = _name(entry, "host"), _name(entry, "kind")
     hosts = [f"{host}{n}" for n in range(_count(entry, "hosts"))] if "hosts" in entry else [host]
@@ -171,8 +173,19 @@ def _devices(item: object, where: str) -> list[Device]:
     free = round(_quantity(entry, "free", _BYTES)) if "free" in entry else 0
     if 0 < memory < free:
         entry.fail("free", f"at most the field 'memory', {memory} bytes")
+    on_host = round(_quantity(entry, "host_memory", _BYTES)) if "host_memory" in entry else 0
+    rate = 0.0
+    if "host_bandwidth" in entry:
+        rate = _quantity(entry, "host_bandwidth", _BYTES_PER_SECOND)
+    if bool(on_host) != bool(rate):
+        one, other = ("host_memory", "host_bandwidth")[:: 1 if on_host else -1]
+        entry.fail(one, f"given together with {other!r}, both above 0, or not at all")
     count = _count(entry, "count") if "count" in entry else 1
-    return [Device(name, kind, speed, memory, free) for name in hosts for _ in range(count)]
+    return [
+        Device(name, kind, speed, memory, free, on_host, rate)
+        for name in hosts
+        for _ in range(count)
+    ]
 
 
 def _between(item: object, where: str) -> Fields:
@@ -259,9 +272,14 @@ def _device_entry(device: Device, count: int) -> dict[str, Any]:
         entry["count"] = count
     if device.speed != 1:
         entry["speed"] = float(device.speed)
-    for name, num_bytes in (("memory", device.memory_bytes), ("free", device.free_bytes)):
-        if num_bytes:
-            entry[name] = num_bytes
+    for name, number in (
+        ("memory", device.memory_bytes),
+        ("free", device.free_bytes),
+        ("host_memory", device.host_bytes if device.host_bandwidth else 0),
+        ("host_bandwidth", float(device.host_bandwidth) if device.host_bytes else 0.0),
+    ):
+        if number:
+            entry[name] = number
     return entry
 
 

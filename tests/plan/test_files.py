@@ -15,7 +15,7 @@ from lightning_pipeshift.plan.saved_tensors import SavedTensor
 # What the README of somebody's laboratory may say of its machines.
 BY_HAND = """
 devices:
-  - {host: lab1, kind: rtx4090, count: 2, memory: 24GB}
+  - {host: lab1, kind: rtx4090, count: 2, memory: 24GB, host_memory: 30GB, host_bandwidth: 20 GB/s}
   - {host: lab2, kind: rtx3090, speed: 0.5, memory: 24 GB, free: 20GB}
   - {hosts: 128, host: node, kind: a100, count: 8, memory: 80GB}   # node0 ... node127
 links:
@@ -38,8 +38,8 @@ def test_a_cluster_written_by_hand(tmp_path):
     cluster = loaded(BY_HAND, tmp_path)
     assert cluster.num_ranks == 2 + 1 + 128 * 8
     assert cluster.devices[:4] == (
-        Device("lab1", "rtx4090", 1.0, 24 * 10**9),
-        Device("lab1", "rtx4090", 1.0, 24 * 10**9),
+        Device("lab1", "rtx4090", 1.0, 24 * 10**9, 0, 30 * 10**9, 20e9),
+        Device("lab1", "rtx4090", 1.0, 24 * 10**9, 0, 30 * 10**9, 20e9),
         Device("lab2", "rtx3090", 0.5, 24 * 10**9, 20 * 10**9),
         Device("node0", "a100", 1.0, 80 * 10**9),
     )
@@ -122,7 +122,10 @@ CLUSTERS = {
         (Device("a", "k", 1.0, 7), Device("a", "k", 1.0, 7), Device("b", "k"), Device("a", "k"))
     ),
     "figures without end": Cluster(
-        (Device("a", "k", 1 / 3, 10**15 + 1, 10**9 + 1), Device("b", "k", 1e-7)),
+        (
+            Device("a", "k", 1 / 3, 10**15 + 1, 10**9 + 1),
+            Device("b", "k", 1e-7, 0, 0, 10**11 + 1, 2e10 / 3),
+        ),
         inside=Link(1 / 3, 1e9 / 3),
         outside=Link(1e-7, math.inf),
     ),
@@ -189,6 +192,8 @@ def between(entry):
         (cluster_with(count=True), "field 'count' is true; it must be a whole number"),
         (cluster_with(hosts=-1), "field 'hosts' is -1; it must be at least 1"),
         (cluster_with(speed=0), "field 'speed' is 0; it must be a number above 0"),
+        (cluster_with(host_memory="1GB"), "'host_memory' is \"1GB\"; it must be given together"),
+        (cluster_with(host_bandwidth=5), "'host_bandwidth' is 5; it must be given together"),
         (cluster_with(speed="fast"), "field 'speed' is \"fast\"; it must be a number"),
         (cluster_with(memory="24 gigs"), "field 'memory' is \"24 gigs\"; .* in B or .*GB.*GiB"),
         (cluster_with(memory="1 ms"), "field 'memory' is \"1 ms\"; it must be a number"),
