@@ -14,6 +14,7 @@ from lightning_pipeshift.plan.timeline_row import Scale, draw_row
 
 if TYPE_CHECKING:  # A plan draws itself with this module, so this one can't import it when it runs.
     from lightning_pipeshift.plan.plan import LayerRecord, Plan
+    from lightning_pipeshift.plan.saved_tensors import Swap
 
 _WIDTH: Final = 100
 _NAMES_WIDTH: Final = 47
@@ -45,6 +46,7 @@ def draw(plan: Plan) -> str:
             busy_seconds = sum(span.end - span.start for span in row)
             drawing = draw_row(row, step_seconds, scale, _GRID_WIDTH)
             lines.append(f"{stage:>5} │{drawing}│ {1 - busy_seconds / step_seconds:4.0%} idle")
+        lines += _swaps(plan, vms[0])
     lines += ["", _LEGEND]
     if any(plan.recompute):
         lines.append(_RECOMPUTED)
@@ -95,12 +97,38 @@ def _stage_table(plan: Plan, vm: int) -> list[str]:
     ]
 
 
+def _swaps(plan: Plan, vm: int) -> list[str]:
+    """What each stage lets go elsewhere between forward and backward."""
+    found: dict[int, dict[str, list[Swap]]] = {}
+    for swap in plan.swapped(vm):
+        to = "the host"
+        if swap.stages:
+            noun = "stage" if len(swap.stages) == 1 else "stages"
+            to = f"{noun} {' and '.join(map(str, swap.stages))}"
+        stage = plan.placement.stage_of(vm, swap.layer)
+        found.setdefault(stage, {}).setdefault(to, []).append(swap)
+    lines = []
+    for stage, by_place in sorted(found.items()):
+        parts = []
+        for to, swaps in by_place.items():
+            tensors = _count(sum(len(swap.tensors) for swap in swaps), "tensor")
+            layers = _count(len({swap.layer for swap in swaps}), "layer")
+            parts.append(f"{tensors} of {layers} to {to}")
+        lines.append(_shortened_end(f"{stage:>5}  swaps {'; '.join(parts)}"))
+    return ["", *lines] if lines else []
+
+
+def _shortened_end(line: str) -> str:
+    return line if len(line) <= _WIDTH else line[: _WIDTH - 1] + "…"
+
+
 def _equal_machines(plan: Plan) -> list[tuple[int, ...]]:
     """The virtual machines, those with equal cuts together: one drawing serves them all."""
     groups: dict[Hashable, list[int]] = {}
     for vm, counts in enumerate(plan.placement.counts):
         costs = plan.prediction.costs[vm] if plan.prediction is not None else None
-        groups.setdefault((counts, plan.recomputed(vm), costs), []).append(vm)
+        key = counts, plan.recomputed(vm), tuple(plan.swapped(vm)), costs
+        groups.setdefault(key, []).append(vm)
     return [tuple(vms) for vms in groups.values()]
 
 

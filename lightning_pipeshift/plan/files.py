@@ -19,7 +19,8 @@ A cluster::
 
 Ranks are counted in the order of the devices. Numbers without a unit are bytes, bytes per second
 and seconds. ``host_memory`` is what each of the devices may take of its host's memory for tensors
-that do not fit its own, and ``host_bandwidth`` how fast they get there and back. Of a link in ``between``, what isn't said is as it is without that entry.
+that do not fit its own, and ``host_bandwidth`` how fast they get there and back. Of a link in
+``between``, what isn't said is as it is without that entry.
 """
 
 from __future__ import annotations

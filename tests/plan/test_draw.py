@@ -2,6 +2,7 @@ import pytest
 
 from lightning_pipeshift.plan.placement import Placement
 from lightning_pipeshift.plan.plan import LayerRecord, Plan
+from lightning_pipeshift.plan.saved_tensors import Swap
 from lightning_pipeshift.plan.schedule import SCHEDULES
 
 TWO_STAGES = """
@@ -44,6 +45,25 @@ def test_equal_virtual_machines_are_drawn_once():
     assert "── virtual machines 0 to 2 ──" in drawing
     assert "── virtual machine 3 ──" in drawing
     assert drawing.count("stage  layers") == 2
+
+
+def test_swaps():
+    swaps = (
+        Swap(0, (0, 2), (1,)),
+        Swap(1, (0, 2), (1,)),
+        Swap(1, (3,)),
+        Swap(9, (1,), (0, 2), (1.0, 2.0)),
+        Swap(9, (4,), (0, 2), (1.0, 2.0)),
+    )
+    plan = Plan(gpt(), Placement(((7, 5, 2), (7, 5, 2))), "1f1b", 8, swaps=(swaps, ()))
+    drawing = str(plan)
+    assert (
+        "    0  swaps 4 tensors of 2 layers to stage 1; 1 tensor of 1 layer to the host" in drawing
+    )
+    assert "    1  swaps 2 tensors of 1 layer to stages 0 and 2" in drawing
+    # The other one swaps nothing, and is drawn for itself.
+    assert drawing.count("swaps") == 2
+    assert "── virtual machine 1 ──" in drawing
 
 
 def test_not_measured():
