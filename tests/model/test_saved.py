@@ -174,6 +174,26 @@ def test_tensors_of_several_layers_that_share_memory_are_counted_with_the_first(
     assert keeper.found[2:] == [(2, 0, 0, 24)]
 
 
+def test_memory_that_leaves_while_another_layer_saves_it_is_another_block() -> None:
+    """A thread lets go of it when the second layer has just found it here."""
+    shelf = Shelf()
+    table = SavedTable(keeper=shelf)
+    tensor = torch.arange(10.0)
+    first = table.save(tensor, 0, 0, frozenset())
+
+    class Leaves(nullcontext[None]):
+        def __enter__(self) -> None:
+            shelf.put_away()
+
+    shelf.lock = Leaves()
+    second = table.save(tensor.view(2, 5), 1, 0, frozenset())
+    assert first.tensor is None
+    assert second.block is not first.block
+    shelf.bring_back()
+    assert torch.equal(first.get(), tensor)
+    assert torch.equal(second.get(), tensor.view(2, 5))
+
+
 def test_a_block_lives_as_long_as_one_of_its_tensors() -> None:
     keeper = Shelf()
     table = SavedTable(0, keeper)
