@@ -30,6 +30,14 @@ from lightning_pipeshift.model.trees import flatten, leaves_of
 from lightning_pipeshift.plan.flow import Call, Value
 
 
+class _Where:
+    """Where a pass is. Apart from the pass, as the graph refers to it: it would keep the pass, and
+    that keeps the graph.
+    """
+
+    layer = ""
+
+
 class Memory(Protocol):
     """Keeps the budget for what layers save."""
 
@@ -99,8 +107,7 @@ class StagePass(Watcher):
         self._checkpointed: dict[Value, Tensor] = {}
         """What the model asks for once more, as it checkpoints by itself what asks for it."""
         self._regions: list[Region] = []
-        self.layer_under_way = ""
-        """The layer that runs, forward or backward, or has run last."""
+        self._where = _Where()
         for value, tensor in self.received.items():
             self._receive(value, tensor)
         if not self._runs_user_code:
@@ -120,6 +127,11 @@ class StagePass(Watcher):
         self._handed_out[value] = handed_out
         if passed_on:
             self.outgoing[value], self.edges[value] = tensor, _edge(handed_out)
+
+    @property
+    def layer_under_way(self) -> str:
+        """The layer that runs, forward or backward, or has run last."""
+        return self._where.layer
 
     @property
     def _runs_user_code(self) -> bool:
@@ -214,7 +226,7 @@ class StagePass(Watcher):
         self.streams.go_to(Place.LAYER, call.layer, call.call, host=self.trace.draws_on_host)
         self.shared.enter(Segment(call.layer, True))
         begin = self.timer.now() if self.timer is not None else None
-        self.layer_under_way = gate.name
+        self._where.layer = gate.name
         output = self._call(gate, call, args, kwargs)
         leaves, rebuild = flatten(output)
         if self.memory is not None:
@@ -246,8 +258,10 @@ class StagePass(Watcher):
     def _note_backward(self, name: str, leaves: Sequence[Any]) -> None:
         """Lets a backward that reaches the layer say so."""
 
+        where = self._where
+
         def enter(_: Any) -> None:
-            self.layer_under_way = name
+            where.layer = name
 
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from typing import Any
 
 import lightning.pytorch as L
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_pipeshift import MemoryCompression, PipeShiftStrategy, SwapAll
+from lightning_pipeshift import MemoryCompression, PipeShiftStrategy, Planned, SwapAll
 from lightning_pipeshift.model.stage_pass import StagePass
 from lightning_pipeshift.runtime.channels import Channels, Direction
 from tests.features_models import built, quiet_trainer
@@ -147,6 +149,37 @@ def test_what_was_received_is_gone_when_it_is_elsewhere() -> None:
     """The next receive is posted, and what has just left is on its way."""
     assert run_ranks(count, 2, "gpipe")[1]["received"] == NUM_MICROBATCHES
     assert run_ranks(count, 2, "gpipe", swaps=True)[1]["received"] <= 3
+
+
+def passes_left(recompute: Any, swaps: bool) -> list[int]:
+    """How many passes there are after each of some steps; runs on every rank."""
+    found = []
+
+    class Counts(L.Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            gc.collect()
+            found.append(sum(isinstance(one, StagePass) for one in gc.get_objects()))
+
+    policy = SwapAll("host", 1) if swaps else Planned()
+    strategy = PipeShiftStrategy(
+        microbatches=NUM_MICROBATCHES, partition="uniform", profile_steps=1, recompute=recompute
+    )
+    batches: Any = [torch.randn(SAMPLES, WIDTH) for _ in range(4)]
+    trainer = quiet_trainer(
+        {"devices": int(os.environ["WORLD_SIZE"]), "strategy": strategy},
+        max_epochs=1,
+        callbacks=[Counts()],
+        plugins=[MemoryCompression(budget="1GB", policy=policy)],
+    )
+    trainer.fit(built(Trains), DataLoader(batches, batch_size=None))
+    return found
+
+
+@pytest.mark.parametrize(("recompute", "swaps"), [("none", False), ("none", True), ("full", False)])
+def test_nothing_is_left_of_a_step(recompute: str, swaps: bool) -> None:
+    """Graphs and what refers to them in a ring are never collected."""
+    for found in run_ranks(passes_left, 2, recompute, swaps):
+        assert max(found) <= 1, found
 
 
 def test_what_a_model_asks_for_again_is_still_there() -> None:
