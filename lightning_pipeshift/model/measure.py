@@ -56,8 +56,8 @@ class Stopwatch:
     """Times every layer once while a flow is recorded.
 
     Each layer runs by itself on made-up inputs of the recorded shapes, so no other layer has to be
-    here, and nothing in the model changes. Layers of the same class, shapes and inputs are timed
-    once.
+    here, and nothing in the model changes. Layers of the same class, shapes and kinds of inputs are
+    timed once.
 
     Args:
         device: where to run.
@@ -78,7 +78,13 @@ class Stopwatch:
         signature = (
             type(gate.layer),
             tuple((name, tuple(p.shape)) for name, p in gate.layer.named_parameters()),
-            tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves),
+            tuple(
+                # What comes out of a layer needs a gradient, and then more is saved.
+                (tuple(x.shape), x.dtype, isinstance(x, Placeholder))
+                if isinstance(x, Tensor)
+                else repr(x)
+                for x in leaves
+            ),
         )
         if signature not in self._known:
             figures = self._time(gate, leaves, rebuild, self._trains)

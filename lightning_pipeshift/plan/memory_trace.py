@@ -99,6 +99,13 @@ class Links:
             return self.to_host[stage] if stage < len(self.to_host) else 0.0
         return self.between.get((stage, place), (0.0, 0.0))[1]
 
+    def slowed(self, factor: float) -> Links:
+        """Links that take so many times as long."""
+        return Links(
+            {ends: (latency, rate / factor) for ends, (latency, rate) in self.between.items()},
+            tuple(rate / factor for rate in self.to_host),
+        )
+
     def seconds(self, stage: int, place: int, num_bytes: float) -> float:
         """What a tensor takes from a stage to another one, or to the host, or back from there."""
         rate = self.rate(stage, place)

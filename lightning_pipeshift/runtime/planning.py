@@ -30,6 +30,11 @@ from lightning_pipeshift.runtime.stage_memory import MemoryWishes
 _PATIENCE: Final = 1.1
 """How much slower a step may be for the sake of cutting between blocks."""
 
+_CAUTION: Final = 2.0
+"""How many times as long as measured swaps may take for a plan to hold, where there is one that
+does. Ranks that share a host share its memory's bandwidth, and a plan whose every transfer is just
+in time makes the compute wait for most of them."""
+
 
 @dataclass(frozen=True)
 class Watch:
@@ -213,15 +218,20 @@ def _compressed(
         devices = [cluster.devices[rank] for rank in ranks]
         rooms = [Room(device.room_bytes, device.host_bytes) for device in devices]
         links = links_of(cluster, ranks)
-        problem = Compression(profile, workload, links, rooms, wishes.policy, settings.recompute)
         tried: list[Compressed] = []
         error: BudgetError | None = None
-        for counts in _candidates(settings, profile, topology, workload, vm):
-            try:
-                tried.append(problem.compressed(counts))
-            except BudgetError as failure:
-                error = error or failure
-        if not tried:
+        for caution in (_CAUTION, 1.0):
+            problem = Compression(
+                profile, workload, links.slowed(caution), rooms, wishes.policy, settings.recompute
+            )
+            for counts in _candidates(settings, profile, topology, workload, vm):
+                try:
+                    tried.append(problem.compressed(counts))
+                except BudgetError as failure:
+                    error = failure
+            if tried:
+                break
+        else:
             assert error is not None
             raise error
         found.append(min(tried, key=lambda one: one.seconds))

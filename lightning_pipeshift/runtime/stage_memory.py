@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -131,26 +132,34 @@ class StageMemory:
         return self.room
 
     def _bandwidth(self) -> float:
-        """How fast tensors get to the host and back, whichever is slower."""
-        size = int(min(_TRIED_BYTES, self._host.limit_bytes))
-        if not size or not self._host.claim(size):
+        """How fast tensors get to the host while others come back, and back, whichever is slower:
+        in a step they travel both ways at once, and those of all ranks of a host too.
+        """
+        size = int(min(_TRIED_BYTES, self._host.limit_bytes // 2))
+        rooms = [self._host.take(size) for _ in range(2) if size and self._host.claim(size)]
+        if len(rooms) < 2:
             return 0.0
-        room = self._host.take(size)
-        tensor = torch.zeros(size, dtype=torch.uint8, device=self._channels.device)
-        slowest = 0.0
-        for way, source, to in (("out", tensor, room), ("back", room, tensor)):
-            best = float("inf")
-            for _ in range(_TRIES):
-                self._synchronize()
-                begun = time.perf_counter()
-                carry = getattr(self._copier, way)
-                carry(lambda s=source, t=to: t.copy_(s, non_blocking=True), _nothing).wait()
-                self._synchronize()
-                best = min(best, time.perf_counter() - begun)
-            slowest = max(slowest, best)
-        self._host.give(room)
+        tensors = [torch.zeros_like(room, device=self._channels.device) for room in rooms]
+        ways = (
+            (self._copier.out, tensors[0], rooms[0]),
+            (self._copier.back, rooms[1], tensors[1]),
+        )
+        best = float("inf")
+        for _ in range(_TRIES):
+            self._synchronize()
+            begun = time.perf_counter()
+            tickets = [
+                carry(partial(to.copy_, source, non_blocking=True), _nothing)
+                for carry, source, to in ways
+            ]
+            for ticket in tickets:
+                ticket.wait()
+            self._synchronize()
+            best = min(best, time.perf_counter() - begun)
+        for room in rooms:
+            self._host.give(room)
         self._host.peak_bytes = 0
-        return size / slowest
+        return size / best
 
     def _synchronize(self) -> None:
         if self._channels.device.type == "cuda":

@@ -150,6 +150,8 @@ class ActivationStore:
         self._dropped: deque[_Entry] = deque()
         self._row: Row = ()
         self._position = 0
+        # The last that has begun in the action under way.
+        self._layer = -1
         self._forwards: list[int] = []
         self._backward_at: dict[int, int] = {}
         self._forward_bytes = 0
@@ -196,7 +198,7 @@ class ActivationStore:
     def begin_action(self, place: int, action: Action) -> None:
         """The stage begins the action at a place of its row."""
         with self.lock:
-            self._position = place
+            self._position, self._layer = place, -1
             if action.kind is Kind.BACKWARD:
                 self._stay(action.microbatch)
         self.advance()
@@ -224,6 +226,7 @@ class ActivationStore:
         with self.lock:
             # What was made again in a backward.
             self._new.clear()
+            self._layer = layer
         self.make_room(self._expected.get(layer, 0), layer)
 
     def after_layer(self, layer: int) -> None:
@@ -350,7 +353,7 @@ class ActivationStore:
                 away = [e for e in self._entries[microbatch] if e.state is _Is.AWAY]
                 for entry in sorted(away, key=lambda entry: entry.need):
                     held = self._here_bytes + self._lent_bytes
-                    held += max(reserve, self._promised_bytes)
+                    held += reserve + self._promised_bytes
                     if held + entry.num_bytes > self._orders.budget_bytes:
                         return
                     if not self._orders.fills_budget and not self._is_soon(entry):
@@ -487,9 +490,15 @@ class ActivationStore:
         at = self._backward_at.get(microbatch)
         if at is None or at < self._position:
             return 0
-        # That under way among them: it may have saved nothing yet.
         coming = self._forwards[at] - self._forwards[self._position]
-        return None if coming > 1 else coming * self._forward_bytes
+        current = self._row[self._position]
+        if coming > 1 or current == Action(Kind.FORWARD, microbatch):
+            return None
+        if coming and current.kind is Kind.FORWARD:
+            # It is under way. What its layers have saved so far is here or has left, and what the
+            # one that runs is about to save has been promised to it.
+            return sum(size for layer, size in self._expected.items() if layer > self._layer)
+        return coming * self._forward_bytes
 
     # --- the table ---
 

@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_pipeshift.model.gate import Gate, Switch
 from lightning_pipeshift.model.measure import Stopwatch
+from lightning_pipeshift.model.recompute import LayerCall
+from lightning_pipeshift.model.saved import Observer, SavedTable
 from lightning_pipeshift.model.streams import Streams
 from tests.model.following import CPU, Model, follow, linears
 
@@ -25,6 +28,17 @@ class Sleeps(nn.Module):
             time.sleep(float(self.seconds))
             RUNS.append(id(self))
         return self.inner(x)
+
+
+class Square(nn.Module):
+    """Saves its weight too where its input needs a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        return self.inner(x).square()
 
 
 def timed(model, *batch):
@@ -51,8 +65,27 @@ def test_like_layers_are_timed_once():
     model = Model(in_a_row, a=Sleeps(0.0), b=Sleeps(0.0), c=Sleeps(0.0))
     RUNS.clear()
     seconds = timed(model, X)
-    assert seconds[0] == seconds[1] == seconds[2]
-    assert set(RUNS) == {id(model.a)}
+    assert seconds[1] == seconds[2]
+    # The first is given the batch, of which it needs no gradient.
+    assert set(RUNS) == {id(model.a), id(model.b)}
+
+
+def test_what_like_layers_save_differs_with_what_they_are_given():
+    """The numbers of saved tensors are those that autograd gives them when the model trains."""
+    model = Model(in_a_row, a=Square(), b=Square(), c=Square())
+    stopwatch = Stopwatch(CPU, Streams(CPU), trains=True)
+    follow(model, X, stopwatch=stopwatch)
+    observer = Observer()
+    x = X
+    for index, layer in enumerate((model.a, model.b, model.c)):
+        x = LayerCall(Gate("", layer, index, Switch()), (x,), {}, SavedTable(), observer).run()
+    for index in range(3):
+        found = [t.number for t in stopwatch.figures[index].tensors if t.num_bytes]
+        real = [t.number for t in observer.of_layers[index] if t.num_bytes]
+        # What it is given belongs to the layer before, where that has saved it.
+        assert found[-1] == real[-1]
+    (first, second) = (stopwatch.figures[index].tensors for index in (0, 1))
+    assert len(second) == len(first) + 1
 
 
 def test_every_call_counts():
