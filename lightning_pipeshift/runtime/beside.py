@@ -73,6 +73,8 @@ class SharedRooms(Rooms):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, float("inf"), is_tight=True)
+        self.is_shared = False
+        """Whether the other process is going to open what is made from here on."""
         # By the address of their memory: the number that the other process knows them by, and what
         # keeps them open until it does.
         self._numbers: dict[int, int] = {}
@@ -80,14 +82,17 @@ class SharedRooms(Rooms):
         self._next_number = itertools.count()
         self._gone: list[int] = []
 
-    def opening(self, room: Tensor) -> Opening:
-        """What the other process has to know of a room."""
+    def opening(self, room: Tensor) -> Opening | None:
+        """What the other process has to know of a room; ``None`` where it cannot be shared."""
+        is_cuda = self.device.type == "cuda"
+        if not is_cuda and room.data_ptr() not in {*self._numbers, *self._files}:
+            return None
         gone, self._gone = self._gone, []
         number = self._numbers.get(room.data_ptr())
         if number is not None:
             return Opening(number, None, gone)
         number = self._numbers[room.data_ptr()] = next(self._next_number)
-        if self.device.type == "cuda":
+        if is_cuda:
             from torch.multiprocessing.reductions import reduce_tensor
 
             return Opening(number, reduce_tensor(room), gone)
@@ -114,9 +119,12 @@ class SharedRooms(Rooms):
             self._gone.append(number)
 
     def _made(self, num_bytes: int) -> Tensor:
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" or not self.is_shared:
             return super()._made(num_bytes)
-        file = os.memfd_create("pipeshift")
+        try:
+            file = os.memfd_create("pipeshift")
+        except OSError:  # too many files, say
+            return super()._made(num_bytes)
         os.ftruncate(file, num_bytes)
         room = _mapped(os.getpid(), file, num_bytes)
         self._files[room.data_ptr()] = file

@@ -221,18 +221,23 @@ class Lender:
 
     def _receive(self, stage: int) -> None:
         lane, rooms = self._lanes(_THERE), self.rooms[stage]
+        last: Tensor | None = None
         while (put := lane.receive_object(stage)) is not None:
+            if last is not None:
+                rooms.was_opened(last)
+            rooms.is_shared = put.address is not None and put.address == self._address
             room = self._held.get(put.key)
             if room is None:
                 self._take_room(put.num_bytes)
                 rooms.claim(put.num_bytes)
                 room = rooms.take(put.num_bytes)
             if put.address is not None:
-                is_beside = put.address == self._address
+                opening = rooms.opening(room) if rooms.is_shared else None
                 answers = self._lanes(_ROOMS)
-                answers.send_object(rooms.opening(room) if is_beside else None, stage)
+                answers.send_object(opening, stage)
                 answers.settle()
-                if is_beside:
+                if opening is not None:
+                    last = room
                     self._hold(put.key, room)
                     continue
             staging = room
@@ -242,6 +247,7 @@ class Lender:
             if staging is not room:
                 room.copy_(staging)
             self._hold(put.key, room)
+        rooms.clear()
 
     def _hold(self, key: Key, room: Tensor) -> None:
         with self._changed:
@@ -258,7 +264,6 @@ class Lender:
                 room = self._held.pop(key)
             if is_wanted:
                 lane.send_tensor(room, stage)
-            rooms.was_opened(room)
             rooms.give(room)
             self._take_room(-room.numel())
 

@@ -28,8 +28,10 @@ from lightning_pipeshift.runtime.copying import Ticket
 from lightning_pipeshift.runtime.places import Parcel, Place
 
 _PATIENCE_SECONDS: Final = 5.0
+_PATIENCE_ACTIONS: Final = 5.0
 _PAUSE_SECONDS: Final = 1e-3
-"""How long, and how often, room is looked for that another stage was promised."""
+"""How long at least, for how many of this stage's longest action so far, and how often, room is
+looked for that another stage was promised."""
 
 _MARGIN: Final = 1.1
 """How much more than was lacking is named as what would have been enough."""
@@ -156,6 +158,9 @@ class ActivationStore:
         self._backward_at: dict[int, int] = {}
         self._forward_bytes = 0
         self._has_said: set[str] = set()
+        self._begun = 0.0
+        # Of all actions so far.
+        self._longest_seconds = 0.0
 
     def follow(self, orders: Orders) -> None:
         """Another plan is in force; nothing is under way."""
@@ -199,6 +204,7 @@ class ActivationStore:
         """The stage begins the action at a place of its row."""
         with self.lock:
             self._position, self._layer = place, -1
+            self._begun = time.monotonic()
             if action.kind is Kind.BACKWARD:
                 self._stay(action.microbatch)
         self.advance()
@@ -208,6 +214,7 @@ class ActivationStore:
         with self.lock:
             self._bury()
             self._promised_bytes = 0
+            self._longest_seconds = max(self._longest_seconds, time.monotonic() - self._begun)
             if action.kind is Kind.FORWARD:
                 saved = sum(
                     entry.num_bytes
@@ -272,14 +279,15 @@ class ActivationStore:
         Raises:
             BudgetError: this stage has had no room for them for a while.
         """
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        begun = time.monotonic()
         while num_bytes > 0:
             try:
                 self.make_room(num_bytes, None)
                 break
             except BudgetError:
                 # This stage's own backward may be about to end.
-                if time.monotonic() > deadline:
+                patience = max(_PATIENCE_SECONDS, _PATIENCE_ACTIONS * self._longest_seconds)
+                if time.monotonic() > begun + patience:
                     raise
                 time.sleep(_PAUSE_SECONDS)
         with self.lock:
