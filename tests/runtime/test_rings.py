@@ -136,7 +136,6 @@ def dies_in_the_middle() -> None:
 
 
 def test_a_member_that_dies_in_the_middle_of_a_sum() -> None:
-    begin = time.monotonic()
-    with pytest.raises(RanksFailed, match="Rank 1 ended without a word"):
+    with pytest.raises(RanksFailed, match="Rank 1 ended without a word") as caught:
         run_ranks(dies_in_the_middle, 3, grace=15)
-    assert time.monotonic() - begin < 30
+    assert not [o for o in caught.value.outcomes if o.error_type == "Killed"]
