@@ -132,7 +132,11 @@ def dies_in_the_middle() -> None:
     rings, rank = make_rings()
     if rank == 1:
         rings._group = DiesAtItsSecondSend(rings._group)
-    rings.start(0, [0, 1, 2], torch.ones(30 << 20)).wait()
+    try:
+        rings.start(0, [0, 1, 2], torch.ones(30 << 20)).wait()
+    finally:
+        # As a run that fails does: who waits for this rank hears of it.
+        rings.close()
 
 
 def test_a_member_that_dies_in_the_middle_of_a_sum() -> None:
