@@ -22,6 +22,7 @@ from typing import Final, NamedTuple
 from lightning_pipeshift.errors import BudgetError, PlanError
 from lightning_pipeshift.plan.action import Kind
 from lightning_pipeshift.plan.footprint import Footprint, Footprints, tensors_of
+from lightning_pipeshift.plan.lenders import Lenders, mappings, shares_of
 from lightning_pipeshift.plan.memory_trace import HOST, Links, StageTrace
 from lightning_pipeshift.plan.policies import Policy, TensorRecord
 from lightning_pipeshift.plan.profile import Profile
@@ -31,10 +32,6 @@ from lightning_pipeshift.plan.workload import Cut, Workload
 SMALLEST_BYTES: Final = 1 << 16
 """What is smaller is not worth a transfer of its own, unless nothing else fits."""
 
-_MOST_LENDERS: Final = 3
-_MOST_ASKED: Final = 6
-_MOST_MAPPINGS: Final = 64
-_BEST_MAPPINGS: Final = 3
 _MOST_ROUNDS: Final = 200
 _MOST_IMPROVED: Final = 2
 _MOST_TRIALS: Final = 2000
@@ -50,9 +47,6 @@ _LIKE_SECONDS: Final = 1.2
 _LINK_WEIGHT: Final = 1e-3
 """What a second of a link's time counts, in seconds of the step: of equally fast plans the one that
 moves less."""
-
-Lenders = tuple[int, ...]
-"""Stages that take tensors of another one."""
 
 
 class Room(NamedTuple):
@@ -184,9 +178,10 @@ class Compression:
         )
 
     def _host_is_short(self, search: _Search, best: Assigned) -> BudgetError:
-        lacking = [trace.host_bytes - room.host_bytes for trace, room in search.traces(best)]
-        stage = max(range(len(lacking)), key=lacking.__getitem__)
-        trace, room = list(search.traces(best))[stage]
+        stage, (trace, room) = max(
+            enumerate(search.traces(best)),
+            key=lambda one: one[1][0].host_bytes - one[1][1].host_bytes,
+        )
         return BudgetError(
             f"Nothing keeps the memory budget: the host of stage {stage} has"
             f" {_size(room.host_bytes)} for swapped tensors (`host_budget`), and at the least that"
@@ -258,7 +253,7 @@ class _Search:
         stage, size = self._owner[key[0]], self._sizes[key]
         if not way:
             return self._links.seconds(stage, HOST, size)
-        shares = _shares(stage, way, self._links)
+        shares = shares_of(stage, way, self._links)
         return max(
             self._links.seconds(stage, lender, size * share / sum(shares))
             for lender, share in zip(way, shares, strict=True)
@@ -278,7 +273,7 @@ class _Search:
                 layer,
                 tuple(numbers),
                 way,
-                _shares(self._owner[layer], way, self._links) if len(way) > 1 else (),
+                shares_of(self._owner[layer], way, self._links) if len(way) > 1 else (),
             )
             for (layer, way), numbers in groups.items()
         )
@@ -544,24 +539,24 @@ class _Search:
         """Leaves a place from where no single change is for the better: makes one that is for the
         worse, mends what it breaks and improves what comes of that, until nothing better does.
         """
-        now, score = assigned, self.score(assigned)
-        while not self._is_good(score):
-            for stage, one_by_one in itertools.product(
-                range(self._workload.num_stages), (False, True)
-            ):
-                for changed in self._steps(now, stage, one_by_one):
-                    if self._num_trials > _MOST_TRIALS:
-                        return now
-                    other = self._improved(self._relaxed(self._greedy(changed)))
-                    if self.score(other) < score:
-                        break
-                else:
-                    continue
-                now, score = other, self.score(other)
+        now = assigned
+        while not self._is_good(self.score(now)):
+            better = self._detour(now)
+            if better is None:
                 break
-            else:
-                return now
+            now = better
         return now
+
+    def _detour(self, now: Assigned) -> Assigned | None:
+        """The first such way to something better, if there are trials left to find one."""
+        for stage, one_by_one in itertools.product(range(self._workload.num_stages), (False, True)):
+            for changed in self._steps(now, stage, one_by_one):
+                if self._num_trials > _MOST_TRIALS:
+                    return None
+                other = self._improved(self._relaxed(self._greedy(changed)))
+                if self.score(other) < self.score(now):
+                    return other
+        return None
 
     def _relaxed(self, assigned: Assigned) -> dict[tuple[int, int], Way]:
         """Lets as much stay as fits: whole layers first, and then tensors, small ones first."""
@@ -617,75 +612,6 @@ class _Search:
 def _roughly(seconds: float) -> int | None:
     """The same for what differs by what measurements do."""
     return round(math.log(seconds) / math.log(_LIKE_SECONDS)) if seconds > 0 else None
-
-
-class _Mapping(NamedTuple):
-    """Who takes tensors of whom, and what that comes to.
-
-    Args:
-        lenders: of each stage that lacks room.
-        taken: what each stage takes, in bytes.
-        left_out: what nobody takes, in bytes.
-        seconds: how long the slowest link carries its part.
-    """
-
-    lenders: dict[int, Lenders]
-    taken: tuple[float, ...]
-    left_out: float = 0.0
-    seconds: float = 0.0
-
-    def score(self, spare: Sequence[float]) -> tuple[float, float]:
-        """What has no room, and how long the rest takes."""
-        over = sum(
-            max(0.0, size - max(0.0, left)) for size, left in zip(self.taken, spare, strict=True)
-        )
-        return self.left_out + over, self.seconds
-
-    def plus(self, stage: int, need: float, lenders: Lenders, links: Links) -> _Mapping:
-        """The same, and what a stage lacks goes to some others, in proportion to the links."""
-        mapping = {**self.lenders, stage: lenders}
-        if not lenders:
-            return self._replace(lenders=mapping, left_out=self.left_out + need)
-        taken, seconds = list(self.taken), self.seconds
-        shares = _shares(stage, lenders, links)
-        for lender, share in zip(lenders, shares, strict=True):
-            size = need * share / sum(shares)
-            taken[lender] += size
-            seconds = max(seconds, links.seconds(stage, lender, size))
-        return _Mapping(mapping, tuple(taken), self.left_out, seconds)
-
-
-def mappings(
-    needs: Mapping[int, float], spare: Sequence[float], links: Links
-) -> list[dict[int, Lenders]]:
-    """Ways to share out who takes tensors of whom, the best first.
-
-    Args:
-        needs: bytes that stages lack.
-        spare: bytes that each stage has left; what is below 0 counts as nothing.
-        links: between the stages.
-    """
-    best = [_Mapping({}, (0.0,) * len(spare))]
-    # The neediest first: of what the first ones may have, only the best is kept for the others.
-    for stage in sorted(needs, key=lambda stage: (-needs[stage], stage)):
-        longer = []
-        for mapping in best:
-            has_room = [s for s, left in enumerate(spare) if left > 0 and links.rate(stage, s)]
-            has_room.sort(key=lambda s: mapping.taken[s] - spare[s])
-            for count in range(_MOST_LENDERS + 1):
-                for lenders in itertools.combinations(sorted(has_room[:_MOST_ASKED]), count):
-                    longer.append(mapping.plus(stage, needs[stage], lenders, links))
-        longer.sort(key=lambda mapping: mapping.score(spare))
-        best = longer[:_MOST_MAPPINGS]
-    return [mapping.lenders for mapping in best[:_BEST_MAPPINGS]]
-
-
-def _shares(stage: int, lenders: Lenders, links: Links) -> tuple[float, ...]:
-    """Blocks in proportion to the bandwidth of the links."""
-    rates = [links.rate(stage, lender) for lender in lenders]
-    if not all(map(math.isfinite, rates)):
-        return (1.0,) * len(lenders)
-    return tuple(rate / min(rates) for rate in rates)
 
 
 def _size(num_bytes: float) -> str:

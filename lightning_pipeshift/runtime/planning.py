@@ -218,13 +218,14 @@ def _compressed(
         devices = [cluster.devices[rank] for rank in ranks]
         rooms = [Room(device.room_bytes, device.host_bytes) for device in devices]
         links = links_of(cluster, ranks)
+        candidates = _candidates(settings, profile, topology, workload, vm)
         tried: list[Compressed] = []
         error: BudgetError | None = None
         for caution in (_CAUTION, 1.0):
             problem = Compression(
                 profile, workload, links.slowed(caution), rooms, wishes.policy, settings.recompute
             )
-            for counts in _candidates(settings, profile, topology, workload, vm):
+            for counts in candidates:
                 try:
                     tried.append(problem.compressed(counts))
                 except BudgetError as failure:

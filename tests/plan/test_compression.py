@@ -14,9 +14,9 @@ from lightning_pipeshift.plan.compression import (
     Compressed,
     Compression,
     Room,
-    mappings,
 )
 from lightning_pipeshift.plan.footprint import Footprint, Footprints
+from lightning_pipeshift.plan.lenders import mappings
 from lightning_pipeshift.plan.memory_trace import HOST, HOST_LATENCY, Links
 from lightning_pipeshift.plan.policies import (
     KeepAll,

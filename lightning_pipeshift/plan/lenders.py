@@ -1,0 +1,96 @@
+"""Who lends room to whom: the mapping search of CN114880130B, after MPress (HPCA 2023), step 3.
+
+Ways to share out what stages lack among those that have room are enumerated, and scored by how well
+they fill spare memory and links.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+from lightning_pipeshift.plan.memory_trace import Links
+
+_MOST_LENDERS: Final = 3
+"""Of one stage."""
+
+_MOST_ASKED: Final = 6
+"""The emptiest stages, of which a stage's lenders are some."""
+
+_MOST_MAPPINGS: Final = 64
+_BEST_MAPPINGS: Final = 3
+"""How many are gone on with from stage to stage, and how many are returned."""
+
+Lenders = tuple[int, ...]
+"""Stages that take tensors of another one."""
+
+
+class _Mapping(NamedTuple):
+    """Who takes tensors of whom, and what that comes to.
+
+    Args:
+        lenders: of each stage that lacks room.
+        taken: what each stage takes, in bytes.
+        left_out: what nobody takes, in bytes.
+        seconds: how long the slowest link carries its part.
+    """
+
+    lenders: dict[int, Lenders]
+    taken: tuple[float, ...]
+    left_out: float = 0.0
+    seconds: float = 0.0
+
+    def score(self, spare: Sequence[float]) -> tuple[float, float]:
+        """What has no room, and how long the rest takes."""
+        over = sum(
+            max(0.0, size - max(0.0, left)) for size, left in zip(self.taken, spare, strict=True)
+        )
+        return self.left_out + over, self.seconds
+
+    def plus(self, stage: int, need: float, lenders: Lenders, links: Links) -> _Mapping:
+        """The same, and what a stage lacks goes to some others, in proportion to the links."""
+        mapping = {**self.lenders, stage: lenders}
+        if not lenders:
+            return self._replace(lenders=mapping, left_out=self.left_out + need)
+        taken, seconds = list(self.taken), self.seconds
+        shares = shares_of(stage, lenders, links)
+        for lender, share in zip(lenders, shares, strict=True):
+            size = need * share / sum(shares)
+            taken[lender] += size
+            seconds = max(seconds, links.seconds(stage, lender, size))
+        return _Mapping(mapping, tuple(taken), self.left_out, seconds)
+
+
+def mappings(
+    needs: Mapping[int, float], spare: Sequence[float], links: Links
+) -> list[dict[int, Lenders]]:
+    """Ways to share out who takes tensors of whom, the best first.
+
+    Args:
+        needs: bytes that stages lack.
+        spare: bytes that each stage has left; what is below 0 counts as nothing.
+        links: between the stages.
+    """
+    best = [_Mapping({}, (0.0,) * len(spare))]
+    # The neediest first: of what the first ones may have, only the best is kept for the others.
+    for stage in sorted(needs, key=lambda stage: (-needs[stage], stage)):
+        has_room = [s for s, left in enumerate(spare) if left > 0 and links.rate(stage, s)]
+        longer = []
+        for mapping in best:
+            emptiest = sorted(has_room, key=lambda s: mapping.taken[s] - spare[s])[:_MOST_ASKED]
+            for count in range(_MOST_LENDERS + 1):
+                for lenders in itertools.combinations(sorted(emptiest), count):
+                    longer.append(mapping.plus(stage, needs[stage], lenders, links))
+        longer.sort(key=lambda mapping: mapping.score(spare))
+        best = longer[:_MOST_MAPPINGS]
+    return [mapping.lenders for mapping in best[:_BEST_MAPPINGS]]
+
+
+def shares_of(stage: int, lenders: Lenders, links: Links) -> tuple[float, ...]:
+    """Blocks in proportion to the bandwidth of the links."""
+    rates = [links.rate(stage, lender) for lender in lenders]
+    if not all(map(math.isfinite, rates)):
+        return (1.0,) * len(lenders)
+    return tuple(rate / min(rates) for rate in rates)
