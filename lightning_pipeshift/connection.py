@@ -10,7 +10,6 @@ import socket
 import time
 import uuid
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from lightning_pipeshift.errors import StageFailedError
 from lightning_pipeshift.plan.cluster import Device
+from lightning_pipeshift.runtime.host import boot_id
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def device_of(device: torch.device) -> Device:
     # cloned have a name in common.
     marks = [socket.gethostname()]
     with contextlib.suppress(OSError):
-        marks.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        marks.append(boot_id())
         marks.append(str(os.stat("/proc/self/ns/net").st_ino))
     if device.type == "cuda":
         kind = torch.cuda.get_device_name(device)

@@ -13,13 +13,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_pipeshift.runtime.copying import Rooms
+from lightning_pipeshift.runtime.host import boot_id
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def address_here(device: torch.device) -> Address | None:
     if not sys.platform.startswith("linux"):
         return None
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = boot_id()
         processes = os.readlink("/proc/self/ns/pid")
     except OSError:
         return None
@@ -84,33 +84,29 @@ class SharedRooms(Rooms):
 
     def opening(self, room: Tensor) -> Opening | None:
         """What the other process has to know of a room; ``None`` where it cannot be shared."""
-        is_cuda = self.device.type == "cuda"
-        if not is_cuda and room.data_ptr() not in {*self._numbers, *self._files}:
-            return None
-        gone, self._gone = self._gone, []
+        handle: Any = None
         number = self._numbers.get(room.data_ptr())
-        if number is not None:
-            return Opening(number, None, gone)
-        number = self._numbers[room.data_ptr()] = next(self._next_number)
-        if is_cuda:
+        if number is None:
+            handle = self._handle(room)
+            if handle is None:
+                return None
+            number = self._numbers[room.data_ptr()] = next(self._next_number)
+        gone, self._gone = self._gone, []
+        return Opening(number, handle, gone)
+
+    def _handle(self, room: Tensor) -> Any:
+        if self.device.type == "cuda":
             from torch.multiprocessing.reductions import reduce_tensor
 
-            return Opening(number, reduce_tensor(room), gone)
-        place = os.getpid(), self._files[room.data_ptr()], room.numel()
-        return Opening(number, place, gone)
+            return reduce_tensor(room)
+        file = self._files.get(room.data_ptr())
+        return None if file is None else (os.getpid(), file, room.numel())
 
     def was_opened(self, room: Tensor) -> None:
         """The other process needs the handle no more."""
         file = self._files.pop(room.data_ptr(), None)
         if file is not None:
             os.close(file)
-
-    def clear(self) -> None:
-        """Gives back what is not in use."""
-        super().clear()
-        for file in self._files.values():
-            os.close(file)
-        self._files.clear()
 
     def _drop(self, room: Tensor) -> None:
         self.was_opened(room)

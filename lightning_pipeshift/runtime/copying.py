@@ -225,8 +225,8 @@ class Rooms:
     def clear(self) -> None:
         """Gives back what is not in use."""
         with self._lock:
-            self._free.clear()
-            self._free_bytes = 0
+            while self._free_bytes:
+                self._give_one_back()
 
     def _give_one_back(self) -> None:
         size = max(size for size, rooms in self._free.items() if rooms)

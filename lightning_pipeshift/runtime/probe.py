@@ -24,6 +24,7 @@ import torch
 from lightning_pipeshift.errors import some_of
 from lightning_pipeshift.plan.cluster import FREE, Cluster, Device, Link
 from lightning_pipeshift.runtime.channels import Channels
+from lightning_pipeshift.runtime.host import boot_id
 
 SAME_SPEED: Final = 0.75
 """Devices of one kind at this part of the fastest's rate, or above, count as equally fast."""
@@ -309,7 +310,7 @@ def _processor(device: torch.device, here: Device) -> str:
     terms = [here.host, here.kind, f"{torch.get_num_threads()} threads"]
     with suppress(OSError):
         # Containers are hosts of their own and may have their cores in common.
-        terms[0] = Path("/proc/sys/kernel/random/boot_id").read_text()
+        terms[0] = boot_id()
         terms.append(_OWN_CGROUPS.read_text())
     with suppress(AttributeError, OSError):  # not every system has these
         terms += map(str, sorted(os.sched_getaffinity(0)))

@@ -17,7 +17,8 @@ from lightning_pipeshift.plan.saved_tensors import Swap
 from lightning_pipeshift.runtime.beside import address_here
 from lightning_pipeshift.runtime.channels import Channels
 from lightning_pipeshift.runtime.copying import Rooms, copier_of
-from lightning_pipeshift.runtime.places import Borrower, Lender, LocalPlace, Place, RemotePlace
+from lightning_pipeshift.runtime.lending import Borrower, Lender, RemotePlace
+from lightning_pipeshift.runtime.places import LocalPlace, Place
 from lightning_pipeshift.runtime.store import ActivationStore, Orders
 from lightning_pipeshift.runtime.threads import Threads
 

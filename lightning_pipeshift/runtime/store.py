@@ -301,18 +301,19 @@ class ActivationStore:
             BudgetError: there is no room for it.
         """
         if num_bytes > 0:
-            self.make_room(num_bytes, None)
+            self.make_room(num_bytes, None, "what is sent on")
         with self.lock:
             self._count(num_bytes)
 
     # --- there and back ---
 
-    def make_room(self, num_bytes: int, layer: int | None) -> None:
+    def make_room(self, num_bytes: int, layer: int | None, who: str = "another stage") -> None:
         """Returns when so many more bytes fit in the budget.
 
         Args:
             num_bytes: to come.
-            layer: who is going to save them; ``None``: another stage.
+            layer: who is going to save them, if a layer.
+            who: who else, in words.
 
         Raises:
             BudgetError: they never will.
@@ -332,7 +333,9 @@ class ActivationStore:
                 if not self._first_leaving() and not self._evict(lacking, layer):
                     coming = next((e for e in self._coming if e.state is _Is.COMING), None)
                     if coming is None:
-                        raise self._error(num_bytes, lacking, layer)
+                        if layer is not None:
+                            who = f"the layer {self._name(layer)!r}"
+                        raise self._error(num_bytes, lacking, who)
                     moving, ticket = coming, coming.coming
                 else:
                     leaving = self._first_leaving()
@@ -545,12 +548,11 @@ class ActivationStore:
                 entry.parcel.forget()
             entry.parcel = entry.memory = entry.coming = None
 
-    def _name(self, layer: int | None) -> str:
+    def _name(self, layer: int) -> str:
         names = self._orders.names
-        return names[layer] if layer is not None and layer < len(names) else str(layer)
+        return names[layer] if layer < len(names) else str(layer)
 
-    def _error(self, num_bytes: int, lacking: int, layer: int | None) -> BudgetError:
-        who = "another stage" if layer is None else f"the layer {self._name(layer)!r}"
+    def _error(self, num_bytes: int, lacking: int, who: str) -> BudgetError:
         budget = self._orders.budget_bytes
         return BudgetError(
             f"The budget for saved tensors on {self._orders.where} is {budget / 1e6:.1f} MB, and"

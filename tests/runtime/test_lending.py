@@ -20,11 +20,12 @@ from lightning_pipeshift.errors import BudgetError, StageFailedError
 from lightning_pipeshift.model.codec import codec_named
 from lightning_pipeshift.model.saved import SavedTable
 from lightning_pipeshift.plan.action import parse_row
-from lightning_pipeshift.runtime import places as places_module
+from lightning_pipeshift.runtime import lending as lending_module
 from lightning_pipeshift.runtime import store as store_module
 from lightning_pipeshift.runtime.beside import Address, address_here
 from lightning_pipeshift.runtime.channels import Channels
-from lightning_pipeshift.runtime.places import Borrower, Lender, Parcel, RemotePlace
+from lightning_pipeshift.runtime.lending import Borrower, Lender, RemotePlace
+from lightning_pipeshift.runtime.places import Parcel
 from lightning_pipeshift.runtime.store import ActivationStore, Orders
 from lightning_pipeshift.runtime.threads import Threads
 from tests.harness import run_ranks
@@ -583,7 +584,7 @@ def cannot_open() -> Any:
     def fails(*_: Any) -> None:
         raise OSError("the door is locked")
 
-    places_module.opened = fails  # type: ignore[assignment,attr-defined]
+    lending_module.opened = fails  # type: ignore[assignment,attr-defined]
     said: list[str] = []
     errors: list[BaseException] = []
     borrower = Borrower(1, channels.bulk, NO_LIMIT, errors.append, CPU, own_address(), said.append)

@@ -928,6 +928,17 @@ def test_others_who_want_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> 
     assert store.held_bytes == 0
 
 
+def test_what_is_sent_on_counts_and_is_named_where_there_is_no_room() -> None:
+    case = Case(layers_of("PPPP"), ROWS["gpipe"])
+    store = case.store(100_000, {})
+    store.hold(60_000)
+    assert store.held_bytes == 60_000
+    with pytest.raises(BudgetError, match="what is sent on would exceed it"):
+        store.hold(60_000)
+    store.hold(-60_000)
+    assert store.held_bytes == 0
+
+
 def test_a_new_plan_is_followed() -> None:
     case = Case(layers_of("PPP"), ROWS["gpipe"])
     store = case.store(NO_LIMIT, {})

@@ -1,0 +1,466 @@
+"""Blocks of saved tensors at other ranks, which have room for them.
+
+CN114880130B, after MPress (HPCA 2023): a tensor is cut into blocks in proportion to the bandwidth
+of the links to those that take it. A rank on the same host makes room and lets this one copy; what
+goes elsewhere is sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_pipeshift.model.codec import Codec, Encoded
+from lightning_pipeshift.plan.saved_tensors import Swap
+from lightning_pipeshift.runtime.beside import Address, Opening, SharedRooms, copy, opened
+from lightning_pipeshift.runtime.copying import Done, Ticket
+from lightning_pipeshift.runtime.lane import Lane
+from lightning_pipeshift.runtime.places import Parcel
+from lightning_pipeshift.runtime.staging import room_for
+from lightning_pipeshift.runtime.threads import InOrder, Threads
+
+# The lanes that blocks travel by: to those that take them, and back. What asks for one and what
+# comes back go in opposite directions. By the third, lenders answer to what is to come.
+_THERE, _BACK, _ROOMS = 1, 2, 3
+
+_CPU = torch.device("cpu")
+
+Key = tuple[int, int]
+"""Names a block's part at the rank that has it: whose it is, and a number."""
+
+
+class _Put(NamedTuple):
+    """What is said of a block that comes."""
+
+    key: Key
+    num_bytes: int
+    address: Address | None
+    """Of a process that would rather put it there itself."""
+
+
+class Lender:
+    """Keeps blocks of other stages, in room that the plan has promised them.
+
+    Args:
+        lanes: makes a lane of a number.
+        device: where to put them.
+        threads: where to wait for others.
+        take_room: called with what comes to be held for others (and, negative, with what goes).
+        address: where this process is; ``None`` to have everything sent.
+    """
+
+    def __init__(
+        self,
+        lanes: Callable[[int], Lane],
+        device: torch.device,
+        threads: Threads,
+        take_room: Callable[[int], None],
+        address: Address | None = None,
+    ) -> None:
+        self._lanes = lanes
+        self._device = device
+        self._address = address
+        # Of each stage that borrows: it alone writes there, one block after the other.
+        self.rooms: dict[int, SharedRooms] = {}
+        self._threads = threads
+        self._take_room = take_room
+        self._held: dict[Key, Tensor] = {}
+        self._changed = threading.Condition()
+
+    def serve(self, stage: int) -> None:
+        """From here on, takes what a stage sends, and gives it back when asked."""
+        if stage not in self.rooms:
+            self.rooms[stage] = SharedRooms(self._device)
+            self._threads.submit(partial(self._receive, stage))
+            self._threads.submit(partial(self._answer, stage))
+
+    def _receive(self, stage: int) -> None:
+        lane, rooms = self._lanes(_THERE), self.rooms[stage]
+        last: Tensor | None = None
+        while True:
+            put = lane.receive_object(stage)
+            if last is not None:
+                # Whoever says what comes next has opened it.
+                rooms.was_opened(last)
+            if put is None:
+                break
+            rooms.is_shared = put.address is not None and put.address == self._address
+            room = self._held.get(put.key)
+            if room is None:
+                self._take_room(put.num_bytes)
+                rooms.claim(put.num_bytes)
+                room = rooms.take(put.num_bytes)
+            if put.address is not None:
+                opening = rooms.opening(room) if rooms.is_shared else None
+                answers = self._lanes(_ROOMS)
+                answers.send_object(opening, stage)
+                answers.settle()
+                if opening is not None:
+                    last = room
+                    self._hold(put.key, room)
+                    continue
+            staging = room
+            if room.device.type != "cpu":
+                staging = room_for((put.num_bytes,), torch.uint8)
+            lane.receive_into(staging, stage)
+            if staging is not room:
+                room.copy_(staging)
+            self._hold(put.key, room)
+        rooms.clear()
+
+    def _hold(self, key: Key, room: Tensor) -> None:
+        with self._changed:
+            self._held[key] = room
+            self._changed.notify_all()
+
+    def _answer(self, stage: int) -> None:
+        lane, rooms = self._lanes(_BACK), self.rooms[stage]
+        while (asked := lane.receive_object(stage)) is not None:
+            key, is_wanted = asked
+            with self._changed:
+                while key not in self._held:
+                    self._changed.wait()
+                room = self._held.pop(key)
+            if is_wanted:
+                lane.send_tensor(room, stage)
+            rooms.give(room)
+            self._take_room(-room.numel())
+
+
+class Borrower:
+    """This stage's end of the lanes to one that keeps blocks for it.
+
+    Args:
+        stage: the one that has room.
+        lanes: makes a lane of a number.
+        limit_bytes: how much it has promised.
+        on_error: called in a thread that has failed.
+        device: this stage's.
+        address: where this process is; ``None`` to send everything.
+        say: told once why what could go directly cannot.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        lanes: Callable[[int], Lane],
+        limit_bytes: float,
+        on_error: Callable[[BaseException], None],
+        device: torch.device = _CPU,
+        address: Address | None = None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.stage = stage
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self._lanes = lanes
+        self._numbers = itertools.count()
+        # Guards all that follows, and the bytes above.
+        self._changed = threading.Condition()
+        self._device = device
+        self._address = address
+        self._say = say
+        # Rooms over there that this process has opened, by their numbers.
+        self._opened: dict[int, Tensor] = {}
+        # What has arrived, and the room that it is in; ``None`` where that is the other's business.
+        self._arrived: dict[Key, Tensor | None] = {}
+        self._forgotten: set[Key] = set()
+        self._failure: BaseException | None = None
+        self.num_direct = 0
+        """How many blocks have gone directly."""
+        self.there = InOrder(f"to stage {stage}", on_error)
+        self.back = InOrder(f"from stage {stage}", on_error)
+
+    def claim(self, num_bytes: int) -> bool:
+        """Sets room aside there; returns whether there is any."""
+        with self._changed:
+            if self.used_bytes + num_bytes > self.limit_bytes:
+                return False
+            self.used_bytes += num_bytes
+            return True
+
+    def unclaim(self, num_bytes: int) -> None:
+        """It is not needed any more."""
+        with self._changed:
+            self.used_bytes -= num_bytes
+
+    def key(self) -> Key:
+        """A name that no other block of this stage has."""
+        return self._lanes(_THERE).stage, next(self._numbers)
+
+    def send(self, key: Key, block: Tensor) -> None:
+        """Brings a block's part there, and returns when it has left."""
+        with self._changed:
+            if key in self._forgotten:
+                self._forgotten.remove(key)
+                return
+        try:
+            room = self._room(key, block.numel())
+            if room is not None:
+                copy(room, block)
+                self.num_direct += 1
+            else:
+                self._lanes(_THERE).send_tensor(block, self.stage)
+        except BaseException as error:
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            if key not in self._forgotten:
+                self._arrived[key] = room
+                self._changed.notify_all()
+                return
+            self._forgotten.remove(key)
+        self.back.submit(partial(self._ask, key, is_wanted=False))
+
+    def _room(self, key: Key, num_bytes: int) -> Tensor | None:
+        """Says what comes; returns where to put it, or ``None`` if it is to be sent."""
+        lane = self._lanes(_THERE)
+        lane.send_object(_Put(key, num_bytes, self._address), self.stage)
+        lane.settle()
+        if self._address is None:
+            return None
+        opening: Opening | None = self._lanes(_ROOMS).receive_object(self.stage)
+        if opening is None:
+            self._address = None
+            return None
+        for number in opening.gone:
+            self._opened.pop(number, None)
+        if opening.handle is not None:
+            try:
+                self._opened[opening.number] = opened(opening.handle, self._device)
+            except (OSError, RuntimeError) as error:
+                self._address = None
+                self._say(
+                    f"memory of stage {self.stage} cannot be written to directly ({error}), so"
+                    " what is swapped there goes by the network."
+                )
+                # It has room for it already.
+                return self._room(key, num_bytes)
+        return self._opened[opening.number]
+
+    def take(self, key: Key, block: Tensor) -> None:
+        """Takes a part back, which may be on its way there."""
+        with self._changed:
+            while key not in self._arrived:
+                if self._failure is not None:
+                    raise self._failure
+                self._changed.wait()
+            room = self._arrived.pop(key)
+        if room is not None:
+            copy(block, room)
+            self._ask(key, is_wanted=False)
+            return
+        lane = self._ask(key, is_wanted=True)
+        if block.device.type == "cpu":
+            lane.receive_into(block, self.stage)
+        else:
+            copy(block, lane.receive_tensor(block, self.stage))
+
+    def forget(self, key: Key) -> None:
+        """Lets the other stage let go of a part, which may be on its way there."""
+        with self._changed:
+            if key not in self._arrived:
+                # Whoever sends it finds out.
+                self._forgotten.add(key)
+                return
+            del self._arrived[key]
+        self._ask(key, is_wanted=False)
+
+    def _ask(self, key: Key, is_wanted: bool) -> Lane:
+        lane = self._lanes(_BACK)
+        lane.send_object((key, is_wanted), self.stage)
+        lane.settle()
+        return lane
+
+    def close(self) -> None:
+        """Lets the other stage stop serving this one."""
+        self.there.submit(self._leave)
+        self.there.close()
+
+    def _leave(self) -> None:
+        self._say_goodbye(_THERE)
+        # Only now is it known what has yet to be said.
+        self.back.submit(partial(self._say_goodbye, _BACK))
+        self.back.close()
+
+    def _say_goodbye(self, number: int) -> None:
+        lane = self._lanes(number)
+        lane.send_object(None, self.stage)
+        lane.settle()
+
+
+class _Together:
+    """A ticket for what several threads do.
+
+    Args:
+        submits: each lets a thread do its part, and then call what it is given.
+        done: called when all have.
+    """
+
+    def __init__(self, submits: Sequence[Callable[[Callable[[], None]], Any]], done: Done) -> None:
+        self._left = len(submits)
+        self._lock = threading.Lock()
+        self._done = done
+        self._futures = [submit(self._one_is_done) for submit in submits]
+
+    def _one_is_done(self) -> None:
+        with self._lock:
+            self._left -= 1
+            is_last = not self._left
+        if is_last:
+            self._done()
+
+    def is_done(self) -> bool:
+        """See :class:`~lightning_pipeshift.runtime.copying.Ticket`."""
+        return all(future.done() for future in self._futures)
+
+    def wait(self) -> None:
+        """See :class:`~lightning_pipeshift.runtime.copying.Ticket`."""
+        for future in self._futures:
+            future.result()
+
+
+class RemotePlace:
+    """Ranks with room, each of which takes a part of every block.
+
+    Args:
+        borrowers: this stage's ends of the lanes to them.
+        shares: how large the part of each is, relative to the others.
+        codec: makes blocks smaller on their way.
+    """
+
+    def __init__(
+        self, borrowers: Mapping[int, Borrower], shares: Sequence[float] = (), codec: Any = None
+    ) -> None:
+        self.borrowers = dict(borrowers)
+        self.codec: Codec | None = codec
+        self._split = Swap(0, (0,), tuple(self.borrowers), tuple(shares))
+
+    def sizes(self, num_bytes: int) -> list[tuple[Borrower, int]]:
+        """How many of a block's bytes go where."""
+        return [(self.borrowers[stage], size) for stage, size in self._split.parts(num_bytes)]
+
+    def put(self, memory: Tensor, done: Done) -> Parcel | None:
+        """See :class:`Place`."""
+        claimed: list[tuple[Borrower, int]] = []
+        for borrower, size in self.sizes(memory.nbytes):
+            if not borrower.claim(size):
+                for other, claim in claimed:
+                    other.unclaim(claim)
+                return None
+            claimed.append((borrower, size))
+        return _RemoteParcel(self, memory, done)
+
+
+def _event_now(device: torch.device) -> Any:
+    """What is over when the compute so far is; ``None`` where it is already."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+class _RemoteParcel:
+    """Blocks at other ranks: for each of them a key, and the part's size."""
+
+    def __init__(self, place: RemotePlace, memory: Tensor, done: Done) -> None:
+        self._codec = place.codec
+        self._encoded: Encoded | None = None
+        self._was_taken = False
+        parts: tuple[Tensor, ...] = (memory,)
+        if place.codec is not None:
+            self._encoded = place.codec.encode(memory)
+            parts = self._encoded.parts
+        whole = parts[0].view(torch.uint8)
+        if len(parts) > 1:
+            whole = torch.cat([part.view(torch.uint8) for part in parts])
+        event = _event_now(memory.device)
+        claims = {borrower.stage: size for borrower, size in place.sizes(memory.nbytes)}
+        self._blocks = [
+            (borrower, borrower.key(), size) for borrower, size in place.sizes(whole.numel())
+        ]
+        for borrower, _, size in self._blocks:
+            borrower.unclaim(claims[borrower.stage] - size)
+        blocks = whole.split([size for _, _, size in self._blocks])
+
+        def send(borrower: Borrower, key: Key, block: Tensor, then: Callable[[], None]) -> Any:
+            def work() -> None:
+                if event is not None:
+                    event.synchronize()
+                borrower.send(key, block)
+                then()
+
+            return borrower.there.submit(work)
+
+        self.leaving: Ticket = _Together(
+            [
+                partial(send, borrower, key, block)
+                for (borrower, key, _), block in zip(self._blocks, blocks, strict=True)
+            ],
+            done,
+        )
+
+    def fetch(self, memory: Tensor, done: Done) -> Ticket:
+        """See :class:`Parcel`."""
+        self._was_taken = True
+        total = sum(size for _, _, size in self._blocks)
+        whole = memory.view(torch.uint8)
+        if self._encoded is not None:
+            whole = torch.empty(total, dtype=torch.uint8, device=memory.device)
+        # Whatever has used this memory before is done with it by then.
+        event = _event_now(memory.device)
+        blocks = whole.split([size for _, _, size in self._blocks])
+
+        def take(borrower: Borrower, key: Key, block: Tensor, then: Callable[[], None]) -> Any:
+            def work() -> None:
+                if event is not None:
+                    event.synchronize()
+                borrower.take(key, block)
+                borrower.unclaim(block.numel())
+                then()
+
+            return borrower.back.submit(work)
+
+        def finish() -> None:
+            if self._encoded is not None:
+                self._unpack(whole, memory)
+            done()
+
+        return _Together(
+            [
+                partial(take, borrower, key, block)
+                for (borrower, key, _), block in zip(self._blocks, blocks, strict=True)
+            ],
+            finish,
+        )
+
+    def _unpack(self, whole: Tensor, memory: Tensor) -> None:
+        assert self._codec is not None
+        assert self._encoded is not None
+        with torch.no_grad():
+            parts, begin = [], 0
+            for part in self._encoded.parts:
+                again = torch.empty_like(part, device=memory.device)
+                again.view(torch.uint8).copy_(whole[begin : begin + part.nbytes])
+                parts.append(again)
+                begin += part.nbytes
+            memory.copy_(self._codec.decode(self._encoded.with_parts(tuple(parts))))
+        if memory.device.type == "cuda":
+            torch.cuda.current_stream(memory.device).synchronize()
+
+    def forget(self) -> None:
+        """See :class:`Parcel`."""
+        if self._was_taken:
+            return
+        for borrower, key, size in self._blocks:
+            borrower.back.submit(partial(borrower.forget, key))
+            borrower.unclaim(size)
