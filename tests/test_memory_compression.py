@@ -216,6 +216,23 @@ def test_a_policy_of_ones_own() -> None:
 BESIDES = (7 // 3 + 1) * 4 * sum(p.numel() * 4 for p in Block().parameters())
 
 
+def test_what_passes_between_stages_is_part_of_what_they_hold() -> None:
+    wish = {"budget": 1e8, "policy": KeepAll()}
+    found = run_ranks(train, 3, wish, partition=[3, 2, 2], profile_steps=2, timeout=60)
+    block, head = (
+        sum(p.numel() * 4 for p in module.parameters()) for module in (Block(), nn.Linear(WIDTH, 4))
+    )
+    payload = SAMPLES // 8 * WIDTH * 4
+    # One that comes, the next one's gradient, and gradients of two that are being sent.
+    passing = [payload, 3 * payload + payload, 3 * payload]
+    for mine, weights, passes in zip(
+        found, (3 * block, 2 * block, block + head), passing, strict=True
+    ):
+        # Adam counts its steps, too, in a number for each parameter.
+        static = 1e8 - mine["figures"]["budget_bytes"] - passes
+        assert 4 * weights <= static <= 4 * weights + 4 * 8 * 3
+
+
 def test_a_budget_is_kept_on_every_stage_and_costs_no_bit() -> None:
     plain = run_ranks(train, 3, {"policy": KeepAll()}, timeout=60)
     held = plain[0]["figures"]["peak_bytes"]

@@ -173,8 +173,8 @@ class Compression:
         return BudgetError(
             f"Nothing keeps the memory budget: stage {stage} has {_size(budget)}, and would hold"
             f" {_size(found.peak_bytes[stage])} at the least that was found, {_size(static)} of it"
-            f" for weights, gradients and the optimizer's state. What would help:"
-            f" {'; '.join(remedies)}."
+            " for weights, gradients, the optimizer's state and what passes between stages. What"
+            f" would help: {'; '.join(remedies)}."
         )
 
     def _host_is_short(self, search: _Search, best: Assigned) -> BudgetError:

@@ -28,6 +28,9 @@ LENDING_SECONDS: Final = 3e-4
 """What a tensor takes besides the link's own time: threads wake up at both ends, and say what
 comes."""
 
+SENDS_UNDER_WAY: Final = 2
+"""Of how many microbatches a stage's sends of a kind are under way at the most, where nothing else
+says that they are over: gradients, and payloads of an evaluation."""
 
 _MOST_EFFECTS: Final = 1024
 """How many stages' effects are remembered, some 100 KB each."""
@@ -41,7 +44,7 @@ class Footprint:
         costs: of a microbatch, with what is recomputed.
         timeline: of the step.
         traces: of the saved tensors.
-        static_bytes: what is held all the time.
+        static_bytes: what is held all the time, and what is kept free for what passes.
     """
 
     costs: Costs
@@ -68,6 +71,17 @@ def tensors_of(layer: LayerProfile) -> tuple[SavedTensor, ...]:
     if layer.tensors or not layer.saved_bytes:
         return layer.tensors
     return (SavedTensor(0, layer.saved_bytes),)
+
+
+def passing_bytes(received: float, sent: float) -> float:
+    """What a stage keeps free for what passes between stages: a payload and a gradient whose
+    receives are posted while the compute is busy with those before, and gradients that it sends.
+
+    Args:
+        received: the payload that it is sent, per microbatch; its gradient takes as much at most.
+        sent: the payload that it sends on.
+    """
+    return (1 + SENDS_UNDER_WAY) * received + sent
 
 
 def links_of(cluster: Cluster, ranks: Sequence[int]) -> Links:
@@ -149,15 +163,22 @@ class Footprints:
                     self._load(stage, layer, cut, by_layer.get(layer, ()))
                     for layer in range(begin, end)
                 ]
-                if loads and stage + 1 < workload.num_stages:
-                    sent_bytes = round(self._payload_bytes[end - 1])
-                    loads[-1] = replace(loads[-1], sent_bytes=sent_bytes)
+                # A stage without layers holds what it passes on.
+                loads = loads or [LayerLoad(begin, 0.0, 0.0)]
+                loads[-1] = replace(loads[-1], sent_bytes=round(self._crossing(end)))
                 self._effects[key] = effects(stage, timeline.rows[stage], loads, self._links)
             found.append(self._effects[key])
         static = [
-            float(sum(workload.static_bytes[begin:end])) for begin, end in pairwise(cut.bounds)
+            float(sum(workload.static_bytes[begin:end]))
+            + passing_bytes(self._crossing(begin), self._crossing(end))
+            for begin, end in pairwise(cut.bounds)
         ]
         return Footprint(costs, timeline, tuple(traces(found)), tuple(static))
+
+    def _crossing(self, boundary: int) -> float:
+        """What crosses the boundary in front of a layer; nothing at either end of the model."""
+        inside = 0 < boundary < len(self._payload_bytes)
+        return self._payload_bytes[boundary - 1] if inside else 0.0
 
     def _timeline(self, cut: Cut) -> tuple[Costs, Timeline]:
         """What the step costs, and how it runs."""

@@ -84,7 +84,7 @@ def _stage(machine: MachineMemory, stage: int) -> Iterator[str]:
     limit = f" of {size_of(budget)}" if math.isfinite(budget) else ""
     yield (
         f"── stage {stage}: at most {size_of(found.peak_bytes[stage])}{limit}"
-        f" ({size_of(found.static_bytes[stage])} weights, gradients, optimizer;"
+        f" ({size_of(found.static_bytes[stage])} weights, gradients, optimizer, messages;"
         f" {size_of(before.peak_bytes[stage])} if everything stayed) "
     ).ljust(100, "─")
     yield from _table(machine, stage)

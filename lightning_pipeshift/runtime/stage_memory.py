@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 
 from lightning_pipeshift.model.codec import codec_named
+from lightning_pipeshift.plan.footprint import passing_bytes
 from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.plan.policies import Planned, Policy
 from lightning_pipeshift.plan.saved_tensors import Swap
@@ -189,7 +190,9 @@ class StageMemory:
                 self._lender.serve(plan.placement.stage_of(vm, swap.layer))
         budget = float("inf")
         if self.room is not None:
-            budget = self.room.budget_bytes - sum(static_bytes.get(layer, 0.0) for layer in own)
+            payloads = (0, *plan.stage_payload_bytes(vm), 0)
+            budget = self.room.budget_bytes - passing_bytes(*payloads[stage : stage + 2])
+            budget -= sum(static_bytes.get(layer, 0.0) for layer in own)
         host = LocalPlace([self._host], self._copier, codec=self._codec)
         spare = host if self._host.limit_bytes else None
         places: dict[tuple[int, int], tuple[Place, ...]] = {}

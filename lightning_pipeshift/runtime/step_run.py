@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +23,13 @@ from lightning_pipeshift.model.trace import Trace
 from lightning_pipeshift.model.trees import leaves_of
 from lightning_pipeshift.plan.action import Action, Kind, Row
 from lightning_pipeshift.plan.flow import Value
+from lightning_pipeshift.plan.footprint import SENDS_UNDER_WAY
 from lightning_pipeshift.runtime.channels import Channels, Direction, Receipt
 from lightning_pipeshift.runtime.lane import Sent
 from lightning_pipeshift.runtime.out_of_memory import explained
 from lightning_pipeshift.runtime.store import ActivationStore
 
 UserStep = Callable[[nn.Module, Any], Any]
-
-_MOST_UNDER_WAY: Final = 2
-"""How many sends of a kind keep their memory when nothing else says that they are over."""
 
 
 @dataclass(frozen=True)
@@ -414,7 +412,7 @@ class StepRun:
         nothing.
         """
         under_way = [key for key in self._sent if key[0] is kind]
-        for key in under_way[: 1 - _MOST_UNDER_WAY]:
+        for key in under_way[: 1 - SENDS_UNDER_WAY]:
             self._sent.pop(key).wait()
 
     # --- what the last stage knows at the end ---

@@ -185,6 +185,20 @@ def test_with_just_enough_everything_stays():
     assert found.swaps or found.cut.recompute
 
 
+def test_what_passes_between_stages_is_counted():
+    given = case([[1], [2], [4]], [1, 0, 1, 1])
+    layers = given.profile.layers
+    sends = [replace(layer, payload_bytes=1000) for layer in layers[:2]] + [layers[2]]
+    given = replace(given, profile=Profile(tuple(sends)))
+    found = given.footprint()
+    # A payload and a gradient that come, and gradients of two that leave.
+    assert found.static_bytes == (1000, 4000, 4000, 3000)
+    # What is sent on is held until it has come back as a gradient, by who has no layers too.
+    assert found.traces[1].peak_bytes == 3 * 1000
+    assert found.traces[0].peak_bytes == 4 * (MB + 1000)
+    assert found.traces[3].peak_bytes == 4 * MB
+
+
 # --- random cases ---
 
 
