@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_pipeshift.errors import ConfigurationError, PlanError
-from lightning_pipeshift.plan.compression import Compression, Room
+from lightning_pipeshift.plan.compression import Compression, rooms_of
 from lightning_pipeshift.plan.draft import cut_of, workloads_of
 from lightning_pipeshift.plan.footprint import Footprints, links_of
 from lightning_pipeshift.plan.memory_report import MachineMemory, report
 from lightning_pipeshift.plan.policies import Planned
-from lightning_pipeshift.planning_command import measured_strategy
+from lightning_pipeshift.planning_command import add_budgets, measured_strategy, plugin_of
 from lightning_pipeshift.plugins.memory_compression import MemoryCompression
 from lightning_pipeshift.runtime.planning import make_plan
 
@@ -31,8 +31,7 @@ def _parser() -> argparse.ArgumentParser:
         add_help=False,
         allow_abbrev=False,
     )
-    parser.add_argument("--budget", metavar="SIZE", help="of each device: 20GB, 512MiB, auto")
-    parser.add_argument("--host-budget", metavar="SIZE", default="auto", help="of the host, a rank")
+    add_budgets(parser)
     parser.add_argument("--picture", metavar="FILE", type=Path, help="draw it too (matplotlib)")
     return parser
 
@@ -46,10 +45,8 @@ def main(arguments: Sequence[str]) -> None:
     options, rest = parser.parse_known_args(list(arguments))
     if options.picture is not None:
         _pyplot()
-    plugin = None
-    if options.budget is not None:
-        plugin = MemoryCompression(budget=options.budget, host_budget=options.host_budget)
-    strategy = measured_strategy(rest, "memory", plugin or MemoryCompression())
+    plugin = plugin_of(options) or MemoryCompression()
+    strategy = measured_strategy(rest, "memory", plugin)
     machines = machines_of(strategy)
     if machines is None:
         return
@@ -79,10 +76,7 @@ def machines_of(strategy: Any) -> list[MachineMemory] | None:
     machines = []
     for vm, (ranks, workload) in enumerate(zip(topology.ranks, workloads, strict=True)):
         links, cut, swaps = links_of(cluster, ranks), cut_of(plan, vm), plan.swapped(vm)
-        rooms = [
-            Room(cluster.devices[rank].room_bytes, cluster.devices[rank].host_bytes)
-            for rank in ranks
-        ]
+        rooms = rooms_of(cluster, ranks)
         footprints = Footprints(profile, workload, links)
         asked = Compression(profile, workload, links, rooms, Planned())
         machines.append(

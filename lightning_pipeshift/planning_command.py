@@ -8,7 +8,9 @@ and written down, so that the run can be repeated.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -18,9 +20,10 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from lightning_pipeshift.errors import ConfigurationError, PlanError
+from lightning_pipeshift.errors import BudgetError, ConfigurationError, PlanError
 from lightning_pipeshift.plan.balance import uniform
 from lightning_pipeshift.plan.cluster import Cluster
+from lightning_pipeshift.plan.compressed_arrangement import arrange_compressed, compressed
 from lightning_pipeshift.plan.cuts import worthwhile_cuts
 from lightning_pipeshift.plan.draft import plan_of_arrangement
 from lightning_pipeshift.plan.files import load_cluster, load_profile, save_cluster, save_profile
@@ -29,6 +32,7 @@ from lightning_pipeshift.plan.planner import Arrangement, Wishes, arrange_all, e
 from lightning_pipeshift.plan.profile import Profile
 from lightning_pipeshift.plan.workload import Cut
 from lightning_pipeshift.plugins.memory_compression import MemoryCompression
+from lightning_pipeshift.runtime.stage_memory import MemoryWishes
 from lightning_pipeshift.strategy import PipeShiftStrategy
 
 _ENOUGH_STEPS: Final = 100_000
@@ -43,10 +47,18 @@ def make(profile: Profile, cluster: Cluster, wishes: Wishes) -> Made:
 
     Raises:
         PlanError: nothing that is allowed fits in memory.
+        BudgetError: nor does it where saved tensors may move.
     """
-    best = arrange_all(profile, cluster, wishes, partial(worthwhile_cuts, profile.payload_bytes))
+    arrange = arrange_all if wishes.policy is None else arrange_compressed
+    best = arrange(profile, cluster, wishes, partial(worthwhile_cuts, profile.payload_bytes))
     cuts = [Cut(uniform(profile.num_layers, len(ranks))) for ranks in best.ranks]
+    even: Arrangement | None
     even = evaluate(profile, cluster, wishes, best.ranks, cuts, best.microbatches)
+    if wishes.policy is not None:
+        try:
+            even = compressed(profile, cluster, wishes, even)
+        except BudgetError:
+            even = None
     return plan_of_arrangement(best, profile, cluster), best, even
 
 
@@ -119,7 +131,31 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--batch-size", type=int, metavar="N", help="samples of a virtual machine's batch"
     )
+    add_budgets(parser)
     return parser
+
+
+def add_budgets(parser: argparse.ArgumentParser) -> None:
+    """The options of a command that makes a plan for ``MemoryCompression``."""
+    parser.add_argument(
+        "--budget",
+        metavar="SIZE",
+        help="of each device, for a run with MemoryCompression: 20GB, 512MiB, or auto for what"
+        " there is",
+    )
+    parser.add_argument(
+        "--host-budget",
+        metavar="SIZE",
+        default="auto",
+        help="of the host's memory, for each rank (auto)",
+    )
+
+
+def plugin_of(options: argparse.Namespace) -> MemoryCompression | None:
+    """What the options of :func:`add_budgets` ask for."""
+    if options.budget is None:
+        return None
+    return MemoryCompression(budget=options.budget, host_budget=options.host_budget)
 
 
 def _number_or_auto(text: str) -> Any:
@@ -130,8 +166,8 @@ def main(arguments: Sequence[str]) -> None:
     """Runs ``pipeshift plan``."""
     given = list(arguments)
     if not any(word.split("=")[0] in ("--cluster", "--profile", "-h", "--help") for word in given):
-        out, rest = _without_out(given)
-        _measure_and_plan(rest, Path(out))
+        options, rest = _measuring_parser().parse_known_args(given)
+        _measure_and_plan(rest, Path(options.out), plugin_of(options))
         return
     options = _parser().parse_args(given)
     if options.cluster is None or options.profile is None:
@@ -140,12 +176,16 @@ def main(arguments: Sequence[str]) -> None:
             " measure the machines in hand"
         )
     profile, cluster = load_profile(options.profile), load_cluster(options.cluster)
+    plugin = plugin_of(options)
+    if plugin is not None:
+        cluster = _within(cluster, plugin.memory_wishes)
     wishes = Wishes(
         virtual_machines=options.virtual_machines,
         microbatches=options.microbatches,
         schedule=options.schedule,
         recompute=options.recompute,
         batch_samples=float(options.batch_size or profile.samples * profile.microbatches),
+        policy=plugin.memory_wishes.policy if plugin is not None else None,
     )
     made = make(profile, cluster, wishes)
     print(report(made, cluster))
@@ -153,12 +193,39 @@ def main(arguments: Sequence[str]) -> None:
     print(f"\nwritten to {options.out}")
 
 
-def _without_out(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """What is for Lightning's parser, and where the plan goes."""
+def _measuring_parser() -> argparse.ArgumentParser:
+    """Of what is not for Lightning's parser."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--out", default="plan.json")
-    known, rest = parser.parse_known_args(arguments)
-    return known.out, rest
+    add_budgets(parser)
+    return parser
+
+
+def _within(cluster: Cluster, wishes: MemoryWishes) -> Cluster:
+    """The machines, with budgets where there are some.
+
+    Raises PlanError where it is not known what there is, or how fast it is reached."""
+    devices = []
+    for device in cluster.devices:
+        changed = device
+        if wishes.budget_bytes is not None:
+            changed = replace(changed, memory_bytes=int(wishes.budget_bytes), free_bytes=0)
+        if wishes.host_bytes is not None:
+            changed = replace(changed, host_bytes=int(wishes.host_bytes))
+        if not math.isfinite(changed.room_bytes):
+            raise PlanError(
+                f"`--budget auto` is what a device has, and nothing is said of the memory of"
+                f" {device.kind!r} on host {device.host!r}. Give it a `memory` in the cluster's"
+                " file, or a budget."
+            )
+        if wishes.host_bytes and not device.host_bandwidth:
+            raise PlanError(
+                f"`--host-budget {wishes.host_bytes:.0f}` is of no use to {device.kind!r} on host"
+                f" {device.host!r}, as it is not known how fast tensors get there. Give the device"
+                " a `host_bandwidth` in the cluster's file, or leave the option out."
+            )
+        devices.append(changed)
+    return replace(cluster, devices=tuple(devices))
 
 
 # --- the machines in hand ---
@@ -242,8 +309,10 @@ def measured_strategy(
     return strategy
 
 
-def _measure_and_plan(arguments: Sequence[str], out: Path) -> None:
-    strategy = measured_strategy(arguments, "plan")
+def _measure_and_plan(
+    arguments: Sequence[str], out: Path, memory: MemoryCompression | None
+) -> None:
+    strategy = measured_strategy(arguments, "plan", memory)
     if not strategy.is_measured:
         raise PlanError(
             "The data ended before enough steps had been measured. Give more of it, or fewer"

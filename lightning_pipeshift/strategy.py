@@ -58,6 +58,7 @@ from lightning_pipeshift.runtime.checksum import (
 from lightning_pipeshift.runtime.holdings import optimizer_to_device
 from lightning_pipeshift.runtime.pipeline import Accumulation, Pipeline
 from lightning_pipeshift.runtime.planning import Settings, Watch
+from lightning_pipeshift.runtime.stage_memory import MemoryWishes
 from lightning_pipeshift.runtime.status import status_of
 from lightning_pipeshift.synchronising import MetricSync, silence_advice_to_synchronise
 
@@ -216,6 +217,11 @@ class PipeShiftStrategy(CheckpointingStrategy):
         self._profile_steps = self._profile_steps or 20
 
     @property
+    def _memory_wishes(self) -> MemoryWishes | None:
+        """What a `MemoryCompression` asks for, if there is one."""
+        return getattr(self.precision_plugin, "memory_wishes", None)
+
+    @property
     def measured(self) -> tuple[Profile, Cluster, Wishes] | None:
         """What was measured, and what the arguments leave to a planner: on the first rank."""
         planning = self._require_pipeline().planning
@@ -237,6 +243,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
             partition=partition,
             batch_shares=tuple(self._batch_shares) if self._batch_shares else None,
             batch_samples=profile.samples * profile.microbatches,
+            policy=self._memory_wishes.policy if self._memory_wishes is not None else None,
         )
         return profile, cluster, wishes
 
@@ -292,7 +299,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
                 self._profile_steps,
                 self._only_measures,
                 self._watch,
-                getattr(self.precision_plugin, "memory_wishes", None),
+                self._memory_wishes,
             ),
             here=device_of(self.root_device),
             deferred=self._deferred,

@@ -9,7 +9,9 @@ from typing import Literal
 
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.grouping import Groups
+from lightning_pipeshift.plan.policies import Policy
 from lightning_pipeshift.plan.prediction import Prediction
+from lightning_pipeshift.plan.saved_tensors import Swap
 from lightning_pipeshift.plan.workload import Cut
 
 Allowed = Callable[[int], frozenset[int] | None]
@@ -31,6 +33,8 @@ class Wishes:
         batch_shares: how the global batch is shared out; ``None``: as is best.
         batch_samples: of a virtual machine's DataLoader batch. A global batch has that times the
             number of virtual machines.
+        policy: decides over saved tensors, in a run with ``MemoryCompression``; ``None``: in one
+            without.
 
     Raises PlanError where these don't go together.
     """
@@ -42,6 +46,7 @@ class Wishes:
     partition: Literal["auto", "uniform"] | tuple[tuple[int, ...], ...] = "auto"
     batch_shares: tuple[float, ...] | None = None
     batch_samples: float = 1.0
+    policy: Policy | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.batch_samples) and self.batch_samples > 0):
@@ -119,6 +124,7 @@ class Arrangement:
         batch_shares: how the global batch is shared out; ``None``: equally.
         prediction: of a step.
         samples_per_second: of all virtual machines together.
+        swaps: saved tensors that are elsewhere for a while; empty where all stay.
     """
 
     ranks: Groups
@@ -128,3 +134,4 @@ class Arrangement:
     batch_shares: tuple[float, ...] | None
     prediction: Prediction
     samples_per_second: float
+    swaps: tuple[tuple[Swap, ...], ...] = ()

@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 
 from lightning_pipeshift.errors import BudgetError, PlanError
 from lightning_pipeshift.plan.action import Kind
+from lightning_pipeshift.plan.cluster import Cluster
 from lightning_pipeshift.plan.footprint import Footprint, Footprints, tensors_of
 from lightning_pipeshift.plan.lenders import Lenders, mappings, shares_of
 from lightning_pipeshift.plan.memory_trace import HOST, Links, StageTrace
@@ -31,6 +32,11 @@ from lightning_pipeshift.plan.workload import Cut, Workload
 
 SMALLEST_BYTES: Final = 1 << 16
 """What is smaller is not worth a transfer of its own, unless nothing else fits."""
+
+_CAUTION: Final = 2.0
+"""How many times as long as measured swaps may take for a plan to hold, where there is one that
+does. Ranks that share a host share its memory's bandwidth, and a plan whose every transfer is just
+in time makes the compute wait for most of them."""
 
 _MOST_ROUNDS: Final = 200
 _MOST_IMPROVED: Final = 2
@@ -59,6 +65,12 @@ class Room(NamedTuple):
 
     budget_bytes: float
     host_bytes: float
+
+
+def rooms_of(cluster: Cluster, ranks: Sequence[int]) -> tuple[Room, ...]:
+    """What a virtual machine's stages have."""
+    devices = [cluster.devices[rank] for rank in ranks]
+    return tuple(Room(device.room_bytes, device.host_bytes) for device in devices)
 
 
 @dataclass(frozen=True)
@@ -90,6 +102,42 @@ class _Score(NamedTuple):
     """Beyond the budgets, of all stages."""
     seconds: float
     """Of the step, and what links count."""
+
+
+def fastest(
+    profile: Profile,
+    workload: Workload,
+    links: Links,
+    rooms: Sequence[Room],
+    policy: Policy,
+    recompute: str,
+    cuts: Sequence[Sequence[int]],
+) -> Compressed:
+    """The fastest of some cuts of a virtual machine, with what becomes of its saved tensors.
+
+    Args:
+        profile: see :class:`Compression`, as are those up to ``recompute``.
+        workload: its.
+        links: its.
+        rooms: its.
+        policy: asked first.
+        recompute: what may run again.
+        cuts: layers per stage.
+
+    Raises:
+        BudgetError: nothing fits with any of the cuts; it says what would with the first.
+    """
+    for caution in (_CAUTION, 1.0):
+        problem = Compression(profile, workload, links.slowed(caution), rooms, policy, recompute)
+        found, errors = [], []
+        for counts in cuts:
+            try:
+                found.append(problem.compressed(counts))
+            except BudgetError as error:
+                errors.append(error)
+        if found:
+            return min(found, key=lambda one: one.seconds)
+    raise errors[0]
 
 
 Way = Lenders | None

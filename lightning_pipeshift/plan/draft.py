@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_pipeshift.plan.cluster import Cluster
-from lightning_pipeshift.plan.footprint import Footprints, links_of
+from lightning_pipeshift.plan.footprint import Footprints, links_of, with_footprints
 from lightning_pipeshift.plan.placement import Placement
 from lightning_pipeshift.plan.plan import LayerRecord, Plan
 from lightning_pipeshift.plan.planner import Arrangement
 from lightning_pipeshift.plan.prediction import Prediction, predict
 from lightning_pipeshift.plan.profile import Profile
-from lightning_pipeshift.plan.simulator import simulate
 from lightning_pipeshift.plan.workload import Cut, Workload, workload_of
 
 
@@ -65,6 +64,7 @@ def plan_of_arrangement(arrangement: Arrangement, profile: Profile, cluster: Clu
     kinds = [[cluster.devices[rank].kind for rank in ranks] for ranks in arrangement.ranks]
     return replace(
         plan,
+        swaps=arrangement.swaps,
         ranks=arrangement.ranks,
         kinds=tuple(map(tuple, kinds)),
         batch_shares=arrangement.batch_shares or (),
@@ -113,14 +113,4 @@ def prediction_of(
         Footprints(profile, workload, links_of(cluster, machine)).of(cut, plan.swapped(vm))
         for vm, (workload, machine, cut) in enumerate(zip(workloads, ranks, cuts, strict=True))
     ]
-    plain = max(
-        simulate(w.clock_of(c), w.costs(c)).step_seconds
-        for w, c in zip(workloads, cuts, strict=True)
-    )
-    longest = max(each.timeline.step_seconds + each.late_seconds for each in footprints)
-    return replace(
-        found,
-        costs=tuple(each.costs for each in footprints),
-        step_seconds=found.step_seconds + longest - plain,
-        memory_bytes=tuple(each.peak_bytes for each in footprints),
-    )
+    return with_footprints(found, workloads, cuts, footprints)

@@ -19,6 +19,7 @@ from lightning_pipeshift.plan.memory_trace import (
     effects,
     traces,
 )
+from lightning_pipeshift.plan.prediction import Prediction
 from lightning_pipeshift.plan.profile import LayerProfile, Profile
 from lightning_pipeshift.plan.saved_tensors import SavedTensor, Swap
 from lightning_pipeshift.plan.simulator import Costs, Timeline, simulate
@@ -117,6 +118,33 @@ def parts_of(swap: Swap) -> tuple[Part, ...]:
     shares = swap.shares or (1.0,) * len(swap.stages)
     return tuple(
         (stage, share / sum(shares)) for stage, share in zip(swap.stages, shares, strict=True)
+    )
+
+
+def with_footprints(
+    found: Prediction,
+    workloads: Sequence[Workload],
+    cuts: Sequence[Cut],
+    footprints: Sequence[Footprint],
+) -> Prediction:
+    """A prediction that looks after saved tensors one by one. Lists are per virtual machine.
+
+    Args:
+        found: what is predicted without that.
+        workloads: for it.
+        cuts: for it.
+        footprints: of the same cuts, with what is swapped.
+    """
+    plain = max(
+        simulate(workload.clock_of(cut), workload.costs(cut)).step_seconds
+        for workload, cut in dict.fromkeys(zip(workloads, cuts, strict=True))
+    )
+    longest = max(each.timeline.step_seconds + each.late_seconds for each in footprints)
+    return replace(
+        found,
+        costs=tuple(each.costs for each in footprints),
+        step_seconds=found.step_seconds + longest - plain,
+        memory_bytes=tuple(each.peak_bytes for each in footprints),
     )
 
 

@@ -73,6 +73,19 @@ def mappings(
         spare: bytes that each stage has left; what is below 0 counts as nothing.
         links: between the stages.
     """
+    return [mapping.lenders for mapping in _best(needs, spare, links)[:_BEST_MAPPINGS]]
+
+
+def mapping_score(
+    needs: Mapping[int, float], spare: Sequence[float], links: Links
+) -> tuple[float, float]:
+    """How well the best of these ways fills spare memory and links, less is better: bytes that
+    nobody has room for, and for how many seconds the slowest link carries the others.
+    """
+    return _best(needs, spare, links)[0].score(spare)
+
+
+def _best(needs: Mapping[int, float], spare: Sequence[float], links: Links) -> list[_Mapping]:
     best = [_Mapping({}, (0.0,) * len(spare))]
     # The neediest first: of what the first ones may have, only the best is kept for the others.
     for stage in sorted(needs, key=lambda stage: (-needs[stage], stage)):
@@ -85,7 +98,7 @@ def mappings(
                     longer.append(mapping.plus(stage, needs[stage], lenders, links))
         longer.sort(key=lambda mapping: mapping.score(spare))
         best = longer[:_MOST_MAPPINGS]
-    return [mapping.lenders for mapping in best[:_BEST_MAPPINGS]]
+    return best
 
 
 def shares_of(stage: int, lenders: Lenders, links: Links) -> tuple[float, ...]:

@@ -9,11 +9,11 @@ from typing import Final
 
 import numpy as np
 
-from lightning_pipeshift.errors import BudgetError, LayerError, PlanError
+from lightning_pipeshift.errors import LayerError, PlanError
 from lightning_pipeshift.model.gate import Gate
 from lightning_pipeshift.plan.balance import uniform
 from lightning_pipeshift.plan.cluster import Cluster
-from lightning_pipeshift.plan.compression import Compressed, Compression, Room
+from lightning_pipeshift.plan.compression import Compressed, fastest, rooms_of
 from lightning_pipeshift.plan.cuts import worthwhile_cuts
 from lightning_pipeshift.plan.draft import cut_of, plan_of, prediction_of, workloads_of
 from lightning_pipeshift.plan.flow import Flow
@@ -29,11 +29,6 @@ from lightning_pipeshift.runtime.stage_memory import MemoryWishes
 
 _PATIENCE: Final = 1.1
 """How much slower a step may be for the sake of cutting between blocks."""
-
-_CAUTION: Final = 2.0
-"""How many times as long as measured swaps may take for a plan to hold, where there is one that
-does. Ranks that share a host share its memory's bandwidth, and a plan whose every transfer is just
-in time makes the compute wait for most of them."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +111,12 @@ class Settings:
                     f"The plan is for {_stages(planned)}, and this run has"
                     f" {_stages(stages_per_vm)}. Use `Trainer(devices={sum(planned)})`, or make a"
                     " plan for the stages there are."
+                )
+            if any(self.plan.swaps) and self.memory is None:
+                raise PlanError(
+                    "The plan moves saved tensors (its field 'swaps'), and nothing in this run"
+                    " does. Add `MemoryCompression(...)` to the Trainer's `plugins`, or remove the"
+                    " field from the plan."
                 )
         else:
             resolve(self.partition, num_layers=len(gates), stages_per_vm=stages_per_vm)
@@ -213,30 +214,18 @@ def _compressed(
     workloads: Sequence[Workload],
 ) -> list[Compressed]:
     """For each virtual machine the fastest of some cuts, with what becomes of its saved tensors."""
-    found = []
-    for vm, (ranks, workload) in enumerate(zip(topology.ranks, workloads, strict=True)):
-        devices = [cluster.devices[rank] for rank in ranks]
-        rooms = [Room(device.room_bytes, device.host_bytes) for device in devices]
-        links = links_of(cluster, ranks)
-        candidates = _candidates(settings, profile, topology, workload, vm)
-        tried: list[Compressed] = []
-        error: BudgetError | None = None
-        for caution in (_CAUTION, 1.0):
-            problem = Compression(
-                profile, workload, links.slowed(caution), rooms, wishes.policy, settings.recompute
-            )
-            for counts in candidates:
-                try:
-                    tried.append(problem.compressed(counts))
-                except BudgetError as failure:
-                    error = failure
-            if tried:
-                break
-        else:
-            assert error is not None
-            raise error
-        found.append(min(tried, key=lambda one: one.seconds))
-    return found
+    return [
+        fastest(
+            profile,
+            workload,
+            links_of(cluster, ranks),
+            rooms_of(cluster, ranks),
+            wishes.policy,
+            settings.recompute,
+            _candidates(settings, profile, topology, workload, vm),
+        )
+        for vm, (ranks, workload) in enumerate(zip(topology.ranks, workloads, strict=True))
+    ]
 
 
 def _candidates(

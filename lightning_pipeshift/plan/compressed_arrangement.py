@@ -1,0 +1,307 @@
+"""Arrangements under ``MemoryCompression``: how many virtual machines, which device is which stage,
+and what becomes of saved tensors there.
+
+CN114880130B, after MPress (HPCA 2023), step 3: the mappings of stages to devices are enumerated and
+scored by how well they fill spare memory and links, and the best are compressed and tried on the
+simulator. There all stages take equally long on all devices; here a mapping is also judged by how
+long its step is before anything has moved, which is the least that it takes afterwards.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+from lightning_pipeshift.errors import BudgetError, PlanError
+from lightning_pipeshift.plan.arrangement import Allowed, Arrangement, Wishes
+from lightning_pipeshift.plan.balance import uniform
+from lightning_pipeshift.plan.cluster import Cluster
+from lightning_pipeshift.plan.compression import Compressed, Room, fastest, rooms_of
+from lightning_pipeshift.plan.footprint import Footprints, links_of, with_footprints
+from lightning_pipeshift.plan.lenders import mapping_score
+from lightning_pipeshift.plan.memory_trace import Links
+from lightning_pipeshift.plan.placing import Placed, Placer
+from lightning_pipeshift.plan.planner import arrange_all
+from lightning_pipeshift.plan.policies import Policy
+from lightning_pipeshift.plan.profile import Profile
+from lightning_pipeshift.plan.stage_order import (
+    Order,
+    distinct_orders,
+    interchangeable,
+    num_orders,
+)
+from lightning_pipeshift.plan.workload import Cut, Workload
+
+_PARTS: Final = (0.0, 0.5, 1.0)
+"""What part of their saved tensors stages are asked to have room for when it is looked for virtual
+machines, cuts and orders: none, where all else goes elsewhere; all, where nothing does."""
+
+_MOST_ORDERS: Final = 120
+"""How many orders of a virtual machine's stages are all of them; of more, pairs are swapped."""
+
+_MOST_COMPRESSED: Final = 6
+"""How many orders and cuts of a virtual machine are compressed."""
+
+_LIKE_SECONDS: Final = 1.05
+"""Steps that differ by less are as good as each other before it is known what has to move."""
+
+_PATIENCE: Final = 1.02
+"""How much slower a step may be for the sake of the order that was found for the step alone."""
+
+
+def arrange_compressed(
+    profile: Profile, cluster: Cluster, wishes: Wishes, allowed: Allowed | None = None
+) -> Arrangement:
+    """The arrangement with the most samples per second, by the simulator, whose saved tensors may
+    move.
+
+    Args:
+        profile: of the model.
+        cluster: the machines.
+        wishes: what is fixed, and the policy that is asked first.
+        allowed: the boundaries that may be cut, where anything fits so.
+
+    Raises:
+        PlanError: the weights and the optimizer's state alone have no room.
+        BudgetError: nothing keeps what the devices have; it says what would.
+    """
+    return _Mapper(profile, cluster, wishes, allowed).best()
+
+
+def compressed(
+    profile: Profile, cluster: Cluster, wishes: Wishes, arrangement: Arrangement
+) -> Arrangement:
+    """An arrangement of somebody else, on the same stages and with the same layers on each, whose
+    saved tensors may move.
+
+    Raises:
+        BudgetError: nothing keeps what the devices have; it says what would.
+    """
+    return _Mapper(profile, cluster, wishes, None).compressed(arrangement)
+
+
+class _Option(NamedTuple):
+    """An order of a virtual machine's stages, and a cut."""
+
+    order: Order
+    counts: tuple[int, ...]
+    seconds: float
+    """Of the step, with nothing moved."""
+    score: tuple[float, float]
+    """Of the best way to lend, see :func:`~lightning_pipeshift.plan.lenders.mapping_score`."""
+
+    @property
+    def promise(self) -> tuple[int, tuple[float, float], float]:
+        """Less is more promising."""
+        size = round(math.log(self.seconds, _LIKE_SECONDS)) if self.seconds > 0 else 0
+        return size, self.score, self.seconds
+
+
+class _Mapper:
+    """See :func:`arrange_compressed`."""
+
+    def __init__(
+        self, profile: Profile, cluster: Cluster, wishes: Wishes, allowed: Allowed | None
+    ) -> None:
+        assert wishes.policy is not None
+        self._policy: Policy = wishes.policy
+        self._profile = profile
+        self._cluster = cluster
+        self._wishes = wishes
+        self._allowed = allowed
+        self._placer = Placer(profile, cluster, wishes, allowed)
+        self._alike = interchangeable(cluster)
+        self._known: dict[Any, tuple[tuple[int, ...], Compressed]] = {}
+
+    def best(self) -> Arrangement:
+        """The best of what the planner makes of several ideas of what has to have room."""
+        found, errors = [], []
+        for profile, start in self._starts():
+            try:
+                found.append(self._mapped(profile, start))
+            except BudgetError as error:
+                errors.append(error)
+        if not found:
+            raise errors[0]
+        return max(found, key=lambda one: one.samples_per_second)
+
+    def compressed(self, arrangement: Arrangement) -> Arrangement:
+        """See :func:`compressed`."""
+        placed = self._placed(arrangement, arrangement.ranks)
+        found = [
+            self._fastest(placed, vm, ranks, cut.counts)
+            for vm, (ranks, cut) in enumerate(zip(arrangement.ranks, arrangement.cuts, strict=True))
+        ]
+        return self._arrangement(arrangement, arrangement.ranks, found)
+
+    # --- where to begin ---
+
+    def _starts(self) -> Iterator[tuple[Profile, Arrangement]]:
+        """Arrangements, and the profile by which each is the best.
+
+        Raises PlanError where not even weights have room."""
+        seen, errors = set(), []
+        for part in _PARTS:
+            profile = _with_saved(self._profile, part)
+            try:
+                start = arrange_all(profile, self._cluster, self._wishes, self._allowed)
+            except PlanError as error:
+                errors.append(error)
+                continue
+            cuts = tuple(cut.counts for cut in start.cuts)
+            key = start.ranks, cuts, start.microbatches, start.batch_shares
+            if key not in seen:
+                seen.add(key)
+                yield profile, start
+        if not seen:
+            raise errors[0]
+
+    def _placed(self, start: Arrangement, ranks: Sequence[Order]) -> Placed:
+        return self._placer.placed(ranks, start.microbatches, start.batch_shares)
+
+    # --- one virtual machine ---
+
+    def _mapped(self, profile: Profile, start: Arrangement) -> Arrangement:
+        """A start's virtual machines, each in the best order of its stages."""
+        placed = self._placed(start, start.ranks)
+        orders, found = [], []
+        for vm, ranks in enumerate(start.ranks):
+            # Those that are alike are asked once, and ordered alike: a ring would pay for it.
+            workload, links, rooms = self._situation(placed, vm, ranks)
+            key = workload, _hashable(links), rooms, tuple(self._alike[rank] for rank in ranks)
+            if key not in self._known:
+                order, made = self._best_order(profile, start, placed, vm)
+                self._known[key] = tuple(map(ranks.index, order)), made
+            places, made = self._known[key]
+            orders.append(tuple(ranks[place] for place in places))
+            found.append(made)
+        self._known.clear()
+        return self._arrangement(start, orders, found)
+
+    def _best_order(
+        self, profile: Profile, start: Arrangement, placed: Placed, vm: int
+    ) -> tuple[Order, Compressed]:
+        """The best order that is found, and what becomes of saved tensors in it."""
+        given = start.ranks[vm]
+        options = sorted(self._options(profile, start, placed, vm), key=lambda one: one.promise)
+        # What was the best for the step alone comes first: it may need nothing.
+        own = [option for option in options if option.order == given]
+        others = [option for option in options if option.order != given]
+        best: tuple[float, Order, Compressed] | None = None
+        errors = []
+        for option in own + others[:_MOST_COMPRESSED]:
+            handicap = 1.0 if option.order == given else _PATIENCE
+            # Nothing that moves makes a step shorter.
+            if best is not None and handicap * option.seconds >= best[0]:
+                continue
+            try:
+                made = self._fastest(placed, vm, option.order, option.counts)
+            except BudgetError as error:
+                errors.append(error)
+                continue
+            if best is None or handicap * made.seconds < best[0]:
+                best = handicap * made.seconds, option.order, made
+        if best is None:
+            raise errors[0]
+        return best[1:]
+
+    def _options(
+        self, profile: Profile, start: Arrangement, placed: Placed, vm: int
+    ) -> list[_Option]:
+        """Orders of the stages, and cuts for each."""
+        placer = Placer(profile, self._cluster, self._wishes, self._allowed)
+        found = []
+        for order in self._orders(start.ranks[vm]):
+            workload, links, rooms = self._situation(placed, vm, order)
+            footprints = Footprints(self._profile, workload, links)
+            candidates = [start.cuts[vm].counts]
+            with suppress(PlanError):
+                ranks = (*start.ranks[:vm], order, *start.ranks[vm + 1 :])
+                there = placer.placed(ranks, start.microbatches, start.batch_shares)
+                candidates.append(placer.cuts(there)[vm].counts)
+            if self._wishes.partition == "auto":
+                candidates.append(uniform(workload.num_layers, workload.num_stages))
+            for counts in dict.fromkeys(candidates):
+                footprint = footprints.of(Cut(counts))
+                spare = [
+                    room.budget_bytes - peak
+                    for room, peak in zip(rooms, footprint.peak_bytes, strict=True)
+                ]
+                needs = {stage: -left for stage, left in enumerate(spare) if left < 0}
+                seconds, score = footprint.timeline.step_seconds, mapping_score(needs, spare, links)
+                found.append(_Option(order, counts, seconds, score))
+        return found
+
+    def _orders(self, machine: Order) -> Iterator[Order]:
+        """The orders of a virtual machine's stages that are looked at, its own first."""
+        yield machine
+        if self._wishes.ranks is not None:
+            return
+        alike = [self._alike[rank] for rank in machine]
+        if num_orders(alike) <= _MOST_ORDERS:
+            yield from (order for order in distinct_orders(machine, alike) if order != machine)
+            return
+        pairs = itertools.combinations(range(len(machine)), 2)
+        for one, other in itertools.islice(pairs, _MOST_ORDERS):
+            if alike[one] != alike[other]:
+                order = list(machine)
+                order[one], order[other] = order[other], order[one]
+                yield tuple(order)
+
+    def _situation(
+        self, placed: Placed, vm: int, order: Order
+    ) -> tuple[Workload, Links, tuple[Room, ...]]:
+        """What a virtual machine has to do, and with what, in an order of its stages."""
+        samples = self._placer.sizes(len(placed.ranks), placed.batch_shares)[vm]
+        workload = self._placer.workload(placed.links, order, samples, placed.microbatches)
+        return workload, links_of(placed.links, order), rooms_of(self._cluster, order)
+
+    def _fastest(
+        self, placed: Placed, vm: int, order: Order, counts: tuple[int, ...]
+    ) -> Compressed:
+        """What becomes of saved tensors in an order and with a cut."""
+        workload, links, rooms = self._situation(placed, vm, order)
+        recompute = self._wishes.recompute
+        return fastest(self._profile, workload, links, rooms, self._policy, recompute, [counts])
+
+    # --- the answer ---
+
+    def _arrangement(
+        self, start: Arrangement, ranks: Sequence[Order], found: Sequence[Compressed]
+    ) -> Arrangement:
+        placed = self._placed(start, ranks)
+        cuts = tuple(each.cut for each in found)
+        plain = self._placer.arrangement(placed, cuts)
+        footprints = [
+            Footprints(self._profile, workload, links_of(placed.links, order)).of(
+                each.cut, each.swaps
+            )
+            for workload, order, each in zip(placed.workloads, placed.ranks, found, strict=True)
+        ]
+        prediction = with_footprints(plain.prediction, placed.workloads, cuts, footprints)
+        before, after = plain.prediction.step_seconds, prediction.step_seconds
+        return replace(
+            plain,
+            swaps=tuple(each.swaps for each in found) if any(each.swaps for each in found) else (),
+            prediction=prediction,
+            samples_per_second=plain.samples_per_second * before / after if after else math.inf,
+        )
+
+
+def _with_saved(profile: Profile, part: float) -> Profile:
+    """The same model, as if layers saved only a part of what they do."""
+    if part == 1:
+        return profile
+    layers = tuple(
+        replace(layer, saved_bytes=round(part * layer.saved_bytes), tensors=())
+        for layer in profile.layers
+    )
+    return replace(profile, layers=layers)
+
+
+def _hashable(links: Links) -> tuple[Any, ...]:
+    return tuple(sorted(links.between.items())), links.to_host
