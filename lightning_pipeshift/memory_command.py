@@ -99,8 +99,9 @@ def _pyplot() -> Any:
         import matplotlib
     except ImportError as error:
         raise ConfigurationError(
-            "`pipeshift memory --picture` draws with matplotlib, which is not installed:"
-            " `pip install matplotlib`, or leave the option out; the text has the same picture."
+            "`pipeshift memory --picture` draws with matplotlib, which is not installed. Use `pip"
+            " install lightning-pipeshift[pictures]`, or leave the option out; the text has the same"
+            " picture."
         ) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot

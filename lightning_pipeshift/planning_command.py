@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -78,12 +79,14 @@ def report(made: Made, cluster: Cluster) -> str:
         ("least room left", [_room(a, cluster) for _, a in columns]),
     ]
     lines = [str(plan), ""]
-    lines += [f"{name:<24}" + "".join(f"{cell:>18}" for cell in cells) for name, cells in rows]
+    lines += [f"{name:<24}" + "".join(f"{cell:>21}" for cell in cells) for name, cells in rows]
     if even is not None:
         lines.append(
             f"\n{best.samples_per_second / even.samples_per_second:.2f} times the uniform"
             " split's samples per second, by the simulator"
         )
+    else:
+        lines.append("\nthe uniform split would not keep the budget, whatever were moved")
     return "\n".join(lines)
 
 
@@ -304,7 +307,11 @@ def measured_strategy(
     from lightning_pipeshift.cli import PipeShiftCLI
 
     make = _measuring_cli(PipeShiftCLI, command, memory)
-    strategy = make(args=["fit", *arguments], save_config_callback=None).trainer.strategy
+    with warnings.catch_warnings():
+        # The words after `pipeshift` are not those of `fit`, and ranks that Lightning launches need
+        # them as they are.
+        warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")
+        strategy = make(args=["fit", *arguments], save_config_callback=None).trainer.strategy
     assert isinstance(strategy, PipeShiftStrategy)
     return strategy
 
