@@ -100,8 +100,8 @@ def _pyplot() -> Any:
     except ImportError as error:
         raise ConfigurationError(
             "`pipeshift memory --picture` draws with matplotlib, which is not installed. Use `pip"
-            " install lightning-pipeshift[pictures]`, or leave the option out; the text has the same"
-            " picture."
+            " install lightning-pipeshift[pictures]`, or leave the option out; the text has the"
+            " picture too."
         ) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -6,7 +6,7 @@ A first guess, for the plan of the first steps; what the layers take in training
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from lightning_pipeshift.model.gate import Gate
 from lightning_pipeshift.model.parameters import Slot, slots_of, substituted
 from lightning_pipeshift.model.placeholder import Placeholder
 from lightning_pipeshift.model.recompute import LayerCall
-from lightning_pipeshift.model.saved import Observer, SavedTable, bytes_of
+from lightning_pipeshift.model.saved import Observer, SavedTable, address_of
 from lightning_pipeshift.model.streams import Streams
 from lightning_pipeshift.model.trees import flatten, leaves_of
 from lightning_pipeshift.plan.saved_tensors import SavedTensor
@@ -63,13 +63,21 @@ class Stopwatch:
         device: where to run.
         streams: to keep the random state as it is.
         trains: whether to measure backwards too.
+        held: addresses of what is held anyway, besides parameters and buffers: the batch's.
     """
 
-    def __init__(self, device: torch.device, streams: Streams, trains: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        streams: Streams,
+        trains: bool = False,
+        held: Collection[int] = (),
+    ) -> None:
         self.figures: dict[int, Figures] = {}
         self._device = device
         self._streams = streams
         self._trains = trains
+        self._held = frozenset(held)
         self._known: dict[Any, Figures | None] = {}
 
     def observe(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -113,11 +121,13 @@ class Stopwatch:
                 substituted(slots, self._here(slots, trains)),
             ):
                 for repeat in range(_REPEATS):
-                    args, kwargs = rebuild([self._made_up(leaf, trains) for leaf in leaves])
+                    made_up = [self._made_up(leaf, trains) for leaf in leaves]
+                    args, kwargs = rebuild(made_up)
                     # Counting takes time of its own, which the best of several leaves out.
                     run: Callable[[], Any] = partial(gate.original, *args, **kwargs)
                     if repeat == 0:
-                        run = LayerCall(gate, args, kwargs, SavedTable(), observer).run
+                        table = SavedTable(left_out=self._stand_ins(leaves, made_up))
+                        run = LayerCall(gate, args, kwargs, table, observer).run
                     output, seconds = self._seconds(run)
                     forward = min(forward, seconds)
                     ends = [x for x in leaves_of(output) if isinstance(x, Tensor) and x.grad_fn]
@@ -135,8 +145,15 @@ class Stopwatch:
             forward,
             backward,
             tuple(observer.of_layers.get(gate.index, ())) if trains else (),
-            bytes_of(args) + bytes_of(kwargs.values()),
+            observer.of_inputs.get(gate.index, 0),
         )
+
+    def _stand_ins(self, leaves: Sequence[Any], made_up: Sequence[Any]) -> Iterator[int]:
+        """Addresses of what stands for something that is held anyway."""
+        for leaf, number in zip(leaves, made_up, strict=True):
+            is_real = isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder)
+            if is_real and address_of(leaf) in self._held:
+                yield address_of(number)
 
     def _seconds(self, run: Callable[[], Any]) -> tuple[Any, float]:
         self._wait()

@@ -76,7 +76,9 @@ class LayerCall:
         with ExitStack() as stack:
             origins = None
             if self._observer is not None:
-                origins = stack.enter_context(self._observer.around(self.gate, args, kwargs))
+                origins = stack.enter_context(
+                    self._observer.around(self.gate, args, kwargs, self._table)
+                )
             pack = partial(self._pack, origins)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, Saved.get))
             return self.gate.original(*args, **kwargs)
@@ -84,9 +86,9 @@ class LayerCall:
     def _pack(self, origins: Origins | None, tensor: Tensor) -> Saved:
         number, self._count = self._count, self._count + 1
         if origins is not None and self._observer is not None:
-            is_resident = address_of(tensor) in self._resident
+            is_there = address_of(tensor) in self._resident or self._table.is_left_out(tensor)
             maker = origins.maker_of(tensor)
-            self._observer.note(tensor, self.gate.index, number, maker, is_resident)
+            self._observer.note(tensor, self.gate.index, number, maker, is_there)
         return self._save(tensor, number)
 
     def _save(self, tensor: Tensor, number: int) -> Saved:

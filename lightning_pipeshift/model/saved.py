@@ -229,7 +229,14 @@ class SavedTable:
         # By address, as long as it is here: freed memory comes again under the same address.
         self._blocks: dict[int, weakref.ref[Block]] = {}
 
-    def save(self, tensor: Tensor, layer: int, number: int, resident: Set[int]) -> Saved:
+    def save(
+        self,
+        tensor: Tensor,
+        layer: int,
+        number: int,
+        resident: Set[int],
+        makes_room: bool = False,
+    ) -> Saved:
         """What autograd is to hold in a tensor's place.
 
         Args:
@@ -237,8 +244,14 @@ class SavedTable:
             layer: which layer saves it.
             number: its place among those that the layer has saved.
             resident: addresses of what the layer has anyway: its parameters and buffers.
+            makes_room: whether nobody has made room for it yet.
         """
-        return self._counted(tensor, layer, number, resident, partial(Saved, tensor))
+        use = partial(Saved, tensor)
+        return self._counted(tensor, layer, number, resident, use, makes_room)
+
+    def is_left_out(self, tensor: Tensor) -> bool:
+        """Whether its memory is held anyway."""
+        return address_of(tensor) in self._left_out
 
     def make_room(self, num_bytes: int, layer: int) -> None:
         """Returns when there is room for what a layer is about to save again."""
@@ -265,6 +278,7 @@ class SavedTable:
         number: int,
         resident: Set[int],
         use: Callable[[Block | None], T],
+        makes_room: bool = False,
     ) -> T:
         """Does something with the block of a tensor; a new block is counted then."""
         keeper = self._keeper
@@ -279,6 +293,8 @@ class SavedTable:
             with keeper.lock:
                 if block.memory() is not None:
                     return use(block)
+        if makes_room:
+            keeper.make_room(tensor.untyped_storage().nbytes(), layer)
         block = Block(whole(tensor), layer, number, self._microbatch, keeper)
         self._blocks[address] = weakref.ref(block)
         used = use(block)
@@ -287,10 +303,11 @@ class SavedTable:
 
 
 class Observer:
-    """Notes what the layers of one microbatch save, each tensor's memory once.
+    """Notes what the layers of one microbatch save, and the code around them, each tensor's memory
+    once.
 
-    Parameters and buffers are there anyway and are left out, and so are a layer's inputs that the
-    layer before it saved: they are counted there.
+    Parameters, buffers and the batch are there anyway and are left out, and so are a layer's inputs
+    that the layer before it saved: they are counted there.
     """
 
     def __init__(self) -> None:
@@ -307,11 +324,17 @@ class Observer:
 
     @contextmanager
     def around(
-        self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any], table: SavedTable
     ) -> Iterator[Origins]:
         """Context of a layer's call, in which it is noted who makes what."""
-        self.of_inputs[gate.index] = bytes_of(leaves_of((args, kwargs)))
-        self.of_layers[gate.index] = []
+        self.of_inputs[gate.index] = bytes_of(
+            leaf
+            for leaf in leaves_of((args, kwargs))
+            if isinstance(leaf, Tensor) and not table.is_left_out(leaf)
+        )
+        self.of_layers[gate.index] = [
+            tensor for tensor in self.of_layers.get(gate.index, ()) if tensor.is_outside
+        ]
         with Origins(gate.layer) as origins:
             for leaf in leaves_of((args, kwargs)):
                 if isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder):
@@ -319,7 +342,7 @@ class Observer:
             yield origins
 
     def note(self, tensor: Tensor, layer: int, number: int, origin: str, is_resident: bool) -> None:
-        """A layer saves a tensor."""
+        """A layer saves a tensor, or the code around it."""
         address = address_of(tensor)
         num_bytes = 0
         if not is_resident and address not in self._known:
@@ -328,7 +351,7 @@ class Observer:
             num_bytes = tensor.numel() * tensor.element_size()
             if tensor.layout is torch.strided:
                 num_bytes = tensor.untyped_storage().nbytes()
-        self.of_layers[layer].append(
+        self.of_layers.setdefault(layer, []).append(
             SavedTensor(
                 number=number,
                 num_bytes=num_bytes,
@@ -337,6 +360,10 @@ class Observer:
                 maker="parameter" if is_resident else origin,
             )
         )
+
+    def begin(self) -> None:
+        """A microbatch begins: what was noted of another one is forgotten."""
+        self.of_layers.clear()
 
     def end(self) -> None:
         """The microbatch is over."""
@@ -408,6 +435,11 @@ def address_of(tensor: Tensor) -> int:
     if tensor.layout is not torch.strided:
         return id(tensor)
     return tensor.untyped_storage().data_ptr()
+
+
+def addresses_of(tree: Any) -> list[int]:
+    """The addresses of all tensors among some values."""
+    return [address_of(leaf) for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
 
 
 def resident_in(layer: nn.Module) -> frozenset[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.cut import GradientBox, SharedParameters
+from lightning_pipeshift.model.gap import Gap
 from lightning_pipeshift.model.gate import Gate, StageDone
 from lightning_pipeshift.model.parameters import Segment
 from lightning_pipeshift.model.placeholder import (
@@ -69,6 +71,7 @@ class StagePass(Watcher):
         table: what the layers have saved.
         memory: keeps the budget for that, where there is one.
         observer: notes what the layers save, where somebody wants to know.
+        resident: addresses of what the model has anyway, where what is saved is counted or noted.
         before_layer: called with the number of a layer that is about to run.
         outgoing: what the next stage is to get, out of reach of user code that writes in place.
         edges: where the gradients of that enter this stage's graph; ``None`` where none flows.
@@ -89,6 +92,7 @@ class StagePass(Watcher):
     table: SavedTable = field(default_factory=SavedTable)
     memory: Memory | None = None
     observer: Observer | None = None
+    resident: Set[int] = frozenset()
     before_layer: Callable[[int], None] | None = None
     outgoing: dict[Value, Tensor] = field(default_factory=dict)
     edges: dict[Value, Any] = field(default_factory=dict)
@@ -108,6 +112,7 @@ class StagePass(Watcher):
         """What the model asks for once more, as it checkpoints by itself what asks for it."""
         self._regions: list[Region] = []
         self._where = _Where()
+        self._saves = Gap(self.table, self.observer, self.resident)
         for value, tensor in self.received.items():
             self._receive(value, tensor)
         if not self._runs_user_code:
@@ -143,7 +148,9 @@ class StagePass(Watcher):
             return
         try:
             self._enter_gap(0)
-            with watching(self):
+            if self.observer is not None:
+                self.observer.begin()
+            with watching(self), self._hooks():
                 self.result = step()
             if not self.is_last:
                 raise LayerError(
@@ -160,6 +167,11 @@ class StagePass(Watcher):
             self.received.clear()
         # Only now is user code done with what the layers were given.
         self._regions = [region for region in self._regions if region.let_go()]
+
+    def _hooks(self) -> AbstractContextManager[Any]:
+        if self._trains and (self.table.is_kept or self.observer is not None):
+            return self._saves.watched()
+        return nullcontext()
 
     def recompute_layers(self) -> None:
         """Makes again what layers let go of, for the backward that comes next: those first that it
@@ -203,6 +215,11 @@ class StagePass(Watcher):
         self._gap = layer
         self.streams.go_to(Place.GAP, layer, self._position, host=self.trace.draws_on_host)
         self.shared.enter(Segment(layer, False))
+        calls = self.trace.flow.calls
+        if self._position < len(calls):
+            self._saves.in_front_of(calls[self._position].layer)
+        elif calls:
+            self._saves.behind(calls[-1].layer)
 
     def _skip(self, position: int, call: Call) -> Any:
         template = self.trace.templates[position]
@@ -214,7 +231,7 @@ class StagePass(Watcher):
             elif value in self._handed_out:
                 leaves.append(self._handed_out.pop(value))
                 received = self.received.pop(value, None)
-                if received is not None and self._trains and not _is_saved_plainly():
+                if received is not None and self._trains and not self._is_saved_plainly():
                     self._checkpointed[value] = received
             else:
                 leaves.append(Placeholder.of(spec, self.device, (value,)))
@@ -243,7 +260,8 @@ class StagePass(Watcher):
                 )
         # At its last layer a stage has nothing left to do; a region that checkpoints has to be left
         # in good order.
-        ends = not self.is_last and self._position == self._own.stop and _no_hooks()
+        ends = not self.is_last and self._position == self._own.stop
+        ends = ends and self._saves.is_undisturbed()
         for number, leaf in enumerate(leaves):
             value = Value(call.layer, call.call, number)
             if value in self._wanted:
@@ -269,7 +287,7 @@ class StagePass(Watcher):
 
     def _call(self, gate: Gate, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A model that checkpoints by itself has its own way with what is saved.
-        if _is_saved_plainly():
+        if self._is_saved_plainly():
             if self.memory is not None:
                 self.memory.before_layer(gate.index)
             output = self._under_hooks(gate, call, args, kwargs)
@@ -294,6 +312,10 @@ class StagePass(Watcher):
         if table.is_kept or observer is not None:
             return LayerCall(gate, args, kwargs, table, observer).run()
         return gate.original(*args, **kwargs)
+
+    def _is_saved_plainly(self) -> bool:
+        """Whether autograd saves what the backward needs, as it is."""
+        return torch.is_grad_enabled() and self._saves.is_undisturbed()
 
     def _draw_as(self, call: Call) -> None:
         self.streams.begin(*self.key)
@@ -348,16 +370,6 @@ class StagePass(Watcher):
                     " was first followed it did not. Let the step compute the same things for"
                     " every batch."
                 )
-
-
-def _is_saved_plainly() -> bool:
-    """Whether autograd saves what the backward needs, as it is."""
-    return torch.is_grad_enabled() and _no_hooks()
-
-
-def _no_hooks() -> bool:
-    """Whether nobody has to say in what is saved for the backward."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def _edge(tensor: Tensor) -> Any:

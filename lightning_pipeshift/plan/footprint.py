@@ -170,6 +170,11 @@ class Footprints:
             _sizes(layer, float(saved))
             for layer, saved in zip(profile.layers, workload.saved_bytes, strict=True)
         )
+        #: What of that running the layer again does not make; it is among the layer's input bytes.
+        self._outside = tuple(
+            sum(sizes[tensor.number] for tensor in tensors_of(layer) if tensor.is_outside)
+            for layer, sizes in zip(profile.layers, self.sizes, strict=True)
+        )
         self._timelines: dict[Cut, tuple[Costs, Timeline]] = {}
         self._effects: dict[Any, Effects] = {}
 
@@ -227,7 +232,7 @@ class Footprints:
                 index,
                 forward,
                 backward,
-                again_bytes=round(total),
+                again_bytes=round(total - self._outside[index]),
                 input_bytes=round(float(self._workload.input_bytes[index])),
             )
         moved = {swap: sum(sizes.get(number, 0) for number in swap.tensors) for swap in swaps}

@@ -136,14 +136,14 @@ def _lines(machine: MachineMemory, layer: int) -> Iterator[_Line]:
             continue
         record = records[tensor.number]
         choice, costs = "stays", ""
-        if again:
+        if again and not tensor.is_outside:
             choice, costs = "made again", f"{_time(record.recompute_seconds)} for the layer"
         elif tensor.number in ways:
             choice, costs = _swapped(machine, record, ways[tensor.number])
         shape = f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
         yield _Line(
             (
-                str(tensor.number),
+                "·" if tensor.is_outside else str(tensor.number),
                 tensor.maker,
                 shape,
                 size_of(tensor.num_bytes),

@@ -27,7 +27,8 @@ class LayerProfile:
         optimizer_bytes: what the optimizer keeps for it.
         payload_bytes: what crosses the boundary behind it, forward.
         payload_gradient_bytes: what crosses it backward.
-        saved_bytes: what its forward keeps for its backward, parameters left out.
+        saved_bytes: what its forward keeps for its backward, and the code around it, parameters and
+            the batch left out.
         input_bytes: what is kept instead where it is recomputed.
         tensors: what is in ``saved_bytes``, one by one; empty where that is not known.
     """

@@ -5,8 +5,13 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
+from typing import Final
 
 from lightning_pipeshift.errors import PlanError
+
+FRONT: Final = 1_000_000
+BEHIND: Final = 2_000_000
+"""From here on tensors are numbered that code in front of a layer saves, and behind the last."""
 
 
 class Choice(enum.Enum):
@@ -27,7 +32,8 @@ class SavedTensor:
     """One tensor that a layer saves for a microbatch.
 
     Args:
-        number: its place among those that the layer saves, in their order.
+        number: its place among those that the layer saves, in their order; from ``FRONT`` on, and
+            from ``BEHIND`` on, among those that code in front of it does, or behind the last layer.
         num_bytes: what its memory takes; 0 where that is counted with a tensor before it (a view of
             the same memory, what the layer before has saved), or is there anyway (a parameter).
         shape: its shape.
@@ -41,12 +47,22 @@ class SavedTensor:
     dtype: str = "float32"
     maker: str = "unknown"
 
+    @property
+    def is_outside(self) -> bool:
+        """Whether code around the layer saves it: running the layer again does not make it."""
+        return self.number >= FRONT
+
     def __post_init__(self) -> None:
         if self.number < 0 or self.num_bytes < 0:
             raise PlanError(
                 f"a saved tensor with number {self.number} and {self.num_bytes} bytes; both are at"
                 " least 0"
             )
+
+
+def place_in_forward(number: int) -> int:
+    """What sorts the tensors of a layer, and of the code around it, as they are saved."""
+    return number - BEHIND if FRONT <= number < BEHIND else number
 
 
 @dataclass(frozen=True, slots=True)

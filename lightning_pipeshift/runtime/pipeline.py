@@ -22,7 +22,7 @@ from lightning_pipeshift.model.measure import Stopwatch
 from lightning_pipeshift.model.metrics import BatchMetrics
 from lightning_pipeshift.model.microbatch import batch_size_of, merge, split, weighted_mean
 from lightning_pipeshift.model.parameters import ParameterUse, Segment, parameter_uses
-from lightning_pipeshift.model.saved import Observer, address_of, bytes_of
+from lightning_pipeshift.model.saved import Observer, address_of, addresses_of, bytes_of
 from lightning_pipeshift.model.signature import module_signature
 from lightning_pipeshift.model.state import TailState
 from lightning_pipeshift.model.streams import Streams
@@ -241,7 +241,7 @@ class Pipeline:
         follower.put_in_order(key, step, batch)
         stopwatch = None
         if self.planning.measures:
-            stopwatch = Stopwatch(channels.device, self.streams, trains)
+            stopwatch = Stopwatch(channels.device, self.streams, trains, addresses_of(batch))
         trace = follower.follow(key, step, batch, stopwatch)
         optimizers = list(optimizers)
         plan = self.planning.first_plan(

@@ -155,7 +155,7 @@ class Profiler:
                 layer: sum(tensor.num_bytes for tensor in found) for layer, found in tensors.items()
             },
             tensors=tensors,
-            input_bytes=inputs | self.observer.of_inputs,
+            input_bytes=inputs | self._observed_inputs(),
             optimizer_bytes={
                 layer: sum(
                     bytes_of(_state_of(optimizer, parameter))
@@ -168,6 +168,16 @@ class Profiler:
             held_bytes=self.held_bytes,
             **(asdict(self.room) if self.room is not None else {}),
         )
+
+    def _observed_inputs(self) -> dict[int, int]:
+        """What layers are called with, and what the code around them saves: both stay where a layer
+        runs again.
+        """
+        return {
+            layer: num_bytes
+            + sum(t.num_bytes for t in self.observer.of_layers.get(layer, ()) if t.is_outside)
+            for layer, num_bytes in self.observer.of_inputs.items()
+        }
 
     @property
     def expected_bytes(self) -> dict[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -15,12 +16,11 @@ from lightning_pipeshift.model.cut import SharedParameters
 from lightning_pipeshift.model.gate import Switch
 from lightning_pipeshift.model.logs import LoggedValue, LogRecorder
 from lightning_pipeshift.model.placeholder import dtype_named
-from lightning_pipeshift.model.saved import Observer, SavedTable, address_of
+from lightning_pipeshift.model.saved import Observer, SavedTable, addresses_of, resident_in
 from lightning_pipeshift.model.stage_pass import StagePass
 from lightning_pipeshift.model.streams import Streams
 from lightning_pipeshift.model.timing import Timer
 from lightning_pipeshift.model.trace import Trace
-from lightning_pipeshift.model.trees import leaves_of
 from lightning_pipeshift.plan.action import Action, Kind, Row
 from lightning_pipeshift.plan.flow import Value
 from lightning_pipeshift.plan.footprint import SENDS_UNDER_WAY
@@ -236,6 +236,7 @@ class StepRun:
             table=self._table(number),
             memory=self._store,
             observer=self._observer if number == 0 else None,
+            resident=self._resident,
             before_layer=self._before_layer,
         )
         self._switch.current = self._under_way = current
@@ -253,11 +254,19 @@ class StepRun:
             if self._on_first_outcome is not None and len(self.outcomes) == 1:
                 self._denominators = self._on_first_outcome(self.outcomes[0])
 
+    @cached_property
+    def _resident(self) -> frozenset[int]:
+        """Addresses of what the model has anyway, where what is saved is counted or noted."""
+        return resident_in(self._root) if self._looks_at_saved else frozenset()
+
+    @property
+    def _looks_at_saved(self) -> bool:
+        return self._store is not None or self._observer is not None
+
     def _table(self, number: int) -> SavedTable:
-        if self._store is None or not torch.is_grad_enabled():
+        if not self._looks_at_saved or not torch.is_grad_enabled():
             return SavedTable()
-        batch = leaves_of(self._microbatches[number].batch)
-        held = [address_of(leaf) for leaf in batch if isinstance(leaf, Tensor)]
+        held = addresses_of(self._microbatches[number].batch)
         return SavedTable(number, self._store, held)
 
     def _outcome(self, result: Any, logs: list[LoggedValue]) -> Outcome:

@@ -24,6 +24,7 @@ from torch import Tensor
 from lightning_pipeshift.errors import BudgetError
 from lightning_pipeshift.model.saved import Block
 from lightning_pipeshift.plan.action import Action, Kind, Row
+from lightning_pipeshift.plan.saved_tensors import FRONT, place_in_forward
 from lightning_pipeshift.runtime.copying import Ticket
 from lightning_pipeshift.runtime.places import Parcel, Place
 
@@ -77,7 +78,7 @@ class _Entry:
     @property
     def need(self) -> tuple[int, int, int]:
         """Sorts by when backwards need it: the first microbatch first, and in it the last layer."""
-        return self.microbatch, -self.layer, -self.number
+        return self.microbatch, -self.layer, -place_in_forward(self.number)
 
 
 @dataclass
@@ -204,6 +205,8 @@ class ActivationStore:
         """The stage begins the action at a place of its row."""
         with self.lock:
             self._position, self._layer = place, -1
+            # What was made again in a backward.
+            self._new.clear()
             self._begun = time.monotonic()
             if action.kind is Kind.BACKWARD:
                 self._stay(action.microbatch)
@@ -216,6 +219,8 @@ class ActivationStore:
             self._promised_bytes = 0
             self._longest_seconds = max(self._longest_seconds, time.monotonic() - self._begun)
             if action.kind is Kind.FORWARD:
+                # What code behind the last layer has saved.
+                self._send_new()
                 saved = sum(
                     entry.num_bytes
                     for entry in self._entries.get(action.microbatch, ())
@@ -231,8 +236,6 @@ class ActivationStore:
     def before_layer(self, layer: int) -> None:
         """A layer is about to save what it saves."""
         with self.lock:
-            # What was made again in a backward.
-            self._new.clear()
             self._layer = layer
         self.make_room(self._expected.get(layer, 0), layer)
 
@@ -240,23 +243,27 @@ class ActivationStore:
         """A layer has saved what it saves: what is to leave, leaves."""
         with self.lock:
             self._promised_bytes = 0
-            new, self._new = self._new, []
-            saved = sum(entry.num_bytes for entry in new)
+            saved = sum(entry.num_bytes for entry in self._new if entry.number < FRONT)
             # What was measured replaces what was guessed.
             known = self._expected[layer] if layer in self._measured else 0
             self._expected[layer] = max(known, saved)
             self._measured.add(layer)
-            for entry in new:
-                places = self._orders.places.get((entry.layer, entry.number))
-                if places and not entry.is_gone and not self._sent(entry, places):
-                    self._say_once(
-                        "room",
-                        f"{self._orders.where} keeps tensors of layer {self._name(layer)!r} that"
-                        " were to be moved: there is no room for them where they were to go. Raise"
-                        " `host_budget`, or the budget of the stages that have room.",
-                    )
+            self._send_new()
         self.make_room(0, layer)
         self.advance()
+
+    def _send_new(self) -> None:
+        """What is to leave of what has been saved, leaves."""
+        new, self._new = self._new, []
+        for entry in new:
+            places = self._orders.places.get((entry.layer, entry.number))
+            if places and not entry.is_gone and not self._sent(entry, places):
+                self._say_once(
+                    "room",
+                    f"{self._orders.where} keeps tensors of layer {self._name(entry.layer)!r} that"
+                    " were to be moved: there is no room for them where they were to go. Raise"
+                    " `host_budget`, or the budget of the stages that have room.",
+                )
 
     def add(self, block: Block) -> None:
         """Another block is here."""

@@ -129,8 +129,15 @@ class Tracked(SavedTable):
         self._number = number
         self._ledger = ledger
 
-    def save(self, tensor: Tensor, layer: int, number: int, resident: Any) -> Saved:
-        saved = super().save(tensor, layer, number, resident)
+    def save(
+        self,
+        tensor: Tensor,
+        layer: int,
+        number: int,
+        resident: Any,
+        makes_room: bool = False,
+    ) -> Saved:
+        saved = super().save(tensor, layer, number, resident, makes_room)
         if saved.block is not None:
             known = self._ledger.names.get(address_of(tensor))
             is_new = saved.block.number == number and saved.block.layer == layer
