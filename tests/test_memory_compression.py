@@ -4,6 +4,7 @@ and what cannot be is said.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from lightning_pipeshift import (
     SwapAll,
     TensorRecord,
 )
+from lightning_pipeshift.plan.saved_tensors import BEHIND, FRONT
 from lightning_pipeshift.plugins.memory_compression import bytes_of_text
 from tests.features_models import built, quiet_trainer
 from tests.harness import run_ranks
@@ -86,6 +88,21 @@ class Trains(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Between(Trains):
+    """Has code of its own between the layers, which saves what layers do not."""
+
+    def training_step(self, batch: Any) -> Tensor:
+        x, y = batch
+        x = torch.sigmoid(x) * x
+        for block in self.blocks:
+            # What the one saves the next layer saves too; the other saves what nobody else does.
+            x = torch.tanh(Doubled.apply(block(x)))
+        logits = self.head(x) * torch.exp(self.head(x.detach()))
+        loss = F.cross_entropy(logits, y)
+        self.log("loss", loss)
+        return loss
 
 
 class MovesALayer(L.Callback):
@@ -155,7 +172,16 @@ POLICIES = {
 }
 
 SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
-    "gpipe": (2, {"schedule": "gpipe"}),
+    # What code between layers saves is known when steps have been measured; planned for soon after.
+    "gpipe, between": (
+        2,
+        {
+            "schedule": "gpipe",
+            "module": Between,
+            "profile_steps": 2,
+            "batch_sizes": (SAMPLES,) * 24,
+        },
+    ),
     "eager, moving": (3, {"schedule": "eager_1f1b", "moves": True}),
     "bf16": (2, {"precision": "bf16-mixed"}),
     "double": (2, {"inner": DoublePrecision()}),
@@ -178,6 +204,36 @@ def test_no_policy_changes_a_bit(setting: str) -> None:
         # One device has nobody to lend it room.
         moves = name != "again" and not (name == "device" and ranks == 1)
         assert bool(moved) == moves, name
+        if name == "host" and how.get("module") is Between:
+            swaps = json.loads(found[0]["plan"])["swaps"][0]
+            numbers = {number for swap in swaps for number in swap["tensors"]}
+            assert {FRONT, FRONT + 1, BEHIND} <= numbers
+
+
+def saved_and_counted(module: type[L.LightningModule]) -> tuple[int, int]:
+    """What torch saves for a batch, and what the store makes of it; in bytes."""
+    found = train({"policy": KeepAll()}, module=module, microbatches=1, batch_sizes=(SAMPLES,))
+    model: Any = built(module)
+    model.log = lambda *_: None
+    batch = torch.randn(SAMPLES, WIDTH), torch.randint(4, (SAMPLES,))
+    there = {t.untyped_storage().data_ptr() for t in [*batch, *model.parameters()]}
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model.training_step(batch)
+    num_bytes = sum(t.untyped_storage().nbytes() for at, t in saved.items() if at not in there)
+    del loss
+    return num_bytes, found["figures"]["peak_bytes"]
+
+
+@pytest.mark.parametrize("module", [Trains, Between])
+def test_every_byte_that_autograd_saves_is_counted(module: type[L.LightningModule]) -> None:
+    ((saved, counted),) = run_ranks(saved_and_counted, 1, module, timeout=60)
+    assert saved == counted
 
 
 def test_eight_bits_are_nearly_the_same_and_said_to_be_not_lossless() -> None:

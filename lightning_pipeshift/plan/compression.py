@@ -198,6 +198,20 @@ class Compression:
         """Every saved tensor of a cut, as policies see it."""
         return _Search(self, Cut(tuple(counts))).records()
 
+    def follows(self, cut: Cut, swaps: Sequence[Swap]) -> bool:
+        """Whether everything goes where the policy wants it.
+
+        Args:
+            cut: who owns what, and what is recomputed.
+            swaps: what is elsewhere for a while.
+        """
+        search = _Search(self, Cut(cut.counts))
+        ways: dict[tuple[int, int], Choice] = {
+            (swap.layer, number): swap.choice for swap in swaps for number in swap.tensors
+        }
+        ways |= {key: Choice.RECOMPUTE for key in self._sizes if key[0] in cut.recompute}
+        return all(ways.get(key, Choice.KEEP) is choice for key, choice in search.asked.items())
+
     def _nothing_fits(self, search: _Search, best: Assigned) -> BudgetError:
         found = search.footprint(best)
         lacking = [
@@ -336,6 +350,14 @@ class _Search:
         )
 
     # --- what policies say ---
+
+    @property
+    def asked(self) -> dict[tuple[int, int], Choice]:
+        """What has been answered for which tensor."""
+        found = dict.fromkeys(self._stays, Choice.KEEP)
+        for key, way in self._fixed.items():
+            found[key] = Choice.RECOMPUTE if way is None else Choice.DEVICE if way else Choice.HOST
+        return found
 
     def records(self) -> Iterator[TensorRecord]:
         """Every tensor, as policies see it."""

@@ -7,7 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.errors import BudgetError, PlanError
+from lightning_pipeshift.plan.compression import Compression, rooms_of
+from lightning_pipeshift.plan.draft import cut_of, workloads_of
+from lightning_pipeshift.plan.footprint import links_of
 from lightning_pipeshift.plan.measured import Measured
 from lightning_pipeshift.plan.placement import Placement
 from lightning_pipeshift.plan.plan import Plan
@@ -85,7 +88,7 @@ class Decider:
         stays = Decision(kept.to_json(), False, "")
         try:
             best = self._best(kept, window)
-        except PlanError as error:
+        except (PlanError, BudgetError) as error:
             # The run goes on as it is: it has fitted so far.
             return replace(stays, message=f"the plan stays: {error}")
         self._insistence = self._insistence + 1 if best is not None else 0
@@ -116,7 +119,7 @@ class Decider:
             return None
         if now is None or then is None:
             return None
-        if not measured.fits(now.memory_bytes):
+        if not measured.fits(now.memory_bytes) or not follows_policy(settings, measured, plan):
             return best
         # Over what is left of the run, the move included.
         left = window.steps_left
@@ -124,6 +127,26 @@ class Decider:
         promised = now.step_seconds / (then.step_seconds + cost) - 1
         is_worth_it = promised >= (watch.min_gain if watch is not None else MIN_GAIN)
         return best if is_worth_it and _always(plan, best, window) else None
+
+
+def follows_policy(settings: Settings, measured: Measured, plan: Plan) -> bool:
+    """Whether all saved tensors go where a policy of the user's wants them. More of them may be
+    known than when the plan was made: those that code between the layers saves."""
+    if settings.memory is None:
+        return True
+    profile, cluster = measured.profile, measured.cluster
+    workloads = workloads_of(profile, cluster, measured.ranks, plan.schedule, plan.microbatches)
+    return all(
+        Compression(
+            profile,
+            workload,
+            links_of(cluster, ranks),
+            rooms_of(cluster, ranks),
+            settings.memory.policy,
+            settings.recompute,
+        ).follows(cut_of(plan, vm), plan.swapped(vm))
+        for vm, (ranks, workload) in enumerate(zip(measured.ranks, workloads, strict=True))
+    )
 
 
 def _always(old: Plan, new: Plan, window: Window) -> bool:
@@ -137,6 +160,12 @@ def _always(old: Plan, new: Plan, window: Window) -> bool:
 def _changed(old: Plan, new: Plan, window: Window) -> Decision:
     assert old.prediction is not None
     assert new.prediction is not None
+    if old.placement == new.placement:
+        message = (
+            f"{window.num_steps} steps have been measured, and other saved tensors move or are made"
+            f" again than before: {new.prediction.step_seconds:.3g} s a step are expected."
+        )
+        return Decision(new.to_json(), True, message)
     now, then = old.prediction.step_seconds, new.prediction.step_seconds
     message = (
         f"{window.num_steps} steps have been measured, and the layers change their"

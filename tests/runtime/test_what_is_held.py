@@ -126,6 +126,55 @@ def count(
     }
 
 
+class Between(Trains):
+    """Keeps count of what the code between its layers saves, and the next layer too."""
+
+    outputs = Count()
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        x = batch
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+            self.outputs.add(x)
+        return x.square().mean()
+
+
+def outputs_that_stay(swaps: bool) -> int:
+    """How many of the outputs are here when all forwards of a step are over."""
+    found: list[int] = []
+    run = StagePass.run
+
+    def counted_run(self: Any, step: Any) -> None:
+        run(self, step)
+        if trainer.global_step == num_steps - 1:
+            time.sleep(0.1)  # copies end
+            if self.memory is not None:
+                self.memory.advance()
+            found.append(Between.outputs.living())
+
+    num_steps = 40
+    StagePass.run = counted_run  # type: ignore[method-assign]
+    strategy = PipeShiftStrategy(
+        microbatches=NUM_MICROBATCHES, partition="uniform", profile_steps=1, schedule="gpipe"
+    )
+    compression = MemoryCompression(budget="1GB", policy=SwapAll("host", 1)) if swaps else None
+    trainer = quiet_trainer(
+        {"devices": 1, "strategy": strategy},
+        max_epochs=1,
+        plugins=[compression] if compression is not None else [],
+    )
+    # What code between layers saves is known when a step has been measured, and planned for soon.
+    batches: Any = [torch.randn(SAMPLES, WIDTH)] * num_steps
+    trainer.fit(built(Between), DataLoader(batches, batch_size=None))
+    return found[-1]
+
+
+def test_what_code_between_layers_saves_goes() -> None:
+    assert run_ranks(outputs_that_stay, 1, False) == [4 * NUM_MICROBATCHES]
+    # Of the last microbatch some may be on their way.
+    assert run_ranks(outputs_that_stay, 1, True)[0] <= 4
+
+
 def test_gradients_that_were_sent_are_let_go_of() -> None:
     """The last stage of GPipe has sent all of them before the first has used the first one."""
     for schedule in ("gpipe", "1f1b"):
