@@ -278,8 +278,8 @@ def main() -> None:
         f"\nEvened out among the stages: {ratios['lent_over_stays']:.3f} times the step (at most"
         f" 1.05), and {ratios['naive_over_lent']:.2f} times\nas fast as naive copies (at least 1.5;"
         f" with half as much to copy, {ratios['naive_over_lent_64_MB']:.2f}). At the peak of"
-        f"\nrecomputing everything, the plan is {ratios['recomputed_over_planned']:.2f} times as fast"
-        " as that (at least 1.25)."
+        f"\nrecomputing everything, the plan is {ratios['recomputed_over_planned']:.2f} times as"
+        " fast as that (at least 1.25)."
     )
     save(
         options.json,

@@ -76,6 +76,8 @@ class Decider:
         # to be worth it: a device whose speed swings does not make layers swing.
         self._num_reversals = 0
         self._insistence = 0
+        # Whether a policy of the user's has been asked what it makes of what was measured.
+        self._has_asked = False
 
     def decide(self, plan: Plan, window: Window) -> Decision:
         """Whether there is a plan that is worth it.
@@ -119,7 +121,11 @@ class Decider:
             return None
         if now is None or then is None:
             return None
-        if not measured.fits(now.memory_bytes) or not follows_policy(settings, measured, plan):
+        if not measured.fits(now.memory_bytes):
+            return best
+        if not self._has_asked and not follows_policy(settings, measured, plan):
+            # Once: an answer may depend on what is measured, and that swings.
+            self._has_asked = True
             return best
         # Over what is left of the run, the move included.
         left = window.steps_left

@@ -2,16 +2,19 @@
 
 import itertools
 import random
+import time
 from dataclasses import replace
 
 import pytest
 
-from lightning_pipeshift.errors import BudgetError
+from lightning_pipeshift.errors import BudgetError, PlanError
 from lightning_pipeshift.plan.arrangement import Wishes
 from lightning_pipeshift.plan.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.compressed_arrangement import arrange_compressed, compressed
+from lightning_pipeshift.plan.draft import plan_of_arrangement
+from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.plan.planner import evaluate
-from lightning_pipeshift.plan.policies import Planned
+from lightning_pipeshift.plan.policies import KeepAll, Planned, RecomputeAll, SwapAll
 from lightning_pipeshift.plan.profile import Profile
 from lightning_pipeshift.plan.workload import Cut
 from tests.plan.clusters import devices, profile
@@ -88,6 +91,67 @@ def test_ranks_that_are_given_stay():
     cluster = Cluster(machines, outside=Link(0.0, 1e10))
     wishes = replace(ONE, virtual_machines=((0, 1, 2, 3),))
     assert arrange_compressed(model(), cluster, wishes).ranks == ((0, 1, 2, 3),)
+
+
+def test_virtual_machines_that_are_alike_are_ordered_alike():
+    # Four layers of 20 MB for 2 microbatches and for 1: the second of each host has the room.
+    machines = tuple(
+        Device(host, "X", memory_bytes=room) for host in "ab" for room in (100 * MB, 180 * MB)
+    )
+    cluster = Cluster(machines, outside=Link(0.0, 1e3), inside=Link(0.0, 1e3))
+    wishes = replace(ONE, virtual_machines=2, recompute="none")
+    found = arrange_compressed(model(), cluster, wishes)
+    assert sorted(found.ranks) == [(1, 0), (3, 2)]
+    assert keeps(found, cluster)
+    assert found.samples_per_second == pytest.approx(16 / found.prediction.step_seconds)
+
+
+def test_a_policy_is_followed():
+    cluster = Cluster(devices("a:X b:X", memory_bytes=10_000 * MB), outside=Link(0.0, 1e10))
+    assert arrange_compressed(model(), cluster, replace(ONE, policy=KeepAll())).swaps == ()
+    found = arrange_compressed(model(), cluster, replace(ONE, policy=RecomputeAll()))
+    assert found.cuts[0].recompute
+    moved = arrange_compressed(model(), cluster, replace(ONE, policy=SwapAll("device", 1)))
+    assert all(swap.stages for swap in moved.swaps[0])
+    assert moved.swaps[0]
+
+
+@pytest.mark.parametrize(
+    ("room", "error", "words"),
+    [
+        (3 * MB, PlanError, "larger than a virtual machine|no cut|has"),
+        (20 * MB, BudgetError, r"a budget of .* would do"),
+    ],
+)
+def test_nothing_fits(room, error, words):
+    cluster = Cluster(devices("a:X b:X", memory_bytes=room), outside=Link(0.0, 1e10))
+    with pytest.raises(error, match=words):
+        arrange_compressed(model(), cluster, ONE)
+
+
+def test_a_plan_keeps_what_was_found(tmp_path):
+    cluster = Cluster(devices("a:X b:X", memory_bytes=120 * MB), outside=Link(0.0, 1e10))
+    found = arrange_compressed(model(), cluster, replace(ONE, recompute="none"))
+    plan = plan_of_arrangement(found, model(), cluster)
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again.swaps == found.swaps
+    assert again.swaps
+    assert again.prediction.memory_bytes == found.prediction.memory_bytes
+
+
+def test_many_devices():
+    machines = tuple(
+        Device(f"h{number // 4}", "X", memory_bytes=400 * MB, speed=1 - 0.5 * (number % 2))
+        for number in range(16)
+    )
+    cluster = Cluster(machines, inside=Link(0.0, 1e10), outside=Link(1e-4, 1e9))
+    wishes = Wishes(batch_samples=16.0, microbatches=16, policy=Planned())
+    begin = time.process_time()
+    found = arrange_compressed(model(24), cluster, wishes)
+    assert time.process_time() - begin < 60, "8 s on an idle machine"
+    assert keeps(found, cluster)
+    assert sorted(rank for ranks in found.ranks for rank in ranks) == list(range(16))
 
 
 def unlike(seed: int):
