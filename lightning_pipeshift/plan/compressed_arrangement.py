@@ -20,7 +20,8 @@ from lightning_pipeshift.errors import BudgetError, PlanError
 from lightning_pipeshift.plan.arrangement import Allowed, Arrangement, Wishes
 from lightning_pipeshift.plan.balance import uniform
 from lightning_pipeshift.plan.cluster import Cluster
-from lightning_pipeshift.plan.compression import Compressed, Room, fastest, rooms_of
+from lightning_pipeshift.plan.compression import fastest, rooms_of
+from lightning_pipeshift.plan.compression_search import Compressed, Room
 from lightning_pipeshift.plan.footprint import Footprints, links_of, with_footprints
 from lightning_pipeshift.plan.lenders import mapping_score
 from lightning_pipeshift.plan.memory_trace import Links

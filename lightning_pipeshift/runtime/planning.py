@@ -13,7 +13,8 @@ from lightning_pipeshift.errors import LayerError, PlanError
 from lightning_pipeshift.model.gate import Gate
 from lightning_pipeshift.plan.balance import uniform
 from lightning_pipeshift.plan.cluster import Cluster
-from lightning_pipeshift.plan.compression import Compressed, fastest, rooms_of
+from lightning_pipeshift.plan.compression import fastest, rooms_of
+from lightning_pipeshift.plan.compression_search import Compressed
 from lightning_pipeshift.plan.cuts import worthwhile_cuts
 from lightning_pipeshift.plan.draft import cut_of, plan_of, prediction_of, workloads_of
 from lightning_pipeshift.plan.flow import Flow

@@ -137,6 +137,7 @@ def test_a_plan_keeps_what_was_found(tmp_path):
     again = Plan.load(tmp_path / "plan.json")
     assert again.swaps == found.swaps
     assert again.swaps
+    assert again.prediction is not None
     assert again.prediction.memory_bytes == found.prediction.memory_bytes
 
 

@@ -9,12 +9,8 @@ import numpy as np
 import pytest
 
 from lightning_pipeshift.errors import BudgetError, PlanError
-from lightning_pipeshift.plan.compression import (
-    SMALLEST_BYTES,
-    Compressed,
-    Compression,
-    Room,
-)
+from lightning_pipeshift.plan.compression import Compression
+from lightning_pipeshift.plan.compression_search import SMALLEST_BYTES, Compressed, Room
 from lightning_pipeshift.plan.footprint import Footprint, Footprints
 from lightning_pipeshift.plan.lenders import mappings
 from lightning_pipeshift.plan.memory_trace import HOST, HOST_LATENCY, Links
