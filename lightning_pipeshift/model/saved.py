@@ -66,7 +66,7 @@ class Block:
     """The memory of one or more tensors that autograd saved.
 
     Args:
-        memory: all of it, as a vector.
+        tensor: the first of them.
         layer: which layer saved it first.
         number: the place of its first tensor among those that the layer has saved.
         microbatch: whose.
@@ -87,14 +87,15 @@ class Block:
     )
 
     def __init__(
-        self, memory: Tensor, layer: int, number: int, microbatch: int, keeper: Keeper | None
+        self, tensor: Tensor, layer: int, number: int, microbatch: int, keeper: Keeper | None
     ) -> None:
         self.layer = layer
         self.number = number
         self.microbatch = microbatch
-        self.num_bytes = memory.untyped_storage().nbytes()
-        self.dtype = memory.dtype
-        self.device = memory.device
+        self.num_bytes = tensor.untyped_storage().nbytes()
+        self.dtype = _dtype_of_all(tensor)
+        """Of the memory as a vector."""
+        self.device = tensor.device
         self.keeper = keeper
         self.place: Any = None
         """Where it is: the keeper's own note."""
@@ -295,7 +296,7 @@ class SavedTable:
                     return use(block)
         if makes_room:
             keeper.make_room(tensor.untyped_storage().nbytes(), layer)
-        block = Block(whole(tensor), layer, number, self._microbatch, keeper)
+        block = Block(tensor, layer, number, self._microbatch, keeper)
         self._blocks[address] = weakref.ref(block)
         used = use(block)
         keeper.add(block)
@@ -448,11 +449,21 @@ def resident_in(layer: nn.Module) -> frozenset[int]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of the memory that a tensor is in, as a vector of the tensor's type, or of bytes."""
-    storage = tensor.untyped_storage()
-    dtype = tensor.dtype if storage.nbytes() % tensor.element_size() == 0 else torch.uint8
+    """All of the memory that a tensor without a gradient is in, as a vector of its type, or of
+    bytes.
+    """
+    storage, dtype = tensor.untyped_storage(), _dtype_of_all(tensor)
+    if dtype is tensor.dtype:
+        # One operation: each lets other threads go first.
+        return tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
     vector = torch.empty(0, dtype=dtype, device=tensor.device)
-    return vector.set_(storage, 0, (storage.nbytes() // vector.element_size(),), (1,))
+    return vector.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _dtype_of_all(tensor: Tensor) -> torch.dtype:
+    """The type of the tensor, if all of its memory is so many numbers of it; or bytes."""
+    fits = tensor.untyped_storage().nbytes() % tensor.element_size() == 0
+    return tensor.dtype if fits else torch.uint8
 
 
 def _is_lazy(tensor: Tensor) -> bool:
