@@ -12,9 +12,9 @@ from collections.abc import Set
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from lightning_pipeshift.model.hooks import saving, top_hooks
 from lightning_pipeshift.model.saved import Observer, Saved, SavedTable, address_of
 from lightning_pipeshift.plan.saved_tensors import BEHIND, FRONT
 
@@ -49,11 +49,11 @@ class Gap:
 
     def watched(self) -> AbstractContextManager[Any]:
         """Context in which what is saved outside of layers is under our hands."""
-        return torch.autograd.graph.saved_tensors_hooks(self._hook, Saved.get)
+        return saving(self._hook, Saved.get)
 
     def is_undisturbed(self) -> bool:
         """Whether nobody else has to say in what is saved for the backward."""
-        top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        top = top_hooks()
         return top is None or top[0] is self._hook
 
     def _pack(self, tensor: Tensor) -> Saved:

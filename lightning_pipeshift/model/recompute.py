@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.cut import GradientBox
 from lightning_pipeshift.model.gate import Gate
+from lightning_pipeshift.model.hooks import saving
 from lightning_pipeshift.model.parameters import Slot, slots_of, substituted
 from lightning_pipeshift.model.placeholder import Placeholder
 from lightning_pipeshift.model.saved import (
@@ -80,7 +81,7 @@ class LayerCall:
                     self._observer.around(self.gate, args, kwargs, self._table)
                 )
             pack = partial(self._pack, origins)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, Saved.get))
+            stack.enter_context(saving(pack, Saved.get))
             return self.gate.original(*args, **kwargs)
 
     def _pack(self, origins: Origins | None, tensor: Tensor) -> Saved:
@@ -220,7 +221,7 @@ class Region(LayerCall):
             args, kwargs = self._rebuild([inputs[place] for place in self._places])
             self._draw()
             # What this graph would need for a backward is taken out; nobody runs it.
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, _never))
+            stack.enter_context(saving(pack, _never))
             self.gate.original(*args, **kwargs)
         if len(fresh) != len(self._saved):
             self._fail(f"{len(fresh)} tensors", f"{len(self._saved)}")
