@@ -130,7 +130,7 @@ def test_nothing_fits(room, error, words):
 
 
 def test_a_plan_keeps_what_was_found(tmp_path):
-    cluster = Cluster(devices("a:X b:X", memory_bytes=120 * MB), outside=Link(0.0, 1e10))
+    cluster = Cluster(devices("a:X b:X", memory_bytes=140 * MB), outside=Link(0.0, 1e10))
     found = arrange_compressed(model(), cluster, replace(ONE, recompute="none"))
     plan = plan_of_arrangement(found, model(), cluster)
     plan.save(tmp_path / "plan.json")
