@@ -36,8 +36,6 @@ class Gap:
         self._resident = resident
         self._layer = 0
         self._number = FRONT
-        # One object, so that it is known again.
-        self._hook = self._pack
 
     def in_front_of(self, layer: int) -> None:
         """From here on, code in front of a layer runs."""
@@ -49,12 +47,12 @@ class Gap:
 
     def watched(self) -> AbstractContextManager[Any]:
         """Context in which what is saved outside of layers is under our hands."""
-        return saving(self._hook, Saved.get)
+        return saving(self._pack, Saved.get)
 
     def is_undisturbed(self) -> bool:
         """Whether nobody else has to say in what is saved for the backward."""
         top = top_hooks()
-        return top is None or top[0] is self._hook
+        return top is None or top[0] == self._pack
 
     def _pack(self, tensor: Tensor) -> Saved:
         number, self._number = self._number, self._number + 1

@@ -166,7 +166,7 @@ def _always(old: Plan, new: Plan, window: Window) -> bool:
 def _changed(old: Plan, new: Plan, window: Window) -> Decision:
     assert old.prediction is not None
     assert new.prediction is not None
-    if old.placement == new.placement:
+    if old.placement == new.placement and any(old.swaps + new.swaps):
         message = (
             f"{window.num_steps} steps have been measured, and other saved tensors move or are made"
             f" again than before: {new.prediction.step_seconds:.3g} s a step are expected."
