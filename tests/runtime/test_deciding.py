@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lightning_pipeshift.plan.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.draft import plan_of
 from lightning_pipeshift.plan.measured import Measured
 from lightning_pipeshift.plan.plan import Plan
+from lightning_pipeshift.plan.policies import KeepAll, Planned, Policy, SwapAll
 from lightning_pipeshift.plan.profile import KindProfile, LayerProfile, Profile
+from lightning_pipeshift.plan.saved_tensors import SavedTensor
 from lightning_pipeshift.plan.topology import Topology
 from lightning_pipeshift.plan.workload import Cut
 from lightning_pipeshift.runtime.deciding import Decider, Decision, Window
 from lightning_pipeshift.runtime.planning import Settings, Watch
+from lightning_pipeshift.runtime.stage_memory import MemoryWishes
 
 NUM_LAYERS, MICROBATCHES = 8, 4
 TOPOLOGY = Topology(((0, 1),))
@@ -105,3 +109,57 @@ def test_what_was_left_alone_in_between_is_begun_anew() -> None:
     assert not mind.decide(moved, window(measured(0.5))).is_new
     assert not mind.decide(moved, window(measured(1.0))).is_new, "not twice in a row"
     assert mind.decide(moved, window(measured(1.0))).is_new
+
+
+# --- with MemoryCompression ---
+
+
+def saving(num_bytes: int, room: int) -> Measured:
+    """Layers that save so much, on equal devices with so much room, and a fast way to the host."""
+    found = measured(1.0)
+    layers = tuple(
+        replace(layer, saved_bytes=num_bytes, tensors=(SavedTensor(0, num_bytes),))
+        for layer in found.profile.layers
+    )
+    devices = tuple(
+        replace(device, memory_bytes=room, host_bytes=10**12, host_bandwidth=1e12)
+        for device in found.cluster.devices
+    )
+    return replace(
+        found,
+        profile=replace(found.profile, layers=layers),
+        cluster=replace(found.cluster, devices=devices),
+        by_tensor=True,
+    )
+
+
+def mindful(policy: Policy) -> Decider:
+    memory = MemoryWishes(policy=policy)
+    return Decider(
+        Settings(MICROBATCHES, "1f1b", [4, 4], None, 0, recompute="none", memory=memory), TOPOLOGY
+    )
+
+
+def test_a_policy_is_asked_once_more_when_all_is_measured() -> None:
+    mind, seen = mindful(SwapAll(min_bytes=1)), window(saving(10**6, 10**9))
+    decision = mind.decide(plan(), seen)
+    assert decision.is_new
+    assert "other saved tensors move" in decision.message
+    assert Plan.from_json(decision.plan).swaps
+    # Not again and again: its answers may depend on what is measured, and that swings.
+    assert not mind.decide(plan(), seen).is_new
+    for content in (KeepAll(), Planned()):
+        assert not mindful(content).decide(plan(), seen).is_new
+
+
+def test_what_does_not_fit_by_what_was_measured_moves() -> None:
+    # The first stage holds two microbatches of four layers.
+    decision = mindful(Planned()).decide(plan(), window(saving(10**6, 7 * 10**6)))
+    assert decision.is_new
+    assert Plan.from_json(decision.plan).swaps
+
+
+def test_where_nothing_fits_the_run_goes_on() -> None:
+    decision = mindful(Planned()).decide(plan(), window(saving(10**6, 10**6)))
+    assert not decision.is_new
+    assert "the plan stays: Nothing keeps the memory budget" in decision.message
