@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_pipeshift.model.hooks import saving, top_hooks
+from lightning_pipeshift.model.placeholder import Placeholder
 from lightning_pipeshift.model.saved import Observer, Saved, SavedTable, address_of
 from lightning_pipeshift.plan.saved_tensors import BEHIND, FRONT
 
@@ -47,17 +48,24 @@ class Gap:
 
     def watched(self) -> AbstractContextManager[Any]:
         """Context in which what is saved outside of layers is under our hands."""
-        return saving(self._pack, Saved.get)
+        return saving(self._pack, _unpacked)
 
     def is_undisturbed(self) -> bool:
         """Whether nobody else has to say in what is saved for the backward."""
         top = top_hooks()
         return top is None or top[0] == self._pack
 
-    def _pack(self, tensor: Tensor) -> Saved:
+    def _pack(self, tensor: Tensor) -> Saved | Placeholder:
+        if isinstance(tensor, Placeholder):
+            # A model that checkpoints by itself saves what a skipped layer is called with.
+            return tensor
         number, self._number = self._number, self._number + 1
         if self._observer is not None:
             is_there = address_of(tensor) in self._resident or self._table.is_left_out(tensor)
             maker = f"code {'in front' if number < BEHIND else 'behind'}"
             self._observer.note(tensor, self._layer, number, maker, is_there)
         return self._table.save(tensor, self._layer, number, self._resident, makes_room=True)
+
+
+def _unpacked(held: Saved | Placeholder) -> Tensor:
+    return held if isinstance(held, Placeholder) else held.get()

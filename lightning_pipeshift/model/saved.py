@@ -37,6 +37,9 @@ class Keeper(Protocol):
     def add(self, block: Block) -> None:
         """Another block is here."""
 
+    def also(self, block: Block, layer: int, number: int) -> None:
+        """Another tensor shares a block's memory: it goes by this name, too."""
+
     lock: AbstractContextManager[Any]
     """While it is held, no block leaves or comes back in another thread."""
 
@@ -293,6 +296,7 @@ class SavedTable:
         if block is not None:
             with keeper.lock:
                 if block.memory() is not None:
+                    keeper.also(block, layer, number)
                     return use(block)
         if makes_room:
             keeper.make_room(tensor.untyped_storage().nbytes(), layer)

@@ -149,6 +149,8 @@ class ActivationStore:
         self._leaving: deque[_Entry] = deque()
         self._coming: list[_Entry] = []
         self._new: list[_Entry] = []
+        # What goes by another name, too, and that.
+        self._also: list[tuple[_Entry, tuple[int, int]]] = []
         # Told by whatever thread drops a block, in the middle of anything.
         self._dropped: deque[_Entry] = deque()
         self._row: Row = ()
@@ -207,6 +209,7 @@ class ActivationStore:
             self._position, self._layer = place, -1
             # What was made again in a backward.
             self._new.clear()
+            self._also.clear()
             self._begun = time.monotonic()
             if action.kind is Kind.BACKWARD:
                 self._stay(action.microbatch)
@@ -254,10 +257,13 @@ class ActivationStore:
 
     def _send_new(self) -> None:
         """What is to leave of what has been saved, leaves."""
-        new, self._new = self._new, []
-        for entry in new:
-            places = self._orders.places.get((entry.layer, entry.number))
-            if places and not entry.is_gone and not self._sent(entry, places):
+        new = [(entry, (entry.layer, entry.number)) for entry in self._new] + self._also
+        self._new.clear()
+        self._also.clear()
+        for entry, name in new:
+            places = self._orders.places.get(name)
+            is_here = entry.state is _Is.HERE and not entry.is_gone
+            if places and is_here and not self._sent(entry, places):
                 self._say_once(
                     "room",
                     f"{self._orders.where} keeps tensors of layer {self._name(entry.layer)!r} that"
@@ -274,6 +280,11 @@ class ActivationStore:
             self._new.append(entry)
             self._count(entry.num_bytes)
             self._promised_bytes = max(0, self._promised_bytes - entry.num_bytes)
+
+    def also(self, block: Block, layer: int, number: int) -> None:
+        """A block goes by another name, too: what moves under that, moves."""
+        if isinstance(block.place, _Entry):
+            self._also.append((block.place, (layer, number)))
 
     def drop(self, place: object) -> None:
         """Nobody needs a block any more; what it had as its place."""

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_pipeshift.model.gate import Gate, Switch
 from lightning_pipeshift.model.recompute import LayerCall
 from lightning_pipeshift.model.saved import Block, Observer, Saved, SavedTable, address_of
+from lightning_pipeshift.plan.saved_tensors import FRONT
 
 NOTHING: frozenset[int] = frozenset()
 
@@ -30,6 +31,7 @@ class Shelf:
         self.found: list[tuple[int, int, int, int]] = []
         self.dropped: list[int] = []
         self.fetched: list[int] = []
+        self.names: dict[int, list[tuple[int, int]]] = {}
         self.lock: AbstractContextManager[Any] = nullcontext()
         self._away: dict[int, Tensor] = {}
 
@@ -37,6 +39,9 @@ class Shelf:
         block.place = len(self.blocks)
         self.blocks.append(weakref.ref(block))
         self.found.append((block.microbatch, block.layer, block.number, block.num_bytes))
+
+    def also(self, block: Block, layer: int, number: int) -> None:
+        self.names.setdefault(block.place, []).append((layer, number))
 
     def fetch(self, block: Block) -> None:
         if block.place in self._away:
@@ -636,3 +641,14 @@ def test_a_layer_that_fails_leaves_no_hooks() -> None:
     assert not hooks._global_forward_pre_hooks
     assert not hooks._global_forward_hooks
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_memory_goes_by_the_names_of_all_that_share_it() -> None:
+    shelf = Shelf()
+    table = SavedTable(0, shelf)
+    memory = torch.ones(4)
+    first = table.save(memory, 0, FRONT, frozenset())
+    second = table.save(memory.view(2, 2), 0, 1, frozenset())
+    assert first.block is second.block
+    assert shelf.names == {0: [(0, 1)]}
+    assert shelf.found == [(0, 0, FRONT, 16)]
