@@ -18,10 +18,10 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?b)?\s*", re.IGNORECASE)
 
 
 class MemoryCompression(Precision):
-    """Keeps what a device holds under a budget: tensors that layers save for their backward stay,
-    are made again, or move to the host's memory or to another device and back, as is predicted to
-    cost least. Under every policy, and with every compression but ``"8bit"``, gradients are the
-    same bits.
+    """Keeps what a device holds under a budget: tensors that layers, and the code between them, save
+    for their backward stay, are made again, or move to the host's memory or to another device and
+    back, as is predicted to cost least. Under every policy, and with every compression but
+    ``"8bit"``, gradients are the same bits.
 
     CN114880130B; the paper: MPress, HPCA 2023.
 
@@ -32,8 +32,8 @@ class MemoryCompression(Precision):
 
     Args:
         precision: another precision plugin, which goes on as it would alone.
-        budget: bytes of each device for weights, gradients, the optimizer's state and saved
-            tensors: a number, or text like ``"20GB"`` or ``"16 GiB"``. ``"auto"``: what the device
+        budget: bytes of each device for weights, gradients, the optimizer's state, what passes
+            between stages, and saved tensors: a number, or text like ``"20GB"`` or ``"16 GiB"``. ``"auto"``: what the device
             has free, less a tenth. On a CPU it stands for a device's memory.
         host_budget: bytes of the host's memory that each rank may move tensors to; ``"auto"``: half
             of what is free, shared out over the host's ranks; 0: none.
