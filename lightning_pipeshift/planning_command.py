@@ -155,7 +155,14 @@ def add_budgets(parser: argparse.ArgumentParser) -> None:
 
 
 def plugin_of(options: argparse.Namespace) -> MemoryCompression | None:
-    """What the options of :func:`add_budgets` ask for."""
+    """What the options of :func:`add_budgets` ask for.
+
+    Raises ConfigurationError where they mean nothing."""
+    if options.budget is None and options.host_budget != "auto":
+        raise ConfigurationError(
+            f"`--host-budget {options.host_budget}` goes with `--budget`, and there is none. Add"
+            " `--budget auto` for what the devices have."
+        )
     if options.budget is None:
         return None
     return MemoryCompression(budget=options.budget, host_budget=options.host_budget)

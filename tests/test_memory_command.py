@@ -208,6 +208,7 @@ def test_budgets_for_machines_that_are_not_there(
     [
         ("", ["--budget", "auto"], "nothing is said of the memory of 'big' on host 'a'"),
         ("", ["--budget", "60MB", "--host-budget", "1GB"], "not known how fast tensors get there"),
+        (", memory: 1GB", ["--host-budget", "1GB"], "goes with `--budget`"),
         ("", ["--budget", "1 sack"], r"budget='1 sack'.*'20GB'"),
         (", memory: 1GB", ["--budget", "10MB"], "Nothing keeps|fits in memory|needs"),
     ],

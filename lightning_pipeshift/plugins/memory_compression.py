@@ -18,9 +18,9 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?b)?\s*", re.IGNORECASE)
 
 
 class MemoryCompression(Precision):
-    """Keeps what a device holds under a budget: tensors that layers, and the code between them, save
-    for their backward stay, are made again, or move to the host's memory or to another device and
-    back, as is predicted to cost least. Under every policy, and with every compression but
+    """Keeps what a device holds under a budget: tensors that layers, and the code between them,
+    save for their backward stay, are made again, or move to the host's memory or to another device
+    and back, as is predicted to cost least. Under every policy, and with every compression but
     ``"8bit"``, gradients are the same bits.
 
     CN114880130B; the paper: MPress, HPCA 2023.
