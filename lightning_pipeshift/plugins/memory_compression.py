@@ -33,8 +33,9 @@ class MemoryCompression(Precision):
     Args:
         precision: another precision plugin, which goes on as it would alone.
         budget: bytes of each device for weights, gradients, the optimizer's state, what passes
-            between stages, and saved tensors: a number, or text like ``"20GB"`` or ``"16 GiB"``. ``"auto"``: what the device
-            has free, less a tenth. On a CPU it stands for a device's memory.
+            between stages, and saved tensors: a number, or text like ``"20GB"`` or ``"16 GiB"``.
+            ``"auto"``: what the device has free, less a tenth. On a CPU it stands for a device's
+            memory.
         host_budget: bytes of the host's memory that each rank may move tensors to; ``"auto"``: half
             of what is free, shared out over the host's ranks; 0: none.
         policy: decides over saved tensors; ``None``: the planner. See
