@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,13 @@ class MovesALayer(L.Callback):
             trainer.strategy.migrate(Move(layer="blocks.2", stage=int(others[-1] == 1)))
 
 
+class Pauses(L.Callback):
+    """Leaves planning the time that it takes, however short the steps are."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        time.sleep(0.1)
+
+
 def train(
     compression: dict[str, Any] | None,
     precision: Any = None,
@@ -149,7 +157,7 @@ def train(
     trainer = quiet_trainer(
         {"devices": int(os.environ["WORLD_SIZE"]), "strategy": PipeShiftStrategy(**how)},
         max_epochs=1,
-        callbacks=[MovesALayer()] if moves else [],
+        callbacks=[MovesALayer()] if moves else [Pauses()] if how["profile_steps"] else [],
         plugins=plugins,
         precision=precision,
     )
