@@ -21,7 +21,7 @@ from lightning_pipeshift.plan.saved_tensors import Swap
 from lightning_pipeshift.runtime.beside import Address, Opening, SharedRooms, copy, opened
 from lightning_pipeshift.runtime.copying import Done, Ticket
 from lightning_pipeshift.runtime.lane import Lane
-from lightning_pipeshift.runtime.places import Parcel
+from lightning_pipeshift.runtime.places import Parcel, claim_all
 from lightning_pipeshift.runtime.staging import room_for
 from lightning_pipeshift.runtime.threads import InOrder, Threads
 
@@ -350,14 +350,8 @@ class RemotePlace:
 
     def put(self, memory: Tensor, done: Done) -> Parcel | None:
         """See :class:`Place`."""
-        claimed: list[tuple[Borrower, int]] = []
-        for borrower, size in self.sizes(memory.nbytes):
-            if not borrower.claim(size):
-                for other, claim in claimed:
-                    other.unclaim(claim)
-                return None
-            claimed.append((borrower, size))
-        return _RemoteParcel(self, memory, done)
+        has_room = claim_all(self.sizes(memory.nbytes))
+        return _RemoteParcel(self, memory, done) if has_room else None
 
 
 def _event_now(device: torch.device) -> Any:
@@ -383,27 +377,37 @@ class _RemoteParcel:
         whole = parts[0].view(torch.uint8)
         if len(parts) > 1:
             whole = torch.cat([part.view(torch.uint8) for part in parts])
-        event = _event_now(memory.device)
         claims = {borrower.stage: size for borrower, size in place.sizes(memory.nbytes)}
         self._blocks = [
             (borrower, borrower.key(), size) for borrower, size in place.sizes(whole.numel())
         ]
         for borrower, _, size in self._blocks:
             borrower.unclaim(claims[borrower.stage] - size)
-        blocks = whole.split([size for _, _, size in self._blocks])
+        self.leaving: Ticket = self._each(whole, lambda to: to.there, Borrower.send, done)
 
-        def send(borrower: Borrower, key: Key, block: Tensor, then: Callable[[], None]) -> Any:
+    def _each(
+        self,
+        whole: Tensor,
+        line: Callable[[Borrower], InOrder],
+        act: Callable[[Borrower, Key, Tensor], None],
+        done: Done,
+    ) -> Ticket:
+        """Lets a thread of each rank's act on its block, once the compute so far is over."""
+        event = _event_now(whole.device)
+
+        def submit(borrower: Borrower, key: Key, block: Tensor, then: Callable[[], None]) -> Any:
             def work() -> None:
                 if event is not None:
                     event.synchronize()
-                borrower.send(key, block)
+                act(borrower, key, block)
                 then()
 
-            return borrower.there.submit(work)
+            return line(borrower).submit(work)
 
-        self.leaving: Ticket = _Together(
+        blocks = whole.split([size for _, _, size in self._blocks])
+        return _Together(
             [
-                partial(send, borrower, key, block)
+                partial(submit, borrower, key, block)
                 for (borrower, key, _), block in zip(self._blocks, blocks, strict=True)
             ],
             done,
@@ -416,32 +420,18 @@ class _RemoteParcel:
         whole = memory.view(torch.uint8)
         if self._encoded is not None:
             whole = torch.empty(total, dtype=torch.uint8, device=memory.device)
-        # Whatever has used this memory before is done with it by then.
-        event = _event_now(memory.device)
-        blocks = whole.split([size for _, _, size in self._blocks])
 
-        def take(borrower: Borrower, key: Key, block: Tensor, then: Callable[[], None]) -> Any:
-            def work() -> None:
-                if event is not None:
-                    event.synchronize()
-                borrower.take(key, block)
-                borrower.unclaim(block.numel())
-                then()
-
-            return borrower.back.submit(work)
+        def take(borrower: Borrower, key: Key, block: Tensor) -> None:
+            borrower.take(key, block)
+            borrower.unclaim(block.numel())
 
         def finish() -> None:
             if self._encoded is not None:
                 self._unpack(whole, memory)
             done()
 
-        return _Together(
-            [
-                partial(take, borrower, key, block)
-                for (borrower, key, _), block in zip(self._blocks, blocks, strict=True)
-            ],
-            finish,
-        )
+        # Whatever has used this memory before is done with it by then.
+        return self._each(whole, lambda to: to.back, take, finish)
 
     def _unpack(self, whole: Tensor, memory: Tensor) -> None:
         assert self._codec is not None

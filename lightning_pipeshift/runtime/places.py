@@ -49,6 +49,26 @@ class Place(Protocol):
         """
 
 
+class _Claimable(Protocol):
+    """Has room that can be set aside."""
+
+    def claim(self, num_bytes: int) -> bool:
+        """Sets so many bytes aside; returns whether there are any."""
+
+    def unclaim(self, num_bytes: int) -> None:
+        """They are not needed any more."""
+
+
+def claim_all(parts: Sequence[tuple[_Claimable, int]]) -> bool:
+    """Sets room aside for all parts of a block, or for none; returns which."""
+    for index, (room, size) in enumerate(parts):
+        if not room.claim(size):
+            for other, claimed in parts[:index]:
+                other.unclaim(claimed)
+            return False
+    return True
+
+
 class LocalPlace:
     """Memory that this process can copy to: the host's, or that of GPUs beside its own.
 
@@ -77,14 +97,8 @@ class LocalPlace:
 
     def put(self, memory: Tensor, done: Done) -> Parcel | None:
         """See :class:`Place`."""
-        claimed: list[tuple[Rooms, int]] = []
-        for rooms, size in self.sizes(memory.nbytes):
-            if not rooms.claim(size):
-                for others, other in claimed:
-                    others.unclaim(other)
-                return None
-            claimed.append((rooms, size))
-        return _LocalParcel(self, memory, done)
+        has_room = claim_all(self.sizes(memory.nbytes))
+        return _LocalParcel(self, memory, done) if has_room else None
 
 
 class _LocalParcel:
