@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_pipeshift.errors import ConfigurationError, PlanError
-from lightning_pipeshift.plan.compression import Compression, rooms_of
+from lightning_pipeshift.plan.compression import Compression
+from lightning_pipeshift.plan.compression_search import Problem
 from lightning_pipeshift.plan.draft import cut_of, workloads_of
-from lightning_pipeshift.plan.footprint import Footprints, links_of
 from lightning_pipeshift.plan.memory_report import MachineMemory, report
 from lightning_pipeshift.plan.policies import Planned
 from lightning_pipeshift.planning_command import add_budgets, measured_strategy, plugin_of
@@ -75,20 +75,19 @@ def machines_of(strategy: Any) -> list[MachineMemory] | None:
     workloads = workloads_of(profile, cluster, topology.ranks, plan.schedule, plan.microbatches)
     machines = []
     for vm, (ranks, workload) in enumerate(zip(topology.ranks, workloads, strict=True)):
-        links, cut, swaps = links_of(cluster, ranks), cut_of(plan, vm), plan.swapped(vm)
-        rooms = rooms_of(cluster, ranks)
-        footprints = Footprints(profile, workload, links)
-        asked = Compression(profile, workload, links, rooms, Planned())
+        cut, swaps = cut_of(plan, vm), plan.swapped(vm)
+        problem = Problem.of(profile, workload, cluster, ranks, Planned())
+        footprints = problem.footprints
         machines.append(
             MachineMemory(
                 profile,
                 cut,
                 swaps,
-                links,
-                tuple(asked.records(cut.counts)),
+                problem.links,
+                tuple(Compression(problem).records(cut.counts)),
                 footprints.of(cut, swaps),
                 footprints.of(replace(cut, recompute=frozenset())),
-                tuple(room.budget_bytes for room in rooms),
+                tuple(room.budget_bytes for room in problem.rooms),
             )
         )
     return machines

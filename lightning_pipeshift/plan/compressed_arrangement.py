@@ -20,9 +20,9 @@ from lightning_pipeshift.errors import BudgetError, PlanError
 from lightning_pipeshift.plan.arrangement import Allowed, Arrangement, Wishes
 from lightning_pipeshift.plan.balance import uniform
 from lightning_pipeshift.plan.cluster import Cluster
-from lightning_pipeshift.plan.compression import fastest, rooms_of
-from lightning_pipeshift.plan.compression_search import Compressed, Room
-from lightning_pipeshift.plan.footprint import Footprints, links_of, with_footprints
+from lightning_pipeshift.plan.compression import fastest
+from lightning_pipeshift.plan.compression_search import Compressed, Problem
+from lightning_pipeshift.plan.footprint import with_footprints
 from lightning_pipeshift.plan.lenders import mapping_score
 from lightning_pipeshift.plan.memory_trace import Links
 from lightning_pipeshift.plan.placing import Placed, Placer
@@ -35,7 +35,7 @@ from lightning_pipeshift.plan.stage_order import (
     interchangeable,
     num_orders,
 )
-from lightning_pipeshift.plan.workload import Cut, Workload
+from lightning_pipeshift.plan.workload import Cut
 
 _PARTS: Final = (0.0, 0.5, 1.0)
 """What part of their saved tensors stages are asked to have room for when it is looked for virtual
@@ -134,7 +134,7 @@ class _Mapper:
         """See :func:`compressed`."""
         placed = self._placed(arrangement, arrangement.ranks)
         found = [
-            self._fastest(placed, vm, ranks, cut.counts)
+            fastest(self._problem(placed, vm, ranks), [cut.counts])
             for vm, (ranks, cut) in enumerate(zip(arrangement.ranks, arrangement.cuts, strict=True))
         ]
         return self._arrangement(arrangement, arrangement.ranks, found)
@@ -172,8 +172,9 @@ class _Mapper:
         orders, found = [], []
         for vm, ranks in enumerate(start.ranks):
             # Those that are alike are asked once, and ordered alike: a ring would pay for it.
-            workload, links, rooms = self._situation(placed, vm, ranks)
-            key = workload, _hashable(links), rooms, tuple(self._alike[rank] for rank in ranks)
+            problem = self._problem(placed, vm, ranks)
+            alike = tuple(self._alike[rank] for rank in ranks)
+            key = problem.workload, _hashable(problem.links), problem.rooms, alike
             if key not in self._known:
                 order, made = self._best_order(profile, start, placed, vm)
                 self._known[key] = tuple(map(ranks.index, order)), made
@@ -200,7 +201,7 @@ class _Mapper:
             if best is not None and handicap * option.seconds >= best[0]:
                 continue
             try:
-                made = self._fastest(placed, vm, option.order, option.counts)
+                made = fastest(self._problem(placed, vm, option.order), [option.counts])
             except BudgetError as error:
                 errors.append(error)
                 continue
@@ -217,23 +218,23 @@ class _Mapper:
         placer = Placer(profile, self._cluster, self._wishes, self._allowed)
         found = []
         for order in self._orders(start.ranks[vm]):
-            workload, links, rooms = self._situation(placed, vm, order)
-            footprints = Footprints(self._profile, workload, links)
+            problem = self._problem(placed, vm, order)
             candidates = [start.cuts[vm].counts]
             with suppress(PlanError):
                 ranks = (*start.ranks[:vm], order, *start.ranks[vm + 1 :])
                 there = placer.placed(ranks, start.microbatches, start.batch_shares)
                 candidates.append(placer.cuts(there)[vm].counts)
             if self._wishes.partition == "auto":
-                candidates.append(uniform(workload.num_layers, workload.num_stages))
+                candidates.append(uniform(self._profile.num_layers, len(order)))
             for counts in dict.fromkeys(candidates):
-                footprint = footprints.of(Cut(counts))
+                footprint = problem.footprints.of(Cut(counts))
                 spare = [
                     room.budget_bytes - peak
-                    for room, peak in zip(rooms, footprint.peak_bytes, strict=True)
+                    for room, peak in zip(problem.rooms, footprint.peak_bytes, strict=True)
                 ]
                 needs = {stage: -left for stage, left in enumerate(spare) if left < 0}
-                seconds, score = footprint.timeline.step_seconds, mapping_score(needs, spare, links)
+                seconds = footprint.timeline.step_seconds
+                score = mapping_score(needs, spare, problem.links)
                 found.append(_Option(order, counts, seconds, score))
         return found
 
@@ -253,21 +254,12 @@ class _Mapper:
                 order[one], order[other] = order[other], order[one]
                 yield tuple(order)
 
-    def _situation(
-        self, placed: Placed, vm: int, order: Order
-    ) -> tuple[Workload, Links, tuple[Room, ...]]:
-        """What a virtual machine has to do, and with what, in an order of its stages."""
+    def _problem(self, placed: Placed, vm: int, order: Order) -> Problem:
+        """A virtual machine's, in an order of its stages."""
         samples = self._placer.sizes(len(placed.ranks), placed.batch_shares)[vm]
         workload = self._placer.workload(placed.links, order, samples, placed.microbatches)
-        return workload, links_of(placed.links, order), rooms_of(self._cluster, order)
-
-    def _fastest(
-        self, placed: Placed, vm: int, order: Order, counts: tuple[int, ...]
-    ) -> Compressed:
-        """What becomes of saved tensors in an order and with a cut."""
-        workload, links, rooms = self._situation(placed, vm, order)
         recompute = self._wishes.recompute
-        return fastest(self._profile, workload, links, rooms, self._policy, recompute, [counts])
+        return Problem.of(self._profile, workload, placed.links, order, self._policy, recompute)
 
     # --- the answer ---
 
@@ -278,10 +270,8 @@ class _Mapper:
         cuts = tuple(each.cut for each in found)
         plain = self._placer.arrangement(placed, cuts)
         footprints = [
-            Footprints(self._profile, workload, links_of(placed.links, order)).of(
-                each.cut, each.swaps
-            )
-            for workload, order, each in zip(placed.workloads, placed.ranks, found, strict=True)
+            self._problem(placed, vm, order).footprints.of(each.cut, each.swaps)
+            for vm, (order, each) in enumerate(zip(placed.ranks, found, strict=True))
         ]
         prediction = with_footprints(plain.prediction, placed.workloads, cuts, footprints)
         before, after = plain.prediction.step_seconds, prediction.step_seconds

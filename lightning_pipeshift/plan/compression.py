@@ -12,23 +12,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 from lightning_pipeshift.errors import BudgetError
-from lightning_pipeshift.plan.cluster import Cluster
 from lightning_pipeshift.plan.compression_search import (
     ROUNDING,
     Assigned,
     Compressed,
     Problem,
-    Room,
     Search,
 )
-from lightning_pipeshift.plan.memory_trace import Links
-from lightning_pipeshift.plan.policies import Policy, TensorRecord
-from lightning_pipeshift.plan.profile import Profile
+from lightning_pipeshift.plan.policies import TensorRecord
 from lightning_pipeshift.plan.saved_tensors import Choice, Swap
-from lightning_pipeshift.plan.workload import Cut, Workload
+from lightning_pipeshift.plan.workload import Cut
 
 _CAUTION: Final = 2.0
 """How many times as long as measured swaps may take for a plan to hold, where there is one that
@@ -36,41 +33,22 @@ does. Ranks that share a host share its memory's bandwidth, and a plan whose eve
 in time makes the compute wait for most of them."""
 
 
-def rooms_of(cluster: Cluster, ranks: Sequence[int]) -> tuple[Room, ...]:
-    """What a virtual machine's stages have."""
-    devices = [cluster.devices[rank] for rank in ranks]
-    return tuple(Room(device.room_bytes, device.host_bytes) for device in devices)
-
-
-def fastest(
-    profile: Profile,
-    workload: Workload,
-    links: Links,
-    rooms: Sequence[Room],
-    policy: Policy,
-    recompute: str,
-    cuts: Sequence[Sequence[int]],
-) -> Compressed:
+def fastest(problem: Problem, cuts: Sequence[Sequence[int]]) -> Compressed:
     """The fastest of some cuts of a virtual machine, with what becomes of its saved tensors.
 
     Args:
-        profile: see :class:`Compression`, as are those up to ``recompute``.
-        workload: its.
-        links: its.
-        rooms: its.
-        policy: asked first.
-        recompute: what may run again.
+        problem: the virtual machine's.
         cuts: layers per stage.
 
     Raises:
         BudgetError: nothing fits with any of the cuts; it says what would with the first.
     """
     for caution in (_CAUTION, 1.0):
-        problem = Compression(profile, workload, links.slowed(caution), rooms, policy, recompute)
+        careful = Compression(replace(problem, links=problem.links.slowed(caution)))
         found, errors = [], []
         for counts in cuts:
             try:
-                found.append(problem.compressed(counts))
+                found.append(careful.compressed(counts))
             except BudgetError as error:
                 errors.append(error)
         if found:
@@ -82,25 +60,12 @@ class Compression:
     """Looks for the best assignment for one virtual machine.
 
     Args:
-        profile: of the model.
-        workload: of the virtual machine.
-        links: of the virtual machine.
-        rooms: of its stages.
-        policy: is asked first.
-        recompute: whether layers may be recomputed, and whether all are.
+        problem: the virtual machine's.
     """
 
-    def __init__(
-        self,
-        profile: Profile,
-        workload: Workload,
-        links: Links,
-        rooms: Sequence[Room],
-        policy: Policy,
-        recompute: str = "auto",
-    ) -> None:
-        self._problem = Problem(profile, workload, links, tuple(rooms), policy, recompute)
-        self._rooms = self._problem.rooms
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._rooms = problem.rooms
 
     def compressed(self, counts: Sequence[int]) -> Compressed:
         """The best that is found for a cut.

@@ -16,7 +16,8 @@ from typing import Final, NamedTuple
 
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.action import Kind
-from lightning_pipeshift.plan.footprint import Footprint, Footprints, tensors_of
+from lightning_pipeshift.plan.cluster import Cluster
+from lightning_pipeshift.plan.footprint import Footprint, Footprints, links_of, tensors_of
 from lightning_pipeshift.plan.lenders import Lenders, mappings, shares_of
 from lightning_pipeshift.plan.memory_trace import HOST, Links, StageTrace
 from lightning_pipeshift.plan.policies import Policy, TensorRecord
@@ -76,6 +77,21 @@ class Problem:
     rooms: tuple[Room, ...]
     policy: Policy
     recompute: str = "auto"
+
+    @classmethod
+    def of(
+        cls,
+        profile: Profile,
+        workload: Workload,
+        cluster: Cluster,
+        ranks: Sequence[int],
+        policy: Policy,
+        recompute: str = "auto",
+    ) -> Problem:
+        """That of a virtual machine whose stages are these ranks of a cluster."""
+        devices = [cluster.devices[rank] for rank in ranks]
+        rooms = tuple(Room(device.room_bytes, device.host_bytes) for device in devices)
+        return cls(profile, workload, links_of(cluster, ranks), rooms, policy, recompute)
 
     @cached_property
     def footprints(self) -> Footprints:

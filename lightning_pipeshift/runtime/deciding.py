@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from lightning_pipeshift.errors import BudgetError, PlanError
-from lightning_pipeshift.plan.compression import Compression, rooms_of
+from lightning_pipeshift.plan.compression import Compression
+from lightning_pipeshift.plan.compression_search import Problem
 from lightning_pipeshift.plan.draft import cut_of, workloads_of
-from lightning_pipeshift.plan.footprint import links_of
 from lightning_pipeshift.plan.measured import Measured
 from lightning_pipeshift.plan.placement import Placement
 from lightning_pipeshift.plan.plan import Plan
@@ -144,12 +144,9 @@ def follows_policy(settings: Settings, measured: Measured, plan: Plan) -> bool:
     workloads = workloads_of(profile, cluster, measured.ranks, plan.schedule, plan.microbatches)
     return all(
         Compression(
-            profile,
-            workload,
-            links_of(cluster, ranks),
-            rooms_of(cluster, ranks),
-            settings.memory.policy,
-            settings.recompute,
+            Problem.of(
+                profile, workload, cluster, ranks, settings.memory.policy, settings.recompute
+            )
         ).follows(cut_of(plan, vm), plan.swapped(vm))
         for vm, (ranks, workload) in enumerate(zip(measured.ranks, workloads, strict=True))
     )

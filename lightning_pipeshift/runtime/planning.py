@@ -13,12 +13,11 @@ from lightning_pipeshift.errors import LayerError, PlanError
 from lightning_pipeshift.model.gate import Gate
 from lightning_pipeshift.plan.balance import uniform
 from lightning_pipeshift.plan.cluster import Cluster
-from lightning_pipeshift.plan.compression import fastest, rooms_of
-from lightning_pipeshift.plan.compression_search import Compressed
+from lightning_pipeshift.plan.compression import fastest
+from lightning_pipeshift.plan.compression_search import Compressed, Problem
 from lightning_pipeshift.plan.cuts import worthwhile_cuts
 from lightning_pipeshift.plan.draft import cut_of, plan_of, prediction_of, workloads_of
 from lightning_pipeshift.plan.flow import Flow
-from lightning_pipeshift.plan.footprint import links_of
 from lightning_pipeshift.plan.partition import PartitionSpec, resolve
 from lightning_pipeshift.plan.placement import Placement
 from lightning_pipeshift.plan.plan import Plan
@@ -217,12 +216,7 @@ def _compressed(
     """For each virtual machine the fastest of some cuts, with what becomes of its saved tensors."""
     return [
         fastest(
-            profile,
-            workload,
-            links_of(cluster, ranks),
-            rooms_of(cluster, ranks),
-            wishes.policy,
-            settings.recompute,
+            Problem.of(profile, workload, cluster, ranks, wishes.policy, settings.recompute),
             _candidates(settings, profile, topology, workload, vm),
         )
         for vm, (ranks, workload) in enumerate(zip(topology.ranks, workloads, strict=True))

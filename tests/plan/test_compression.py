@@ -10,7 +10,7 @@ import pytest
 
 from lightning_pipeshift.errors import BudgetError, PlanError
 from lightning_pipeshift.plan.compression import Compression
-from lightning_pipeshift.plan.compression_search import SMALLEST_BYTES, Compressed, Room
+from lightning_pipeshift.plan.compression_search import SMALLEST_BYTES, Compressed, Problem, Room
 from lightning_pipeshift.plan.footprint import Footprint, Footprints
 from lightning_pipeshift.plan.lenders import mappings
 from lightning_pipeshift.plan.memory_trace import HOST, HOST_LATENCY, Links
@@ -46,10 +46,10 @@ class Case:
     def compressed(
         self, rooms: Sequence[Room], policy: Policy | None = None, recompute: str = "auto"
     ) -> Compressed:
-        problem = Compression(
-            self.profile, self.workload, self.links, rooms, policy or Planned(), recompute
+        problem = Problem(
+            self.profile, self.workload, self.links, tuple(rooms), policy or Planned(), recompute
         )
-        return problem.compressed(self.counts)
+        return Compression(problem).compressed(self.counts)
 
     def footprint(self, recompute: Sequence[int] = (), swaps: Sequence[Swap] = ()) -> Footprint:
         cut = Cut(self.counts, frozenset(recompute))
@@ -600,10 +600,10 @@ def test_sizes_are_those_of_the_microbatches_to_come():
 
 
 def _records(given: Case) -> list[TensorRecord]:
-    problem = Compression(
-        given.profile, given.workload, given.links, [BOUNDLESS] * 2, Planned(), "auto"
+    problem = Problem(
+        given.profile, given.workload, given.links, (BOUNDLESS,) * 2, Planned(), "auto"
     )
-    return list(problem.records(given.counts))
+    return list(Compression(problem).records(given.counts))
 
 
 def test_a_link_that_cannot_keep_up_is_later_with_every_microbatch():
