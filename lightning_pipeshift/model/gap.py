@@ -61,7 +61,7 @@ class Gap:
             return tensor
         number, self._number = self._number, self._number + 1
         if self._observer is not None:
-            is_there = address_of(tensor) in self._resident or self._table.is_left_out(tensor)
+            is_there = self._table.is_there_anyway(address_of(tensor), self._resident)
             maker = f"code {'in front' if number < BEHIND else 'behind'}"
             self._observer.note(tensor, self._layer, number, maker, is_there)
         return self._table.save(tensor, self._layer, number, self._resident, makes_room=True)

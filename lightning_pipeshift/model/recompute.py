@@ -87,7 +87,7 @@ class LayerCall:
     def _pack(self, origins: Origins | None, tensor: Tensor) -> Saved:
         number, self._count = self._count, self._count + 1
         if origins is not None and self._observer is not None:
-            is_there = address_of(tensor) in self._resident or self._table.is_left_out(tensor)
+            is_there = self._table.is_there_anyway(address_of(tensor), self._resident)
             maker = origins.maker_of(tensor)
             self._observer.note(tensor, self.gate.index, number, maker, is_there)
         return self._save(tensor, number)

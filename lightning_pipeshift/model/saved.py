@@ -253,9 +253,9 @@ class SavedTable:
         use = partial(Saved, tensor)
         return self._counted(tensor, layer, number, resident, use, makes_room)
 
-    def is_left_out(self, tensor: Tensor) -> bool:
-        """Whether its memory is held anyway."""
-        return address_of(tensor) in self._left_out
+    def is_there_anyway(self, address: int, resident: Set[int] = frozenset()) -> bool:
+        """Whether memory need not be counted: it is the batch's, or resident."""
+        return address in resident or address in self._left_out
 
     def make_room(self, num_bytes: int, layer: int) -> None:
         """Returns when there is room for what a layer is about to save again."""
@@ -289,7 +289,7 @@ class SavedTable:
         if keeper is None or tensor.layout is not torch.strided or _is_lazy(tensor):
             return use(None)
         address = address_of(tensor)
-        if not address or address in resident or address in self._left_out:
+        if not address or self.is_there_anyway(address, resident):
             return use(None)
         known = self._blocks.get(address)
         block = known() if known is not None else None
@@ -335,7 +335,7 @@ class Observer:
         self.of_inputs[gate.index] = bytes_of(
             leaf
             for leaf in leaves_of((args, kwargs))
-            if isinstance(leaf, Tensor) and not table.is_left_out(leaf)
+            if isinstance(leaf, Tensor) and not table.is_there_anyway(address_of(leaf))
         )
         self.of_layers[gate.index] = [
             tensor for tensor in self.of_layers.get(gate.index, ()) if tensor.is_outside

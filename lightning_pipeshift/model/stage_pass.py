@@ -169,9 +169,12 @@ class StagePass(Watcher):
         self._regions = [region for region in self._regions if region.let_go()]
 
     def _hooks(self) -> AbstractContextManager[Any]:
-        if self._trains and (self.table.is_kept or self.observer is not None):
-            return self._saves.watched()
-        return nullcontext()
+        return self._saves.watched() if self._trains and self._looks_at_saved else nullcontext()
+
+    @property
+    def _looks_at_saved(self) -> bool:
+        """Whether somebody keeps or notes what is saved."""
+        return self.table.is_kept or self.observer is not None
 
     def recompute_layers(self) -> None:
         """Makes again what layers let go of, for the backward that comes next: those first that it
@@ -309,7 +312,7 @@ class StagePass(Watcher):
                 region.let_go()
             self._regions.append(region)
             return output
-        if table.is_kept or observer is not None:
+        if self._looks_at_saved:
             return LayerCall(gate, args, kwargs, table, observer).run()
         return gate.original(*args, **kwargs)
 
