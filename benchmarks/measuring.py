@@ -45,7 +45,7 @@ def _cell(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def save(path: Path | None, figures: Mapping[str, Any]) -> None:
+def save(path: Path | None, figures: Mapping[str, Any], says_so: bool = True) -> None:
     """Writes the figures, the command that made them and where it ran, if a file was asked for."""
     if path is None:
         return
@@ -57,7 +57,8 @@ def save(path: Path | None, figures: Mapping[str, Any]) -> None:
         "figures": figures,
     }
     path.write_text(json.dumps(record, indent=2) + "\n")
-    print(f"\nwritten to {path}")
+    if says_so:
+        print(f"\nwritten to {path}")
 
 
 def machine() -> dict[str, Any]:

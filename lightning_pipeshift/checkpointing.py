@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Generator, Mapping
+import warnings
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io.async_plugin import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -26,6 +27,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeshift.errors import (
     CheckpointError,
+    CheckpointNotFoundError,
     ConfigurationError,
     PipeShiftError,
     some_of,
@@ -36,6 +38,7 @@ from lightning_pipeshift.model.streams import SharedStream
 from lightning_pipeshift.pipelined import PipelinedStrategy
 from lightning_pipeshift.plugins.checkpoint_io import PipeShiftCheckpointIO
 from lightning_pipeshift.runtime.saving import (
+    complete,
     gather_optimizer_state,
     gather_state,
     part_of_optimizer_state,
@@ -55,16 +58,33 @@ class CheckpointingStrategy(PipelinedStrategy):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._deferred = Deferred()
-        self._shared_stream: SharedStream | None = None
-        self._seed_of_run: int | None = None
-        self._resumed: dict[str, Any] = {}
-        self._checkpoint_group: dist.ProcessGroup | None = None
+        self._deferred: Deferred
+        self._shared_stream: SharedStream | None
+        self._seed_of_run: int | None
+        self._resumed: dict[str, Any]
+        self._checkpoint_group: dist.ProcessGroup | None
+        self._home: int | None
+        # By the names that this rank gave to checkpoints, those that they have.
+        self._names: dict[str, Any]
+
+    def _of_a_run(self) -> dict[str, Any]:
+        return super()._of_a_run() | {
+            "_deferred": Deferred(),
+            "_shared_stream": None,
+            "_seed_of_run": None,
+            "_resumed": {},
+            "_checkpoint_group": None,
+            "_home": 0,
+            "_names": {},
+        }
 
     def setup_environment(self) -> None:
         super().setup_environment()
         self._resumed = {}
         self._deferred = Deferred()
+        # The stage of rank 0, which writes checkpoints, if it is in this virtual machine.
+        ranks = self.topology.ranks[self.virtual_machine]
+        self._home = ranks.index(0) if 0 in ranks else None
 
     # --- the plugin ---
 
@@ -137,37 +157,81 @@ class CheckpointingStrategy(PipelinedStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        """Writes a checkpoint. After a failure there is none to write: its parts are on ranks that
-        no longer talk to each other.
+        """Writes a checkpoint. After a failure there is none to write where its parts are on
+        several ranks, which no longer talk to each other; with a stage that has every layer, there
+        is.
         """
-        if self._has_failed():
-            rank_zero_warn(
-                f"PipeShift: {filepath} is not saved. A rank has failed, and the others cannot send"
-                " their layers any more. Go on from the last checkpoint that was saved before."
-            )
+        if self._is_lost():
+            self._say_not_saved(str(filepath))
             return
+        # Some draw a name on every rank (`BatchSizeFinder`): the file has that of the first.
+        first, filepath = str(filepath), self.broadcast(filepath)
+        if first != str(filepath):
+            self._names[first] = filepath
         checkpoint[_EXTRA] = {
             "seed": self._seed_of_run,
             "random": self._random_state(),
             "pretrained_prefix": pretrained_prefix(self._require_module()),
         }
+        home, holdings = self._home, self._pipeline.holdings if self._pipeline else None
+        if holdings is not None and home is not None and not self._is_sharded:
+            complete(holdings, checkpoint, home)
         if self._is_sharded or self.is_global_zero:
             self.checkpoint_io.save_checkpoint(
                 checkpoint, filepath, storage_options=storage_options
             )
 
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes a checkpoint; but not where the one that takes its place could not be saved."""
+        if not self._is_lost():
+            super().remove_checkpoint(filepath)
+
+    def _is_lost(self) -> bool:
+        """Whether the run has failed, and this rank cannot save the model by itself."""
+        return self._has_failed() and (
+            self._is_sharded or self._pipeline is None or self._pipeline.channels.num_stages > 1
+        )
+
+    def _say_not_saved(self, what: str) -> None:
+        rank_zero_warn(
+            f"PipeShift: {what} is not saved. A rank has failed, and the others cannot send their"
+            " layers any more. Go on from the last checkpoint that was saved before."
+        )
+
+    def _watch_for_exceptions(self, trainer: pl.Trainer) -> None:
+        """Keeps callbacks that save after an exception from it where nothing can be saved: they
+        would say that they did, and let the last checkpoint's link point to nothing.
+        """
+        if self.num_stages == 1 and not self._is_sharded:
+            return
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            saves = isinstance(callback, OnExceptionCheckpoint) or getattr(
+                callback, "save_on_exception", False
+            )
+            if saves:
+                self._adjustments.hear_exceptions(callback, self._after_exception)
+
+    def _after_exception(
+        self, plain: Callable[..., None], trainer: pl.Trainer, module: Any, exception: BaseException
+    ) -> None:
+        if self._ends_in_order(exception) or self.world_size == 1:
+            plain(trainer, module, exception)
+        else:
+            self._say_not_saved(f"the model as it was when {type(exception).__name__} was raised")
+
     def _random_state(self) -> dict[str, Any]:
-        replicas = self._require_replicas()
         stream = self._shared_stream
         shared, own = stream.state() if stream is not None else (None, None)
-        return {"shared": shared, "own": replicas.gather(own)}
+        # Of the other virtual machines nothing is known any more, or nothing yet.
+        everybodys = [] if self._is_alone() else self._require_replicas().gather(own)
+        return {"shared": shared, "own": everybodys}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole state on rank 0; elsewhere, what is not held is on the meta device. For a
         sharded checkpoint, the same of what this rank saves.
         """
         module = self._require_module()
-        if self._has_failed():
+        if self._is_lost():
             return {}
         holdings = self._pipeline.holdings if self._pipeline is not None else None
         # The parameters themselves, not copies of them, are what the stages know each other's by.
@@ -180,8 +244,7 @@ class CheckpointingStrategy(PipelinedStrategy):
         if self._is_sharded:
             replicas = self._require_replicas()
             return part_of_state(holdings, state_dict, replicas.vm, replicas.count)
-        home = self._home()
-        return state_dict if home is None else gather_state(holdings, state_dict, home)
+        return state_dict if self._home is None else gather_state(holdings, state_dict, self._home)
 
     def _require_values(self, module: nn.Module) -> None:
         for name, parameter in module.named_parameters():
@@ -191,18 +254,13 @@ class CheckpointingStrategy(PipelinedStrategy):
                     " them when the first batch comes. Save after that."
                 )
 
-    def _home(self) -> int | None:
-        """The stage of rank 0, which writes checkpoints, if it is in this virtual machine."""
-        ranks = self.topology.ranks[self.virtual_machine]
-        return ranks.index(0) if 0 in ranks else None
-
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state on rank 0, in torch's own format. For a sharded checkpoint, what this
         rank saves of it.
         """
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        if self._has_failed():
+        if self._is_lost():
             return {}
         # An evaluation that came after the training has a plan of its own; the optimizers' state is
         # where the training left it.
@@ -210,10 +268,9 @@ class CheckpointingStrategy(PipelinedStrategy):
         if holdings is not None and self._is_sharded:
             replicas = self._require_replicas()
             return part_of_optimizer_state(holdings, optimizer, replicas.vm, replicas.count)
-        home = self._home()
-        if holdings is None or home is None:
+        if holdings is None or self._home is None:
             return optimizer.state_dict()
-        return gather_optimizer_state(holdings, optimizer, home)
+        return gather_optimizer_state(holdings, optimizer, self._home)
 
     # --- a machine that is taken away ---
 
@@ -223,7 +280,7 @@ class CheckpointingStrategy(PipelinedStrategy):
         Lightning's own handler talks to the other ranks from inside the signal handler, in the
         middle of whatever they are saying to each other.
         """
-        trainer._signal_connector._sigterm_notifier_fn = self._note_sigterm  # type: ignore[method-assign]
+        self._adjustments.notify_of_sigterm(trainer, self._note_sigterm)
 
     def _note_sigterm(self, signum: int, _: Any) -> None:
         trainer = self._require_module().trainer
@@ -286,6 +343,7 @@ class CheckpointingStrategy(PipelinedStrategy):
         Raises:
             CheckpointError: it is not there for all ranks, not complete, or damaged.
         """
+        checkpoint_path = self._names.get(str(checkpoint_path), checkpoint_path)
         io = self._own_io()
         if io is None or not _is_local_file_protocol(str(checkpoint_path)):
             checkpoint = self.checkpoint_io.load_checkpoint(
@@ -314,7 +372,7 @@ class CheckpointingStrategy(PipelinedStrategy):
             return
         blind = ", ".join(str(rank) for rank, sees in enumerate(there) if not sees)
         where = f"rank(s) {blind} do not see it" if any(there) else "no rank sees it"
-        raise CheckpointError(
+        raise CheckpointNotFoundError(
             f"There is no checkpoint {path}: {where}. Every rank reads what it is to hold: put the"
             " checkpoint where all hosts see it, under the same path."
         )
@@ -332,7 +390,9 @@ class CheckpointingStrategy(PipelinedStrategy):
             for name, value in module.state_dict().items()
         }
         try:
-            with self._deferred.recording():
+            with self._deferred.recording(), warnings.catch_warnings():
+                # Torch says of each parameter that another stage holds that it stays as it is.
+                warnings.filterwarnings("ignore", ".*copying from a non-meta parameter.*no-op")
                 module.load_state_dict(state_dict, strict=strict)
         except PipeShiftError:
             raise

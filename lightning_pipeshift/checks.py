@@ -10,19 +10,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
-from lightning.pytorch import callbacks
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.plan.plan import Plan
-
-# Weight averaging by a callback came with Lightning 2.6.
-_AVERAGING = tuple(
-    getattr(callbacks, name)
-    for name in ("StochasticWeightAveraging", "WeightAveraging")
-    if hasattr(callbacks, name)
-)
 
 
 def check_arguments(microbatches: Any, partition: Any, plan: Any, backend: Any) -> None:
@@ -91,19 +83,6 @@ def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             " backward, for every microbatch, so the override would not be called. Remove it; use"
             " `on_before_backward`, or tensor hooks in `training_step`."
         )
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, callbacks.BaseFinetuning):
-            raise ConfigurationError(
-                f"`{type(callback).__name__}` compares the values of parameters to find new ones,"
-                " and a stage holds only its own. Give the optimizer all parameters from the start,"
-                " and set `requires_grad` in `on_train_epoch_start` instead."
-            )
-        if isinstance(callback, _AVERAGING):
-            raise ConfigurationError(
-                f"`{type(callback).__name__}` averages a copy of the whole model, and a stage holds"
-                " only its own layers. Remove the callback, and average checkpoints after training"
-                " instead."
-            )
 
 
 def check_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -112,10 +91,7 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """
     optimizers = list(optimizers)
     if len(optimizers) > 1:
-        raise ConfigurationError(
-            f"`configure_optimizers` returned {len(optimizers)} optimizers; automatic optimization"
-            " takes one. Use one optimizer with several parameter groups."
-        )
+        raise several_optimizers()
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigurationError(
@@ -123,6 +99,18 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
                 " stage holds. Use an optimizer that updates each parameter by itself (SGD, Adam,"
                 " AdamW, ...)."
             )
+
+
+def several_optimizers() -> ConfigurationError:
+    """The error for a model with more than one optimizer."""
+    return ConfigurationError(
+        "`configure_optimizers` returns several optimizers, or `training_step` takes an"
+        " `optimizer_idx`. A pipeline has one optimizer, and steps it by itself: manual"
+        " optimization, with which other strategies take several, is not possible either. Put all"
+        " parameters into one optimizer, as several parameter groups with their own learning"
+        " rates: torch.optim.AdamW([{'params': a, 'lr': 1e-3}, {'params': b, 'lr': 1e-4}]). Where"
+        " the losses have to be stepped in turns (a GAN), use another strategy."
+    )
 
 
 def check_processes(num_devices: int) -> None:

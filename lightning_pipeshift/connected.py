@@ -24,6 +24,7 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
+from lightning_pipeshift.adjusting import Adjustments
 from lightning_pipeshift.checks import check_packages, check_processes
 from lightning_pipeshift.connection import (
     backends,
@@ -68,13 +69,35 @@ class ConnectedStrategy(ParallelStrategy):
         self._virtual_machines = virtual_machines
         self._process_group_backend = process_group_backend
         self._timeout = timeout
-        self._board: FailureBoard | None = None
-        self._num_runs = 0
-        self._channels: Channels | None = None
-        self._replicas: Replicas | None = None
-        self._rings: Rings | None = None
-        self._failed = False
+        self._board: FailureBoard | None
+        self._num_runs: int
+        self._channels: Channels | None
+        self._replicas: Replicas | None
+        self._rings: Rings | None
+        self._failed: bool
+        self._adjustments: Adjustments
+        vars(self).update(self._of_a_run())
         self.num_nodes = 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: what was asked for, and nothing of a run."""
+        state: dict[str, Any] = super().__getstate__()
+        return {name: value for name, value in state.items() if name not in self._of_a_run()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(self._of_a_run() | state)
+
+    def _of_a_run(self) -> dict[str, Any]:
+        """The attributes that belong to a run, as they are before there is one."""
+        return {
+            "_board": None,
+            "_num_runs": 0,
+            "_channels": None,
+            "_replicas": None,
+            "_rings": None,
+            "_failed": False,
+            "_adjustments": Adjustments(),
+        }
 
     # --- what is known ---
 
@@ -147,6 +170,8 @@ class ConnectedStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        if self.num_processes * self.num_nodes == 1:
+            return  # this process is all there is
         if not self.cluster_environment.creates_processes_externally:
             self._launcher = _SubprocessScriptLauncher(
                 self.cluster_environment, self.num_processes, self.num_nodes
@@ -252,13 +277,19 @@ class ConnectedStrategy(ParallelStrategy):
 
     # --- talk between ranks ---
 
+    def _is_alone(self) -> bool:
+        """Whether there is nobody to talk to: no run has begun, or it has failed. What callbacks
+        ask of all ranks then is answered by this one.
+        """
+        return self._has_failed() or self._replicas is None or not dist.is_initialized()
+
     def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized() and not self._has_failed():
+        if not self._is_alone():
             with self._watched():
                 dist.barrier(group=self._require_replicas().world.control)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        if not dist.is_initialized() or self._has_failed():
+        if self._is_alone():
             return obj
         box = [obj]
         with self._watched():
@@ -267,6 +298,8 @@ class ConnectedStrategy(ParallelStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces over virtual machines; all stages of one pass the same."""
+        if self._has_failed():
+            return tensor
         replicas = self._require_replicas()
         if replicas.count == 1 or not isinstance(tensor, Tensor):
             return tensor
@@ -277,10 +310,14 @@ class ConnectedStrategy(ParallelStrategy):
         """Gathers over virtual machines, along a new first dimension. With one of them the tensor
         is all there is.
         """
+        if self._has_failed():
+            return tensor
         replicas = self._require_replicas()
         return tensor if replicas.count == 1 else torch.stack(replicas.gather_tensor(tensor))
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if self._is_alone():
+            return decision
         votes = self._require_replicas().world.sum(torch.tensor([float(decision)]))
         return bool(votes == self.world_size) if all else bool(votes > 0)
 
@@ -293,8 +330,11 @@ class ConnectedStrategy(ParallelStrategy):
         """Whether the run is over on account of an exception.
 
         Callbacks hear of an exception before the strategy does, and some save a checkpoint then,
-        for which the other ranks would have to be there.
+        for which the other ranks would have to be there. A rank that is the only one goes on as if
+        nothing had happened.
         """
+        if self.world_size == 1:
+            return self._failed
         trainer = self._lightning_module._trainer if self._lightning_module is not None else None
         handled = sys.exc_info()[1]
         if not self._failed and handled is not None and trainer is not None and trainer.interrupted:

@@ -54,5 +54,9 @@ class CheckpointError(PipeShiftError):
     """A checkpoint that is incomplete, damaged, or of another model, or that cannot be written."""
 
 
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """A checkpoint that is not there for all ranks."""
+
+
 class StageFailedError(PipeShiftError):
     """Another stage failed first; the message is that stage's."""

@@ -26,9 +26,28 @@ from lightning_pipeshift.runtime.step_run import UserStep
 def is_hook_used(trainer: pl.Trainer, hook: str) -> bool:
     """Whether a hook is more than Lightning's own: its callbacks (progress bars) only count."""
     parts: list[Any] = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
-    # Of the instance: `LambdaCallback` sets its hooks there.
-    modules = [getattr(getattr(part, hook, None), "__module__", None) for part in parts]
-    return any(m is not None and not m.startswith("lightning.pytorch.") for m in modules)
+    return any(_is_users_own(part, hook) for part in parts)
+
+
+def _is_users_own(part: Any, hook: str) -> bool:
+    """Whether a callback or a LightningModule has a hook that is not Lightning's.
+
+    A hook's own ``__module__`` says nothing: `functools.wraps` copies it from what is wrapped.
+    """
+    if hook in vars(part):
+        return True  # `LambdaCallback` sets its hooks on the instance
+    for kind in type(part).__mro__:
+        if hook in vars(kind):
+            function = vars(kind)[hook]
+            written_in = getattr(function, "__globals__", {}).get("__name__", "")
+            return not (_is_lightnings(kind.__module__) and _is_lightnings(written_in))
+    # An attribute that is made up when it is asked for.
+    return callable(getattr(part, hook, None))
+
+
+def _is_lightnings(module: str) -> bool:
+    # Some of its hooks are wrapped by what `lightning_utilities` has.
+    return module.partition(".")[0] in ("lightning", "lightning_utilities")
 
 
 def somebody_looks_at_results(trainer: pl.Trainer, step: str) -> bool:
@@ -98,13 +117,14 @@ class EvaluationSteps:
         reports = self._pipeline.fetch_reports()
         return self._deliver(reports, name)
 
-    def _is_needed_now(self, name: str, trace: Trace, loop: Any) -> bool:
+    def _is_needed_now(self, name: str, trace: Trace | None, loop: Any) -> bool:
         # The end of one of several dataloaders cannot be seen coming where its length is unknown.
         loaders = loop._combined_loader.flattened
         unknown_end = len(loaders) > 1 and any(map(_may_end_early, loaders))
         next_hook = f"on_{name.removesuffix('_step')}_batch_start"
         return (
-            trace.logs_each_step
+            trace is None
+            or trace.logs_each_step
             or unknown_end
             or somebody_looks_at_results(self._trainer, name)
             # Also where the step returns nothing: hooks may look at what it left on the module.

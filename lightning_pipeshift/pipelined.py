@@ -21,9 +21,13 @@ class PipelinedStrategy(ConnectedStrategy):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._pipeline: Pipeline | None = None
-        self._trained: Pipeline | None = None
-        self._outside = Outside()
+        self._pipeline: Pipeline | None
+        self._trained: Pipeline | None
+        self._outside: Outside
+
+    def _of_a_run(self) -> dict[str, Any]:
+        own = {"_pipeline": None, "_trained": None, "_outside": Outside()}
+        return super()._of_a_run() | own
 
     # --- what is known ---
 
@@ -34,7 +38,7 @@ class PipelinedStrategy(ConnectedStrategy):
             raise PlanError(
                 "There is no plan yet: no run has begun. It is made when the first batch comes."
             )
-        return self._pipeline.plan
+        return self._pipeline.plan_in_call_order
 
     @property
     def is_measured(self) -> bool:

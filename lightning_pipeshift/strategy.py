@@ -15,15 +15,18 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.memory import is_oom_error
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
+from lightning_pipeshift.adjusting import NO_LOSS
 from lightning_pipeshift.checkpointing import CheckpointingStrategy
 from lightning_pipeshift.checks import (
     check_aggregation,
@@ -31,15 +34,17 @@ from lightning_pipeshift.checks import (
     check_optimizers,
     check_planning,
     check_run,
+    several_optimizers,
 )
 from lightning_pipeshift.connection import device_of
 from lightning_pipeshift.data import for_virtual_machine
-from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.errors import BatchError, PlanError
 from lightning_pipeshift.evaluation import (
     EvaluationSteps,
     is_hook_used,
     somebody_looks_at_results,
 )
+from lightning_pipeshift.finetuning import SharedComparison
 from lightning_pipeshift.model.logs import say_again
 from lightning_pipeshift.model.streams import SharedStream, global_state, set_global_state
 from lightning_pipeshift.plan.cluster import Cluster, Device
@@ -49,7 +54,7 @@ from lightning_pipeshift.plan.profile import Profile
 from lightning_pipeshift.plan.schedule import schedule_named
 from lightning_pipeshift.plan.shares import check_shares
 from lightning_pipeshift.plan.topology import Topology, VirtualMachinesSpec, check_spec
-from lightning_pipeshift.plugins.precision import loss_scale_of, over_stages
+from lightning_pipeshift.plugins.precision import by_itself, loss_scale_of, over_stages
 from lightning_pipeshift.runtime.checksum import (
     require_data_for_all,
     require_same_lengths,
@@ -166,9 +171,15 @@ class PipeShiftStrategy(CheckpointingStrategy):
         self._gradient_aggregation = gradient_aggregation
         self._shares_data: bool | None = None
         self._accumulates = False
-        self._metric_sync: MetricSync | None = None
-        self._evaluation: EvaluationSteps | None = None
-        self._step_is_skipped = False
+        self._metric_sync: MetricSync | None
+        self._evaluation: EvaluationSteps | None
+        self._num_steps: int
+        self._num_losses: int
+        self._finds_batch_size = False
+
+    def _of_a_run(self) -> dict[str, Any]:
+        own = {"_metric_sync": None, "_evaluation": None, "_num_steps": 0, "_num_losses": 0}
+        return super()._of_a_run() | own
 
     # --- what is known ---
 
@@ -261,8 +272,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
         set_global_state(replicas.world.share_object(global_state(), source=0))
         self._shared_stream = SharedStream(replicas.vm)
         self._metric_sync = MetricSync(replicas)
-        if replicas.count > 1:
-            silence_advice_to_synchronise()
+        self._adjustments.when_over(silence_advice_to_synchronise())
         # Lightning's own samplers know neither shares nor global batches.
         connector = trainer._accelerator_connector
         if self._shares_data is None:
@@ -271,17 +281,29 @@ class PipeShiftStrategy(CheckpointingStrategy):
         self.precision_plugin = over_stages(
             self.precision_plugin, self._gradient_norms, self._gradient_hooks, channels.sum
         )
+        self._adjustments.when_over(partial(by_itself, self.precision_plugin))
         with self._deferred.recording():
             self.model = self.precision_plugin.convert_module(module)
         for metric in module.modules():
             if isinstance(metric, Metric):
                 metric.to(self.root_device)
                 # The states are the same on every stage of a virtual machine: gathering them over
-                # all ranks, as torchmetrics would, would count each several times.
+                # all ranks, as torchmetrics would, would count each several times. After the run
+                # too, while the ranks are there.
                 metric.distributed_available_fn = self._metric_sync.is_possible
                 metric.dist_sync_fn = self._metric_sync.gather
         self._connect_checkpoints()
         self._watch_for_sigterm(trainer)
+        self._watch_for_exceptions(trainer)
+        self._adjustments.take_steps_without_loss(trainer)
+        self._adjustments.filter_parameters(
+            partial(SharedComparison, module, channels, self._deferred)
+        )
+        self._num_steps = self._num_losses = 0
+        self._finds_batch_size = any(
+            isinstance(callback, BatchSizeFinder)
+            for callback in trainer.callbacks  # type: ignore[attr-defined]
+        )
         self._seed_of_run = self._seed()
         self._pipeline = Pipeline(
             root=module,
@@ -332,6 +354,20 @@ class PipeShiftStrategy(CheckpointingStrategy):
         world = self._require_replicas().world
         seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() & (2**62 - 1)))
         return int(world.share_object(seed, source=0))
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Makes the optimizers.
+
+        Raises:
+            ConfigurationError: there are several. Lightning's own advice would be manual
+                optimization, which cannot be a pipeline.
+        """
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:
+            if "multiple optimizers" not in str(error):
+                raise
+            raise several_optimizers() from error
 
     def model_to_device(self) -> None:
         """Nothing yet: each stage takes its own layers to its device when the plan is made."""
@@ -401,7 +437,14 @@ class PipeShiftStrategy(CheckpointingStrategy):
         self._draw_as_everybody()
 
     def on_train_end(self) -> None:
-        """Ends what virtual machines kept for themselves: running statistics, random numbers."""
+        """Ends what virtual machines kept for themselves: running statistics, random numbers. Says
+        so, if no step has learned anything.
+        """
+        if self._num_steps and not self._num_losses:
+            rank_zero_warn(
+                f"PipeShift: `training_step` returned None in all {self._num_steps} steps of this"
+                " run, so nothing was learned. Return the loss, or a dict with 'loss'."
+            )
         self._require_pipeline().match_replicas(parameters_too=False)
         self._draw_as_everybody()
 
@@ -431,7 +474,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
                 return root.training_step(part, *rest)
 
         epoch_loop = trainer.fit_loop.epoch_loop
-        with self._recording():
+        with self._recording(), self._out_of_memory_for_all():
             report = pipeline.training_step(
                 batch,
                 epoch_loop.batch_idx,
@@ -453,11 +496,10 @@ class PipeShiftStrategy(CheckpointingStrategy):
         # They are those of all virtual machines already.
         synchronised = False if self._require_replicas().count > 1 else None
         say_again(report.logs, module.log, module, self.root_device, synchronised)
-        self._step_is_skipped = report.loss is None
+        self._num_steps += 1
         if report.loss is None:
-            # Lightning takes `None` from a single process only. There is no backward, so no
-            # gradient, and nothing is stepped.
-            return torch.zeros((), device=self.root_device)
+            return NO_LOSS
+        self._num_losses += 1
         loss = report.loss.to(self.root_device)
         if isinstance(report.result, Mapping):
             return {**report.result, "loss": loss}
@@ -489,6 +531,23 @@ class PipeShiftStrategy(CheckpointingStrategy):
             del module.__dict__["log"], module.__dict__["log_dict"]
 
     @contextmanager
+    def _out_of_memory_for_all(self) -> Generator[None, None, None]:
+        """Context of a step. Where a `BatchSizeFinder` would catch that this rank has run out of
+        memory, and begin anew while the others wait for the step's rest, the run ends instead.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if not (self._finds_batch_size and self.world_size > 1 and is_oom_error(error)):
+                raise
+            raise BatchError(
+                "`BatchSizeFinder` has come to a batch that does not fit: a rank's memory was full"
+                " in this step. With several ranks the search ends here, as the others are in the"
+                " middle of it. Take the size that succeeded last, remove the callback, and run"
+                " again; or limit the search (`max_val`, `max_trials`)."
+            ) from error
+
+    @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Context of the steps after which the optimizer does not step."""
         self._accumulates = True
@@ -504,14 +563,14 @@ class PipeShiftStrategy(CheckpointingStrategy):
         backward.
         """
         module = self._require_module()
-        if self._step_is_skipped:
-            return closure_loss
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         self._require_holdings().hand_gradients_over()
         return self.precision_plugin.post_backward(closure_loss, module)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
+        # Hooks look at gradients until they are zeroed.
+        self._require_holdings().show_gradients()
         self._require_pipeline().changes.weights_are_final()
         return result
 
@@ -536,7 +595,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
             with context():
                 return getattr(root, name)(part, *rest)
 
-        with self._recording():
+        with self._recording(), self._out_of_memory_for_all():
             return evaluation.run(name, batch, tuple(rest), step)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -567,6 +626,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
     def teardown(self) -> None:
         """Makes the model whole again on every rank, and gives back what the run took."""
         pipeline = self._pipeline
+        self._adjustments.undo()
         self._outside.close()
         if pipeline is not None:
             pipeline.release_gates()

@@ -1155,8 +1155,8 @@ def _zoo() -> Iterator[Specimen]:
         draws=True,
         like_plain=False,
     )
-    yield Specimen("in_place_skip", InPlaceSkip, points, same_bits=False)
-    yield Specimen("activated_skip", ActivatedSkip, points, same_bits=False)
+    yield Specimen("in_place_skip", InPlaceSkip, points)
+    yield Specimen("activated_skip", ActivatedSkip, points)
     # A standard deviation over the rows of a batch is not one over those of a microbatch.
     yield Specimen("more_structures", MoreStructures, points, like_plain=False)
     yield Specimen("recurrent", Recurrent, points)
@@ -1179,7 +1179,7 @@ def _zoo() -> Iterator[Specimen]:
     # A microbatch may take another branch than the whole batch.
     yield Specimen("control_dependence", ControlDependence, points, like_plain=False)
     yield Specimen("auxiliary_losses", AuxiliaryLosses, points)
-    yield Specimen("early_losses", EarlyLosses, points, same_bits=False)
+    yield Specimen("early_losses", EarlyLosses, points)
     yield Specimen("weight_penalty", WeightPenalty, points)
     yield Specimen("hooks", Hooks, points)
     # Each forward in training improves the estimate of the spectral norm.

@@ -6,6 +6,7 @@ leaf, so user code may modify it in place; it is no view and no copy either.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -76,43 +77,114 @@ class _SegmentBox(GradientBox):
 class SharedParameters:
     """Collects the gradients of shared parameters for each segment apart.
 
+    A layer finds a stand-in in its own slots. Code between layers is given one for each parameter
+    that it calls a function of torch with.
+
     Args:
         uses: the shared parameters that this stage holds.
+        others: the other parameters that it holds. Code between layers may use them too, where
+            nobody has followed it.
     """
 
-    def __init__(self, uses: list[ParameterUse]) -> None:
+    def __init__(self, uses: list[ParameterUse], others: Iterable[ParameterUse] = ()) -> None:
         self.uses = uses
         self.sums: dict[tuple[str, Segment], Tensor] = {}
-        self._by_segment: dict[Segment, list[ParameterUse]] = {}
+        self._names = {id(use.parameter): use.name for use in [*uses, *others]}
+        self._by_layer: dict[int, list[ParameterUse]] = {}
         for use in uses:
             for segment in use.segments:
-                self._by_segment.setdefault(segment, []).append(use)
+                if segment.in_layer:
+                    self._by_layer.setdefault(segment.layer, []).append(use)
+        self._segment = Segment(0, False)
+        self._aliases: dict[int, Tensor] = {}
+        self._replaced: list[ParameterUse] = []
+        self.positions: dict[int, int] = {}
+        """By layer, how many calls of layers came before its last one."""
 
-    def enter(self, segment: Segment) -> None:
-        """From here on, the forward pass is in ``segment``."""
+    def enter_layer(self, layer: int, position: int) -> None:
+        """From here on, the forward pass is inside of a layer.
+
+        Args:
+            layer: which.
+            position: how many calls of layers come before this one.
+        """
+        self._segment = Segment(position, True)
+        self.positions[layer] = position
         if not torch.is_grad_enabled():
             return
-        for use in self._by_segment.get(segment, ()):
+        for use in self._by_layer.get(layer, ()):
             if use.parameter.requires_grad:
-                # `detach` shares memory and version counter, so autograd still notices a parameter
-                # that changes.
-                box = _SegmentBox(use.parameter.detach(), self.sums, (use.name, segment))
-                alias = box.open()
+                alias = self._opened(use.parameter, use.name)
                 for slot in use.slots:
                     slot.put(alias)
+                self._replaced.append(use)
+
+    def enter_gap(self, position: int) -> None:
+        """From here on, the forward pass is in front of a call of a layer.
+
+        Args:
+            position: how many calls of layers come before that one.
+        """
+        self.restore()
+        self._segment = Segment(position, False)
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether it is a parameter that is held here."""
+        return id(tensor) in self._names
+
+    def alias(self, parameter: Tensor) -> Tensor:
+        """What code between layers uses for a parameter."""
+        if not (parameter.requires_grad and torch.is_grad_enabled()):
+            return parameter
+        alias = self._aliases.get(id(parameter))
+        if alias is None:
+            alias = self._opened(parameter, self._names[id(parameter)])
+            self._aliases[id(parameter)] = alias
+        return alias
+
+    def _opened(self, parameter: Tensor, name: str) -> Tensor:
+        # `detach` shares memory and version counter, so autograd still notices a parameter that
+        # changes.
+        return _SegmentBox(parameter.detach(), self.sums, (name, self._segment)).open()
 
     def restore(self) -> None:
         """Lets the model refer to the parameters themselves again."""
-        for use in self.uses:
+        self._aliases = {}
+        for use in self._replaced:
             for slot in use.slots:
                 slot.put(use.parameter)
+        self._replaced = []
 
     def total(self, use: ParameterUse, start: Tensor | None) -> Tensor | None:
         """``start`` plus the gradients of this stage's segments, in order; ``None`` where there is
         neither.
         """
-        for segment in use.segments:
-            part = self.sums.get((use.name, segment))
-            if part is not None:
-                start = part if start is None else start + part
+        segments = sorted(segment for name, segment in self.sums if name == use.name)
+        for segment in segments:
+            part = self.sums[use.name, segment]
+            start = part if start is None else start + part
         return start
+
+    def total_with_own(self, use: ParameterUse, start: Tensor | None) -> Tensor | None:
+        """The same, with the gradient that reached a shared parameter itself."""
+        total, own = self.total(use, start), use.parameter.grad
+        if own is None or total is None:
+            return own if total is None else total
+        return total + own
+
+    def add_own(self, uses: Iterable[ParameterUse]) -> None:
+        """Adds the gradients of parameters that nobody knew to be shared to those that their own
+        layer gave them, in the order of the segments.
+
+        Args:
+            uses: the parameters that are held here.
+        """
+        known = {use.name for use in self.uses}
+        names = {name for name, _ in self.sums} - known
+        for use in uses:
+            if use.name not in names:
+                continue
+            if use.parameter.grad is not None and use.layers:
+                own = Segment(self.positions.get(use.layers[0], 0), True)
+                self.sums[use.name, own] = use.parameter.grad
+            use.parameter.grad = self.total(use, None)

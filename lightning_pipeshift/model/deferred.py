@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lightning_pipeshift.errors import LayerError
@@ -117,7 +118,7 @@ class Deferred:
         with unrecorded():
             tensor = torch.empty(like.shape, dtype=like.dtype, device=_META)
             self._write(_Entry(load, ((), {}), *self._made_by([tensor]), frozenset(), False))
-        return tensor
+            return _Promised(tensor, self)
 
     def lend(self, tensor: Tensor) -> None:
         """Says that a tensor's memory is a private mapping of a file, so that what was read of it
@@ -232,6 +233,55 @@ class Deferred:
                 laid_out = torch.empty_strided(view.size, view.stride, dtype=view.dtype)
                 result = laid_out.copy_(result)
             storages[view.storage] = result.untyped_storage()
+
+
+class _Promised(Tensor):
+    """A tensor on the meta device that is loaded when something is done with it outside of the
+    record: by a callback that looks into a checkpoint, say.
+    """
+
+    _deferred: Deferred
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, data: Tensor, deferred: Deferred) -> _Promised:
+        self: _Promised = Tensor._make_subclass(cls, data)
+        self._deferred = deferred
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if current_record() is not None:
+            with no_dispatch():
+                return func(*args, **kwargs)
+        args, kwargs = pytree.tree_map_only(_Promised, _Promised.loaded, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def loaded(self) -> Tensor:
+        """The values, on the CPU."""
+        return self._deferred.values(self)
+
+    def tolist(self) -> Any:
+        return self.loaded().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.loaded().numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.loaded().numpy().astype(dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = self.clone()
+        copied: Tensor = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.loaded().__reduce_ex__(protocol)
 
 
 @contextmanager

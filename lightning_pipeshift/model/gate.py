@@ -6,8 +6,10 @@ outside of one the layer is the user's own, unchanged.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable
+from types import MethodType
 from typing import Any, Protocol
 
 from torch import nn
@@ -29,6 +31,16 @@ class Pass(Protocol):
         """Answers a call of the gate's layer."""
 
 
+class Scoped(Protocol):
+    """One run of the user's step, as modules with a random stream of their own see it."""
+
+    def enter_scope(self) -> None:
+        """Such a module begins."""
+
+    def leave_scope(self) -> None:
+        """Such a module ends."""
+
+
 class Switch:
     """What the gates of one model have in common: the pass under way, if any."""
 
@@ -44,19 +56,23 @@ class Gate:
         layer: the module.
         index: the layer's place in the call order.
         switch: shared with the model's other gates.
+        is_scope: whether the layer has a random stream of its own.
     """
 
-    def __init__(self, name: str, layer: nn.Module, index: int, switch: Switch) -> None:
+    def __init__(
+        self, name: str, layer: nn.Module, index: int, switch: Switch, is_scope: bool = True
+    ) -> None:
         self.name = name
         self.layer = layer
         self.index = index
+        self.is_scope = is_scope
         self.writes_to_buffers: bool | None = None
         """Whether the layer writes to its buffers when it runs; ``None`` until somebody asks."""
         self.keeps_inputs = False
         """Whether what the layer was called with was the same when the last forward was over."""
         self._switch = switch
         self._installed: Callable[..., Any] | None = None
-        self._had_own_forward = "forward" in layer.__dict__
+        self.had_own_forward = "forward" in layer.__dict__
         self.original: Callable[..., Any] = layer.forward
 
     def install(self) -> None:
@@ -67,26 +83,63 @@ class Gate:
                 " not ended."
             )
 
-        @functools.wraps(self.original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            current = self._switch.current
-            if current is None:
-                return self.original(*args, **kwargs)
-            return current.visit(self, args, kwargs)
+        self._installed = _Forward(self)
+        self.layer.__dict__["forward"] = self._installed
 
-        forward.__pipeshift__ = self  # type: ignore[attr-defined]
-        self._installed = forward
-        self.layer.__dict__["forward"] = forward
+    def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call of the layer returns."""
+        current = self._switch.current
+        if current is None:
+            return self.original(*args, **kwargs)
+        return current.visit(self, args, kwargs)
 
     def remove(self) -> None:
         """Gives the layer its own ``forward`` back."""
         if self._installed is None:
             return
-        if self._had_own_forward:
+        if self.had_own_forward:
             self.layer.__dict__["forward"] = self.original
         else:
             self.layer.__dict__.pop("forward", None)
         self._installed = None
+
+
+class _Forward:
+    """Stands in the place of a module's ``forward``. A copy of the module has its own."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.__pipeshift__ = gate
+        functools.update_wrapper(self, gate.original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__pipeshift__.answer(args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        gate = self.__pipeshift__
+        if gate.had_own_forward:
+            return copy.deepcopy(gate.original, memo)
+        copied = memo.get(id(gate.layer))
+        return self if copied is None else MethodType(type(copied).forward, copied)
+
+    @property
+    def __code__(self) -> Any:
+        return self.__pipeshift__.original.__code__
+
+
+class Scope(Gate):
+    """Stands in front of a module that is no layer and has a random stream of its own: a part of a
+    layer, or something that has layers in it.
+    """
+
+    def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call of the module returns."""
+        current: Any = self._switch.current
+        if current is None:
+            return self.original(*args, **kwargs)
+        current.enter_scope()
+        output = self.original(*args, **kwargs)
+        current.leave_scope()
+        return output
 
 
 def install(gates: Iterable[Gate]) -> None:

@@ -1,19 +1,30 @@
 """Finds the layers of a LightningModule: the modules that are placed, measured and moved.
 
-Containers, and modules that hold a list of like blocks, are opened; what remains and has parameters
-is a layer. An element of such a list is never opened by itself: inside it the boundaries carry more
-than between the elements.
+Blocks that repeat are layers: composite modules of one class beside each other. Containers, and
+modules that hold blocks, are opened; what remains and has parameters or persistent buffers is a
+layer too. A block is never opened by itself: inside it the boundaries carry more than between the
+blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
+from torch.nn.modules.loss import _Loss
+from torchmetrics import Metric
 
 from lightning_pipeshift.errors import LayerError
 
+# Only these themselves are opened. A class of somebody's own that inherits from one has a meaning.
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+# Like modules that differ more than this in size, and hold like modules, are the stages of a
+# network and not its blocks.
+_STAGES_DIFFER = 4
+# Where a model has fewer layers than this, the parts of its layers draw from streams of their own,
+# so that it may be opened further for more stages and still draws the same.
+_MOST_OPENED = 8
 
 
 def find_layers(root: nn.Module, at_least: int = 1) -> dict[str, nn.Module]:
@@ -24,7 +35,7 @@ def find_layers(root: nn.Module, at_least: int = 1) -> dict[str, nn.Module]:
     Args:
         root: the LightningModule; it is always opened.
         at_least: while there are fewer layers than this, the largest is opened (a wrapper around
-            the whole network, say), as long as it has parts with parameters.
+            the whole network, say), as long as it has parts with parameters; up to eight layers.
 
     Raises:
         LayerError: nothing has parameters, or ``configure_layers`` returned something that is no
@@ -33,8 +44,8 @@ def find_layers(root: nn.Module, at_least: int = 1) -> dict[str, nn.Module]:
     configure = getattr(root, "configure_layers", None)
     if callable(configure):
         return _named_by_user(root, configure())
-    layers = _with_parameters(_open(root, ""))
-    while 0 < len(layers) < at_least:
+    layers = _with_state(_open(root, "", _Blocks(root)))
+    while 0 < len(layers) < min(at_least, _MOST_OPENED):
         largest = max(
             (name for name in layers if _may_be_opened(layers[name])),
             key=lambda name: _num_parameters(layers[name]),
@@ -45,11 +56,11 @@ def find_layers(root: nn.Module, at_least: int = 1) -> dict[str, nn.Module]:
         opened: dict[str, nn.Module] = {}
         for name, module in layers.items():
             if name == largest:
-                opened.update(_with_parameters(_open(module, name)))
+                opened.update(_with_state(_open(module, name, _NoBlocks())))
             else:
                 opened[name] = module
         layers = opened
-    if not layers:
+    if not any(map(_num_parameters, layers.values())):
         raise LayerError(
             f"`{type(root).__name__}` has no module with parameters, so there is nothing to place"
             " on stages. Build the network in `__init__`, before `Trainer.fit` is called."
@@ -57,13 +68,38 @@ def find_layers(root: nn.Module, at_least: int = 1) -> dict[str, nn.Module]:
     return layers
 
 
-def _with_parameters(found: Iterator[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
-    """Those that have parameters; a module that is found under two names counts once."""
+def find_scopes(root: nn.Module) -> list[nn.Module]:
+    """The modules that draw random numbers from streams of their own: the layers, and where there
+    are few of them their parts. They do not depend on the number of stages.
+    """
+    scopes = {
+        id(module): module
+        for at_least in range(1, _MOST_OPENED + 1)
+        for module in find_layers(root, at_least).values()
+    }
+    return list(scopes.values())
+
+
+def _with_state(found: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
+    """Those that have parameters or persistent buffers; a module that is found under two names
+    counts once, and one that is part of another not at all.
+    """
     layers: dict[str, nn.Module] = {}
     for name, module in found:
-        if _num_parameters(module) and all(module is not known for known in layers.values()):
+        if _has_state(module) and all(module is not known for known in layers.values()):
             layers[name] = module
-    return layers
+    inner = {id(part) for layer in layers.values() for part in layer.modules() if part is not layer}
+    return {name: layer for name, layer in layers.items() if id(layer) not in inner}
+
+
+def _has_state(module: nn.Module) -> bool:
+    if isinstance(module, _Loss | Metric):
+        return _num_parameters(module) > 0
+    return _num_parameters(module) > 0 or any(
+        buffer is not None and name not in part._non_persistent_buffers_set
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+    )
 
 
 def _may_be_opened(module: nn.Module) -> bool:
@@ -75,45 +111,102 @@ def _may_be_opened(module: nn.Module) -> bool:
     return bool(_parts(module)) and not any(p is not None for p in module._parameters.values())
 
 
-def _open(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+class _Blocks:
+    """The composite modules that are repeated beside each other, outermost first.
+
+    Args:
+        root: where to look for them.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._repeated: set[int] = set()
+        self._kinds: set[type] = set()
+        queue = deque([root])
+        while queue:
+            # Whatever is as deep is looked at first: a stage with a single block has one like those
+            # of the other stages.
+            module = queue.popleft()
+            if type(module) in self._kinds:
+                continue
+            siblings = list(_beside_each_other(module))
+            for kind, alike in _by_class(siblings).items():
+                if len(alike) > 1 and not _are_wrappers(module, alike):
+                    self._kinds.add(kind)
+                    self._repeated.update(map(id, alike))
+            queue.extend(sibling for sibling in siblings if id(sibling) not in self._repeated)
+
+    def __contains__(self, module: nn.Module) -> bool:
+        """Whether a module is one of them, or is like them and has none of them in it."""
+        if id(module) in self._repeated:
+            return True
+        inner = (id(part) for part in module.modules() if part is not module)
+        return type(module) in self._kinds and self._repeated.isdisjoint(inner)
+
+    def are_in(self, module: nn.Module) -> bool:
+        """Whether some of them, or a list of like modules, are somewhere inside of a module."""
+        return any(
+            child in self or _is_list(child) or self.are_in(child) for child in module.children()
+        )
+
+
+class _NoBlocks(_Blocks):
+    def __init__(self) -> None:
+        self._repeated, self._kinds = set(), set()
+
+
+def _open(module: nn.Module, name: str, blocks: _Blocks) -> Iterator[tuple[str, nn.Module]]:
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
-        if isinstance(child, _CONTAINERS):
-            elements = isinstance(child, nn.ModuleList | nn.ModuleDict)
-            for element_name, element in child.named_children():
-                element_path = f"{path}.{element_name}"
-                if isinstance(element, _CONTAINERS) or (not elements and _holds_blocks(element)):
-                    yield from _open(element, element_path)
-                else:
-                    yield element_path, element
-        elif _holds_blocks(child):
-            yield from _open(child, path)
+        if child not in blocks and (type(child) in _CONTAINERS or blocks.are_in(child)):
+            yield from _open(child, path, blocks)
         else:
             yield path, child
 
 
-def _holds_blocks(module: nn.Module) -> bool:
-    """Whether a list of like blocks is somewhere inside, not counting what is inside a block."""
+def _is_list(module: nn.Module) -> bool:
+    """Whether it is a list of like modules: it has no forward of its own, so its elements are
+    called one by one.
+    """
+    kinds = [type(element) for element in module.children() if _num_parameters(element)]
+    return type(module) is nn.ModuleList and len(kinds) > len(set(kinds))
+
+
+def _beside_each_other(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
-        if isinstance(child, _CONTAINERS):
-            if _are_like_blocks(child):
-                return True
-            if any(isinstance(e, _CONTAINERS) and _holds_blocks(e) for e in child.children()):
-                return True
-        elif _holds_blocks(child):
-            return True
-    return False
+        if type(child) in _CONTAINERS:
+            yield from _beside_each_other(child)
+        else:
+            yield child
 
 
-def _are_like_blocks(container: nn.Module) -> bool:
-    kinds: dict[type, int] = {}
-    for element in container.children():
-        # A run of plain Linear modules in a Sequential is what the inside of a block looks like; in
-        # a ModuleList, which has no forward of its own, it is a list of layers.
-        composite = bool(_parts(element)) or isinstance(container, nn.ModuleList)
-        if composite and _num_parameters(element):
-            kinds[type(element)] = kinds.get(type(element), 0) + 1
-    return any(count >= 2 for count in kinds.values())
+def _by_class(modules: Iterable[nn.Module]) -> dict[type, list[nn.Module]]:
+    """The composite ones among modules."""
+    found: dict[type, list[nn.Module]] = {}
+    for module in modules:
+        if _parts(module):
+            found.setdefault(type(module), []).append(module)
+    return found
+
+
+def _are_wrappers(parent: nn.Module, alike: Sequence[nn.Module]) -> bool:
+    """Whether like modules are no blocks, but hold some: the stages of a network, whose sizes
+    differ; or an encoder and a decoder, a network and its copy.
+    """
+    if not any(_holds_alike(module) for module in alike):
+        return False
+    sizes = [_num_parameters(module) for module in alike]
+    attributes = set(map(id, parent.children()))
+    are_a_pair = len(alike) == 2 and all(id(module) in attributes for module in alike)
+    return are_a_pair or max(sizes) > _STAGES_DIFFER * min(sizes)
+
+
+def _holds_alike(module: nn.Module) -> bool:
+    siblings = list(_beside_each_other(module))
+    return (
+        any(len(alike) > 1 for alike in _by_class(siblings).values())
+        or any(map(_is_list, module.children()))
+        or any(map(_holds_alike, siblings))
+    )
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:

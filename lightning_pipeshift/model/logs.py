@@ -7,14 +7,16 @@ together as one device would have logged it for the whole batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_pipeshift.model.microbatch import weighted_mean
+from lightning_pipeshift.model.placeholder import Placeholder
 from lightning_pipeshift.model.trees import map_leaves
 
 
@@ -41,6 +43,16 @@ class LoggedValue:
     own_size: bool = False
 
 
+class Values(Protocol):
+    """What knows the values that placeholders stand for."""
+
+    def kept_value(self, leaf: Any) -> Any:
+        """The value that a placeholder stands for, or the placeholder where it is elsewhere."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Context for code that is not the user's."""
+
+
 class LogRecorder:
     """Stands in for ``LightningModule.log`` while a step runs.
 
@@ -53,6 +65,8 @@ class LogRecorder:
             id(module): name for name, module in root.named_modules() if isinstance(module, Metric)
         }
         self.records: list[LoggedValue] = []
+        self.current: Values | None = None
+        """Knows the values of the pass that logs."""
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Takes what ``LightningModule.log`` takes."""
@@ -60,6 +74,9 @@ class LogRecorder:
         if isinstance(value, Metric):
             options.setdefault("metric_attribute", self._metric_names.get(id(value)))
             value = MetricRef(self._metric_names.get(id(value), name))
+        elif self.current is not None:
+            with self.current.paused():
+                value = map_leaves(lambda x: _detached(self.current.kept_value(x)), value)  # type: ignore[union-attr]
         else:
             value = map_leaves(_detached, value)
         own_size = options.get("batch_size") is not None
@@ -81,7 +98,8 @@ _LOG_PARAMETERS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
 
 
 def _detached(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+    is_here = isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder)
+    return leaf.detach().clone() if is_here else leaf
 
 
 def merge_logs(

@@ -104,6 +104,14 @@ class Stopwatch:
             before = self.figures.get(gate.index)
             self.figures[gate.index] = figures if before is None else before.plus(figures)
 
+    def renumber(self, place_of: Sequence[int]) -> None:
+        """Gives the layers other numbers.
+
+        Args:
+            place_of: by a layer's number, its new one.
+        """
+        self.figures = {place_of[layer]: figures for layer, figures in self.figures.items()}
+
     def _time(
         self, gate: Gate, leaves: Sequence[Any], rebuild: Any, trains: bool
     ) -> Figures | None:

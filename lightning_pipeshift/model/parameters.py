@@ -9,7 +9,7 @@ in the order of the segments, so the sum has the same bits on every split.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeshift.model.elsewhere import Elsewhere, swap
 from lightning_pipeshift.model.placeholder import META
 
 
@@ -104,7 +105,10 @@ class ParameterUse:
 
 
 def parameter_uses(
-    root: nn.Module, layers: list[nn.Module], touched: Mapping[int, set[Segment]]
+    root: nn.Module,
+    layers: list[nn.Module],
+    touched: Mapping[int, set[Segment]],
+    called: Container[int] | None = None,
 ) -> list[ParameterUse]:
     """Every parameter of ``root`` in the order of ``root.named_parameters()``, with its users.
 
@@ -113,6 +117,7 @@ def parameter_uses(
         layers: its layers, in call order.
         touched: by the identity of a parameter, the segments that use it other than through its own
             layer.
+        called: the indices of the layers that a training step calls; by default all.
     """
     members = [{id(parameter) for parameter in layer.parameters()} for layer in layers]
     slots: dict[int, list[Slot]] = {}
@@ -129,44 +134,135 @@ def parameter_uses(
         if use.is_shared:
             use.segments = sorted(extra | {Segment(layer, True) for layer in inside})
         uses.append(use)
+    use_of = {id(use.parameter): use for use in uses}
+    for copied, original in copies_in(root, uses, called):
+        pairs = zip(copied.parameters(), original.parameters(), strict=True)
+        for parameter, other in pairs:
+            # What user code computes of the two (an average, a momentum update) is computed where
+            # the copy is.
+            use, also = use_of[id(other)], use_of[id(parameter)].layers
+            if not use.is_shared:
+                use.segments = [Segment(layer, True) for layer in use.layers]
+            use.layers = tuple(sorted({*use.layers, *also}))
     return uses
+
+
+def copies_in(
+    root: nn.Module, uses: Sequence[ParameterUse], called: Container[int] | None
+) -> list[tuple[nn.Module, nn.Module]]:
+    """The modules that are copies of others, and those: a teacher and its student, a momentum
+    encoder and its encoder, an average and what is averaged.
+
+    A copy is of the same class and has parameters of the same names and shapes, and no gradient
+    reaches it: its parameters are frozen, or no step calls it. Frozen blocks among like ones that
+    train are no copies, and neither are many small modules that are like one that trains.
+
+    Args:
+        root: the LightningModule.
+        uses: its parameters.
+        called: the indices of the layers that a training step calls; ``None`` for all.
+    """
+    idle = {
+        id(use.parameter)
+        for use in uses
+        if not use.parameter.requires_grad
+        or (called is not None and use.layers and not any(layer in called for layer in use.layers))
+    }
+    trained: dict[Any, list[nn.Module]] = {}
+    num_idle: dict[Any, int] = {}
+    parent_of: dict[int, nn.Module] = {}
+    for module in root.modules():
+        parent_of.update((id(child), module) for child in module.children())
+        are_idle = {id(parameter) in idle for parameter in module.parameters()}
+        signature = _signature(module)
+        if are_idle == {False}:
+            trained.setdefault(signature, []).append(module)
+        elif are_idle == {True}:
+            num_idle[signature] = num_idle.get(signature, 0) + 1
+
+    def pairs_in(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+        originals: list[nn.Module] = []
+        signature = _signature(module)
+        others, count = trained.get(signature, []), num_idle.get(signature, 0)
+        if count and count <= _MOST_COPIES * len(others) and len(others) <= _MOST_COPIES * count:
+            parent = parent_of.get(id(module))
+            originals = [
+                other
+                for other in others
+                if not (isinstance(parent, _LISTS) and parent_of.get(id(other)) is parent)
+                and all(id(parameter) in idle for parameter in module.parameters())
+            ]
+        yield from ((module, original) for original in originals)
+        if not originals:
+            for child in module.children():
+                yield from pairs_in(child)
+
+    return list(pairs_in(root))
+
+
+def modules_of_user_code(
+    root: nn.Module,
+    layers: Sequence[nn.Module],
+    uses: Sequence[ParameterUse],
+    called: Container[int] | None,
+) -> set[int]:
+    """The identities of modules in layers that no step calls and that are no copies: nobody but
+    user code between the steps, which runs on every stage, writes to their buffers (the counter of
+    an average).
+
+    Args:
+        root: the LightningModule.
+        layers: its layers.
+        uses: its parameters.
+        called: see :func:`copies_in`.
+    """
+    if called is None:
+        return set()
+    found = {
+        id(module)
+        for index, layer in enumerate(layers)
+        if index not in called
+        for module in layer.modules()
+    }
+    for copied, _ in copies_in(root, uses, called):
+        found -= {id(module) for module in copied.modules()}
+    return found
+
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+# An average for each of some decays, a teacher of some students.
+_MOST_COPIES = 4
+
+
+def _signature(module: nn.Module) -> Any:
+    return type(module), tuple((name, p.shape) for name, p in module.named_parameters())
 
 
 def hold(tensor: Tensor, data: Tensor) -> None:
     """Gives a parameter or buffer, of which only the name was here, its values; the object stays
     the same.
     """
-    _swap(tensor, data)
-
-
-def release(tensor: Tensor) -> None:
-    """Lets go of the values of a parameter or buffer; the object, its shape and its type stay."""
-    if tensor.device != META:
-        _swap(
-            tensor,
-            torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META),
-        )
-    tensor.grad = None
-
-
-def _swap(tensor: Tensor, data: Tensor) -> None:
     if data.device.type == tensor.device.type:
         tensor.data = data
         return
-    # `tensor.data = ...` refuses another backend. Swapping keeps the object, so optimizers,
-    # schedulers and the user's own references stay valid.
-    fresh: Tensor = data
+    fresh = data
     if isinstance(tensor, nn.Parameter):
         fresh = nn.Parameter(data, requires_grad=tensor.requires_grad)
-    attributes: dict[str, Any] = dict(tensor.__dict__)
-    torch.utils.swap_tensors(tensor, fresh)
-    tensor.__dict__.update(attributes)
-    # Hooks belong to what was swapped away: naming them anew puts them into effect.
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        hooks = getattr(tensor, name)
-        if hooks:
-            setattr(tensor, name, None)
-            setattr(tensor, name, hooks)
+    # `tensor.data = ...` refuses another backend.
+    swap(tensor, fresh)
+
+
+def release(tensor: Tensor, name: str) -> None:
+    """Lets go of the values of a parameter or buffer; the object, its shape and its type stay, and
+    what is done with it is done where it is held.
+
+    Args:
+        tensor: the parameter or buffer.
+        name: what the whole model knows the parameter or buffer by.
+    """
+    if not isinstance(tensor, Elsewhere):
+        swap(tensor, Elsewhere.like(tensor, [name], is_the_models=True))
+    tensor.grad = None
 
 
 def other_state(layer: nn.Module) -> dict[tuple[str, str], Any]:
@@ -214,8 +310,10 @@ class flat_weights_forgotten:
     cannot be swapped.
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        self._modules = [module for module in root.modules() if isinstance(module, nn.RNNBase)]
+    def __init__(self, *roots: nn.Module) -> None:
+        self._modules = [
+            module for root in roots for module in root.modules() if isinstance(module, nn.RNNBase)
+        ]
 
     def __enter__(self) -> None:
         for module in self._modules:

@@ -36,12 +36,13 @@ class Origin:
         inside: the call whose forward pass made it, ``None`` for user code between layers.
     """
 
-    __slots__ = ("inside", "values", "written_by")
+    __slots__ = ("inside", "num_writes", "values", "written_by")
 
     def __init__(self, values: Iterable[Value], inside: object = None) -> None:
         self.values = set(values)
         self.inside = inside
         self.written_by: object = None
+        self.num_writes = 0
 
 
 class Watcher:
@@ -61,7 +62,11 @@ class Watcher:
             " `configure_layers()` so that this code is inside one."
         )
 
-    def written(self, values: set[Value]) -> None:
+    def condition(self) -> bool:
+        """What a condition on values that are not here is taken to be."""
+        return False
+
+    def written(self, tensor: torch.Tensor, values: set[Value]) -> None:
         """Values are written into a tensor that is no placeholder."""
 
     def draws(self, draw: Callable[[], object]) -> None:
@@ -101,14 +106,18 @@ class Placeholder(torch.Tensor):
     """A tensor without memory that remembers its origin.
 
     Args:
-        shadow: what computes its shape: a meta tensor, or the value itself while a flow is recorded
-            on real values.
+        shadow: a meta tensor, which computes its shape.
         device: the device it claims to be on.
         origin: what it was made from.
     """
 
     shadow: torch.Tensor
     origin: Origin
+    label: Value | None
+    """Which value of the pass it stands for; ``None`` for something made of several in a way that
+    nobody has followed."""
+    owner: object
+    """The pass."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -130,6 +139,8 @@ class Placeholder(torch.Tensor):
         )
         self.shadow = shadow
         self.origin = origin
+        self.label = None
+        self.owner = None
         return self
 
     @classmethod
@@ -141,6 +152,16 @@ class Placeholder(torch.Tensor):
             spec.shape, spec.stride, dtype=dtype_named(spec.dtype), device=META
         )
         return cls(inner, device, Origin(values, inside))
+
+    @classmethod
+    def standing_for(
+        cls, value: Value, spec: TensorSpec, device: torch.device, owner: object
+    ) -> Placeholder:
+        """A placeholder for one value of a pass, of which ``owner`` is a mark."""
+        self = cls.of(spec, device, (value,))
+        self.label = value
+        self.owner = owner
+        return self
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return (
@@ -188,13 +209,11 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for leaf in seen:
         told.used(leaf.origin)
     values = set().union(*(leaf.origin.values for leaf in seen))
-    real = any(leaf.shadow.device != META for leaf in seen)
-
     device = kwargs.get("device") or seen[0].device
     indexing = func._schema.name in _INDEXING
-    plain = [_plain(leaf, real, indexing) for leaf in leaves]
+    plain = [_plain(leaf, indexing) for leaf in leaves]
     plain_args, plain_kwargs = pytree.tree_unflatten(plain, spec)
-    if not real and plain_kwargs.get("device") is not None:
+    if plain_kwargs.get("device") is not None:
         plain_kwargs["device"] = META
 
     def estimate(on: torch.device) -> Any:
@@ -205,14 +224,12 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if torch.Tag.nondeterministic_seeded in func.tags:
         told.draws(lambda: estimate(seen[0].device))
     try:
-        if real and _reads_values(func):
-            told.read(func._schema.name, values)
-        if real or indexing:
+        if indexing:
             result = func(*plain_args, **plain_kwargs)
         else:
             result = _shaped(func, plain, spec, plain_args, plain_kwargs)
     except (NotImplementedError, RuntimeError) as error:
-        if real or not _needs_values(error, func):
+        if not _needs_values(error, func):
             raise
         told.read(func._schema.name, values)
         result = pytree.tree_map_only(
@@ -224,8 +241,9 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(argument, Placeholder):
             argument.origin.values |= values
             argument.origin.written_by = told.inside
+            argument.origin.num_writes += 1
         elif told.inside is None:
-            told.written(values)
+            told.written(argument, values)
     if written and isinstance(result, torch.Tensor):
         # An in-place operation returns what it wrote to.
         return written[0]
@@ -273,7 +291,7 @@ def _shaped(
     return result
 
 
-def _plain(leaf: Any, real: bool, indexing: bool) -> Any:
+def _plain(leaf: Any, indexing: bool) -> Any:
     if isinstance(leaf, Placeholder):
         return leaf.shadow
     if not isinstance(leaf, torch.Tensor):
@@ -284,9 +302,7 @@ def _plain(leaf: Any, real: bool, indexing: bool) -> Any:
         # stay one argument.
         watcher().shaped_by_batch()
         if leaf.dim() == 1:
-            return leaf.nonzero()[:, 0].to(leaf.device if real else META)
-        return leaf
-    if real:
+            return leaf.nonzero()[:, 0].to(META)
         return leaf
     return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=META)
 
@@ -307,21 +323,19 @@ def _reads_values(func: Any) -> bool:
 
 def _ones(tensor: torch.Tensor, on: torch.device) -> torch.Tensor:
     """A guess that upsets little user code: numbers are one (a logarithm, a division), conditions
-    are false.
+    are what the watcher says.
     """
     if not isinstance(tensor, Placeholder):
         if tensor.device == META:
             return torch.ones_like(tensor, device=on)
         return tensor.detach().to(on, copy=True)
     if tensor.dtype == torch.bool:
-        return torch.zeros(tensor.shape, dtype=torch.bool, device=on)
+        return torch.full(tensor.shape, watcher().condition(), dtype=torch.bool, device=on)
     return torch.ones(tensor.shape, dtype=tensor.dtype, device=on)
 
 
 def _estimate(function: str, placeholder: Placeholder) -> torch.Tensor:
     watcher().read(function, placeholder.origin.values)
-    if placeholder.shadow.device != META:
-        return placeholder.shadow.detach()
     return _ones(placeholder, torch.device("cpu"))
 
 
@@ -367,12 +381,13 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
     strides are those of a contiguous one.
     """
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    if not _is_dense(shape, stride):
+    if not is_dense(shape, stride):
         stride = tuple(accumulate((1, *shape[:0:-1]), lambda step, size: step * max(size, 1)))[::-1]
     return TensorSpec(shape, stride if shape else (), str(tensor.dtype), tensor.itemsize)
 
 
-def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether a tensor of this shape has neither gaps nor overlaps in its memory."""
     expected = 1
     for step, size in sorted(
         (step, size) for step, size in zip(stride, shape, strict=True) if size != 1

@@ -1,47 +1,177 @@
-"""Lets a step run without leaving anything behind on the modules."""
+"""Lets a step run without leaving anything behind in Python's objects."""
 
 from __future__ import annotations
 
-import copy
+import random
+import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
-_DEPTH = 2
+# How far from a module's attributes, a class or a user's Python module is looked.
+_DEPTH = 4
+_LONGEST = 100_000
+_MOST_OBJECTS = 200_000
+_FRAMEWORKS = frozenset(
+    [
+        "torch",
+        "lightning",
+        "pytorch_lightning",
+        "lightning_fabric",
+        "lightning_pipeshift",
+        "torchmetrics",
+        "transformers",
+        "timm",
+        "torchvision",
+        "numpy",
+    ]
+)
 
 
 @contextmanager
 def preserved(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Context in which modules have copies of their attributes; the originals come back after it.
+    """Context after which Python objects are as they were: the modules' attributes, containers and
+    objects that these refer to, the classes of user code among them, and the variables of the
+    Python modules that these classes are written in. The objects themselves stay the same.
 
-    Copied are tensors that are no parameters, and lists, dicts, sets and deques, so that what is
-    appended, counted, cached or written in place is lost. Other objects are shared.
+    Not covered are the values of tensors, which a mode keeps from being written to (see
+    :mod:`~lightning_pipeshift.model.isolation`), and what is outside of the process.
     """
-    originals = [(module, dict(module.__dict__)) for module in modules]
+    undo = _Undo()
+    modules = list(modules)
+    for module in modules:
+        undo.remember_module(module)
+    for kind in dict.fromkeys(base for module in modules for base in type(module).__mro__):
+        undo.remember_class(kind)
     try:
-        for module, attributes in originals:
-            for name, value in attributes.items():
-                module.__dict__[name] = _copied(value, _DEPTH)
         yield
     finally:
-        for module, attributes in originals:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
+        undo.undo()
 
 
-def _copied(value: Any, depth: int) -> Any:
-    if isinstance(value, Tensor):
-        return value if isinstance(value, nn.Parameter) else value.detach().clone()
-    if type(value) is dict and depth:
-        return {key: _copied(entry, depth - 1) for key, entry in value.items()}
-    if type(value) in (list, deque) and depth:
-        fresh = copy.copy(value)
-        for place, entry in enumerate(value):
-            fresh[place] = _copied(entry, depth - 1)
-        return fresh
-    if isinstance(value, dict | list | set | deque):
-        return copy.copy(value)
-    return value
+def _is_framework(name: str) -> bool:
+    return name.partition(".")[0] in _FRAMEWORKS or name in ("builtins", "abc", "typing")
+
+
+class _Undo:
+    """What has to be put back."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, Any] = {}
+        self._restore: list[Callable[[], None]] = []
+        self._num_left = _MOST_OBJECTS
+
+    def undo(self) -> None:
+        for restore in reversed(self._restore):
+            restore()
+        # They refer to this, and this to all that was found: weak references to parameters, say,
+        # which must not outlive the step.
+        self._restore.clear()
+        self._seen.clear()
+
+    def remember_module(self, module: nn.Module) -> None:
+        """Notes what a module's attributes are, and refer to; its parts are remembered apart."""
+        self._seen.update((id(part), part) for part in module.modules())
+        self._remember_dict(module.__dict__, _DEPTH)
+
+    def remember(self, value: Any, depth: int) -> None:
+        """Notes what a value refers to."""
+        if (
+            depth < 0
+            or self._num_left <= 0
+            or isinstance(
+                value, type | str | bytes | int | float | complex | FunctionType | MethodType
+            )
+        ):
+            return
+        if value is None or isinstance(value, Tensor | ModuleType) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        self._num_left -= 1
+        if isinstance(value, dict):
+            self._remember_dict(value, depth)
+        elif isinstance(value, list | deque):
+            items = list(value)
+            self._restore.append(lambda: _refill(value, items))
+            for item in items[:_LONGEST]:
+                self.remember(item, depth - 1)
+        elif isinstance(value, set):
+            self._restore.append(partial(_refill_set, value, set(value)))
+        elif isinstance(value, tuple):
+            for item in value:
+                self.remember(item, depth - 1)
+        elif isinstance(value, random.Random):
+            state = value.getstate()
+            self._restore.append(lambda: value.setstate(state))
+        elif isinstance(value, np.random.Generator):
+            bits = value.bit_generator
+            numbers = bits.state
+            self._restore.append(lambda: setattr(bits, "state", numbers))
+        elif isinstance(value, torch.Generator):
+            words = value.get_state()
+            self._restore.append(lambda: (value.set_state(words), None)[1])
+        elif isinstance(value, np.ndarray):
+            if value.flags.writeable and value.nbytes < _LONGEST and value.dtype != object:
+                copied = value.copy()
+                self._restore.append(lambda: np.copyto(value, copied))
+        elif isinstance(value, nn.Module) or not _is_framework(type(value).__module__):
+            attributes = getattr(value, "__dict__", None)
+            if isinstance(attributes, dict):
+                self._remember_dict(attributes, depth)
+
+    def _remember_dict(self, table: dict[Any, Any], depth: int) -> None:
+        before = dict(table)
+
+        def restore() -> None:
+            if table.keys() != before.keys() or any(table[k] is not v for k, v in before.items()):
+                table.clear()
+                table.update(before)
+
+        self._restore.append(restore)
+        if len(before) <= _LONGEST:
+            for key, entry in before.items():
+                # Who runs the step is not part of it.
+                if key not in ("_trainer", "_fabric"):
+                    self.remember(entry, depth - 1)
+
+    def remember_class(self, kind: type) -> None:
+        """Notes a class's own attributes, and the variables of the Python module it is from."""
+        if _is_framework(kind.__module__):
+            return
+        before = {k: v for k, v in vars(kind).items() if not k.startswith("__")}
+
+        def restore() -> None:
+            now = {k: v for k, v in vars(kind).items() if not k.startswith("__")}
+            for name in now.keys() - before.keys():
+                delattr(kind, name)
+            for name, value in before.items():
+                if now.get(name, self) is not value:
+                    setattr(kind, name, value)
+
+        self._restore.append(restore)
+        for value in before.values():
+            self.remember(value, _DEPTH - 1)
+        source = sys.modules.get(kind.__module__)
+        if source is not None and id(source.__dict__) not in self._seen:
+            self._seen[id(source.__dict__)] = source.__dict__
+            self._remember_dict(source.__dict__, 2)
+
+
+def _refill_set(container: set[Any], members: set[Any]) -> None:
+    container.intersection_update(members)
+    container.update(members)
+
+
+def _refill(container: Any, items: list[Any]) -> None:
+    if len(container) != len(items) or any(
+        a is not b for a, b in zip(container, items, strict=True)
+    ):
+        container.clear()
+        container.extend(items)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
@@ -19,11 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeshift.model.elsewhere import Elsewhere
 from lightning_pipeshift.model.placeholder import Placeholder
 from lightning_pipeshift.model.trees import map_leaves
 
 Path = tuple[str, str]
 _DEPTH = 3
+_OWN_TABLES = frozenset({"_modules", "_parameters", "_buffers"})
 # Of longer containers the plain values and tensors are compared by identity: looking into each at
 # every step would take longer than the step's own bookkeeping.
 _WIDTH = 256
@@ -104,6 +106,18 @@ class TailState:
             else:
                 table[name] = _applied(current, change)
 
+    def resolve(self, value_of: Callable[[Any], Any]) -> None:
+        """Puts values where user code has kept placeholders of them.
+
+        Args:
+            value_of: the value that a placeholder stands for.
+        """
+        for module in self.modules.values():
+            for table in (module.__dict__, module._buffers):
+                for name, value in list(table.items()):
+                    if name not in self.ignored and name not in _OWN_TABLES:
+                        table[name] = _resolved(value, value_of, _DEPTH)
+
     def _attributes(self) -> Iterator[tuple[Path, Any]]:
         for module_name, module in self.modules.items():
             for name, value in module.__dict__.items():
@@ -112,6 +126,20 @@ class TailState:
             for name, value in module._buffers.items():
                 if value is not None:
                     yield (module_name, name), value
+
+
+def _resolved(value: Any, value_of: Callable[[Any], Any], depth: int) -> Any:
+    if isinstance(value, Placeholder):
+        return value_of(value)
+    if depth and isinstance(value, list | deque):
+        for place, entry in enumerate(value):
+            value[place] = _resolved(entry, value_of, depth - 1)
+    elif depth and isinstance(value, dict):
+        for key, entry in value.items():
+            value[key] = _resolved(entry, value_of, depth - 1)
+    elif depth and type(value) is tuple:
+        return tuple(_resolved(entry, value_of, depth - 1) for entry in value)
+    return value
 
 
 def _mark(value: Any, depth: int) -> _Mark:
@@ -139,7 +167,8 @@ def _mark_item(value: Any, depth: int, width: int) -> _Mark:
 
 
 def _change(mark: _Mark | None, value: Any, depth: int) -> Any:
-    if isinstance(value, Placeholder):
+    # What lives elsewhere has been changed there: this code runs on that stage as well.
+    if isinstance(value, Placeholder | Elsewhere):
         return None
     if mark is None:
         return Replaced(value) if _can_be_sent(value) else None
@@ -198,7 +227,7 @@ def _can_be_sent(value: Any) -> bool:
         return all(map(_can_be_sent, value))
     if isinstance(value, dict):
         return all(map(_can_be_sent, value.values()))
-    return not isinstance(value, Placeholder) and (
+    return not isinstance(value, Placeholder | Elsewhere) and (
         value is None
         or isinstance(value, int | float | str | bytes | complex | Tensor)
         or type(value).__module__ == "numpy"

@@ -2,9 +2,11 @@
 
 Everything that a step draws comes from a stream per (seed, purpose, step, microbatch, virtual
 machine) and place in the forward pass: a layer has its own stream, and so has the user code in
-front of each layer, which runs on every stage. So a mask drawn in ``training_step`` is the same
-everywhere, and dropout is the same on every split and across every migration. Covered are torch on
-the CPU and on the stage's device, NumPy and Python's ``random``.
+front of each layer, which runs on every stage. Where a model has few layers, so have their parts:
+how many stages there are, and how finely the model is opened for them, makes no difference. So a
+mask drawn in ``training_step`` is the same everywhere, and dropout is the same on every split and
+across every migration. Covered are torch on the CPU and on the stage's device, NumPy and Python's
+``random``.
 
 The user code has a stream for each gap between layers, and not one for the whole pass, because a
 stage that runs it on placeholders draws less: what a gap draws must not depend on what was drawn
@@ -13,7 +15,6 @@ before it.
 
 from __future__ import annotations
 
-import enum
 import random
 import struct
 from collections.abc import Iterator
@@ -27,15 +28,10 @@ from torch import Tensor
 
 _MASK_32 = (1 << 32) - 1
 _MASK_64 = (1 << 64) - 1
-
-
-class Place(enum.IntEnum):
-    """Where in a forward pass a draw happens."""
-
-    GAP = 0
-    """In the user code in front of a layer."""
-    LAYER = 1
-    """Inside a layer."""
+# Where a Mersenne Twister stands that nobody has drawn from.
+_FRESH = 624
+# So many times it is asked whether code draws from NumPy or `random`, before it is taken not to.
+_MOST_LOOKS = 4096
 
 
 def stream_seed(*key: int | str) -> int:
@@ -65,6 +61,20 @@ class Streams:
         # and taken away.
         self._numpy_generators: list[np.random.MT19937] = []
         self._bases: list[int] = []
+        self.is_host_used = False
+        """Whether code that nobody has followed has been seen to draw from NumPy or ``random``."""
+        self._num_looks = 0
+
+    @property
+    def switches_host(self) -> bool:
+        """Whether NumPy and ``random`` are switched for code that nobody has followed."""
+        return self.is_host_used or self._num_looks < _MOST_LOOKS
+
+    def look_at_host(self) -> None:
+        """Looks whether such code has drawn from them, as long as it is not known."""
+        if self._num_looks < _MOST_LOOKS:
+            self._num_looks += 1
+            self.is_host_used = self.has_drawn_on_host()
 
     @contextmanager
     def switched(self, *key: int | str) -> Iterator[None]:
@@ -100,19 +110,35 @@ class Streams:
         self._bases[-1] = stream_seed(*key)
         self._seed(self._bases[-1], host)
 
-    def go_to(self, place: Place, layer: int, call: int = 0, host: bool = True) -> None:
+    def resume(self, *key: int | str) -> None:
+        """Inside :meth:`switched`: :meth:`go_to` goes to another key's streams from here on. What
+        is drawn before that comes from where it came from.
+        """
+        self._bases[-1] = stream_seed(*key)
+
+    @staticmethod
+    def seed_in_force() -> int:
+        """What the generators were seeded with last, also where somebody has put a state back."""
+        return torch.default_generator.initial_seed()
+
+    def go_to(self, event: int, host: bool = True) -> int:
         """Inside :meth:`switched`: from here on, draws come from the stream of a place in the pass.
 
         Args:
-            place: inside a layer, or in the user code in front of one.
-            layer: which.
-            call: which of the layer's calls.
+            event: how many modules with a stream of their own have begun or ended before it.
             host: whether to switch NumPy and ``random`` too, which costs several times as much.
+
+        Returns:
+            The seed.
         """
-        seed = self._bases[-1]
-        for part in (place, layer, call):
-            seed = _mixed(seed + part)
-        self._seed(seed >> 1, host)
+        seed = _mixed(self._bases[-1] + event) >> 1
+        self._seed(seed, host)
+        return seed
+
+    def has_drawn_on_host(self) -> bool:
+        """Whether anything was drawn from NumPy or ``random`` since they were switched last."""
+        state: Any = np.random.get_state(legacy=False)
+        return bool(state["state"]["pos"] != _FRESH or random.getstate()[1][-1] != _FRESH)
 
     def host_state(self) -> Any:
         """What NumPy and ``random`` draw next; to see whether something drew from them."""

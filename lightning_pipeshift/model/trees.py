@@ -13,18 +13,21 @@ from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 Rebuild = Callable[[list[Any]], Any]
 
 
-def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Rebuild]:
+def flatten(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None, opens_objects: bool = False
+) -> tuple[list[Any], Rebuild]:
     """Returns the leaves of a structure, and a function that makes an equal structure of others.
 
     Args:
         tree: the structure.
         is_leaf: says of a node whether it is to be a leaf, whatever is in it.
+        opens_objects: whether objects of any class whose attributes are tensors are opened too.
     """
     if isinstance(tree, Tensor):
         return [tree], _only
@@ -33,16 +36,20 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
     leaves: list[Any] = []
     for leaf in outer:
         fields = _fields(leaf)
+        if fields is None and opens_objects:
+            fields = _attributes(leaf)
         if fields is None:
             parts.append((1, None))
             leaves.append(leaf)
         else:
-            inner, rebuild_inner = flatten(fields, is_leaf)
+            inner, rebuild_inner = flatten(fields, is_leaf, opens_objects)
             parts.append((len(inner), _rebuilder(leaf, rebuild_inner)))
             leaves.extend(inner)
 
+    num_leaves = len(leaves)
+
     def rebuild(values: list[Any]) -> Any:
-        assert len(values) == len(leaves)
+        assert len(values) == num_leaves
         outer_values, position = [], 0
         for count, rebuild_part in parts:
             part = values[position : position + count]
@@ -82,6 +89,14 @@ def _fields(leaf: Any) -> dict[str, Any] | None:
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
     return None
+
+
+def _attributes(leaf: Any) -> dict[str, Any] | None:
+    """An object's attributes, where tensors are among them."""
+    attributes = getattr(leaf, "__dict__", None)
+    if not isinstance(attributes, dict) or isinstance(leaf, Tensor | nn.Module | type):
+        return None
+    return dict(attributes) if any(isinstance(x, Tensor) for x in attributes.values()) else None
 
 
 def _rebuilder(original: Any, rebuild_fields: Rebuild) -> Rebuild:

@@ -1,26 +1,33 @@
-"""What one forward pass does, as a value: which layers it calls, and which earlier outputs each
-call needs.
+"""What one forward pass does, as a value: which layers it calls, which operations the code between
+the layers applies, and which earlier values each of them needs.
 
-The payload of every possible boundary follows from it. A flow holds no tensor and knows no
-placement: the same flow serves every split, so moving a layer never needs a new one.
+The payload of every possible boundary follows from it: every value that was computed before the
+boundary and is needed after it. A flow holds no tensor and knows no placement: the same flow serves
+every split, so moving a layer never needs a new one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
 
 class Value(NamedTuple):
-    """One tensor that a layer returned: leaf number ``leaf`` of what its ``call``-th call in the
-    pass returned.
+    """One tensor of a pass, by where it is computed.
+
+    Either leaf number ``leaf`` of what the ``call``-th call of ``layer`` returned (``op`` is 0). Or
+    the result of operation number ``op`` in the code in front of the pass's ``call``-th call of any
+    layer; then ``layer`` is the last one that its inputs depend on, on whose stage it is computed.
     """
 
     layer: int
     call: int
     leaf: int
+    op: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,25 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation of the code between layers on values that not every stage has.
+
+    Args:
+        layer: the last layer that its inputs depend on; the stage of that layer computes it.
+        gap: how many calls of layers come before it in the pass.
+        number: 1 for the first operation of the gap.
+        results: the tensors that it makes or writes to, and how to receive them.
+        needs: the values that it needs.
+    """
+
+    layer: int
+    gap: int
+    number: int
+    results: tuple[tuple[Value, TensorSpec], ...]
+    needs: frozenset[Value]
+
+
+@dataclass(frozen=True, slots=True)
 class Flow:
     """The record of one forward pass of a whole step.
 
@@ -68,12 +94,14 @@ class Flow:
         control: the values that user code reads on the host (``if h.mean() > 0``): every later
             stage runs that code too, so these are part of every later payload.
         differentiable: the values through which a gradient flows back from the loss.
+        operations: those of the code between layers on such values, in order.
     """
 
     calls: tuple[Call, ...]
     tail: frozenset[Value]
     control: frozenset[Value]
     differentiable: frozenset[Value]
+    operations: tuple[Operation, ...] = ()
 
     def positions(self, layers: range) -> range:
         """The range of calls that belong to a contiguous range of layers (empty for an empty one).
@@ -94,13 +122,19 @@ class Flow:
         for call in self.calls:
             if call.layer >= boundary:
                 needed |= call.needs
+        for operation in self.operations:
+            if operation.layer >= boundary:
+                needed |= operation.needs
         return tuple(sorted(value for value in needed if value.layer < boundary))
 
     def spec(self, value: Value) -> TensorSpec:
         """Shape, strides and type of a value of this pass."""
+        for operation in self.operations if value.op else ():
+            if (operation.gap, operation.number) == (value.call, value.op):
+                return dict(operation.results)[value]
         for call in self.calls:
             if (call.layer, call.call) == (value.layer, value.call):
-                spec = call.leaves[value.leaf]
+                spec = call.leaves[value.leaf] if not value.op else None
                 assert spec is not None, value
                 return spec
         raise KeyError(value)
@@ -108,6 +142,40 @@ class Flow:
     def payload_bytes(self, boundary: int) -> int:
         """Bytes that cross the boundary in front of layer ``boundary``."""
         return sum(self.spec(value).num_bytes for value in self.payload(boundary))
+
+
+def renumbered(flow: Flow, place_of: Sequence[int]) -> Flow:
+    """The same flow with other numbers for the layers.
+
+    Args:
+        flow: the flow.
+        place_of: by a layer's number, its new one.
+    """
+
+    def value(old: Value) -> Value:
+        return old._replace(layer=place_of[old.layer])
+
+    def values(old: frozenset[Value]) -> frozenset[Value]:
+        return frozenset(map(value, old))
+
+    return Flow(
+        tuple(
+            replace(call, layer=place_of[call.layer], needs=values(call.needs))
+            for call in flow.calls
+        ),
+        values(flow.tail),
+        values(flow.control),
+        values(flow.differentiable),
+        tuple(
+            replace(
+                operation,
+                layer=place_of[operation.layer],
+                needs=values(operation.needs),
+                results=tuple((value(made), spec) for made, spec in operation.results),
+            )
+            for operation in flow.operations
+        ),
+    )
 
 
 def call_order(flows: Sequence[Flow], num_layers: int) -> list[int]:
@@ -129,3 +197,37 @@ def call_order(flows: Sequence[Flow], num_layers: int) -> list[int]:
         if layer not in order:
             order.insert(order.index(layer - 1) + 1 if layer - 1 in order else 0, layer)
     return order
+
+
+def merged(flows: Sequence[Flow]) -> Flow:
+    """A flow that calls every layer that any of the flows calls, once, in an order that agrees with
+    all of them; where they leave it open, in the order of the numbers. Nothing else is in it.
+
+    Steps that skip layers by chance call some of them at a time. Where no order agrees with all,
+    it is that of the first flow.
+    """
+    after: dict[int, set[int]] = {}
+    for flow in flows:
+        calls = [call.layer for call in flow.calls]
+        for layer in calls:
+            after.setdefault(layer, set())
+        for before, layer in pairwise(calls):
+            if before != layer:
+                after[before].add(layer)
+    num_before = dict.fromkeys(after, 0)
+    for later in after.values():
+        for layer in later:
+            num_before[layer] += 1
+    ready = [layer for layer, count in num_before.items() if not count]
+    heapify(ready)
+    order: list[int] = []
+    while ready:
+        order.append(heappop(ready))
+        for layer in after[order[-1]]:
+            num_before[layer] -= 1
+            if not num_before[layer]:
+                heappush(ready, layer)
+    if len(order) < len(after):
+        return flows[0]
+    empty: frozenset[Value] = frozenset()
+    return Flow(tuple(Call(layer, 0, (), empty) for layer in order), empty, empty, empty)

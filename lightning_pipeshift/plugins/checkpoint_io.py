@@ -17,7 +17,11 @@ from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_pipeshift.errors import CheckpointError, ConfigurationError
+from lightning_pipeshift.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+)
 from lightning_pipeshift.runtime import atomic
 from lightning_pipeshift.runtime.sharded import ShardedFolder, Writing
 from lightning_pipeshift.runtime.staging import Staging
@@ -187,7 +191,7 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
         """
         path = Path(path)
         if not path.exists():
-            raise CheckpointError(f"There is no checkpoint {path}.")
+            raise CheckpointNotFoundError(f"There is no checkpoint {path}.")
         only = weights_only is not False
         try:
             if path.is_dir():

@@ -94,6 +94,18 @@ def over_stages(
     return plugin
 
 
+def by_itself(plugin: Precision) -> None:
+    """Makes the plugin decide by itself again: a plain object of the user's class."""
+    if isinstance(plugin, _OverStages):
+        plugin.__class__ = type(plugin).__bases__[1]
+        for name in ("gradient_norms", "gradient_hooks"):
+            delattr(plugin, name)
+    scaler: Any = getattr(plugin, "scaler", None)
+    if isinstance(scaler, _ScalerOverStages):
+        vars(scaler).pop("any_stage")
+        setattr(scaler, "__class__", torch.amp.GradScaler)  # noqa: B010
+
+
 def loss_scale_of(plugin: Precision) -> float:
     """What the plugin multiplies a loss with before its backward."""
     scaler = getattr(plugin, "scaler", None)

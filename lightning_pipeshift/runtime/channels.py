@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.placeholder import Placeholder, dtype_named
+from lightning_pipeshift.model.placeholder import Placeholder, dtype_named, is_dense
 from lightning_pipeshift.plan.flow import TensorSpec
 from lightning_pipeshift.runtime.lane import Lane, Line, PostedObject, Sent, Watched, as_bytes
 from lightning_pipeshift.runtime.sockets import (
@@ -37,14 +38,54 @@ class Direction(enum.IntEnum):
     GRADIENT = 1
 
 
+class Layout:
+    """How the tensors of one payload, or their gradients, lie in memory.
+
+    A shape is known without being told, but which order kernels give the dimensions is not. So the
+    sender tells it once, in front of the first payload of a kind, and values arrive as they left.
+    """
+
+    __slots__ = ("_header", "strides")
+
+    def __init__(self) -> None:
+        self.strides: list[tuple[int, ...]] | None = None
+        self._header: tuple[Tensor, Any, Watched, int, Sequence[TensorSpec]] | None = None
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing has been told yet, nor is about to be."""
+        return self.strides is None and self._header is None
+
+    def expect(
+        self, header: Tensor, work: Any, watched: Watched, peer: int, specs: Sequence[TensorSpec]
+    ) -> None:
+        """Lets it be read from a message whose receive is posted."""
+        self._header = (header, work, watched, peer, specs)
+
+    def known(self) -> list[tuple[int, ...]]:
+        """The strides of each tensor, once they are there."""
+        if self.strides is None:
+            assert self._header is not None
+            header, work, watched, peer, specs = self._header
+            with watched(peer):
+                work.wait()
+            numbers = iter(header.tolist())
+            self.strides = [tuple(next(numbers) for _ in spec.shape) for spec in specs]
+            self._header = None
+        return self.strides
+
+
 @dataclass
 class Receipt:
     """A posted receive."""
 
-    buffer: Tensor
+    flat: Tensor
+    spec: TensorSpec
     work: Any
     watched: Watched
     peer: int
+    layout: Layout
+    number: int
     staging: Tensor | None = None
 
     def wait(self) -> Tensor:
@@ -53,8 +94,8 @@ class Receipt:
             with self.watched(self.peer):
                 self.work.wait()
         if self.staging is not None:
-            _flat(self.buffer).copy_(self.staging)
-        return self.buffer
+            self.flat.copy_(self.staging)
+        return _as_it_was(self.flat, self.spec.shape, self.layout.known()[self.number])
 
 
 @dataclass
@@ -185,41 +226,82 @@ class Channels(Lane):
     # --- payloads and gradients ---
 
     def send(
-        self, tensors: Sequence[Tensor], specs: Sequence[TensorSpec], direction: Direction
+        self,
+        tensors: Sequence[Tensor],
+        specs: Sequence[TensorSpec],
+        direction: Direction,
+        layout: Layout | None = None,
     ) -> Sent:
-        """Sends tensors to the neighbour that ``direction`` leads to, without waiting."""
+        """Sends tensors to the neighbour that ``direction`` leads to, without waiting.
+
+        Args:
+            tensors: what to send.
+            specs: their shapes and types.
+            direction: where to.
+            layout: how they lie in memory, as far as the neighbour has been told; by default it is
+                told.
+        """
+        layout = layout or Layout()
         to = self.stage + 1 if direction is Direction.PAYLOAD else self.stage - 1
         sent = Sent(self.watched, self.ranks[to])
+        line = self._line(to, direction)
+        for tensor in tensors:
+            _require_value(tensor)
+        tensors = [tensor.resolve_conj().resolve_neg() for tensor in tensors]
+        if layout.strides is None:
+            layout.strides = [tensor.stride() for tensor in tensors]
+            header = _header(specs, self._message_device)
+            if header.numel():
+                header.copy_(torch.tensor([n for strides in layout.strides for n in strides]))
+                work = self._post_send(header, to, line, _HEADER_TAG + int(direction))
+                sent.works.append((work, header))
         for number, (tensor, spec) in enumerate(zip(tensors, specs, strict=True)):
             if spec.num_bytes == 0:
                 continue
-            flat = _flat(_laid_out(tensor, spec))
+            flat = _flat(tensor, layout.strides[number])
             if self._staged:
                 flat = flat.cpu()
-            line = self._line(to, direction)
             sent.works.append((self._post_send(flat, to, line, _tag(direction, number)), flat))
         return sent
 
-    def post_receive(self, specs: Sequence[TensorSpec], direction: Direction) -> list[Receipt]:
+    @property
+    def _message_device(self) -> torch.device:
+        return torch.device("cpu") if self.backend == "gloo" else self.device
+
+    def post_receive(
+        self,
+        specs: Sequence[TensorSpec],
+        direction: Direction,
+        layout: Layout | None = None,
+    ) -> list[Receipt]:
         """Posts the receives of what the neighbour sends in ``direction``."""
+        layout = layout or Layout()
         source = self.stage - 1 if direction is Direction.PAYLOAD else self.stage + 1
+        peer = self.ranks[source]
+        group, member = self._line(source, direction)
+        if layout.is_new:
+            header = _header(specs, self._message_device)
+            work = None
+            if header.numel():
+                with self.watched(peer):
+                    work = group.recv([as_bytes(header)], member, _HEADER_TAG + int(direction))
+                layout.expect(header, work, self.watched, peer, specs)
+            else:
+                layout.strides = [() for _ in specs]
         receipts = []
         for number, spec in enumerate(specs):
-            buffer = torch.empty_strided(
-                spec.shape, spec.stride, dtype=dtype_named(spec.dtype), device=self.device
-            )
-            flat = _flat(buffer)
+            numel = spec.num_bytes // spec.itemsize
+            flat = torch.empty(numel, dtype=dtype_named(spec.dtype), device=self.device)
             staging = torch.empty_like(flat, device="cpu") if self._staged else None
             work = None
             if spec.num_bytes:
-                group, peer = self._line(source, direction)
-                with self.watched(self.ranks[source]):
+                with self.watched(peer):
                     work = group.recv(
                         [as_bytes(flat if staging is None else staging)],
-                        peer,
+                        member,
                         _tag(direction, number),
                     )
-            receipts.append(Receipt(buffer, work, self.watched, self.ranks[source], staging))
+            receipts.append(Receipt(flat, spec, work, self.watched, peer, layout, number, staging))
         return receipts
 
     def _line(self, neighbour: int, direction: Direction) -> Line:
@@ -282,28 +364,60 @@ class Channels(Lane):
         return [int(parts[member]) for member in self._members]
 
 
+# Apart from the tensors' tags, which are small numbers.
+_HEADER_TAG = 1 << 19
+
+
 def _tag(direction: Direction, number: int) -> int:
     return 2 * number + int(direction)
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """The memory of a dense tensor as a vector, whatever the order of its dimensions."""
-    if tensor.is_contiguous():
-        return tensor.detach()
+def _header(specs: Sequence[TensorSpec], device: torch.device) -> Tensor:
+    """Room for the strides of tensors."""
+    return torch.empty(sum(len(spec.shape) for spec in specs), dtype=torch.int64, device=device)
+
+
+def _flat(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """The numbers of a tensor as a vector: in the order of its memory where that has neither gaps
+    nor overlaps, else in the order of its dimensions.
+
+    Args:
+        tensor: the tensor.
+        strides: those that the other side has been told.
+    """
+    tensor = tensor.detach()
+    if not is_dense(tuple(tensor.shape), strides):
+        return tensor.contiguous().flatten()
+    if tensor.stride() != strides:
+        laid_out = torch.empty_strided(
+            tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
+        )
+        tensor = laid_out.copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
-def _laid_out(tensor: Tensor, spec: TensorSpec) -> Tensor:
+def _as_it_was(flat: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """A tensor with strides as it had them where it was sent."""
+    if is_dense(shape, strides):
+        # Not a view of the vector, which autograd would have more to say about.
+        return flat.new_empty(0).set_(flat.untyped_storage(), 0, shape, strides)
+    whole = flat.view(shape)
+    sizes = [1 if step == 0 else size for size, step in zip(shape, strides, strict=True)]
+    for dimension, size in enumerate(sizes):
+        whole = whole.narrow(dimension, 0, size)
+    ordered = sorted((step, size) for step, size in zip(strides, sizes, strict=True) if size > 1)
+    for (step, size), (larger, _) in pairwise(ordered):
+        if larger < step * size:
+            # Its elements overlap: nobody may write to it anyway.
+            return flat.view(shape)
+    with_gaps = torch.empty_strided(sizes, strides, dtype=flat.dtype, device=flat.device)
+    return with_gaps.copy_(whole).expand(shape)
+
+
+def _require_value(tensor: Tensor) -> None:
     if isinstance(tensor, Placeholder):
         raise LayerError(
             f"A value to be sent was made of one that this stage does not have ({tensor!r})."
             " The step runs code again (in its backward) that depends on another stage's layers:"
             " put that code into one module and name it in `configure_layers()`."
         )
-    tensor = tensor.resolve_conj().resolve_neg()
-    if tensor.stride() == spec.stride and tensor.shape == spec.shape:
-        return tensor
-    laid_out = torch.empty_strided(
-        spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device
-    )
-    return laid_out.copy_(tensor)

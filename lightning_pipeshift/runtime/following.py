@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any
@@ -10,19 +9,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipeshift.errors import LayerError, PipeShiftError
 from lightning_pipeshift.model.gate import Gate, Switch
 from lightning_pipeshift.model.measure import Stopwatch
+from lightning_pipeshift.model.recorder import record
 from lightning_pipeshift.model.signature import batch_signature
 from lightning_pipeshift.model.streams import Streams
-from lightning_pipeshift.model.trace import Trace, record
-from lightning_pipeshift.plan.flow import call_order
+from lightning_pipeshift.model.trace import Trace
+from lightning_pipeshift.plan.flow import call_order, merged
 from lightning_pipeshift.runtime.checksum import checksum
 from lightning_pipeshift.runtime.step_run import UserStep
 
-log = logging.getLogger(__name__)
-
 _MOST_TRACES = 256
+# In how many microbatches a layer is looked for that steps skip by chance.
+_MOST_DRAWS = 16
 
 Key = tuple[int | str, ...]
 
@@ -47,8 +46,6 @@ class Follower:
         device: torch.device,
     ) -> None:
         self.gates = gates
-        # While the whole model is here, code that refuses placeholders is followed on real values.
-        self.model_is_whole = True
         self._root = root
         self._switch = switch
         self._streams = streams
@@ -69,7 +66,7 @@ class Follower:
         if known is not None and known.is_shaped_by_batch:
             signature = (*signature, checksum(batch))
             known = self._traces.get(signature)
-        if known is not None:
+        if known is not None and not known.is_drawn:
             return known, False
         fresh = self.follow(key, step, batch)
         self._traces[signature] = fresh
@@ -81,42 +78,70 @@ class Follower:
         """The flows that are known."""
         return list(self._traces.values())
 
-    def put_in_order(self, key: Key, step: UserStep, batch: Any) -> None:
-        """Sorts the gates by when a step calls their layers."""
-        flow = self.follow(key, step, batch).flow
-        order = call_order([flow], len(self.gates))
+    def first(
+        self, key: Key, step: UserStep, batch: Any, state: Hashable, stopwatch: Stopwatch | None
+    ) -> Trace:
+        """The flow of the first step of a run. Sorts the gates by when it calls their layers."""
+        signature: tuple[Hashable, ...] = (key[1], batch_signature(batch), state)
+        trace = self.follow(key, step, batch, stopwatch)
+        flows = [trace.flow]
+        while trace.is_drawn and len(flows) < _MOST_DRAWS:
+            # Layers that this microbatch skips by chance have their place in others.
+            called = {call.layer for flow in flows for call in flow.calls}
+            if len(called) == len(self.gates):
+                break
+            flows.append(self.follow((*key, "order", len(flows)), step, batch).flow)
+        order = call_order([merged(flows)], len(self.gates))
+        place_of = sorted(range(len(order)), key=order.__getitem__)
         self.gates = [self.gates[index] for index in order]
         for index, gate in enumerate(self.gates):
             gate.index = index
-        self._traces.clear()
+        for other, known in self._traces.items():
+            self._traces[other] = known.renumbered(place_of)
+        if stopwatch is not None:
+            stopwatch.renumber(place_of)
+        trace = trace.renumbered(place_of)
+        if trace.is_shaped_by_batch:
+            self._traces[signature] = trace
+            signature = (*signature, checksum(batch))
+        self._traces[signature] = trace
+        return trace
 
     def follow(
         self, key: Key, step: UserStep, batch: Any, stopwatch: Stopwatch | None = None
     ) -> Trace:
         """Follows a step on a batch anew."""
 
-        with self._streams.switched(*key):
-            try:
-                return self._record(step, batch, False, stopwatch)
-            except PipeShiftError:
-                raise
-            except Exception as error:
-                if not self.model_is_whole:
-                    raise LayerError(
-                        "Following the step on a batch of a new shape failed:"
-                        f" {type(error).__name__}: {error}. Code between the layers that needs real"
-                        " values can be followed only on the first batch of a run. Keep the shapes"
-                        " of the batches the same, or move that code into a layer."
-                    ) from error
-                log.debug("Following on placeholders failed, so on values: %s", error)
-        with self._streams.switched(*key):
-            return self._record(step, batch, True, None)
-
-    def _record(self, step: UserStep, batch: Any, real: bool, stopwatch: Stopwatch | None) -> Trace:
         def run(root: nn.Module) -> Any:
             return step(root, batch)
 
-        before = self._streams.host_state()
-        trace = record(run, self._root, self.gates, self._switch, self._device, real, stopwatch)
-        trace.draws_on_host = self._streams.host_state() != before
+        watched = _Watched(self._streams)
+
+        def begin() -> None:
+            self._streams.begin(*key)
+
+        with self._streams.switched(*key):
+            trace = record(
+                run, self._root, self.gates, self._switch, self._device, stopwatch, begin, watched
+            )
+            # Which layers are called may depend on what is drawn between them.
+            trace.is_drawn |= watched.has_drawn
+            trace.draws_on_host = watched.has_drawn or self._streams.has_drawn_on_host()
         return trace
+
+
+class _Watched:
+    """Random streams, and whether code between layers has drawn from those of the host.
+
+    Args:
+        streams: the streams.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self.has_drawn = False
+
+    def go_to(self, event: int) -> None:
+        """See :meth:`Streams.go_to`."""
+        self.has_drawn |= event > 0 and self._streams.has_drawn_on_host()
+        self._streams.go_to(event)

@@ -5,7 +5,14 @@ gradients.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +23,7 @@ from torch.optim import Optimizer
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.cut import SharedParameters
 from lightning_pipeshift.model.deferred import Deferred
+from lightning_pipeshift.model.elsewhere import Elsewhere, let_whereabouts_be, swap
 from lightning_pipeshift.model.parameters import (
     ParameterUse,
     flat_weights_forgotten,
@@ -27,6 +35,7 @@ from lightning_pipeshift.model.parameters import (
 )
 from lightning_pipeshift.model.placeholder import META
 from lightning_pipeshift.runtime.channels import Channels
+from lightning_pipeshift.runtime.kept import Originals, exchange, kept_by_user
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +49,7 @@ class Holdings:
         layers: its layers, in call order.
         stage_of: the stage of each layer.
         channels: the stage's connections.
+        of_user_code: the identities of modules inside of layers whose buffers every stage holds.
     """
 
     def __init__(
@@ -49,12 +59,19 @@ class Holdings:
         layers: Sequence[nn.Module],
         stage_of: list[int],
         channels: Channels,
+        of_user_code: Collection[int] = (),
     ) -> None:
         self.uses = uses
         self.root = root
         self.channels = channels
         self.stage = channels.stage
+        self.device = channels.device
         self._modules = list(layers)
+        self._of_user_code = frozenset(of_user_code)
+        self._has_let_go = False
+        self._aliases: dict[int, list[Tensor]] | None = None
+        # By identity of a parameter that is elsewhere: what is shown as its gradient.
+        self._shown: dict[int, Tensor] = {}
         self.place(stage_of)
         self._fresh: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
@@ -69,7 +86,20 @@ class Holdings:
             for use, holders in zip(self.uses, self.all_holders(stage_of), strict=False)
         }
         self.held = [use for use in self.uses if self.stage in self.holders_of(use.parameter)]
-        self.shared = SharedParameters([use for use in self.held if use.is_shared])
+        self.shared = SharedParameters([use for use in self.held if use.is_shared], self.held)
+        number_of = {id(use.parameter): number for number, use in enumerate(self.uses)}
+        # Under all names, those of tied parameters too.
+        self._use_named = {
+            name: number_of[id(parameter)]
+            for name, parameter in self.root.named_parameters(remove_duplicate=False)
+            if id(parameter) in number_of
+        }
+        index_of = {id(layer): index for index, layer in enumerate(self._modules)}
+        self._layer_named = {
+            f"{name}.": index_of[id(module)]
+            for name, module in self.root.named_modules(remove_duplicate=False)
+            if id(module) in index_of
+        }
 
     def knows(self, value: Any) -> bool:
         """Whether it is one of the model's parameters."""
@@ -85,9 +115,12 @@ class Holdings:
         """
         inside: dict[int, tuple[Tensor, bool]] = {}
         for layer, stage in self.layers:
-            for buffer in layer.buffers():
-                _, is_held = inside.get(id(buffer), (buffer, False))
-                inside[id(buffer)] = (buffer, is_held or stage == self.stage)
+            for module in layer.modules():
+                is_here = stage == self.stage or id(module) in self._of_user_code
+                for buffer in module._buffers.values():
+                    if buffer is not None:
+                        _, is_held = inside.get(id(buffer), (buffer, False))
+                        inside[id(buffer)] = (buffer, is_held or is_here)
         outside = {id(buffer): (buffer, True) for buffer in self.root.buffers()}
         return list((outside | inside).values())
 
@@ -97,6 +130,111 @@ class Holdings:
             (use.parameter, self.stage in self.holders_of(use.parameter)) for use in self.uses
         ]
         return parameters + self._buffers()
+
+    # --- what is elsewhere ---
+
+    def stages_of(self, names: Collection[str], stage_of: Sequence[int] | None = None) -> set[int]:
+        """The stages that hold all of these parameters and buffers.
+
+        Args:
+            names: as the whole model knows them; what it does not know is everywhere.
+            stage_of: the stage of each layer, if it is not to be the one it has now.
+        """
+        stages = [stage for _, stage in self.layers] if stage_of is None else list(stage_of)
+        found = set(range(self.channels.num_stages))
+        for name in names:
+            number = self._use_named.get(name)
+            if number is not None:
+                found &= set(self.uses[number].holders(stages, self.channels.num_stages))
+                continue
+            for prefix, layer in self._layer_named.items():
+                if name.startswith(prefix):
+                    found &= {stages[layer]}
+        return found
+
+    def is_held(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory is that of a parameter, gradient or layer's buffer of this
+        stage.
+        """
+        memory = tensor.untyped_storage()._cdata
+        own: list[Tensor | None] = []
+        for use in self.uses:
+            own += [use.parameter, use.parameter.grad]
+        for layer, _ in self.layers:
+            for module in layer.modules():
+                if id(module) not in self._of_user_code:
+                    own += module._buffers.values()
+        return any(one is not None and one.untyped_storage()._cdata == memory for one in own)
+
+    def aliases(self, tensor: Tensor, afresh: bool = False) -> list[Tensor]:
+        """The tensors in what user code keeps that have the same memory.
+
+        Args:
+            tensor: whose memory.
+            afresh: whether to look again at all that is kept, and not only once in a step.
+        """
+        if self._aliases is None or afresh:
+            self._aliases = {}
+            for kept in self._kept().values():
+                memory = kept.untyped_storage()._cdata
+                self._aliases.setdefault(memory, []).append(kept)
+        return self._aliases.get(tensor.untyped_storage()._cdata, [])
+
+    def _own(self) -> set[int]:
+        """The identities of the model's parameters, and of what its layers keep besides."""
+        own = {id(use.parameter) for use in self.uses}
+        for layer, _ in self.layers:
+            for module in layer.modules():
+                if id(module) not in self._of_user_code:
+                    own.update(map(id, module._buffers.values()))
+        return own
+
+    def _kept(self) -> dict[str, Tensor]:
+        """The tensors that user code keeps, by path."""
+        nodes = kept_by_user(self.root, self._own())
+        return {node.path: node.value for node in nodes if isinstance(node.value, Tensor)}
+
+    def _changing_kept(self) -> flat_weights_forgotten:
+        """Context in which what user code keeps may change its place."""
+        nodes = kept_by_user(self.root, self._own())
+        modules = [node.value for node in nodes if isinstance(node.value, nn.RNNBase)]
+        return flat_weights_forgotten(*modules)
+
+    def _let_go_of_copies(self) -> None:
+        """Of copies that user code made while the whole model was here, keeps those of what this
+        stage holds: what it makes of them is made where the originals are.
+        """
+        originals = Originals(self.root)
+        for node in kept_by_user(self.root, self._own()):
+            for tensor, name in originals.of(node.value):
+                if tensor.is_meta or self.stage in self.stages_of([name]) or self.is_held(tensor):
+                    continue
+                try:
+                    swap(tensor, Elsewhere.like(tensor, [name]))
+                except RuntimeError as error:
+                    log.warning("PipeShift: a copy of %s stays on this stage: %s", name, error)
+
+    def pass_copies_on(self, stage_of: Sequence[int]) -> None:
+        """Gives what user code keeps of parameters to the stages that will hold those, and lets go
+        of it elsewhere. Every stage calls this.
+
+        Args:
+            stage_of: the new stage of each layer.
+        """
+        kept = self._kept()
+        found = exchange(self.channels, kept, lambda names: self.stages_of(names, stage_of))
+        if not found.asked:
+            return
+        with torch.no_grad(), self._changing_kept():
+            for path, what in found.asked.items():
+                tensor = kept.get(path)
+                stages = self.stages_of(what.lives_with, stage_of)
+                if tensor is None:
+                    continue
+                if path in found.received:
+                    hold(tensor, found.received[path])
+                elif what.lives_with and stages and self.stage not in stages and not tensor.is_meta:
+                    swap(tensor, Elsewhere.like(tensor, what.lives_with))
 
     # --- where the values are ---
 
@@ -112,6 +250,7 @@ class Holdings:
             for tensor, is_held in self._tensors():
                 if is_held and deferred.knows(tensor):
                     hold(tensor, deferred.values(tensor))
+            self.pass_copies_on([stage for _, stage in self.layers])
 
     def _fetch(self, deferred: Deferred) -> None:
         channels = self.channels
@@ -171,14 +310,21 @@ class Holdings:
     def settle(self, optimizers: Iterable[Optimizer], final: bool, deferred: Deferred) -> None:
         """Brings what is held to this stage's device; with ``final``, lets go of the rest."""
         device = self.channels.device
+        names = {id(use.parameter): use.name for use in self.uses}
+        names |= {id(buffer): name for name, buffer in self.root.named_buffers()}
         with torch.no_grad(), flat_weights_forgotten(self.root):
             for tensor, is_held in self._tensors():
                 if is_held:
                     if tensor.device != device and tensor.device != META:
                         tensor.data = tensor.data.to(device)
                 elif final:
-                    self._release(tensor)
+                    self._release(tensor, names[id(tensor)])
         if final:
+            let_whereabouts_be(self)
+            if self.channels.num_stages > 1 and not self._has_let_go:
+                self._has_let_go = True
+                with torch.no_grad(), self._changing_kept():
+                    self._let_go_of_copies()
             for optimizer in optimizers:
                 for parameter in list(optimizer.state):
                     if self.stage not in self.holders_of(parameter):
@@ -186,9 +332,9 @@ class Holdings:
                 # What was restored from a checkpoint, or made by the optimizer's constructor.
                 optimizer_to_device(optimizer, device, deferred)
 
-    def _release(self, tensor: Tensor) -> None:
+    def _release(self, tensor: Tensor, name: str) -> None:
         try:
-            release(tensor)
+            release(tensor, name)
         except RuntimeError as error:
             # Torch refuses while somebody holds a weak reference to it. What stays costs memory,
             # and nothing else.
@@ -203,10 +349,18 @@ class Holdings:
                 for to in range(self.channels.num_stages):
                     if to not in holders:
                         self._pass(number, holders[0], to)
+            kept = self._kept()
+            everywhere = set(range(self.channels.num_stages))
+            found = exchange(self.channels, kept, lambda _: everywhere)
+            with self._changing_kept():
+                for path, values in found.received.items():
+                    hold(kept[path], values)
         self.to_cpu()
 
     def to_cpu(self) -> None:
-        """Brings what is held to the CPU."""
+        """Brings what is held to the CPU. Nobody holds anything from here on."""
+        let_whereabouts_be(None)
+        self._aliases = None
         for slot in slots_of(self.root):
             tensor = slot.get()
             if tensor is not None and tensor.device.type not in ("cpu", "meta"):
@@ -241,6 +395,7 @@ class Holdings:
             keep: whether those that are there are needed any more.
         """
         self._aside = []
+        self._aliases = None
         self.shared.sums.clear()
         for use in self.held:
             if use.parameter.grad is not None and keep:
@@ -294,6 +449,7 @@ class Holdings:
 
     def hand_gradients_over(self) -> None:
         """Adds the step's gradients to the parameters' own."""
+        self.hide_gradients()
         for parameter, gradient in self._fresh.values():
             if parameter.grad is None or self._replaces:
                 parameter.grad = gradient
@@ -303,34 +459,36 @@ class Holdings:
 
     @contextmanager
     def stand_ins(self) -> Iterator[None]:
-        """Context in which a parameter that is held elsewhere has a gradient on the meta device, as
-        its own value is.
+        """Context in which gradients are shown; see :meth:`show_gradients`."""
+        try:
+            self.show_gradients()
+            yield
+        finally:
+            self.hide_gradients()
+
+    def show_gradients(self) -> None:
+        """Gives parameters that are held elsewhere a gradient, which is elsewhere as well.
 
         Where user code looks at gradients, those of other stages must not look as if there were
-        none: what adds them up would get a wrong sum. On the meta device they fail instead.
+        none: what adds them up would get a wrong sum. Optimizers must not see them.
         """
         held = {id(use.parameter) for use in self.held}
-        elsewhere = [
-            use.parameter
-            for use in self.uses
-            if id(use.parameter) not in held and use.parameter.requires_grad
-        ]
-        try:
-            for parameter in elsewhere:
-                parameter.grad = torch.empty_like(parameter)
-            yield
-        except (RuntimeError, NotImplementedError) as error:
-            if "meta" not in str(error):
-                raise
-            raise LayerError(
-                "A hook asked for the value of a gradient or a parameter that another stage holds"
-                f" (torch says: {error}). On this stage it is on the meta device: skip it"
-                " (`parameter.is_meta`), let `self.clip_gradients` clip by the norm over all"
-                " stages, and take norms for a log from `lightning_pipeshift.grad_norm`."
-            ) from error
-        finally:
-            for parameter in elsewhere:
-                parameter.grad = None
+        for use in self.uses:
+            parameter = use.parameter
+            is_shown = isinstance(parameter, Elsewhere) and parameter.requires_grad
+            if id(parameter) in held or not is_shown:
+                continue
+            shown = self._shown.get(id(parameter))
+            if shown is None or (shown.shape, shown.dtype) != (parameter.shape, parameter.dtype):
+                shown = self._shown[id(parameter)] = torch.empty_like(parameter).detach()
+            parameter.grad = shown
+
+    def hide_gradients(self) -> None:
+        """Undoes :meth:`show_gradients`."""
+        held = {id(use.parameter) for use in self.held}
+        for use in self.uses:
+            if id(use.parameter) not in held:
+                use.parameter.grad = None
 
     def _sum_shared(self) -> None:
         """Adds up the segments' gradients in their order, from stage to stage; the last holder has
@@ -339,13 +497,14 @@ class Holdings:
         A running sum in one fixed order has the same bits however the segments are spread over
         stages.
         """
+        self.shared.add_own(self.held)
         for use in self.shared.uses:
             if not use.parameter.requires_grad:
                 continue
             holders = self.holders_of(use.parameter)
             place = holders.index(self.stage)
             start = self._receive_optional(use, holders[place - 1]) if place else None
-            total = self.shared.total(use, start)
+            total = self.shared.total_with_own(use, start)
             if place + 1 < len(holders):
                 self._send_optional(total, holders[place + 1])
             else:

@@ -42,6 +42,8 @@ from lightning_pipeshift.runtime.staging import room_for
 from lightning_pipeshift.runtime.threads import Threads
 
 _GRADIENT = (-1, "gradient")
+# The lane by which new owners answer: two stages may each own something new of the other's.
+_ANSWERS = 4
 
 
 class _News(enum.Enum):
@@ -199,8 +201,8 @@ class Migration:
                 lane.send_tensor(parameter, to)
             for parcel in parameters:
                 lane.send_values(parcel.state, to)
-        lane.receive_object(to)
         lane.settle()
+        self._holdings.channels.bulk(_ANSWERS).receive_object(to)
 
     def _copied(self, parcel: _Parcel) -> Tensor:
         """What a parameter is now, for later."""
@@ -248,8 +250,9 @@ class Migration:
             parcel.has_arrived.set_result(None)
         for parcel in parameters:
             parcel.state = dict(lane.receive_values(source))
-        lane.send_object(None, source)
-        lane.settle()
+        answers = self._holdings.channels.bulk(_ANSWERS)
+        answers.send_object(None, source)
+        answers.settle()
 
     # --- where the stage computes ---
 
@@ -297,6 +300,8 @@ class Migration:
 
     def _cut_over(self, keeps_gradients: bool) -> None:
         holdings, parcels = self._holdings, self._prepared.result()
+        # The step may use them from its first line on.
+        holdings.pass_copies_on(self._stage_of)
         holdings.place(self._stage_of)
         for parcel in (parcel for leaving in parcels.outgoing.values() for parcel in leaving):
             self._pack(parcel, keeps_gradients)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -15,22 +16,28 @@ from torch.optim import Optimizer
 
 from lightning_pipeshift.errors import LayerError, PipeShiftError, PlanError
 from lightning_pipeshift.model.deferred import Deferred, is_whole
-from lightning_pipeshift.model.gate import Gate, Switch, install, remove
-from lightning_pipeshift.model.layers import find_layers
+from lightning_pipeshift.model.gate import Gate, Scope, Switch, install, remove
+from lightning_pipeshift.model.layers import find_layers, find_scopes
 from lightning_pipeshift.model.logs import LogRecorder, merge_logs
-from lightning_pipeshift.model.measure import Stopwatch
+from lightning_pipeshift.model.measure import Figures, Stopwatch
 from lightning_pipeshift.model.metrics import BatchMetrics
 from lightning_pipeshift.model.microbatch import batch_size_of, merge, split, weighted_mean
-from lightning_pipeshift.model.parameters import ParameterUse, Segment, parameter_uses
+from lightning_pipeshift.model.parameters import (
+    ParameterUse,
+    Segment,
+    modules_of_user_code,
+    parameter_uses,
+)
 from lightning_pipeshift.model.saved import Observer, address_of, addresses_of, bytes_of
 from lightning_pipeshift.model.signature import module_signature
 from lightning_pipeshift.model.state import TailState
 from lightning_pipeshift.model.streams import Streams
 from lightning_pipeshift.model.timing import Timer
-from lightning_pipeshift.model.trace import Trace
+from lightning_pipeshift.model.trace import LAST_STAGE, Trace
 from lightning_pipeshift.plan.action import Row, Schedule
 from lightning_pipeshift.plan.check import check
 from lightning_pipeshift.plan.cluster import Device
+from lightning_pipeshift.plan.flow import Call, Flow, call_order
 from lightning_pipeshift.plan.lowering import with_communication
 from lightning_pipeshift.plan.moves import Move, placement_after
 from lightning_pipeshift.plan.placement import Ownership, Placement
@@ -150,15 +157,21 @@ class Pipeline:
         )
         self.streams = Streams(channels.device)
         self._switch = Switch()
-        layers = find_layers(root, channels.num_stages)
+        layers = find_layers(root, max(replicas.topology.stages_per_vm))
+        scopes = {id(module): module for module in find_scopes(root)}
         gates = [
-            Gate(name, layer, index, self._switch)
+            Gate(name, layer, index, self._switch, id(layer) in scopes)
             for index, (name, layer) in enumerate(layers.items())
         ]
+        gated = set(map(id, layers.values()))
+        self._scopes = [
+            Scope("", module, -1, self._switch)
+            for identity, module in scopes.items()
+            if identity not in gated
+        ]
         settings.check(gates, replicas.topology.stages_per_vm)
-        install(gates)
+        install([*gates, *self._scopes])
         self._follower = Follower(root, gates, self._switch, self.streams, channels.device)
-        self._follower.model_is_whole = self._was_whole
         self.changes = Changes(self.vm, self._follower, self._threads)
         self._recorder = LogRecorder(root)
         self._tail = TailState(self._modules_outside_layers(), ignored)
@@ -178,6 +191,8 @@ class Pipeline:
                 fail_beside,
                 self.news.append,
             )
+        self.order: list[int] = []
+        """The layers in the order in which the last forward pass called them."""
         self._is_final = False
         self._num_microbatches_done = 0
         self.num_steps_done = 0
@@ -238,11 +253,17 @@ class Pipeline:
         if self._plan is not None and (self._is_final or not final):
             return
         follower, channels = self._follower, self.channels
-        follower.put_in_order(key, step, batch)
         stopwatch = None
         if self.planning.measures:
             stopwatch = Stopwatch(channels.device, self.streams, trains, addresses_of(batch))
-        trace = follower.follow(key, step, batch, stopwatch)
+        trace = Trace.empty()
+        if self._follows:
+            trace = follower.first(key, step, batch, module_signature(self.root), stopwatch)
+        if stopwatch is not None and trace.flow.calls and not trace.is_drawn:
+            # A copy that nobody calls, a head that is switched off: no work.
+            called_now = {call.layer for call in trace.flow.calls}
+            for layer in set(range(len(follower.gates))) - called_now:
+                stopwatch.figures[layer] = Figures(0.0)
         optimizers = list(optimizers)
         plan = self.planning.first_plan(
             follower.gates,
@@ -258,19 +279,24 @@ class Pipeline:
         behind = Segment(len(follower.gates), False)
         touched = {key: trace.touched.get(key, {behind}) for key in self._touched | trace.touched}
         named = {n: touched[id(p)] for n, p in self.root.named_parameters() if id(p) in touched}
+        called: set[int] | None = None
+        if trains and trace.flow.calls and not trace.is_drawn:
+            # Otherwise a layer that was not called now may be called in the next step.
+            called = {call.layer for call in trace.flow.calls}
         # Every rank followed its own batch; one of them decides.
-        named = self.replicas.world.share_object(named, source=0)
+        named, called = self.replicas.world.share_object((named, called), source=0)
         touched = {id(p): named[n] for n, p in self.root.named_parameters() if n in named}
         plan.require_layers([gate.name for gate in follower.gates])
         placement = plan.placement
         check_order(trace.flow, placement, self.vm, follower.gates)
         layers = [gate.layer for gate in follower.gates]
-        uses = parameter_uses(self.root, layers, touched)
+        uses = parameter_uses(self.root, layers, touched, called)
+        of_user_code = modules_of_user_code(self.root, layers, uses, called)
         stage_of = [placement.stage_of(self.vm, layer) for layer in range(placement.num_layers)]
         self._plan = plan
         self._ownership = Ownership.of(placement)
         self._touched = touched
-        self.holdings = Holdings(self.root, uses, layers, stage_of, channels)
+        self.holdings = Holdings(self.root, uses, layers, stage_of, channels, of_user_code)
         if not self._was_whole:
             self.holdings.obtain(self._deferred)
         self.holdings.match_shared()
@@ -283,7 +309,6 @@ class Pipeline:
         if trains and self.replicas.count > 1:
             self._aggregation = self._make_aggregation(uses, placement)
         self._is_final = final
-        follower.model_is_whole = channels.num_stages == 1 or (self._was_whole and not final)
 
     def _held_bytes(self) -> int:
         """What the model takes of this device's memory."""
@@ -293,6 +318,21 @@ class Pipeline:
             if tensor.device.type == self.channels.device.type
         }
         return bytes_of(held.values())
+
+    @property
+    def plan_in_call_order(self) -> Plan:
+        """The plan in force, its layers in the order in which they are called. Where no step was
+        followed, that order is known when one has run.
+        """
+        plan, names = self.plan, [gate.name for gate in self._follower.gates]
+        called = list(dict.fromkeys(self.order))
+        if self._follows or not called:
+            return plan
+        calls = [Call(layer, 0, (), frozenset()) for layer in called]
+        flow = Flow(tuple(calls), frozenset(), frozenset(), frozenset())
+        records = {record.name: record for record in plan.layers}
+        order = call_order([flow], len(names))
+        return replace(plan, layers=tuple(records[names[layer]] for layer in order))
 
     # --- another plan ---
 
@@ -399,7 +439,16 @@ class Pipeline:
         """
         return self._aggregation.exposed_seconds if self._aggregation is not None else 0.0
 
-    def _trace(self, key: Key, step: UserStep, batch: Any, state: Hashable) -> Trace:
+    @property
+    def _follows(self) -> bool:
+        """Whether anybody has to know what a step does before it is done: one stage by itself runs
+        the step as it is.
+        """
+        return self.replicas.topology.num_ranks > 1 or self.planning.measures
+
+    def _trace(self, key: Key, step: UserStep, batch: Any, state: Hashable) -> Trace | None:
+        if not self._follows:
+            return None
         trace, is_new = self._follower.trace(key, step, batch, state)
         if is_new:
             check_order(trace.flow, self.plan.placement, self.vm, self._follower.gates)
@@ -506,6 +555,7 @@ class Pipeline:
         profiler.begin_step()
         run.run(row)
         profiler.end_step()
+        self.order = run.order or self.order
         mine = None
         if self.is_last:
             mine = self._training_report(run, microbatches, wants_result, is_last_batch)
@@ -529,8 +579,7 @@ class Pipeline:
         asked_to_end, had_mail, is_objected_to = votes.wait().tolist()
         self.is_to_end = bool(asked_to_end)
         self._num_microbatches_done += len(microbatches)
-        if not self.is_last:
-            self._tail.apply(report.changes, self.channels.device)
+        self._share_state(report, microbatches)
         own = self.plan.placement.layers_of(self.vm, self.channels.stage)
         if is_objected_to:
             # What one virtual machine has seen another may not have.
@@ -544,6 +593,33 @@ class Pipeline:
             self._open_mail()
         self.num_steps_done = step_number + 1
         return report
+
+    def _share_state(self, report: Report, microbatches: Sequence[Microbatch]) -> None:
+        """Gives all stages what user code keeps on its modules: as it is on the last stage, which
+        runs all of it; and tensors that it has written to with values that one stage has, as they
+        are there. Every stage calls this.
+        """
+        written: dict[tuple[str, str], int] = {}
+        for microbatch in microbatches:
+            if microbatch.trace is not None:
+                written |= microbatch.trace.state
+        if not self.is_last:
+            changes = {path: new for path, new in report.changes.items() if path not in written}
+            self._tail.apply(changes, self.channels.device)
+        for (module_name, name), layer in sorted(written.items()):
+            source = self.channels.num_stages - 1
+            if layer != LAST_STAGE:
+                source = self.plan.placement.stage_of(self.vm, layer)
+            module = self.root.get_submodule(module_name)
+            tensor: Any = getattr(module, name)
+            if self.channels.stage == source:
+                for to in range(self.channels.num_stages):
+                    if to != source:
+                        self.channels.send_tensor(tensor.detach(), to)
+            else:
+                values = self.channels.receive_tensor(tensor, source)
+                with torch.no_grad():
+                    tensor.copy_(values)
 
     def _open_mail(self) -> None:
         """Does what was asked for from outside, and what the first rank has decided."""
@@ -670,6 +746,7 @@ class Pipeline:
             observer,
             store,
             before_layer,
+            self._tail.resolve,
         )
 
     @property
@@ -688,7 +765,7 @@ class Pipeline:
         step_number: int,
         final: bool,
         wants_result: bool,
-    ) -> Trace:
+    ) -> Trace | None:
         """Runs this stage's part of a forward-only step. What it gave is fetched by
         :meth:`fetch_reports`.
 
@@ -751,7 +828,7 @@ class Pipeline:
         if self.memory is not None:
             self.memory.close()
         self._threads.close()
-        remove(self._follower.gates)
+        remove([*self._follower.gates, *self._scopes])
         self._switch.current = None
 
     def make_whole(self) -> None:

@@ -9,8 +9,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipeshift.errors import CheckpointError
 from lightning_pipeshift.model.placeholder import META
 from lightning_pipeshift.runtime.holdings import Holdings
+from lightning_pipeshift.runtime.kept import exchange, nowhere, walk, with_values
+
+# How deep a checkpoint is looked through for what has to be fetched from other stages.
+_DEPTH = 12
 
 
 def gather_state(holdings: Holdings, state_dict: dict[str, Any], home: int) -> dict[str, Any]:
@@ -26,7 +31,8 @@ def gather_state(holdings: Holdings, state_dict: dict[str, Any], home: int) -> d
     source_of = _sources(holdings, home)
     there = {}
     for name, value in state_dict.items():
-        if source_of(name, value) == holdings.stage:
+        source = source_of(name, value)
+        if (home if source is None else source) == holdings.stage:
             there[name] = value.detach() if isinstance(value, Tensor) else value
     if holdings.stage != home:
         holdings.channels.send_values(there, home)
@@ -49,9 +55,9 @@ def _source_of(holdings: Holdings, parameter: Tensor, home: int) -> int:
     return home if home in holders else holders[0]
 
 
-def _sources(holdings: Holdings, home: int) -> Callable[[str, Any], int]:
+def _sources(holdings: Holdings, home: int) -> Callable[[str, Any], int | None]:
     """Says of an entry of the model's state dict which stage it is taken from: the stage
-    ``home`` wherever it has it.
+    ``home`` wherever it has it, and ``None`` for what is in no layer.
     """
     stage_of = {id(layer): stage for layer, stage in holdings.layers}
     prefixes = {
@@ -60,10 +66,10 @@ def _sources(holdings: Holdings, home: int) -> Callable[[str, Any], int]:
         if id(module) in stage_of
     }
 
-    def source_of(name: str, value: Any) -> int:
+    def source_of(name: str, value: Any) -> int | None:
         if holdings.knows(value):
             return _source_of(holdings, value, home)
-        return next((s for prefix, s in prefixes.items() if name.startswith(prefix)), home)
+        return next((s for prefix, s in prefixes.items() if name.startswith(prefix)), None)
 
     return source_of
 
@@ -86,13 +92,40 @@ def part_of_state(
     source_of = _sources(holdings, home=0)
     of_others: dict[int, Tensor] = {}
     for number, (name, value) in enumerate(state_dict.items()):
+        source = source_of(name, value)
         turn = number % num_virtual_machines if holdings.knows(value) else 0
-        if (vm, holdings.stage) != (turn, source_of(name, value)):
+        if source is None and isinstance(value, Tensor):
+            # User code's own, which may be on any stage; where several have it, one is written.
+            source = holdings.stage
+        if (vm, holdings.stage) != (turn, source or 0):
             like = value if isinstance(value, Tensor) else torch.empty(0)
             state_dict[name] = of_others.setdefault(
                 id(value), torch.empty(like.shape, dtype=like.dtype, device=META)
             )
     return state_dict
+
+
+def complete(holdings: Holdings, checkpoint: dict[str, Any], home: int) -> None:
+    """Gives a checkpoint the values that are on other stages: those of averages and other copies
+    that callbacks and the LightningModule have put into it. Every stage calls this.
+
+    Args:
+        holdings: what this stage holds.
+        checkpoint: this stage's own; the entries of the dict itself are replaced.
+        home: the stage whose checkpoint has to be whole.
+
+    Raises:
+        CheckpointError: no stage has a value.
+    """
+    nodes = walk("checkpoint", checkpoint, set(), depth=_DEPTH)
+    found = {node.path: node.value for node in nodes if isinstance(node.value, Tensor)}
+    exchanged = exchange(holdings.channels, found, lambda _: [home])
+    lost = [path for path in exchanged.nowhere if exchanged.asked[path].lives_with]
+    if lost:
+        raise CheckpointError(nowhere(lost))
+    value_of = {id(found[path]): values for path, values in exchanged.received.items()}
+    for name, entry in checkpoint.items():
+        checkpoint[name] = with_values(entry, value_of)
 
 
 def part_of_optimizer_state(

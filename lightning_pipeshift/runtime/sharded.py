@@ -8,6 +8,7 @@ elsewhere. Names are the user's own, and say nothing of who held what.
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import os
@@ -26,13 +27,18 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lightning_pipeshift.errors import CheckpointError
+from lightning_pipeshift.model.elsewhere import Elsewhere
 from lightning_pipeshift.runtime import atomic
+from lightning_pipeshift.runtime.kept import nowhere
 from lightning_pipeshift.runtime.staging import Staging
 from lightning_pipeshift.runtime.stored import StoredFile
 
 REST = "checkpoint.pt"
 _FORMAT = {"format": "pipeshift sharded checkpoint", "version": 1}
 _ALIASES = "tied_names"
+# Lightning's state dicts, which are the model's and the optimizers', and what anybody else adds.
+_STATES = ("state_dict", "optimizer_states")
+_REST = "rest"
 # What the index of torch.distributed.checkpoint is made of. Nothing else is unpickled.
 _INDEX_NAMES = {
     *(
@@ -57,9 +63,10 @@ _INDEX_NAMES = {
 }
 
 
-def leaves(checkpoint: Mapping[str, Any]) -> Iterator[tuple[str, dict[Any, Any], Any]]:
-    """The entries of the state dicts in a checkpoint: a key that is unique in it, the dict that
-    has the entry, and its name there.
+def leaves(checkpoint: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """The entries of the state dicts in a checkpoint, and whatever tensors callbacks and user code
+    have put into it besides: a key that is unique in it, the dict or list that has the entry, and
+    its name there.
     """
     for name in list(checkpoint.get("state_dict", ())):
         yield f"state_dict/{name}", checkpoint["state_dict"], name
@@ -67,6 +74,27 @@ def leaves(checkpoint: Mapping[str, Any]) -> Iterator[tuple[str, dict[Any, Any],
         for index, entry in state.get("state", {}).items():
             for name in list(entry) if isinstance(entry, dict) else ():
                 yield f"optimizer_states/{number}/{index}/{name}", entry, name
+    for name, part in checkpoint.items():
+        if name not in _STATES:
+            yield from _tensors_in(f"{_REST}/{name}", checkpoint, name, part)
+
+
+def _tensors_in(key: str, owner: Any, name: Any, value: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(value, Tensor):
+        yield key, owner, name
+    elif isinstance(value, dict | list):
+        for inner, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _tensors_in(f"{key}/{inner}", value, inner, part)
+
+
+def _unshared(value: Any) -> Any:
+    """The same dicts and lists, whose entries may be replaced."""
+    if not isinstance(value, dict | list):
+        return value
+    copied = copy.copy(value)
+    for name, part in list(value.items() if isinstance(value, dict) else enumerate(value)):
+        copied[name] = _unshared(part)
+    return copied
 
 
 # --- writing ---
@@ -163,7 +191,15 @@ class Writing:
         if not self._is_first:
             return {}
         known = {key: value for of_rank in reversed(heads) for key, value in of_rank.items()}
-        rest = dict(checkpoint)
+        rest = {
+            name: part if name in _STATES else _unshared(part) for name, part in checkpoint.items()
+        }
+        for key, owner, name in leaves({k: v for k, v in rest.items() if k not in _STATES}):
+            key = aliases.get(key, key)
+            if key in known:
+                owner[name] = known[key]
+            elif isinstance(owner[name], Elsewhere):
+                raise CheckpointError(nowhere([key]))
         state_dict = rest["state_dict"] = checkpoint["state_dict"].copy()
         if hasattr(checkpoint["state_dict"], "_metadata"):
             state_dict._metadata = checkpoint["state_dict"]._metadata
@@ -172,6 +208,8 @@ class Writing:
             key = aliases.get(key, key)
             if key in known:
                 state_dict[name] = known[key]
+            elif isinstance(state_dict[name], Elsewhere):
+                raise CheckpointError(nowhere([key]))
             else:
                 # A layer has given up a buffer, on the rank that runs it.
                 del state_dict[name]
@@ -181,6 +219,8 @@ class Writing:
             if kind == "state_dict":
                 # What is not there yet, a layer has made later, on the rank that runs it.
                 state_dict.setdefault(name, value)
+                continue
+            if kind == _REST:
                 continue
             number, index, name = name.split("/", 2)
             states[int(number)]["state"].setdefault(int(index), {})[name] = value
@@ -346,6 +386,12 @@ class ShardedFolder:
             value = owner[name]
             if isinstance(value, Tensor) and value.is_meta:
                 key = aliases.get(key, key)
+                if key.startswith(f"{_REST}/"):
+                    # Whoever put it there may do with it what promises cannot. What no stage had
+                    # was on the meta device everywhere.
+                    if key in self._places:
+                        owner[name] = self.tensor(key, value)
+                    continue
                 if key not in found:
                     found[key] = wrap(value, self._reader(key, value))
                 owner[name] = found[key]

@@ -20,11 +20,11 @@ from lightning_pipeshift.model.saved import Observer, SavedTable, addresses_of, 
 from lightning_pipeshift.model.stage_pass import StagePass
 from lightning_pipeshift.model.streams import Streams
 from lightning_pipeshift.model.timing import Timer
-from lightning_pipeshift.model.trace import Trace
+from lightning_pipeshift.model.trace import Payload, Trace
 from lightning_pipeshift.plan.action import Action, Kind, Row
 from lightning_pipeshift.plan.flow import Value
 from lightning_pipeshift.plan.footprint import SENDS_UNDER_WAY
-from lightning_pipeshift.runtime.channels import Channels, Direction, Receipt
+from lightning_pipeshift.runtime.channels import Channels, Direction, Layout, Receipt
 from lightning_pipeshift.runtime.lane import Sent
 from lightning_pipeshift.runtime.out_of_memory import explained
 from lightning_pipeshift.runtime.store import ActivationStore
@@ -40,7 +40,7 @@ class Microbatch:
         batch: the slice.
         size: its number of samples.
         share: its part of the batch's samples, 0 to 1.
-        trace: the flow of a slice of this shape.
+        trace: the flow of a slice of this shape; ``None`` where one stage runs the step as it is.
         layers: the layers that this stage owns for it.
         key: what its random streams depend on.
         recompute: the layers that run again before the backward.
@@ -49,10 +49,18 @@ class Microbatch:
     batch: Any
     size: int
     share: float
-    trace: Trace
+    trace: Trace | None
     layers: range
     key: tuple[int | str, ...]
     recompute: frozenset[int] = frozenset()
+
+    def payload(self, boundary: int) -> Payload:
+        """The values that cross a boundary, and how to receive them."""
+        return self.trace.payload(boundary) if self.trace is not None else []
+
+    def gradients(self, boundary: int) -> Payload:
+        """Those of them whose gradients come back."""
+        return self.trace.gradients(boundary) if self.trace is not None else []
 
 
 class Denominators(NamedTuple):
@@ -99,6 +107,7 @@ class StepRun:
         observer: notes what the first microbatch's layers save, where somebody wants to know.
         store: keeps what layers save within a budget, where there is one.
         before_layer: called in front of each of the stage's layers, where one may not be there yet.
+        resolve_state: puts values where user code has kept placeholders.
     """
 
     def __init__(
@@ -119,8 +128,13 @@ class StepRun:
         observer: Observer | None = None,
         store: ActivationStore | None = None,
         before_layer: Callable[[int], None] | None = None,
+        resolve_state: Callable[[Callable[[Any], Any]], None] | None = None,
     ) -> None:
+        self._resolve_state = resolve_state
         self.outcomes: list[Outcome] = []
+        self.order: list[int] = []
+        """The layers in the order in which the last forward called them, where nothing else says
+        what it is."""
         self._root = root
         self._step = step
         self._microbatches = microbatches
@@ -207,21 +221,42 @@ class StepRun:
         """What is still being sent, for a caller that waits later."""
         return list(self._sent.values())
 
+    def _layout(self, number: int, boundary: int, direction: Direction, left: int) -> Layout:
+        """How what crosses a boundary lies in memory. Each pair of neighbours agrees for itself.
+
+        Args:
+            number: the microbatch.
+            boundary: the layer behind it.
+            direction: which way the tensors go.
+            left: the lower stage of the two.
+        """
+        trace = self._microbatches[number].trace
+        assert trace is not None
+        layouts = trace.layouts
+        layout: Layout = layouts.setdefault((boundary, left, direction), Layout())
+        return layout
+
     # --- forward ---
 
     def receive_payload(self, number: int) -> None:
         """Posts the receive of the payload in front of this stage's layers."""
         microbatch = self._microbatches[number]
-        specs = [spec for _, spec in microbatch.trace.payload(microbatch.layers.start)]
-        self._payloads[number] = self._channels.post_receive(specs, Direction.PAYLOAD)
+        specs = [spec for _, spec in microbatch.payload(microbatch.layers.start)]
+        self._payloads[number] = self._channels.post_receive(
+            specs,
+            Direction.PAYLOAD,
+            self._layout(
+                number, microbatch.layers.start, Direction.PAYLOAD, self._channels.stage - 1
+            ),
+        )
 
     def forward(self, number: int) -> None:
         """Runs this stage's part of the user's step."""
         microbatch = self._microbatches[number]
-        values = [value for value, _ in microbatch.trace.payload(microbatch.layers.start)]
+        values = [value for value, _ in microbatch.payload(microbatch.layers.start)]
         received = [receipt.wait() for receipt in self._payloads.pop(number, [])]
         self._has_waited(number)
-        self._streams.begin(*microbatch.key, host=microbatch.trace.draws_on_host)
+        self._streams.begin(*microbatch.key)
         current = StagePass(
             trace=microbatch.trace,
             layers=microbatch.layers,
@@ -238,16 +273,20 @@ class StepRun:
             observer=self._observer if number == 0 else None,
             resident=self._resident,
             before_layer=self._before_layer,
+            resolve_state=self._resolve_state,
         )
         self._switch.current = self._under_way = current
+        self._recorder.current = current
         # From here on the model alone says what is held of it.
         received.clear()
         try:
             current.run(lambda: self._step(self._root, microbatch.batch))
         finally:
             self._switch.current = None
+            self._recorder.current = None
         logs = self._recorder.take()
         self._passes[number] = current
+        self.order = current.order
         if self._is_last:
             self.outcomes.append(self._outcome(current.result, logs))
             current.result = None
@@ -299,7 +338,7 @@ class StepRun:
     def send_payload(self, number: int) -> None:
         """Sends the payload behind this stage's layers."""
         microbatch, current = self._microbatches[number], self._passes[number]
-        payload = microbatch.trace.payload(microbatch.layers.stop)
+        payload = microbatch.payload(microbatch.layers.stop)
         for value, _ in payload:
             if value not in current.outgoing:
                 raise LayerError(
@@ -315,20 +354,31 @@ class StepRun:
         elif self._store is not None:
             self._store.hold(_payload_bytes(microbatch))
         self._sent[Kind.SEND_PAYLOAD, number] = self._channels.send(
-            tensors, specs, Direction.PAYLOAD
+            tensors,
+            specs,
+            Direction.PAYLOAD,
+            self._layout(number, microbatch.layers.stop, Direction.PAYLOAD, self._channels.stage),
         )
 
     # --- backward ---
 
     def recompute(self, number: int) -> None:
         """Runs layers again that let go of what they had saved."""
-        self._passes[number].recompute_layers()
+        current = self._switch.current = self._passes[number]
+        try:
+            current.recompute_layers()
+        finally:
+            self._switch.current = None
 
     def receive_gradient(self, number: int) -> None:
         """Posts the receive of the gradients of what was sent on."""
         microbatch = self._microbatches[number]
-        specs = [spec for _, spec in microbatch.trace.gradients(microbatch.layers.stop)]
-        self._gradients[number] = self._channels.post_receive(specs, Direction.GRADIENT)
+        specs = [spec for _, spec in microbatch.gradients(microbatch.layers.stop)]
+        self._gradients[number] = self._channels.post_receive(
+            specs,
+            Direction.GRADIENT,
+            self._layout(number, microbatch.layers.stop, Direction.GRADIENT, self._channels.stage),
+        )
 
     def backward(self, number: int) -> None:
         """Runs this stage's part of the backward."""
@@ -350,7 +400,7 @@ class StepRun:
             self._sent.pop((Kind.SEND_PAYLOAD, number)).wait()
             if self._store is not None:
                 self._store.hold(-_payload_bytes(microbatch))
-            values = [value for value, _ in microbatch.trace.gradients(microbatch.layers.stop)]
+            values = [value for value, _ in microbatch.gradients(microbatch.layers.stop)]
             for value, receipt in zip(values, receipts, strict=True):
                 gradient = receipt.wait()
                 if current.edges[value] is not None:
@@ -365,13 +415,14 @@ class StepRun:
             timer = self._timers.get(number)
             begin = timer.now() if timer is not None else None
             try:
-                torch.autograd.backward(roots, gradients)
+                current.backward(roots, gradients)
             finally:
                 self._switch.current = None
             if timer is not None:
                 timer.end_backward(begin)
         for value, box in current.boxes.items():
-            if box.gradient is not None and value not in microbatch.trace.flow.differentiable:
+            is_expected = microbatch.trace is None or value in microbatch.trace.flow.differentiable
+            if box.gradient is not None and not is_expected:
                 raise LayerError(
                     f"A gradient flows back to the layer {value.layer}, which is on an earlier"
                     " stage, and did not when the step was first followed (a `detach` that depends"
@@ -381,7 +432,7 @@ class StepRun:
         if self._is_last:
             self.outcomes[number].result = _detached(self.outcomes[number].result)
         self._outgoing[number] = {}
-        for value, spec in microbatch.trace.gradients(microbatch.layers.start):
+        for value, spec in microbatch.gradients(microbatch.layers.start):
             back = current.boxes[value].gradient
             if back is None:
                 kind = dtype_named(spec.dtype)
@@ -405,12 +456,17 @@ class StepRun:
         """Sends the gradients of the received payload back."""
         microbatch = self._microbatches[number]
         gradients = self._outgoing.pop(number)
-        payload = microbatch.trace.gradients(microbatch.layers.start)
+        payload = microbatch.gradients(microbatch.layers.start)
         tensors = [gradients[value] for value, _ in payload]
         specs = [spec for _, spec in payload]
         self._wait_for_earlier(Kind.SEND_GRADIENT)
         self._sent[Kind.SEND_GRADIENT, number] = self._channels.send(
-            tensors, specs, Direction.GRADIENT
+            tensors,
+            specs,
+            Direction.GRADIENT,
+            self._layout(
+                number, microbatch.layers.start, Direction.GRADIENT, self._channels.stage - 1
+            ),
         )
 
     def _wait_for_earlier(self, kind: Kind) -> None:
@@ -471,7 +527,7 @@ _ACTIONS: dict[Kind, Callable[[StepRun, int], None]] = {
 
 def _payload_bytes(microbatch: Microbatch) -> int:
     """What is held of what the stage sends on, from its forward to its backward."""
-    payload = microbatch.trace.payload(microbatch.layers.stop)
+    payload = microbatch.payload(microbatch.layers.stop)
     return sum(spec.num_bytes for _, spec in payload)
 
 

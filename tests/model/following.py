@@ -12,7 +12,8 @@ from lightning_pipeshift.model.gate import Gate, Switch, install, remove
 from lightning_pipeshift.model.layers import find_layers
 from lightning_pipeshift.model.measure import Stopwatch
 from lightning_pipeshift.model.placeholder import Placeholder, Watcher, spec_of
-from lightning_pipeshift.model.trace import Trace, record
+from lightning_pipeshift.model.recorder import record
+from lightning_pipeshift.model.trace import Trace
 from lightning_pipeshift.plan.flow import Value
 
 CPU = torch.device("cpu")
@@ -40,9 +41,7 @@ def linears(names: str, width: int = 4) -> dict[str, nn.Module]:
     return {name: nn.Linear(width, width) for name in names.split()}
 
 
-def follow(
-    model: nn.Module, *batch: Any, real: bool = False, stopwatch: Stopwatch | None = None
-) -> Trace:
+def follow(model: nn.Module, *batch: Any, stopwatch: Stopwatch | None = None) -> Trace:
     """The trace of ``model.user_step(model, *batch)``."""
     switch = Switch()
     gates = [
@@ -57,7 +56,6 @@ def follow(
             gates,
             switch,
             CPU,
-            real,
             stopwatch,
         )
     finally:
@@ -76,6 +74,9 @@ def table(trace: Trace, model: nn.Module) -> list[str]:
         for call in flow.calls
     ]
     lines.append(f"tail: {_listed(flow.tail, names)}")
+    for operation in flow.operations:
+        made = " ".join(_name(value, names) for value, _ in operation.results)
+        lines.append(f"{made}: {_listed(operation.needs, names)}")
     if flow.control:
         lines.append(f"control: {_listed(flow.control, names)}")
     lines.append(f"grad: {_listed(flow.differentiable, names)}")
@@ -96,6 +97,8 @@ def _listed(values: Iterable[Value], names: list[str]) -> str:
 
 def _name(value: Value, names: list[str]) -> str:
     name = names[value.layer]
+    if value.op:
+        return f"{name}/{value.call}.{value.op}" + (f".{value.leaf}" if value.leaf else "")
     if value.call:
         name += f"#{value.call}"
     return name + (f".{value.leaf}" if value.leaf else "")
@@ -121,7 +124,7 @@ class Notes(Watcher):
     def read(self, function: str, values: set[Value]) -> None:
         self.reads.append((function, set(values)))
 
-    def written(self, values: set[Value]) -> None:
+    def written(self, tensor: Tensor, values: set[Value]) -> None:
         self.writes.append(set(values))
 
     def draws(self, draw: Callable[[], object]) -> None:

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -28,6 +30,22 @@ class Scales(nn.Module):
 @pytest.fixture
 def layer():
     return Scales()
+
+
+def test_a_copy_of_a_layer_is_a_layer_of_its_own():
+    switch = Switch()
+    linear = nn.Linear(2, 2)
+    net = nn.Sequential(linear, Scales())
+    gates = [Gate(str(place), part, place, switch) for place, part in enumerate(net)]
+    install(gates)
+    copied = copy.deepcopy(net)
+    with torch.no_grad():
+        for parameter, value in zip(copied.parameters(), (0.0, 3.0), strict=True):
+            parameter.fill_(value)
+    assert torch.equal(copied(X[:, :2]), torch.full((2, 2), 3.0))
+    assert not torch.equal(net(X[:, :2]), torch.full((2, 2), 3.0))
+    switch.current = Doubles()
+    assert torch.equal(copied(X[:, :2]), torch.full((2, 2), 3.0))
 
 
 def test_outside_of_a_pass_the_layer_is_the_users_own(layer):

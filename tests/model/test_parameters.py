@@ -5,10 +5,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_pipeshift.model.cut import SharedParameters
 from lightning_pipeshift.model.parameters import (
     Segment,
+    copies_in,
     flat_weights_forgotten,
     hold,
     parameter_uses,
@@ -107,12 +109,12 @@ def test_releasing_and_holding_keeps_the_object():
     accumulated: list[Tensor] = []
     parameter.register_post_accumulate_grad_hook(lambda one: accumulated.append(one.grad))
     reference = parameter
-    release(parameter)
+    release(parameter, "it")
     assert net.a.weight is net.b.weight is reference is parameter
     assert isinstance(parameter, nn.Parameter)
     assert (parameter.device.type, parameter.shape, parameter.grad) == ("meta", (3, 3), None)
     assert parameter.requires_grad
-    release(parameter)  # again: nothing happens
+    release(parameter, "it")  # again: nothing happens
     assert list(net.state_dict()) == list(spare.state_dict())
 
     hold(parameter, values.clone())
@@ -136,7 +138,7 @@ def test_an_optimizer_steps_what_is_held_and_leaves_the_rest(optimizer_class):
     x = torch.ones(1, 2)
     optimizer = optimizer_class(net.parameters(), lr=0.1)
     for tensor in net[0].parameters():
-        release(tensor)
+        release(tensor, "it")
     plain_optimizer = optimizer_class(plain[1].parameters(), lr=0.1)
     for _ in range(2):
         for step, module in ((optimizer, net[1]), (plain_optimizer, plain[1])):
@@ -150,7 +152,7 @@ def test_an_optimizer_steps_what_is_held_and_leaves_the_rest(optimizer_class):
 
 def test_strides_types_and_freezing_survive():
     parameter = nn.Parameter(torch.rand(4, 3).T.to(torch.bfloat16), requires_grad=False)
-    release(parameter)
+    release(parameter, "it")
     assert (parameter.stride(), parameter.dtype) == ((1, 3), torch.bfloat16)
     assert not parameter.requires_grad
     hold(parameter, torch.ones(3, 4, dtype=torch.bfloat16))
@@ -161,7 +163,7 @@ def test_strides_types_and_freezing_survive():
 def test_buffers_too():
     norm: Any = nn.BatchNorm1d(3)
     buffer: Any = norm.running_mean
-    release(buffer)
+    release(buffer, "it")
     assert norm.running_mean is buffer
     assert buffer.device.type == "meta"
     hold(buffer, torch.full((3,), 2.0))
@@ -172,7 +174,7 @@ def test_buffers_too():
 
 def test_tied_parameters_stay_tied():
     net = Net()
-    release(net.b.weight)
+    release(net.b.weight, "b.weight")
     hold(net.a.weight, torch.eye(3))
     assert net.a.weight is net.b.weight
     assert torch.equal(net.b(torch.ones(1, 3)), torch.ones(1, 3))
@@ -186,7 +188,7 @@ def test_recurrent_modules_keep_weak_references(kind):
     values = {name: p.detach().clone() for name, p in net.named_parameters()}
     with flat_weights_forgotten(net):
         for parameter in net.parameters():
-            release(parameter)
+            release(parameter, "it")
     assert all(parameter.device.type == "meta" for parameter in net.parameters())
     with flat_weights_forgotten(net):
         for name, parameter in net.named_parameters():
@@ -204,7 +206,7 @@ def test_a_weak_reference_of_the_users_own_keeps_the_values_here():
     parameter = nn.Parameter(torch.ones(2))
     reference = weakref.ref(parameter)
     with pytest.raises(RuntimeError, match="weakref"):
-        release(parameter)
+        release(parameter, "it")
     assert torch.equal(parameter, torch.ones(2))
     assert reference() is parameter
 
@@ -213,7 +215,7 @@ def test_a_parameter_that_is_part_of_a_graph():
     """A loss that somebody keeps still refers to the parameter's node."""
     parameter = nn.Parameter(torch.ones(2))
     kept = (parameter * 2).sum()
-    release(parameter)
+    release(parameter, "it")
     assert parameter.device.type == "meta"
     assert kept.item() == 4
 
@@ -226,13 +228,16 @@ def gradient_of(parameter: Any) -> Any:
 
 
 def run_segments(net, shared, x, use_a=True):
-    shared.enter(Segment(0, False))
-    x = x * net.scale
-    shared.enter(Segment(0, True))
+    def used(parameter):
+        return shared.alias(parameter) if shared.knows(parameter) else parameter
+
+    shared.enter_gap(0)
+    x = x * used(net.scale)
+    shared.enter_layer(0, 0)
     x = net.a(x) if use_a else x
-    shared.enter(Segment(1, False))
-    x = x * net.scale
-    shared.enter(Segment(1, True))
+    shared.enter_gap(1)
+    x = x * used(net.scale)
+    shared.enter_layer(1, 1)
     loss = net.b(x).square().sum()
     shared.restore()
     return loss
@@ -312,3 +317,47 @@ def test_a_parameter_changed_between_forward_and_backward_is_noticed():
         net.a.weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def copied_pairs(root: nn.Module, called: list[str]) -> set[tuple[str, str]]:
+    layers = [module for module in root.children() if list(module.parameters())]
+    names = [name for name, module in root.named_children() if list(module.parameters())]
+    indices = {names.index(name) for name in called}
+    name_of = {id(module): name for name, module in root.named_modules()}
+    uses = parameter_uses(root, layers, {}, indices)
+    for use in uses:
+        # What is shared is summed over its own layers; the copy's adds nothing.
+        assert all(segment.layer in use.layers for segment in use.segments)
+    return {(name_of[id(a)], name_of[id(b)]) for a, b in copies_in(root, uses, indices)}
+
+
+def test_copies_are_known_by_their_structure():
+    def encoder():
+        return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+
+    root = nn.Module()
+    root.student, root.teacher, root.head = encoder(), encoder(), nn.Linear(2, 2)
+    assert copied_pairs(root, ["student", "teacher", "head"]) == set()
+    root.teacher.requires_grad_(False)
+    assert copied_pairs(root, ["student", "teacher", "head"]) == {("teacher", "student")}
+    root.teacher.requires_grad_(True)
+    assert copied_pairs(root, ["student", "head"]) == {("teacher", "student")}
+    student: Any = root.student
+    root.teacher = AveragedModel(student)
+    assert copied_pairs(root, ["student", "head"]) == {("teacher.module", "student")}
+    layers: Any = [root.student, root.teacher]
+    use = parameter_uses(root, layers, {}, {0})[0]
+    assert (use.name, use.layers, use.segments) == ("student.0.weight", (0, 1), [Segment(0, True)])
+    assert use.holders([0, 1], 3) == [0, 1]
+
+
+def test_frozen_blocks_are_no_copies():
+    root = nn.Module()
+    root.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(6)])
+    root.head = nn.Linear(4, 2)
+    root.blocks[:3].requires_grad_(False)
+    assert copied_pairs(root, ["blocks", "head"]) == set()
+    # An adapter that trains beside many frozen modules like it.
+    root.blocks.requires_grad_(False)
+    root.adapter = nn.Linear(4, 4)
+    assert copied_pairs(root, ["blocks", "head", "adapter"]) == set()

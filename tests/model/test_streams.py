@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from lightning_pipeshift.model.streams import (
-    Place,
     Streams,
     global_state,
     set_global_state,
@@ -99,7 +98,7 @@ def test_an_error_inside_changes_nothing_either():
     assert draw() == expected
 
 
-PLACES = [(place, layer, call) for place in Place for layer in range(4) for call in range(2)]
+PLACES = range(16)
 
 
 def test_every_place_in_the_pass_has_a_stream_of_its_own():
@@ -110,9 +109,9 @@ def test_every_place_in_the_pass_has_a_stream_of_its_own():
             found[key] = [draw()]
             for place in PLACES:
                 draw()
-                streams.go_to(*place)
+                streams.go_to(place)
                 found[key].append(draw())
-            streams.go_to(*PLACES[0])
+            streams.go_to(PLACES[0])
             assert draw() == found[key][1], "not from its beginning"
     everything = found["a"] + found["b"]
     for column in zip(*everything, strict=True):
@@ -123,11 +122,11 @@ def test_going_without_the_host_leaves_numpy_and_random_where_they_are():
     streams = Streams(CPU)
     with streams.switched("a"):
         expected = draw()[1:]
-        streams.go_to(Place.LAYER, 1)
+        streams.go_to(1)
         torch_there = draw()[0]
     with streams.switched("a"):
         before = streams.host_state()
-        streams.go_to(Place.LAYER, 1, host=False)
+        streams.go_to(1, host=False)
         assert streams.host_state() == before
         torch_here, *host = draw()
         assert streams.host_state() != before
@@ -140,11 +139,11 @@ def test_the_spare_normal_draw_does_not_reach_the_next_stream():
     with streams.switched("a"):
         np.random.randn()
         random.gauss(0, 1)
-        streams.go_to(Place.GAP, 1)
+        streams.go_to(2)
         after_one = draw()
         np.random.randn()
         np.random.randn()
-        streams.go_to(Place.GAP, 1)
+        streams.go_to(2)
         after_two = draw()
     assert after_one == after_two
 

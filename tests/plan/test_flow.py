@@ -3,7 +3,7 @@ from itertools import pairwise
 
 import pytest
 
-from lightning_pipeshift.plan.flow import Call, Flow, TensorSpec, Value, call_order
+from lightning_pipeshift.plan.flow import Call, Flow, TensorSpec, Value, call_order, merged
 
 
 def spec(*shape, itemsize=4):
@@ -126,6 +126,25 @@ def flow_of(layers):
 )
 def test_call_order(flows, num_layers, expected):
     assert call_order([flow_of(flow) for flow in flows], num_layers) == expected
+
+
+@pytest.mark.parametrize(
+    ("flows", "expected"),
+    [
+        ([[0, 1, 2]], [0, 1, 2]),
+        # By chance each calls one of the two in the middle.
+        ([[0, 2, 3], [0, 1, 3]], [0, 1, 2, 3]),
+        ([[0, 1, 3], [0, 2, 3], [0, 3]], [0, 1, 2, 3]),
+        # A later module in the tree is called before them.
+        ([[0, 4, 2], [0, 4, 1]], [0, 4, 1, 2]),
+        ([[1, 1, 0]], [1, 0]),
+        # No order agrees with both.
+        ([[0, 1], [1, 0]], [0, 1]),
+    ],
+)
+def test_flows_that_call_some_layers_at_a_time(flows, expected):
+    found = merged([flow_of(flow) for flow in flows])
+    assert list(dict.fromkeys(call.layer for call in found.calls)) == expected
 
 
 @pytest.mark.parametrize("seed", range(50))

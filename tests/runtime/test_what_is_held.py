@@ -83,16 +83,18 @@ def count(
     received, after_forward = Count(), [0]
     send, receive, run = Channels.send, Channels.post_receive, StagePass.run
 
-    def counted_send(self: Any, tensors: Any, specs: Any, direction: Direction) -> Any:
+    def counted_send(
+        self: Any, tensors: Any, specs: Any, direction: Direction, layout: Any = None
+    ) -> Any:
         for tensor in tensors:
             sent[direction].add(tensor)
-        return send(self, tensors, specs, direction)
+        return send(self, tensors, specs, direction, layout)
 
-    def counted_receive(self: Any, specs: Any, direction: Direction) -> Any:
-        receipts = receive(self, specs, direction)
+    def counted_receive(self: Any, specs: Any, direction: Direction, layout: Any = None) -> Any:
+        receipts = receive(self, specs, direction, layout)
         if direction is Direction.PAYLOAD:
             for receipt in receipts:
-                received.add(receipt.buffer)
+                received.add(receipt.flat)
         return receipts
 
     def counted_run(self: Any, step: Any) -> None:

@@ -1,0 +1,263 @@
+"""Rank processes that do one job after another, with a limit for each.
+
+A sweep over hundreds of models would spend its time importing torch if every model had fresh
+processes. These are forked once, from a server that has imported everything, and kept. A job that
+raises, dies or hangs ends all of them; the next one finds new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from multiprocessing import connection as mp_connection
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from tests.harness import (
+    RANK_VARIABLES,
+    _lead_own_group_and_die_with_parent,
+    free_port,
+)
+
+_STACK_SIGNAL = signal.SIGUSR2
+# How long the other ranks may go on, once one has failed.
+_GRACE_SECONDS = 8.0
+
+
+class JobFailedError(Exception):
+    """A job that did not end well.
+
+    Args:
+        kind: the class of the exception, ``"hang"`` or ``"crash"``.
+        message: of the exception.
+        details: the traceback, or the stacks of all ranks.
+    """
+
+    def __init__(self, kind: str, message: str, details: str) -> None:
+        self.kind = kind
+        self.message = message
+        self.details = details
+        super().__init__(f"{kind}: {message}")
+
+    @property
+    def first_line(self) -> str:
+        """What a table has room for."""
+        lines = self.message.strip().splitlines() or [""]
+        return f"{self.kind}: {lines[0][:300]}"
+
+
+class _Answer(NamedTuple):
+    """What one rank says of its part in a job."""
+
+    value: Any = None
+    kind: str | None = None
+    message: str = ""
+    details: str = ""
+
+
+class Workers:
+    """Rank processes, as many as the largest job needs.
+
+    Args:
+        size: how many.
+        preloaded: names of modules that the server imports before it forks.
+    """
+
+    def __init__(self, size: int, preloaded: Sequence[str]) -> None:
+        self._size = size
+        self._folder = tempfile.TemporaryDirectory(prefix="pipeshift-workers-")
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(preloaded))
+        self._processes: list[Any] = []
+        self._connections: list[mp_connection.Connection] = []
+
+    @property
+    def scratch(self) -> Path:
+        """A folder that all jobs may write to; it is deleted at the end."""
+        return Path(self._folder.name)
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, world_size: int, limit_seconds: float
+    ) -> list[Any]:
+        """Calls a function on the first ranks, as one job under torchrun.
+
+        Args:
+            function: of a module; it is pickled by name.
+            args: its arguments.
+            world_size: how many ranks take part.
+            limit_seconds: after this the job counts as hung.
+
+        Returns:
+            what each rank returned.
+
+        Raises:
+            JobFailedError: a rank raised, died or hung.
+        """
+        if not self._processes:
+            self._start()
+        port = free_port()
+        call = pickle.dumps((function, args))
+        for rank in range(world_size):
+            environment = _rank_variables(rank, world_size, port)
+            self._connections[rank].send((environment, call))
+        try:
+            return self._await(world_size, limit_seconds)
+        except JobFailedError:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Ends all processes; the next job starts new ones."""
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # it may not lead its group yet
+            process.join(10.0)
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.stop()
+        self._folder.cleanup()
+
+    def _start(self) -> None:
+        for rank in range(self._size):
+            ours, theirs = self._context.Pipe()
+            process: Any = self._context.Process(target=_work, args=(theirs, rank, self.scratch))
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def _await(self, world_size: int, limit_seconds: float) -> list[Any]:
+        answers: dict[int, _Answer] = {}
+        deadline = time.monotonic() + limit_seconds
+        while len(answers) < world_size and time.monotonic() < deadline:
+            waiting = [rank for rank in range(world_size) if rank not in answers]
+            handles: list[Any] = [self._connections[rank] for rank in waiting]
+            mp_connection.wait(handles, timeout=max(0.0, deadline - time.monotonic()))
+            for rank in waiting:
+                answer = self._answer_of(rank)
+                if answer is not None:
+                    answers[rank] = answer
+                    if answer.kind is not None:
+                        deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        failed = [answer for answer in answers.values() if answer.kind is not None]
+        if failed:
+            # A rank that only says that another one failed is not the one to look at.
+            failed.sort(key=lambda answer: answer.kind in ("StageFailedError", "crash"))
+            first = failed[0]
+            raise JobFailedError(first.kind or "", first.message, first.details)
+        if len(answers) < world_size:
+            raise JobFailedError(
+                "hang", f"still running after {limit_seconds:g} s", self._stacks(world_size)
+            )
+        return [answers[rank].value for rank in range(world_size)]
+
+    def _answer_of(self, rank: int) -> _Answer | None:
+        connection = self._connections[rank]
+        try:
+            if connection.poll():
+                answer: _Answer = pickle.loads(connection.recv_bytes())
+                return answer
+        except (EOFError, ConnectionError):
+            self._processes[rank].join(5.0)
+        else:
+            return None
+        stack = self.scratch / f"rank{rank}.stack"
+        return _Answer(
+            kind="crash",
+            message=f"rank {rank} died, exit code {self._processes[rank].exitcode}",
+            details=stack.read_text(errors="replace") if stack.exists() else "",
+        )
+
+    def _stacks(self, world_size: int) -> str:
+        for process in self._processes[:world_size]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, _STACK_SIGNAL)
+        time.sleep(1.0)
+        texts = []
+        for rank in range(world_size):
+            stack = self.scratch / f"rank{rank}.stack"
+            text = stack.read_text(errors="replace") if stack.exists() else ""
+            texts.append(f"rank {rank}:\n{text}")
+        return "\n".join(texts)
+
+
+def _rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun tells a worker, on one host."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": f"zoo-{port}",
+    }
+
+
+def _work(connection: mp_connection.Connection, rank: int, scratch: Path) -> NoReturn:
+    """The life of a rank: take a job, do it, answer."""
+    _lead_own_group_and_die_with_parent()
+    os.chdir(scratch)
+    output = os.open(scratch / f"rank{rank}.output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    stacks = (scratch / f"rank{rank}.stack").open("w")
+    set_handler = signal.signal
+
+    def keep_stack_signal(number: Any, handler: Any) -> Any:
+        # Lightning puts back every signal's handler after a run, and Python knows nothing of
+        # faulthandler's.
+        return handler if number == _STACK_SIGNAL else set_handler(number, handler)
+
+    faulthandler.enable(file=stacks, all_threads=True)
+    faulthandler.register(_STACK_SIGNAL, file=stacks, all_threads=True)
+    signal.signal = keep_stack_signal  # type: ignore[assignment]
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    # Libraries' own remarks on tiny models (a size that divides badly, a cache that is off).
+    logging.disable(logging.ERROR)
+    while True:
+        try:
+            environment, call = connection.recv()
+        except (EOFError, ConnectionError):
+            os._exit(0)
+        for name in RANK_VARIABLES:
+            os.environ.pop(name, None)
+        os.environ.update(environment)
+        try:
+            function, args = pickle.loads(call)
+            answer = _Answer(function(*args))
+        except BaseException as error:
+            answer = _Answer(None, type(error).__name__, str(error), traceback.format_exc())
+        try:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        except Exception as error:
+            if answer.kind is None:
+                answer = _Answer(None, type(error).__name__, str(error), traceback.format_exc())
+        sys.stdout.flush()
+        connection.send_bytes(pickle.dumps(answer))

@@ -1,0 +1,300 @@
+"""What the ranks of the sweep do with one model: train it in a pipeline, or plainly beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from statistics import median
+from typing import Any, NamedTuple
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader
+
+from benchmarks import zoo_models
+from benchmarks.zoo_models import Batch, Built, Case
+from lightning_pipeshift import PipeShiftStrategy
+
+MICROBATCHES = 2
+SEED = 11
+LEARNING_RATE = 0.005
+# Parameters after a few steps, against a plain loop: the largest difference, as a part of the
+# largest value of the tensor.
+TOLERANCE = 1e-3
+
+
+class Fit(NamedTuple):
+    """How to train.
+
+    Args:
+        num_steps: how many steps.
+        partition: as the strategy takes it.
+        schedule: likewise.
+        drops: whether dropout and its like are on.
+    """
+
+    num_steps: int
+    partition: Any = "auto"
+    schedule: str = "1f1b"
+    drops: bool = True
+
+
+class Trained(NamedTuple):
+    """What a run has come to, on one rank.
+
+    Args:
+        digest: of the final parameters and buffers.
+        losses: of every step.
+        layers: the names of the plan's layers.
+        counts: how many of them each stage has owned at the end.
+        differing: how far each tensor is from the same one in ``compared_with``, as a part of its
+            largest value: those that are not the same to the bit.
+        first_step_seconds: what the first step took, in which the model is looked at.
+        seconds: the whole run.
+    """
+
+    digest: str
+    losses: list[float]
+    layers: list[str]
+    counts: list[int]
+    differing: dict[str, float]
+    first_step_seconds: float
+    seconds: float
+
+
+class Overhead(NamedTuple):
+    """Seconds of a step on one stage, and of the plain step beside it."""
+
+    ours: list[float]
+    plain: list[float]
+
+    @property
+    def ratio(self) -> float:
+        """How many times as long a step takes."""
+        return median(self.ours) / median(self.plain)
+
+
+class Wrapped(L.LightningModule):
+    """The unmodified model, as a user would train it.
+
+    Args:
+        built: the model and its loss.
+        logs: whether the loss is logged.
+    """
+
+    def __init__(self, built: Built, logs: bool = True) -> None:
+        super().__init__()
+        self.model = built.model
+        self._loss_of = built.loss
+        self._logs = logs
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = self._loss_of(self.model, batch)
+        if self._logs:
+            self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Optimizer:
+        return optimizer_of(self.model)
+
+
+def optimizer_of(model: nn.Module) -> Optimizer:
+    """SGD with momentum: Adam scales the noise of gradients that are zero up to rounding."""
+    return SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
+
+
+class _Watcher(L.Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.first_step_seconds = 0.0
+        self._begun = 0.0
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 0:
+            self._begun = time.perf_counter()
+            return
+        if trainer.global_step == 1:
+            self.first_step_seconds = time.perf_counter() - self._begun
+        self._take(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._take(trainer)
+
+    def _take(self, trainer: L.Trainer) -> None:
+        self.losses.append(float(trainer.callback_metrics["loss"]))
+
+
+def settle(case: Case) -> Case:
+    """See :func:`benchmarks.zoo_models.settle`."""
+    return zoo_models.settle(case)
+
+
+def fit(case: Case, how: Fit, save_as: str | None, compare_with: str | None) -> Trained:
+    """Trains on this job's ranks, one stage on each.
+
+    Args:
+        case: a settled one.
+        how: partition, schedule and the like.
+        save_as: a file for the first rank's final state.
+        compare_with: the file of another run's.
+    """
+    begun = time.perf_counter()
+    built = zoo_models.build(case, how.drops)
+    module = Wrapped(built)
+    L.seed_everything(SEED, verbose=False)
+    watcher = _Watcher()
+    strategy = PipeShiftStrategy(
+        microbatches=MICROBATCHES, partition=how.partition, schedule=how.schedule, profile_steps=1
+    )
+    trainer = _trainer(strategy, watcher, how.num_steps)
+    trainer.fit(module, _loader(built, how.num_steps))
+    state = dict(built.model.state_dict())
+    differing = {}
+    if trainer.is_global_zero and compare_with is not None:
+        differing = differences(state, torch.load(compare_with, weights_only=True))
+    if trainer.is_global_zero and save_as is not None:
+        torch.save(state, save_as)
+    placement = strategy.plan.placement
+    return Trained(
+        digest_of(state),
+        watcher.losses,
+        [layer.name for layer in strategy.plan.layers],
+        list(placement.counts[0]),
+        differing,
+        watcher.first_step_seconds,
+        time.perf_counter() - begun,
+    )
+
+
+def train_plainly(case: Case, num_steps: int, compare_with: str) -> dict[str, float]:
+    """Trains in a plain loop, without dropout and with the same microbatches.
+
+    Returns:
+        how far each tensor is from that of the run with which it is compared, where that is more
+        than rounding.
+    """
+    built = zoo_models.build(case, drops=False)
+    optimizer = optimizer_of(built.model)
+    for batch in built.batches(num_steps):
+        _plain_step(built, optimizer, _slices(batch, MICROBATCHES))
+    others = torch.load(compare_with, weights_only=True)
+    far = differences(dict(built.model.state_dict()), others)
+    return {name: distance for name, distance in far.items() if distance > TOLERANCE}
+
+
+def measure_overhead(case: Case, num_steps: int, limit_seconds: float) -> Overhead:
+    """Times a fit's own steps on one stage, and steps of a plain loop between them.
+
+    A step is what lies between the two hooks around a batch: the fit's own part of Lightning's
+    loop is in it, which a plain loop has not.
+
+    Args:
+        case: a settled one.
+        num_steps: how many of each.
+        limit_seconds: fewer steps, where they would take longer.
+    """
+    plain = zoo_models.build(case)
+    built = zoo_models.build(case)
+    alternation = _Alternation(plain, limit_seconds)
+    strategy = PipeShiftStrategy(microbatches=1, profile_steps=0)
+    trainer = _trainer(strategy, alternation, num_steps + _Alternation.NUM_WARM_UP)
+    batches = num_steps + _Alternation.NUM_WARM_UP
+    trainer.fit(Wrapped(built, logs=False), _loader(built, batches))
+    return Overhead(alternation.ours, alternation.plain)
+
+
+class _Alternation(L.Callback):
+    NUM_WARM_UP = 3
+
+    def __init__(self, plain: Built, limit_seconds: float) -> None:
+        self.ours: list[float] = []
+        self.plain: list[float] = []
+        self._plain = plain
+        self._optimizer = optimizer_of(plain.model)
+        self._batch = plain.batches(1)[0]
+        self._limit_seconds = limit_seconds
+        self._num_begun = 0
+        self._first = self._begun = time.perf_counter()
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        begun = time.perf_counter()
+        _plain_step(self._plain, self._optimizer, [self._batch])
+        if self._num_begun >= self.NUM_WARM_UP:
+            self.plain.append(time.perf_counter() - begun)
+        elif self._num_begun == self.NUM_WARM_UP - 1:
+            self._first = time.perf_counter()
+        self._begun = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        now = time.perf_counter()
+        if self._num_begun >= self.NUM_WARM_UP:
+            self.ours.append(now - self._begun)
+            if len(self.ours) >= 3 and now - self._first > self._limit_seconds:
+                trainer.should_stop = True
+        self._num_begun += 1
+
+
+def _trainer(strategy: PipeShiftStrategy, callback: L.Callback, num_steps: int) -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy=strategy,
+        callbacks=[callback],
+        max_steps=num_steps,
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def _loader(built: Built, num_batches: int) -> DataLoader:
+    batches: Any = built.batches(num_batches)
+    return DataLoader(batches, batch_size=None)
+
+
+def _slices(batch: Batch, count: int) -> list[Batch]:
+    parts = {name: tensor.chunk(count) for name, tensor in batch.items()}
+    return [{name: part[i] for name, part in parts.items()} for i in range(count)]
+
+
+def _plain_step(built: Built, optimizer: Optimizer, slices: list[Batch]) -> None:
+    optimizer.zero_grad()
+    for part in slices:
+        (built.loss(built.model, part) / len(slices)).backward()
+    optimizer.step()
+
+
+def digest_of(state: dict[str, Any]) -> str:
+    """A checksum of names, shapes and bits."""
+    checksum = hashlib.sha256()
+    for name, tensor in state.items():
+        checksum.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        checksum.update(_bits(tensor).numpy().tobytes())
+    return checksum.hexdigest()
+
+
+def differences(state: dict[str, Any], others: dict[str, Any]) -> dict[str, float]:
+    """How far tensors are from others of the same names, where they are not the same to the bit: as
+    a part of the largest value; infinite where they cannot be compared.
+    """
+    found = {}
+    for name in sorted(state.keys() | others.keys()):
+        if name not in state or name not in others or state[name].shape != others[name].shape:
+            found[name] = float("inf")
+            continue
+        one, other = state[name], others[name]
+        if torch.equal(_bits(one), _bits(other)):
+            continue
+        scale = max(float(other.double().abs().max()), 1e-3)
+        distance = float((one.double() - other.double()).abs().max()) / scale
+        found[name] = distance if distance == distance else float("inf")
+    return found
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

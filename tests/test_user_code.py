@@ -1,0 +1,685 @@
+"""What users write around a model works as on one device, or is refused with a word of what to do:
+callbacks that freeze, save and search, wrapped hooks, copies of a Trainer.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import pickle
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+)
+from lightning.pytorch.loops.optimization.automatic import Closure
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_pipeshift import ConfigurationError, PipeShiftStrategy
+from lightning_pipeshift.errors import CheckpointNotFoundError
+from tests.features_models import (
+    built,
+    compare,
+    fit,
+    on_one_device,
+    on_rank,
+    parameters_of,
+    plain,
+    quiet_trainer,
+)
+from tests.harness import run_ranks
+from tests.models import (
+    NUM_CLASSES,
+    NUM_FEATURES,
+    Classifier,
+    LayersOfItsOwn,
+    SequentialMLP,
+    points,
+)
+
+
+def on_ranks(
+    stages: int, scenario: Callable[..., Any], *args: Any, strategy: Any = None, **options: Any
+) -> list[Any]:
+    """What a scenario gives on every rank of a pipeline."""
+    strategy = {"microbatches": 4, "partition": "uniform", **(strategy or {})}
+    return run_ranks(on_rank, stages, scenario, strategy, args, {}, **options)
+
+
+def said(caught: Sequence[warnings.WarningMessage], pattern: str) -> list[str]:
+    """The warnings that match, in their order."""
+    return [text for one in caught if re.search(pattern, text := str(one.message))]
+
+
+# --------------------------------------------------------------------------------------------------
+# Steps without a loss
+# --------------------------------------------------------------------------------------------------
+
+
+class TakesPart(SequentialMLP):
+    """Returns a loss for some batches, chosen by the batch's own number."""
+
+    def __init__(self, chosen: Sequence[int]) -> None:
+        super().__init__()
+        self.chosen = list(chosen)
+        self.outputs: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return {"loss": loss, "seen": batch_idx} if batch_idx in self.chosen else None
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        kinds = {name: type(value).__name__ for name, value in outputs.items()}
+        self.outputs.append(kinds | {"loss": "Tensor"} if kinds else {})
+
+
+def taking_part(how: Any, chosen: Sequence[int], accumulate: int) -> Any:
+    Closure.warning_cache.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        record, trainer, module = fit(
+            how,
+            functools.partial(TakesPart, chosen),
+            points(5),
+            max_epochs=2,
+            accumulate_grad_batches=accumulate,
+        )
+    notes = said(caught, "`training_step` returned `None`") if trainer.is_global_zero else None
+    empty = [not outputs for outputs in module.outputs]
+    return record, empty, notes
+
+
+@pytest.mark.parametrize(("stages", "accumulate"), [(1, 1), (2, 1), (3, 1), (2, 3)])
+def test_hooks_get_nothing_for_a_step_without_a_loss(stages: int, accumulate: int) -> None:
+    expected = on_one_device(taking_part, [0, 2, 3], accumulate)
+    assert expected[1] == [False, True, False, False, True] * 2
+    assert len(expected[2]) == 1
+    for rank, (record, empty, notes) in enumerate(
+        on_ranks(stages, taking_part, [0, 2, 3], accumulate)
+    ):
+        assert empty == expected[1]
+        assert record["global_step"] == expected[0]["global_step"]
+        for name, value in expected[0]["parameters"].items():
+            torch.testing.assert_close(record["parameters"][name], value)
+        if rank == 0:
+            assert notes == expected[2]
+
+
+def learning_nothing(how: Any, chosen: Sequence[int]) -> Any:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, trainer, _ = fit(how, lambda: TakesPart(chosen), points(3), max_epochs=1)
+    return said(caught, "nothing was learned") if trainer.is_global_zero else []
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_run_without_any_loss_says_so(stages: int) -> None:
+    first, *others = on_ranks(stages, learning_nothing, [])
+    assert len(first) == 1
+    assert "in all 3 steps" in first[0]
+    assert not any(others)
+
+
+def test_a_run_with_one_loss_says_nothing() -> None:
+    assert on_ranks(2, learning_nothing, [2]) == [[], []]
+
+
+# --------------------------------------------------------------------------------------------------
+# Exceptions
+# --------------------------------------------------------------------------------------------------
+
+
+class Stops(SequentialMLP):
+    """Raises in the middle of its third step."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if self.global_step == 2:
+            raise KeyError("the user's own")
+
+
+def stopping(how: Any, kind: str, folder: str) -> None:
+    callback: Any
+    if kind == "OnExceptionCheckpoint":
+        callback = OnExceptionCheckpoint(folder, "stopped")
+    else:
+        callback = ModelCheckpoint(
+            folder, save_on_exception=True, save_last=True, every_n_train_steps=50
+        )
+    fit(how, Stops, points(8), callbacks=[callback], max_epochs=1, enable_checkpointing=True)
+
+
+KINDS = ("OnExceptionCheckpoint", "ModelCheckpoint")
+
+
+def saved_plainly(kind: str, folder: Path) -> dict[str, Any]:
+    """What plain Lightning writes after the exception, by the names of the files."""
+    with pytest.raises(KeyError):
+        on_one_device(stopping, kind, str(folder))
+    return contents(folder)
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    return {
+        path.name: torch.load(path, weights_only=False) for path in sorted(folder.glob("*.ckpt"))
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("ranks", "strategy"), [(1, {}), (2, {"virtual_machines": 2})], ids=["alone", "two pipelines"]
+)
+def test_a_stage_with_all_layers_saves_after_an_exception(
+    kind: str, ranks: int, strategy: dict[str, Any], tmp_path: Path
+) -> None:
+    expected = saved_plainly(kind, tmp_path / "plain")
+    assert expected
+    folder = tmp_path / "ours"
+    strategy = {"microbatches": 1, **strategy}
+    outcomes = on_ranks(ranks, stopping, kind, str(folder), strategy=strategy, expect_failure=True)
+    assert [outcome.error_type for outcome in outcomes] == ["KeyError"] * ranks
+    found = contents(folder)
+    assert set(found) == set(expected)
+    for name, checkpoint in expected.items():
+        assert found[name]["global_step"] == checkpoint["global_step"]
+        state = found[name]["optimizer_states"][0]["state"]
+        assert set(state) == set(checkpoint["optimizer_states"][0]["state"])
+        if ranks == 1:
+            for key, value in checkpoint["state_dict"].items():
+                torch.testing.assert_close(found[name]["state_dict"][key], value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_stages_say_that_they_cannot_save_after_an_exception(
+    kind: str, tmp_path: Path
+) -> None:
+    outcomes = on_ranks(2, stopping, kind, str(tmp_path), expect_failure=True)
+    assert [outcome.error_type for outcome in outcomes] == ["KeyError"] * 2
+    assert "the user's own" in outcomes[0].message
+    assert "KeyError was raised is not saved" in outcomes[0].output
+    assert "saved checkpoint to" not in outcomes[0].output
+    assert contents(tmp_path) == {}
+
+
+def stopping_after_a_link(how: Any, folder: str) -> None:
+    callback = ModelCheckpoint(
+        folder, save_on_exception=True, save_last="link", every_n_train_steps=2, save_top_k=-1
+    )
+    fit(how, StopsLater, points(4), callbacks=[callback], max_epochs=1, enable_checkpointing=True)
+
+
+class StopsLater(SequentialMLP):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            raise KeyError("the user's own")
+
+
+def test_the_last_checkpoint_is_there_after_an_exception(tmp_path: Path) -> None:
+    on_ranks(2, stopping_after_a_link, str(tmp_path), expect_failure=True)
+    last = torch.load(tmp_path / "last.ckpt", weights_only=False)
+    assert last["global_step"] == 2
+
+
+# --------------------------------------------------------------------------------------------------
+# Finetuning
+# --------------------------------------------------------------------------------------------------
+
+
+class WithBackbone(Classifier):
+    """Norms begin with equal parameters, frozen or not."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(
+            nn.Sequential(nn.Linear(NUM_FEATURES, width), nn.LayerNorm(width), nn.ReLU()),
+            nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU()),
+            nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.Dropout(0.2)),
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, NUM_CLASSES)
+
+    def configure_layers(self) -> list[nn.Module]:
+        return [*self.backbone, self.norm, self.head]
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.head(self.norm(self.backbone(features)))
+
+    def configure_optimizers(self) -> Any:
+        learning = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.AdamW(learning, lr=0.01)
+
+
+class ByAndBy(BaseFinetuning):
+    """A block of the backbone more in every epoch, from its end."""
+
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.backbone, train_bn=False)
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch:
+            blocks = list(module.backbone)[-epoch:][:1]
+            self.unfreeze_and_add_param_group(blocks, optimizer, lr=0.02 / epoch)
+
+
+class RateGrows(LayersOfItsOwn):
+    """Its ``backbone`` is a part of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.ModuleList([self.first, self.second])
+
+    def configure_layers(self) -> list[nn.Module]:
+        return [self.first, self.second, self.third, self.head]
+
+    def configure_optimizers(self) -> Any:
+        rest = [*self.third.parameters(), *self.head.parameters()]
+        optimizer = torch.optim.SGD(rest, lr=0.05, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+
+
+def finetuning(how: Any, kind: str, max_epochs: int = 4, ckpt_path: Any = None) -> Any:
+    callback: BaseFinetuning = ByAndBy()
+    make: Any = WithBackbone
+    if kind == "BackboneFinetuning":
+        callback, make = BackboneFinetuning(1, lambda epoch: 1.5, 0.1), RateGrows
+    L.seed_everything(3, verbose=False)
+    module = built(make)
+    trainer = quiet_trainer(how, callbacks=[callback], max_epochs=max_epochs, gradient_clip_val=0.5)
+    trainer.fit(module, points(4), ckpt_path=ckpt_path)
+    (optimizer,) = trainer.optimizers
+    names = {id(p): name for name, p in module.named_parameters()}
+    groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return parameters_of(module), groups, rates
+
+
+def test_a_backbone_is_unfrozen_as_on_one_device() -> None:
+    """Without dropout, so that plain Lightning has the same numbers."""
+    compare(finetuning, "BackboneFinetuning", stages=1)
+    _, groups, _ = compare(finetuning, "BackboneFinetuning", stages=3)
+    assert len(groups) == 2
+
+
+@pytest.mark.parametrize("kind", ["ByAndBy", "BackboneFinetuning"])
+def test_finetuning_trains_the_same_bits_on_any_split(kind: str) -> None:
+    ((parameters, groups, rates),) = on_ranks(1, finetuning, kind)
+    assert len(groups) > 1
+    plain_groups = on_one_device(finetuning, kind)[1]
+    assert groups == plain_groups
+    norm = int(kind == "ByAndBy")  # its model has a layer more
+    for cut in ([1, 3 + norm], [3, 1 + norm], [2 + norm, 0, 2]):
+        for found in on_ranks(len(cut), finetuning, kind, strategy={"partition": cut}):
+            assert found[1:] == (groups, rates)
+            for name, value in parameters.items():
+                assert torch.equal(found[0][name], value), f"{name}, {cut}"
+
+
+def test_equal_parameters_are_left_out_as_on_one_device() -> None:
+    """Two norms begin with the same numbers, and Lightning compares numbers."""
+    groups = on_one_device(finetuning, "ByAndBy", 2)[1]
+    added = groups[1]
+    assert "backbone.2.0.weight" in added
+    # The frozen norm has kept its first values, and the one that learned has not.
+    assert "backbone.2.1.weight" in added
+    epoch_0 = on_one_device(unfreezing_at_once)
+    assert "backbone.2.1.weight" not in epoch_0[1]
+    for found in on_ranks(2, unfreezing_at_once, strategy={"partition": [2, 3]}):
+        assert found == epoch_0
+    for found in on_ranks(2, unfreezing_late, strategy={"partition": [2, 3]}):
+        assert found == on_one_device(unfreezing_late)
+
+
+class AtOnce(BaseFinetuning):
+    def __init__(self, epoch: int) -> None:
+        super().__init__()
+        self.epoch = epoch
+
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze([module.backbone, module.norm])
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == self.epoch:
+            # The norm first, and then a part of the backbone that has its very numbers.
+            self.unfreeze_and_add_param_group(module.norm, optimizer, lr=0.01)
+            self.unfreeze_and_add_param_group(module.backbone, optimizer, lr=0.01)
+
+
+def unfreezing_at_once(how: Any, epoch: int = 0) -> Any:
+    module = built(WithBackbone)
+    trainer = quiet_trainer(how, callbacks=[AtOnce(epoch)], max_epochs=2)
+    trainer.fit(module, points(2))
+    names = {id(p): name for name, p in module.named_parameters()}
+    return [[names[id(p)] for p in group["params"]] for group in trainer.optimizers[0].param_groups]
+
+
+def unfreezing_late(how: Any) -> Any:
+    """Stages hold only their own layers by then."""
+    return unfreezing_at_once(how, 1)
+
+
+def finetuning_and_saving(how: Any, path: str) -> None:
+    L.seed_everything(3, verbose=False)
+    module = built(WithBackbone)
+    trainer = quiet_trainer(how, callbacks=[ByAndBy()], max_epochs=2, gradient_clip_val=0.5)
+    trainer.fit(module, points(4))
+    trainer.save_checkpoint(path)
+
+
+def test_finetuning_goes_on_from_a_checkpoint_on_another_split(tmp_path: Path) -> None:
+    path = str(tmp_path / "half.ckpt")
+    on_ranks(2, finetuning_and_saving, path, strategy={"partition": [4, 1]})
+    # Lightning's callback does not unfreeze again what it had unfrozen: one stage is compared with.
+    ((expected, groups, rates),) = on_ranks(1, finetuning, "ByAndBy", 4, path)
+    assert groups == on_one_device(finetuning, "ByAndBy", 4, path)[1]
+    for found in on_ranks(3, finetuning, "ByAndBy", 4, path, strategy={"partition": [1, 2, 2]}):
+        assert found[1:] == (groups, rates)
+        for name, value in expected.items():
+            assert torch.equal(found[0][name], value), name
+
+
+def finetuning_twice(how: Any) -> Any:
+    before = BaseFinetuning.filter_on_optimizer
+    finetuning(how, "BackboneFinetuning", 2)
+    return BaseFinetuning.filter_on_optimizer is before
+
+
+def test_lightnings_own_comparison_is_back_after_the_run() -> None:
+    assert on_ranks(2, finetuning_twice) == [True, True]
+
+
+# --------------------------------------------------------------------------------------------------
+# Optimizers
+# --------------------------------------------------------------------------------------------------
+
+
+class TakesTurns(LayersOfItsOwn):
+    """As a GAN does."""
+
+    def configure_optimizers(self) -> Any:
+        adam = torch.optim.Adam(self.first.parameters())
+        return (
+            {"optimizer": adam, "lr_scheduler": torch.optim.lr_scheduler.StepLR(adam, 1)},
+            {"optimizer": torch.optim.SGD(self.head.parameters(), lr=0.1)},
+        )
+
+
+def taking_turns(how: Any) -> None:
+    fit(how, TakesTurns, points(2), max_epochs=1)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_several_optimizers_are_refused_with_what_is_allowed(stages: int) -> None:
+    for outcome in on_ranks(stages, taking_turns, expect_failure=True):
+        assert outcome.error_type == ConfigurationError.__name__
+        assert "several parameter groups" in outcome.message
+        assert "automatic_optimization = False" not in outcome.message
+
+
+# --------------------------------------------------------------------------------------------------
+# Searches
+# --------------------------------------------------------------------------------------------------
+
+
+class Searched(SequentialMLP):
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.batch_size = 2
+        self.rate = 0.1
+        self.most = most
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.train_dataloader.batch_size > self.most:  # type: ignore[union-attr]
+            raise RuntimeError("CUDA out of memory. Tried to allocate 1.00 GiB")
+        return super().training_step(batch, batch_idx)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(points(16).dataset, batch_size=self.batch_size)
+
+    def val_dataloader(self) -> DataLoader:
+        return points(1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.rate)
+
+
+def searching(how: Any, kind: str, most: int = 1000) -> Any:
+    callback: Any = BatchSizeFinder(max_trials=4, steps_per_trial=2)
+    if kind == "rate":
+        callback = LearningRateFinder(num_training_steps=30, attr_name="rate")
+    module = built(lambda: Searched(most))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = quiet_trainer(how, callbacks=[callback], enable_checkpointing=True, max_steps=3)
+        trainer.fit(module)
+    left = sorted(path.name for path in Path.cwd().glob(".*.ckpt"))
+    return (
+        module.batch_size,
+        module.rate,
+        parameters_of(module),
+        said(caught, "meta"),
+        left,
+    )
+
+
+def test_a_batch_size_is_found_on_several_stages() -> None:
+    size, *_ = compare(searching, "size", strategy={"microbatches": 1})
+    assert size == 16
+
+
+def test_a_batch_size_is_found_by_running_out_of_memory() -> None:
+    size, *_ = compare(searching, "size", 8, stages=1, strategy={"microbatches": 1})
+    assert size == 8
+
+
+def test_a_search_that_runs_out_of_memory_on_several_stages_ends_with_advice() -> None:
+    for outcome in on_ranks(2, searching, "size", 8, expect_failure=True):
+        assert outcome.error_type in ("BatchError", "StageFailedError")
+        assert "BatchSizeFinder" in outcome.message
+        assert "size that succeeded last" in outcome.message
+
+
+def test_a_learning_rate_is_found_without_a_word_about_other_stages() -> None:
+    _, rate, _, notes, _ = compare(searching, "rate", strategy={"microbatches": 1})
+    assert rate != 0.1
+    assert notes == []
+
+
+# --------------------------------------------------------------------------------------------------
+# Without a run, and after it
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_can_be_saved_without_a_run(tmp_path: Path) -> None:
+    trainer = quiet_trainer({"devices": 1, "pipeshift": {}})
+    module = built(SequentialMLP)
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(tmp_path / "new.ckpt")
+    found = torch.load(tmp_path / "new.ckpt", weights_only=True)
+    assert torch.equal(found["state_dict"]["model.0.weight"], module.model[0].weight)
+
+
+def going_on_from_it(how: Any, path: str) -> Any:
+    trainer = quiet_trainer(how, max_epochs=1)
+    module = built(SequentialMLP, seed=5)
+    trainer.fit(module, points(2), ckpt_path=path)
+    return parameters_of(module)
+
+
+def test_a_run_goes_on_from_a_checkpoint_that_no_run_has_saved(tmp_path: Path) -> None:
+    trainer = quiet_trainer({"devices": 1, "pipeshift": {}})
+    trainer.strategy.connect(built(SequentialMLP))
+    trainer.save_checkpoint(tmp_path / "new.ckpt")
+    plainly = quiet_trainer({"devices": 1})
+    plainly.strategy.connect(built(SequentialMLP))
+    plainly.save_checkpoint(tmp_path / "plain.ckpt")
+    (expected,) = on_ranks(1, going_on_from_it, str(tmp_path / "plain.ckpt"))
+    for found in on_ranks(2, going_on_from_it, str(tmp_path / "new.ckpt")):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value)
+
+
+class WithMetric(SequentialMLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(NUM_CLASSES)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        scores = self(batch[0])
+        self.accuracy(scores, batch[1])
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        return F.cross_entropy(scores, batch[1])
+
+
+def copying(how: Any, precision: Any = None) -> Any:
+    """Trains, and then again with each kind of copy of the Trainer, made before and after."""
+    makers: list[Callable[[Any], Any]] = [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+    trainer = quiet_trainer(how, max_epochs=1, precision=precision)
+    trainers = [make(trainer) for make in makers]
+    module = built(WithMetric)
+    trainer.fit(module, points(2))
+    rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+    for make in makers:
+        later = make(trainer)
+        later.fit_loop.epoch_loop.max_steps = 4
+        later.fit_loop.max_epochs = 2
+        trainers.append(later)
+        copied = make(module)
+        assert torch.equal(copied.model[0].weight, module.model[0].weight)
+    found = []
+    for other in trainers:
+        copied = built(WithMetric)
+        other.fit(copied, points(2))
+        found.append((parameters_of(copied), other.global_step, dict(other.callback_metrics)))
+    return rates, plain(found)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16-mixed"])
+def test_copies_of_a_trainer_train(precision: Any) -> None:
+    first, second = on_ranks(2, copying, precision)
+    assert len(first[1]) == 4
+    assert [steps for _, steps, _ in first[1]] == [2, 2, 4, 4]
+    for (mine, *_), (its, *_) in zip(first[1], second[1], strict=True):
+        for name, value in mine.items():
+            assert torch.equal(its[name], value)
+    # A copy made before the run trains what the run itself would.
+    for name, value in first[1][0][0].items():
+        assert torch.equal(first[1][1][0][name], value)
+
+
+def test_a_copied_strategy_keeps_what_was_asked_for() -> None:
+    strategy = PipeShiftStrategy(microbatches=3, schedule="gpipe", partition=[1, 2])
+    for other in (copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
+        assert (other._microbatches, other._schedule, other._partition) == (3, "gpipe", [1, 2])
+
+
+def from_nowhere(how: Any, path: str) -> Any:
+    trainer = quiet_trainer(how, max_epochs=1)
+    with pytest.raises(FileNotFoundError) as caught:
+        trainer.validate(built(SequentialMLP), points(1), ckpt_path=path)
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_that_is_not_there(ranks: int, tmp_path: Path) -> None:
+    for name, message in on_ranks(ranks, from_nowhere, str(tmp_path / "nowhere.ckpt")):
+        assert name == CheckpointNotFoundError.__name__
+        assert "nowhere.ckpt" in message
+
+
+# --------------------------------------------------------------------------------------------------
+# Hooks
+# --------------------------------------------------------------------------------------------------
+
+
+def counted(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """As decorators are written: it looks like what it wraps."""
+
+    @functools.wraps(hook)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.seen.append([plain(arg) for arg in args if isinstance(arg, dict | Tensor)])
+        return hook(self, *args, **kwargs)
+
+    return wrapper
+
+
+class WrapsLightnings(L.Callback):
+    """Its hooks are Lightning's own, in a wrapper."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    on_validation_batch_end = counted(L.Callback.on_validation_batch_end)
+    on_test_batch_end = counted(L.Callback.on_test_batch_end)
+
+
+class Returns(SequentialMLP):
+    seen: list[Any]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"scores": self(batch[0])}
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0]).sum()
+
+
+class WrapsItsOwn(Returns):
+    on_test_batch_end = counted(L.LightningModule.on_test_batch_end)
+
+
+def wrapping(how: Any) -> Any:
+    callback = WrapsLightnings()
+    module = built(WrapsItsOwn)
+    trainer = quiet_trainer(how, callbacks=[callback])
+    trainer.validate(module, points(3), verbose=False)
+    trainer.test(module, points(2), verbose=False)
+    return callback.seen, module.seen
+
+
+def test_a_wrapped_hook_gets_the_outputs() -> None:
+    of_callback, of_module = compare(wrapping)
+    assert len(of_callback) == 5
+    assert len(of_module) == 2
+    assert all(entry for entry in [*of_callback, *of_module])
+
+
+def patching(how: Any) -> Any:
+    """Puts a hook on an object, as profilers and experiment trackers do."""
+    seen: list[Any] = []
+    callback = L.Callback()
+    callback.on_validation_batch_end = (  # type: ignore[method-assign]
+        lambda trainer, module, outputs, *_: seen.append(plain(outputs))
+    )
+    trainer = quiet_trainer(how, callbacks=[callback])
+    trainer.validate(built(Returns), points(3), verbose=False)
+    return seen
+
+
+def test_a_hook_put_on_an_object_gets_the_outputs() -> None:
+    assert len(compare(patching)) == 3
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_is_left_in_the_environment() -> Iterator[None]:
+    """Some of these tests run plain Lightning in pytest's own process."""
+    before = dict(os.environ)
+    yield
+    assert os.environ.get("PL_GLOBAL_SEED") == before.get("PL_GLOBAL_SEED")
