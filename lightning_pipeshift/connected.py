@@ -347,6 +347,14 @@ class ConnectedStrategy(ParallelStrategy):
         """
         self._fail(exception)
 
+    def _settle(self) -> None:
+        """Waits until the other ranks have taken what this one sent. Whoever drops the strategy
+        then drops nothing that is still under way: gloo forgets a send that nobody refers to.
+        """
+        if self._channels is not None and self._replicas is not None:
+            self._channels.settle()
+            self._replicas.world.settle()
+
     def _fail_beside(self, exception: BaseException) -> None:
         """Tells the other ranks of a failure in a thread. They notice where they wait for what
         moves, and this rank when it communicates next; so nobody waits for somebody who waits.

@@ -645,3 +645,4 @@ class PipeShiftStrategy(CheckpointingStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+        self._settle()

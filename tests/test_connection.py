@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -10,6 +12,12 @@ import torch.distributed as dist
 
 from lightning_pipeshift.connection import _agreed_name
 from lightning_pipeshift.errors import StageFailedError
+from lightning_pipeshift.runtime.holdings import Holdings
+from lightning_pipeshift.runtime.lane import Lane, PostedObject
+from tests.harness import run_ranks
+from tests.models import points
+from tests.test_transparency import Pipelined, fit
+from tests.test_unmodified import build
 
 SOON = timedelta(seconds=20)
 
@@ -37,3 +45,26 @@ def test_what_a_dead_rank_asked_is_not_taken_for_a_living_one() -> None:
     with pytest.raises(StageFailedError, match=r"Rank\(s\) 1 did not come within 0\.5 s"):
         _agreed_name(store, 0, 2, timedelta(seconds=0.5))
     assert len(agree(store, 2)) == 1
+
+
+def train_and_drop() -> None:
+    post_object, make_whole = Lane.post_object, Holdings.make_whole
+    late = 0.0
+
+    def post_late(self: Lane, source: int) -> PostedObject:
+        time.sleep(late)
+        return post_object(self, source)
+
+    def end_late(self: Holdings) -> None:
+        nonlocal late
+        late = float(dist.get_rank())
+        make_whole(self)
+
+    Lane.post_object, Holdings.make_whole = post_late, end_late  # type: ignore[method-assign]
+    fit(build("FewLayers"), points(3), Pipelined("uniform"))
+    # Nothing refers to the strategy any more, nor to what it sent.
+    gc.collect()
+
+
+def test_what_was_sent_last_arrives_though_the_trainer_is_dropped() -> None:
+    run_ranks(train_and_drop, 2, timeout=60.0)
