@@ -7,8 +7,9 @@
 The smallest member of every family of timm and torchvision, and every architecture of transformers
 that a tiny configuration builds, as their authors wrote them: random initialisation, dropout and
 stochastic depth on. Each trains a few steps on one stage, then on 2 and 3, by a measured cut (the
-strategy's own, which is made anew after the first step) and by a random one; losses and final
-parameters are compared with those of one stage to the bit. `--plain` compares with a plain PyTorch
+strategy's own, which is made anew after the first step) and by a random one, as 1f1b and as gpipe
+(each pair of these at least once, all eight with `--every-split`); losses and final parameters are
+compared with those of one stage to the bit. `--plain` compares with a plain PyTorch
 loop as well, without dropout and to rounding; `--overhead` times the step of one stage beside a
 plain one.
 
@@ -20,9 +21,10 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import zoo_models, zoo_training
 from benchmarks.measuring import arguments, print_table, save
@@ -43,14 +45,46 @@ OVERHEAD_LIMIT_SECONDS = 4.0
 Record = dict[str, Any]
 
 
+class Split(NamedTuple):
+    """How a model is split.
+
+    Args:
+        stages: how many.
+        cut: ``"measured"`` or ``"random"``.
+        schedule: by its name.
+    """
+
+    stages: int
+    cut: str
+    schedule: str
+
+
+def some_splits(
+    stages: Sequence[int], cuts: Sequence[str], schedules: Sequence[str]
+) -> list[Split]:
+    """Every pair of values at least once, with fewer splits than all combinations: four of eight,
+    for two values each.
+    """
+    return [
+        Split(num_stages, cut, schedules[(i + j) % len(schedules)])
+        for i, num_stages in enumerate(stages)
+        for j, cut in enumerate(cuts)
+    ]
+
+
+def every_split(
+    stages: Sequence[int], cuts: Sequence[str], schedules: Sequence[str]
+) -> list[Split]:
+    """All combinations."""
+    return [Split(*values) for values in product(stages, cuts, schedules)]
+
+
 class Sweep:
     """Trains cases one after another.
 
     Args:
         workers: at least as many as there are stages.
-        stages: numbers of stages, besides one.
-        cuts: ``"measured"``, ``"random"`` or both.
-        schedules: by their names.
+        splits: how to split each model.
         num_steps: of each run.
         limit_seconds: for each run.
         plain: whether to compare with a plain loop.
@@ -60,18 +94,14 @@ class Sweep:
     def __init__(
         self,
         workers: Workers,
-        stages: Sequence[int],
-        cuts: Sequence[str],
-        schedules: Sequence[str],
+        splits: Sequence[Split],
         num_steps: int,
         limit_seconds: float,
         plain: bool,
         overhead: bool,
     ) -> None:
         self._workers = workers
-        self._stages = stages
-        self._cuts = cuts
-        self._schedules = schedules
+        self._splits = splits
         self._num_steps = num_steps
         self._limit_seconds = limit_seconds
         self._plain = plain
@@ -95,45 +125,34 @@ class Sweep:
             record["plain"] = self._compare_with_plain(case)
         if one is not None and self._overhead:
             record["overhead"] = self._measure_overhead(case)
-        for schedule in self._schedules:
-            for num_stages in self._stages:
-                self._split(record, case, one, num_stages, schedule, one_file)
+        for split in self._splits:
+            self._split(record, case, one, split, one_file)
         record["seconds"] = round(time.monotonic() - begun, 1)
         return record
 
     def _split(
-        self,
-        record: Record,
-        case: Case,
-        one: Trained | None,
-        num_stages: int,
-        schedule: str,
-        one_file: str,
+        self, record: Record, case: Case, one: Trained | None, split: Split, one_file: str
     ) -> None:
-        num_layers = len(one.layers) if one is not None else 0
-        for cut in self._cuts:
-            partition: Any = "auto"
-            if cut == "random":
-                if not num_layers:
-                    continue
-                partition = random_cut(f"{case.name}/{num_stages}", num_layers, num_stages)
-                if num_layers < num_stages:
-                    # A model of few layers is opened further, nobody has seen yet into how many.
-                    partition = "uniform"
-            how = Fit(self._num_steps, partition, schedule)
-            run = self._fit(
-                record, case, num_stages, cut, how, None, one_file if one is not None else None
-            )
-            # The cut has to fit what this number of stages calls layers.
-            num_layers = len(run.layers) if run is not None else num_layers
-            if run is not None and one is not None:
-                record["runs"][-1] |= {
-                    "same_bits": not run.differing,
-                    "same_losses": _same(run.losses, one.losses),
-                    "same_layers": run.layers == one.layers,
-                    "num_differing": len(run.differing),
-                    "differing": dict(list(run.differing.items())[:8]),
-                }
+        num_layers = record.get("num_layers", 0)
+        partition: Any = "auto"
+        if split.cut == "random":
+            if not num_layers:
+                return
+            # A model of few layers is opened further, nobody has seen yet into how many.
+            partition = "uniform"
+            if num_layers >= split.stages:
+                partition = random_cut(f"{case.name}/{split.stages}", num_layers, split.stages)
+        how = Fit(self._num_steps, partition, split.schedule)
+        compare_with = one_file if one is not None else None
+        run = self._fit(record, case, split.stages, split.cut, how, None, compare_with)
+        if run is not None and one is not None:
+            record["runs"][-1] |= {
+                "same_bits": not run.differing,
+                "same_losses": _same(run.losses, one.losses),
+                "same_layers": run.layers == one.layers,
+                "num_differing": len(run.differing),
+                "differing": dict(list(run.differing.items())[:8]),
+            }
 
     def _fit(
         self,
@@ -248,7 +267,9 @@ def line_of(record: Record) -> list[Any]:
     if not record["built"]:
         return [name, "", "not built", "", "", ""]
     runs = record["runs"]
-    verdicts = [f"{run['stages']}{run['cut'][0]}: {verdict(run)}" for run in runs[1:]]
+    verdicts = [
+        f"{run['stages']}{run['cut'][0]}{run['schedule'][0]}: {verdict(run)}" for run in runs[1:]
+    ]
     plain = record.get("plain")
     overhead = record.get("overhead", {})
     return [
@@ -316,7 +337,12 @@ def main() -> None:
     parser.add_argument("--skip", type=int, default=0, help="leave out so many at the beginning")
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--cuts", choices=["measured", "random", "both"], default="both")
-    parser.add_argument("--schedules", nargs="+", default=["1f1b"])
+    parser.add_argument("--schedules", nargs="+", default=["1f1b", "gpipe"])
+    parser.add_argument(
+        "--every-split",
+        action="store_true",
+        help="combine all stages, cuts and schedules, not only every two of their values",
+    )
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--plain", action="store_true", help="compare with a plain loop too")
     parser.add_argument("--overhead", action="store_true", help="time the step of one stage too")
@@ -332,11 +358,10 @@ def main() -> None:
     preloaded = [*PRELOADED, *LIBRARY_MODULES[options.library]]
     cuts = ["measured", "random"] if options.cuts == "both" else [options.cuts]
     with Workers(max([1, *options.stages]), preloaded) as workers:
+        combine = every_split if options.every_split else some_splits
         sweep = Sweep(
             workers,
-            options.stages,
-            cuts,
-            options.schedules,
+            combine(options.stages, cuts, options.schedules),
             options.steps,
             options.limit_seconds,
             options.plain,
@@ -361,7 +386,7 @@ def main() -> None:
                 # A sweep takes long: what is done is there, whatever becomes of the rest.
                 _write(options.json, options.library, records, is_last=number == len(cases))
     print_table(
-        f"{options.library}: m is the measured cut, r a random one",
+        f"{options.library}: m is the measured cut, r a random one; 1 is 1f1b, g gpipe",
         ["model", "layers", "1 stage", "splits", "plain loop", "overhead"],
         [line_of(record) for record in records],
     )
