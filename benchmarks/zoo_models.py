@@ -317,6 +317,9 @@ def _create_torchvision(name: str) -> nn.Module:
         arguments["weights_backbone"] = None
     if name in ("googlenet", "inception_v3"):
         arguments["init_weights"] = False  # theirs takes half a minute
+    if name.startswith(("fasterrcnn", "maskrcnn", "keypointrcnn", "retinanet", "fcos")):
+        # They resize what they are given, to 800 pixels by default.
+        arguments |= {"min_size": 128, "max_size": 128}
     model: nn.Module = models.get_model(name, **arguments)
     return model
 

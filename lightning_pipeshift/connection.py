@@ -39,12 +39,12 @@ def backends(device: torch.device, asked: str | None) -> str:
 
 def store_of_this_start(
     rank: int, world_size: int, address: str, port: int, timeout: timedelta
-) -> dist.Store | None:
-    """Under torchrun, a store without anything of ranks that ended before a restart; ``None`` where
-    torch makes a new one anyway.
+) -> dist.Store:
+    """A store without anything of earlier starts.
 
-    The agent hands the same store to the ranks of every restart. What dead ranks left in it (their
-    addresses, a failure's reason) would be taken for that of living ones.
+    Under torchrun the agent hands the same store to the ranks of every restart, and without it a
+    process that starts a second time, after a run has failed, finds its first store. What was left
+    in it (addresses, a failure's reason) would be taken for that of living ranks.
 
     Args:
         rank: this process's.
@@ -53,10 +53,25 @@ def store_of_this_start(
         port: likewise.
         timeout: how long to wait for the others.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    store = dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout)
-    return dist.PrefixStore(f"pipeshift/{_agreed_name(store, rank, world_size, timeout)}", store)
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            store = dist.TCPStore(
+                address,
+                port,
+                world_size,
+                is_master=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+                timeout=timeout,
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+            name = _agreed_name(store, rank, world_size, timeout)
+            return dist.PrefixStore(f"pipeshift/{name}", store)
+        except dist.DistNetworkError:
+            # It may have been the store of rank 0's earlier start, which has just ended.
+            if rank == 0 or time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def _agreed_name(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:

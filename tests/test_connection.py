@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lightning_pipeshift.connection import _agreed_name
@@ -17,7 +20,7 @@ from lightning_pipeshift.runtime.lane import Lane, PostedObject
 from tests.harness import run_ranks
 from tests.models import points
 from tests.test_transparency import Pipelined, fit
-from tests.test_unmodified import build
+from tests.test_unmodified import FewLayers, build
 
 SOON = timedelta(seconds=20)
 
@@ -68,3 +71,28 @@ def train_and_drop() -> None:
 
 def test_what_was_sent_last_arrives_though_the_trainer_is_dropped() -> None:
     run_ranks(train_and_drop, 2, timeout=60.0)
+
+
+class _Fails(FewLayers):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise ValueError("the user's own")
+
+
+def fail_and_train_again(late_rank: int) -> dict[str, Any]:
+    failed = []
+    for _ in range(3):
+        module = _Fails()
+        with pytest.raises((ValueError, StageFailedError)):
+            fit(module, points(1), Pipelined("uniform"))
+        # Whoever looks into what has failed keeps the first run's store alive.
+        failed.append(module)
+        if int(os.environ["RANK"]) == late_rank:
+            time.sleep(0.5)
+    return fit(build("FewLayers"), points(1), Pipelined("uniform")).state
+
+
+@pytest.mark.parametrize("late_rank", [0, 1])
+def test_a_process_starts_again_after_a_run_that_failed(late_rank: int) -> None:
+    first, second = run_ranks(fail_and_train_again, 2, late_rank, timeout=100.0)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(value, second[name]) for name, value in first.items())

@@ -257,6 +257,22 @@ class FewLayers(Classifier):
         return self.net(F.dropout(x, 0.1, self.training))
 
 
+class TiesFewLayers(FewLayers):
+    """The two that are tied are parts of one layer on one stage."""
+
+    class Net(FewLayers.Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.again = nn.Linear(WIDTH, WIDTH)
+            self.again.weight = self.two.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = F.dropout(self.one(x), 0.2, self.training)
+            hidden = hidden + self.two(hidden).tanh()
+            hidden = hidden + self.again(hidden).tanh()
+            return self.three(hidden)
+
+
 class DropoutOnBothSides(Habit):
     """What is drawn on is needed on both sides of every cut."""
 
@@ -322,6 +338,7 @@ HABITS: dict[str, Callable[[], Classifier]] = {
         ReturnsAnObject,
         CallsOneLayerAgain,
         FewLayers,
+        TiesFewLayers,
         DropoutOnBothSides,
         WritesToViews,
         ScaledParameters,

@@ -6,13 +6,15 @@ leaf, so user code may modify it in place; it is no view and no copy either.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.model.parameters import ParameterUse, Segment
+from lightning_pipeshift.model.parameters import ParameterUse
+
+Sums = dict[tuple[str, int], Tensor]
 
 # What makes autograd record the functions below, which take no tensor that needs a gradient.
 _anchors: dict[torch.device, Tensor] = {}
@@ -60,9 +62,7 @@ class _Open(torch.autograd.Function):
 class _SegmentBox(GradientBox):
     __slots__ = ("key", "sums")
 
-    def __init__(
-        self, source: Tensor, sums: dict[tuple[str, Segment], Tensor], key: tuple[str, Segment]
-    ) -> None:
+    def __init__(self, source: Tensor, sums: Sums, key: tuple[str, int]) -> None:
         super().__init__(source)
         self.sums = sums
         self.key = key
@@ -75,7 +75,9 @@ class _SegmentBox(GradientBox):
 
 
 class SharedParameters:
-    """Collects the gradients of shared parameters for each segment apart.
+    """Collects the gradients of shared parameters for each segment apart: for the code between two
+    places where a module with a random stream of its own begins or ends. These are the same on
+    every split.
 
     A layer finds a stand-in in its own slots. Code between layers is given one for each parameter
     that it calls a function of torch with.
@@ -88,45 +90,54 @@ class SharedParameters:
 
     def __init__(self, uses: list[ParameterUse], others: Iterable[ParameterUse] = ()) -> None:
         self.uses = uses
-        self.sums: dict[tuple[str, Segment], Tensor] = {}
+        self.sums: Sums = {}
+        """By a parameter's name and the number of the segment."""
         self._names = {id(use.parameter): use.name for use in [*uses, *others]}
         self._by_layer: dict[int, list[ParameterUse]] = {}
         for use in uses:
-            for segment in use.segments:
-                if segment.in_layer:
-                    self._by_layer.setdefault(segment.layer, []).append(use)
-        self._segment = Segment(0, False)
+            for layer in use.used_in:
+                self._by_layer.setdefault(layer, []).append(use)
+        self._segment = 0
+        self._here: Sequence[ParameterUse] = ()
+        """Those that the layer uses in which the forward pass is."""
         self._aliases: dict[int, Tensor] = {}
         self._replaced: list[ParameterUse] = []
-        self.positions: dict[int, int] = {}
-        """By layer, how many calls of layers came before its last one."""
+        self._last_call: dict[int, int] = {}
+        """By layer, the segment in which it was called last."""
 
-    def enter_layer(self, layer: int, position: int) -> None:
-        """From here on, the forward pass is inside of a layer.
+    def enter_layer(self, layer: int) -> None:
+        """From here on, the forward pass is inside of a layer."""
+        self._here = self._by_layer.get(layer, ())
+        self._last_call[layer] = self._segment
+        self._replace()
+
+    def leave_layer(self) -> None:
+        """From here on, the forward pass is between layers."""
+        self._here = ()
+        self.restore()
+
+    def enter_segment(self, segment: int) -> None:
+        """From here on, the forward pass is in another segment.
 
         Args:
-            layer: which.
-            position: how many calls of layers come before this one.
+            segment: how many modules with a random stream of their own have begun or ended before
+                it.
         """
-        self._segment = Segment(position, True)
-        self.positions[layer] = position
+        self._segment = segment
+        if self._aliases or self._replaced:
+            self.restore()
+        if self._here:
+            self._replace()
+
+    def _replace(self) -> None:
         if not torch.is_grad_enabled():
             return
-        for use in self._by_layer.get(layer, ()):
+        for use in self._here:
             if use.parameter.requires_grad:
                 alias = self._opened(use.parameter, use.name)
                 for slot in use.slots:
                     slot.put(alias)
                 self._replaced.append(use)
-
-    def enter_gap(self, position: int) -> None:
-        """From here on, the forward pass is in front of a call of a layer.
-
-        Args:
-            position: how many calls of layers come before that one.
-        """
-        self.restore()
-        self._segment = Segment(position, False)
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether it is a parameter that is held here."""
@@ -185,6 +196,5 @@ class SharedParameters:
             if use.name not in names:
                 continue
             if use.parameter.grad is not None and use.layers:
-                own = Segment(self.positions.get(use.layers[0], 0), True)
-                self.sums[use.name, own] = use.parameter.grad
+                self.sums[use.name, self._last_call.get(use.layers[0], 0)] = use.parameter.grad
             use.parameter.grad = self.total(use, None)

@@ -56,16 +56,12 @@ class Gate:
         layer: the module.
         index: the layer's place in the call order.
         switch: shared with the model's other gates.
-        is_scope: whether the layer has a random stream of its own.
     """
 
-    def __init__(
-        self, name: str, layer: nn.Module, index: int, switch: Switch, is_scope: bool = True
-    ) -> None:
+    def __init__(self, name: str, layer: nn.Module, index: int, switch: Switch) -> None:
         self.name = name
         self.layer = layer
         self.index = index
-        self.is_scope = is_scope
         self.writes_to_buffers: bool | None = None
         """Whether the layer writes to its buffers when it runs; ``None`` until somebody asks."""
         self.keeps_inputs = False

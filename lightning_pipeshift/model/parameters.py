@@ -1,17 +1,18 @@
 """Who uses which parameter, and how a stage lets go of those that it does not need.
 
 A parameter that exactly one layer uses moves with that layer. All others are *shared*: loose
-parameters (in no layer), tied ones (in several), and those that user code touches directly
-(``F.linear(h, self.embed.weight)``). A shared parameter is used in *segments*: the inside of one
-layer, or the user code in front of one. Its gradient is collected for each segment apart and summed
-in the order of the segments, so the sum has the same bits on every split.
+parameters (in no layer), tied ones (in several modules with a random stream of their own), and
+those that user code touches directly (``F.linear(h, self.embed.weight)``). The forward pass is cut
+into *segments* where such modules begin and end, which is the same on every split. The gradient of
+a shared parameter is collected for each segment apart and summed in the order of the segments, so
+the sum has the same bits on every split.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -35,13 +36,6 @@ class Slot(NamedTuple):
     def get(self) -> Tensor | None:
         """What the place refers to."""
         return (self.module._buffers if self.is_buffer else self.module._parameters)[self.name]
-
-
-class Segment(NamedTuple):
-    """A part of the forward pass: layer ``layer`` itself, or the user code in front of it."""
-
-    layer: int
-    in_layer: bool
 
 
 def slots_of(module: nn.Module) -> list[Slot]:
@@ -80,8 +74,9 @@ class ParameterUse:
         parameter: the tensor; the same object for the whole run, wherever its data is.
         slots: all places that refer to it.
         layers: the indices of the layers whose modules refer to it.
-        segments: where a shared parameter is used, in order; empty for one that moves with its only
-            layer.
+        used_in: the indices of the layers that use it when they are called: those whose modules
+            refer to it, and others that have a reference of their own.
+        is_tied: whether several modules with a random stream of their own refer to it.
         everywhere: whether user code touches it, so that every stage has to hold it.
     """
 
@@ -89,13 +84,14 @@ class ParameterUse:
     parameter: nn.Parameter
     slots: list[Slot]
     layers: tuple[int, ...]
-    segments: list[Segment] = field(default_factory=list)
+    used_in: tuple[int, ...]
+    is_tied: bool = False
     everywhere: bool = False
 
     @property
     def is_shared(self) -> bool:
-        """Whether more than one stage may use it."""
-        return self.everywhere or len(self.layers) != 1
+        """Whether its gradient is the sum of several segments', which may be on several stages."""
+        return self.everywhere or self.is_tied or len(self.layers) != 1
 
     def holders(self, stage_of: list[int], num_stages: int) -> list[int]:
         """The stages that hold it, in order, given each layer's stage."""
@@ -107,18 +103,21 @@ class ParameterUse:
 def parameter_uses(
     root: nn.Module,
     layers: list[nn.Module],
-    touched: Mapping[int, set[Segment]],
+    touched: Mapping[int, Set[int]],
     called: Container[int] | None = None,
+    scopes: Iterable[nn.Module] = (),
 ) -> list[ParameterUse]:
     """Every parameter of ``root`` in the order of ``root.named_parameters()``, with its users.
 
     Args:
         root: the LightningModule.
         layers: its layers, in call order.
-        touched: by the identity of a parameter, the segments that use it other than through its own
-            layer.
+        touched: by the identity of a parameter that is used other than through its own layer, the
+            layers that do so; none where only code between layers does.
         called: the indices of the layers that a training step calls; by default all.
+        scopes: the modules with a random stream of their own; by default the layers.
     """
+    scope_of = _scope_of(root, [*layers, *scopes])
     members = [{id(parameter) for parameter in layer.parameters()} for layer in layers]
     slots: dict[int, list[Slot]] = {}
     for slot in slots_of(root):
@@ -127,12 +126,16 @@ def parameter_uses(
     uses = []
     for name, parameter in root.named_parameters():
         inside = tuple(i for i, member in enumerate(members) if id(parameter) in member)
-        extra = touched.get(id(parameter), set())
+        places = slots[id(parameter)]
         use = ParameterUse(
-            name, parameter, slots[id(parameter)], inside, everywhere=bool(extra) or not inside
+            name,
+            parameter,
+            places,
+            inside,
+            used_in=tuple(sorted({*inside, *touched.get(id(parameter), ())})),
+            is_tied=len({scope_of[id(slot.module)] for slot in places}) > 1,
+            everywhere=id(parameter) in touched or not inside,
         )
-        if use.is_shared:
-            use.segments = sorted(extra | {Segment(layer, True) for layer in inside})
         uses.append(use)
     use_of = {id(use.parameter): use for use in uses}
     for copied, original in copies_in(root, uses, called):
@@ -141,10 +144,25 @@ def parameter_uses(
             # What user code computes of the two (an average, a momentum update) is computed where
             # the copy is.
             use, also = use_of[id(other)], use_of[id(parameter)].layers
-            if not use.is_shared:
-                use.segments = [Segment(layer, True) for layer in use.layers]
             use.layers = tuple(sorted({*use.layers, *also}))
     return uses
+
+
+def _scope_of(root: nn.Module, scopes: Sequence[nn.Module]) -> dict[int, int]:
+    """By the identity of a module, that of the innermost of some modules that it is in."""
+    inner = set(map(id, scopes))
+    found: dict[int, int] = {}
+
+    def look(module: nn.Module, scope: int) -> None:
+        if id(module) in found:
+            return
+        scope = id(module) if id(module) in inner else scope
+        found[id(module)] = scope
+        for child in module.children():
+            look(child, scope)
+
+    look(root, 0)
+    return found
 
 
 def copies_in(

@@ -36,7 +36,7 @@ from lightning_pipeshift.model.operations import (
     tensors_of,
     with_tensors,
 )
-from lightning_pipeshift.model.parameters import Segment, slots_of, substituted
+from lightning_pipeshift.model.parameters import slots_of, substituted
 from lightning_pipeshift.model.placeholder import (
     META,
     Origin,
@@ -200,7 +200,7 @@ class _Recorder(Watcher):
         self.templates: list[Template] = []
         self.tail: set[Value] = set()
         self.control: set[Value] = set()
-        self.touched: dict[int, set[Segment]] = {}
+        self.touched: dict[int, set[int]] = {}
         self.logs_each_step = False
         self._root = root
         self._gates = gates
@@ -657,8 +657,7 @@ class _Recorder(Watcher):
             inner_inputs.append(leaf)
         inner_args, inner_kwargs = rebuild_inputs(inner_inputs)
         before = self._event
-        if gate.is_scope:
-            self.enter_scope()
+        self.enter_scope()
         self.inside = inside
         try:
             output = self._run_layer(gate, slots, inside, inner_args, inner_kwargs)
@@ -669,8 +668,7 @@ class _Recorder(Watcher):
                 # The caller's tensor has changed as well; whoever uses it from here on depends on
                 # this layer in a way that its return value does not carry.
                 outer.written_by = inside
-        if gate.is_scope:
-            self.leave_scope()
+        self.leave_scope()
         self._events.append(self._event - before)
         return self._leave(gate, call, output, needs)
 
@@ -904,13 +902,10 @@ class _Recorder(Watcher):
         return found
 
     def _touch(self, parameter: Tensor) -> None:
-        if self.inside is not None:
-            if id(parameter) in self.inside.own:
-                return
-            segment = Segment(self.inside.gate.index, True)
-        else:
-            segment = Segment(self._gap_layer + 1, False)
-        self.touched.setdefault(id(parameter), set()).add(segment)
+        if self.inside is None:
+            self.touched.setdefault(id(parameter), set())
+        elif id(parameter) not in self.inside.own:
+            self.touched.setdefault(id(parameter), set()).add(self.inside.gate.index)
 
     # --- the end ---
 

@@ -185,6 +185,7 @@ class StagePass(Watcher):
             return
         try:
             self._events[self.streams.go_to(0, host=self._draws_on_host)] = 0
+            self.shared.enter_segment(0)
             self._enter_gap()
             if self.observer is not None:
                 self.observer.begin()
@@ -203,7 +204,7 @@ class StagePass(Watcher):
             pass
         finally:
             self._ended = True
-            self.shared.restore()
+            self.shared.leave_layer()
             self._values.clear()
             self._kept.clear()
             self.received.clear()
@@ -483,7 +484,6 @@ class StagePass(Watcher):
     def _enter_gap(self) -> None:
         """From here on, user code in front of the next layer runs."""
         self._number = 0
-        self.shared.enter_gap(self._position)
         if self.trace is None:
             self._saves.in_front_of(0)
             return
@@ -505,6 +505,8 @@ class StagePass(Watcher):
             self._event = event
             self.streams.resume(*self.key)
         self._event += 1
+        if not self._ended:
+            self.shared.enter_segment(self._event)
         if self.trace is None and not self.streams.is_host_used:
             self.streams.look_at_host()
         seed = self.streams.go_to(self._event, host=self._draws_on_host)
@@ -534,9 +536,8 @@ class StagePass(Watcher):
         if self.before_layer is not None:
             self.before_layer(gate.index)
         self._begun_at[position] = self._event
-        if gate.is_scope:
-            self.enter_scope()
-        self.shared.enter_layer(gate.index, position)
+        self.enter_scope()
+        self.shared.enter_layer(gate.index)
         begin = self.timer.now() if self.timer is not None else None
         self._where.layer = gate.name
         output = self._call(gate, position, args, kwargs)
@@ -553,8 +554,8 @@ class StagePass(Watcher):
                     f" ({leaf!r}): when the step was first followed it did not need it. Let the"
                     " step pass the same values on for every batch."
                 )
-        if gate.is_scope:
-            self.leave_scope()
+        self.shared.leave_layer()
+        self.leave_scope()
         if self.trace is None:
             return output
         self._marked(leaves)
@@ -624,8 +625,7 @@ class StagePass(Watcher):
         self.streams.begin(*self.key)
         self._event = self._begun_at[position]
         self.streams.go_to(self._event)
-        if gate.is_scope:
-            self.enter_scope()
+        self.enter_scope()
 
     def _check(self, gate: Gate, call: Call, number: int, leaf: Any) -> None:
         expected = call.leaves[number] if number < len(call.leaves) else None

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_pipeshift.model.parameters import Segment
 from lightning_pipeshift.model.trees import Rebuild
 from lightning_pipeshift.plan.flow import Flow, TensorSpec, Value, renumbered
 
@@ -70,8 +69,8 @@ class Trace:
         templates: one for each call.
         entries: the operations between layers by gap and number; a gap is the number of calls in
             front of it.
-        touched: by identity of a parameter, the segments in which it is used other than through its
-            own layer.
+        touched: by identity of a parameter that is used other than through its own layer, the
+            layers that do so; none where only code between layers does.
         logs_each_step: whether anything is logged with ``on_step=True``.
         is_shaped_by_batch: whether shapes are made of the batch's values (``x[mask]``,
             ``x[:, :lengths.max()]``), so that the flow holds for this batch only.
@@ -97,7 +96,7 @@ class Trace:
     flow: Flow
     templates: list[Template]
     entries: dict[tuple[int, int], Entry] = field(default_factory=dict)
-    touched: dict[int, set[Segment]] = field(default_factory=dict)
+    touched: dict[int, set[int]] = field(default_factory=dict)
     logs_each_step: bool = False
     is_shaped_by_batch: bool = False
     is_drawn: bool = False
@@ -193,7 +192,7 @@ class Trace:
             renumbered(self.flow, place_of),
             self.templates,
             {key: entry(old) for key, old in self.entries.items()},
-            self.touched,
+            {key: {place_of[x] for x in layers} for key, layers in self.touched.items()},
             self.logs_each_step,
             self.is_shaped_by_batch,
             self.is_drawn,

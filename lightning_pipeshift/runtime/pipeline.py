@@ -24,7 +24,6 @@ from lightning_pipeshift.model.metrics import BatchMetrics
 from lightning_pipeshift.model.microbatch import batch_size_of, merge, split, weighted_mean
 from lightning_pipeshift.model.parameters import (
     ParameterUse,
-    Segment,
     modules_of_user_code,
     parameter_uses,
 )
@@ -158,16 +157,15 @@ class Pipeline:
         self.streams = Streams(channels.device)
         self._switch = Switch()
         layers = find_layers(root, max(replicas.topology.stages_per_vm))
-        scopes = {id(module): module for module in find_scopes(root)}
         gates = [
-            Gate(name, layer, index, self._switch, id(layer) in scopes)
+            Gate(name, layer, index, self._switch)
             for index, (name, layer) in enumerate(layers.items())
         ]
         gated = set(map(id, layers.values()))
         self._scopes = [
             Scope("", module, -1, self._switch)
-            for identity, module in scopes.items()
-            if identity not in gated
+            for module in find_scopes(root)
+            if id(module) not in gated
         ]
         settings.check(gates, replicas.topology.stages_per_vm)
         install([*gates, *self._scopes])
@@ -176,7 +174,7 @@ class Pipeline:
         self._recorder = LogRecorder(root)
         self._tail = TailState(self._modules_outside_layers(), ignored)
         self._metrics = BatchMetrics(root)
-        self._touched: dict[int, set[Segment]] = {}
+        self._touched: dict[int, set[int]] = {}
         self._plan: Plan | None = None
         self._ownership: Ownership | None = None
         self.holdings: Holdings | None = None
@@ -276,8 +274,7 @@ class Pipeline:
             self.memory if trains else None,
         )
         # What the sanity check's validation steps touched stays touched: every stage holds it.
-        behind = Segment(len(follower.gates), False)
-        touched = {key: trace.touched.get(key, {behind}) for key in self._touched | trace.touched}
+        touched = {key: trace.touched.get(key, set()) for key in self._touched | trace.touched}
         named = {n: touched[id(p)] for n, p in self.root.named_parameters() if id(p) in touched}
         called: set[int] | None = None
         if trains and trace.flow.calls and not trace.is_drawn:
@@ -290,7 +287,8 @@ class Pipeline:
         placement = plan.placement
         check_order(trace.flow, placement, self.vm, follower.gates)
         layers = [gate.layer for gate in follower.gates]
-        uses = parameter_uses(self.root, layers, touched, called)
+        scopes = [scope.layer for scope in self._scopes]
+        uses = parameter_uses(self.root, layers, touched, called, scopes)
         of_user_code = modules_of_user_code(self.root, layers, uses, called)
         stage_of = [placement.stage_of(self.vm, layer) for layer in range(placement.num_layers)]
         self._plan = plan
@@ -458,15 +456,15 @@ class Pipeline:
     def _note_touched(self, trace: Trace) -> None:
         assert self.holdings is not None
         for use in self.holdings.uses:
-            segments = trace.touched.get(id(use.parameter))
-            if not segments or use.everywhere:
+            layers = trace.touched.get(id(use.parameter))
+            if layers is None or use.everywhere:
                 continue
             if self._is_final and self.channels.num_stages > 1:
                 raise LayerError(
                     f"The parameter {use.name!r} is used outside of its layer in this step but not"
                     " in the first one. Use it through its layer, or in every step."
                 )
-            self._touched.setdefault(id(use.parameter), set()).update(segments)
+            self._touched.setdefault(id(use.parameter), set()).update(layers)
 
     # --- training ---
 

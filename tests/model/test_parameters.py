@@ -9,7 +9,6 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_pipeshift.model.cut import SharedParameters
 from lightning_pipeshift.model.parameters import (
-    Segment,
     copies_in,
     flat_weights_forgotten,
     hold,
@@ -63,22 +62,22 @@ def test_substitution_is_undone_even_after_an_error():
 
 def test_who_uses_which_parameter():
     net = Net()
-    touched = {id(net.norm.weight): {Segment(1, False), Segment(3, False)}}
+    touched = {id(net.norm.weight): {1}}
     uses = {use.name: use for use in parameter_uses(net, net.layers, touched)}
     assert list(uses) == [name for name, _ in net.named_parameters()]
 
     own = uses["a.bias"]
-    assert (own.layers, own.segments, own.everywhere, own.is_shared) == ((0,), [], False, False)
+    assert (own.layers, own.used_in, own.everywhere, own.is_shared) == ((0,), (0,), False, False)
     tied = uses["a.weight"]
     assert (tied.layers, tied.everywhere, tied.is_shared) == ((0, 1), False, True)
-    assert tied.segments == [Segment(0, True), Segment(1, True)]
+    assert (tied.used_in, tied.is_tied) == ((0, 1), True)
     assert len(tied.slots) == 2
     loose = uses["scale"]
-    assert (loose.layers, loose.segments) == ((), [])
+    assert (loose.layers, loose.used_in) == ((), ())
     assert loose.everywhere
     assert loose.is_shared
     direct = uses["norm.weight"]
-    assert direct.segments == [Segment(1, False), Segment(2, True), Segment(3, False)]
+    assert (direct.layers, direct.used_in) == ((2,), (1, 2))
     assert direct.everywhere
 
 
@@ -93,7 +92,7 @@ def test_who_uses_which_parameter():
 )
 def test_who_holds_a_parameter(stage_of, num_stages, expected):
     net = Net()
-    touched = {id(net.norm.weight): {Segment(0, False)}}
+    touched: Any = {id(net.norm.weight): set()}
     uses = {use.name: use for use in parameter_uses(net, net.layers, touched)}
     assert {name: uses[name].holders(stage_of, num_stages) for name in expected} == expected
 
@@ -231,20 +230,23 @@ def run_segments(net, shared, x, use_a=True):
     def used(parameter):
         return shared.alias(parameter) if shared.knows(parameter) else parameter
 
-    shared.enter_gap(0)
+    shared.enter_segment(0)
     x = x * used(net.scale)
-    shared.enter_layer(0, 0)
+    shared.enter_segment(1)
+    shared.enter_layer(0)
     x = net.a(x) if use_a else x
-    shared.enter_gap(1)
+    shared.leave_layer()
+    shared.enter_segment(2)
     x = x * used(net.scale)
-    shared.enter_layer(1, 1)
+    shared.enter_segment(3)
+    shared.enter_layer(1)
     loss = net.b(x).square().sum()
-    shared.restore()
+    shared.leave_layer()
     return loss
 
 
 def shared_of(net):
-    touched = {id(net.scale): {Segment(0, False), Segment(1, False)}}
+    touched: Any = {id(net.scale): set()}
     uses = parameter_uses(net, net.layers, touched)
     return SharedParameters([use for use in uses if use.is_shared])
 
@@ -262,10 +264,10 @@ def test_the_segments_gradients_sum_up_to_the_whole():
     assert net.a.bias.grad is not None
     ours: dict[str, Any] = {use.name: shared.total(use, None) for use in shared.uses}
     assert set(shared.sums) == {
-        ("a.weight", Segment(0, True)),
-        ("a.weight", Segment(1, True)),
-        ("scale", Segment(0, False)),
-        ("scale", Segment(1, False)),
+        ("a.weight", 1),
+        ("a.weight", 3),
+        ("scale", 0),
+        ("scale", 2),
     }
 
     net.zero_grad()
@@ -294,8 +296,38 @@ def test_segments_that_are_not_used_have_no_gradient():
     net = Net()
     shared = shared_of(net)
     run_segments(net, shared, torch.rand(2, 3), use_a=False).backward()
-    assert ("a.weight", Segment(0, True)) not in shared.sums
-    assert ("a.weight", Segment(1, True)) in shared.sums
+    assert ("a.weight", 1) not in shared.sums
+    assert ("a.weight", 3) in shared.sums
+
+
+def test_a_parameter_that_two_parts_of_a_layer_use():
+    """The parts are layers themselves where there are more stages: it is summed in the same way."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.b.weight = self.a.weight
+
+    root = nn.Module()
+    root.net = Layer()
+    net: Any = root.net
+    by_itself = parameter_uses(root, [net], {})
+    (tied, *others) = parameter_uses(root, [net], {}, scopes=[net.a, net.b])
+    assert tied.is_shared
+    assert not any(use.is_shared for use in [*others, *by_itself])
+    shared = SharedParameters([tied])
+    shared.enter_segment(1)
+    shared.enter_layer(0)
+    x = torch.rand(2, 3)
+    for segment, part in ((2, net.a), (4, net.b)):
+        shared.enter_segment(segment)
+        x = part(x)
+        shared.enter_segment(segment + 1)
+    shared.leave_layer()
+    x.square().sum().backward()
+    assert set(shared.sums) == {("net.a.weight", 2), ("net.a.weight", 4)}
+    assert net.a.weight is net.b.weight
 
 
 def test_frozen_parameters_and_passes_without_gradients():
@@ -327,7 +359,7 @@ def copied_pairs(root: nn.Module, called: list[str]) -> set[tuple[str, str]]:
     uses = parameter_uses(root, layers, {}, indices)
     for use in uses:
         # What is shared is summed over its own layers; the copy's adds nothing.
-        assert all(segment.layer in use.layers for segment in use.segments)
+        assert set(use.used_in) <= set(use.layers)
     return {(name_of[id(a)], name_of[id(b)]) for a, b in copies_in(root, uses, indices)}
 
 
@@ -347,7 +379,7 @@ def test_copies_are_known_by_their_structure():
     assert copied_pairs(root, ["student", "head"]) == {("teacher.module", "student")}
     layers: Any = [root.student, root.teacher]
     use = parameter_uses(root, layers, {}, {0})[0]
-    assert (use.name, use.layers, use.segments) == ("student.0.weight", (0, 1), [Segment(0, True)])
+    assert (use.name, use.layers, use.used_in) == ("student.0.weight", (0, 1), (0,))
     assert use.holders([0, 1], 3) == [0, 1]
 
 

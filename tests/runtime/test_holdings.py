@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from lightning_pipeshift.model.deferred import Deferred
-from lightning_pipeshift.model.parameters import Segment, parameter_uses
+from lightning_pipeshift.model.parameters import parameter_uses
 from lightning_pipeshift.runtime.holdings import Holdings
 from lightning_pipeshift.runtime.saving import gather_optimizer_state, gather_state
 from tests.harness import run_ranks
@@ -33,7 +33,7 @@ def make(settled: bool = True) -> tuple[Net, Holdings, int]:
     channels, _ = connect()
     net = Net()
     layers = [net.a, net.lstm, net.norm, net.c]
-    touched = {id(net.scale): {Segment(0, False), Segment(3, False)}}
+    touched: Any = {id(net.scale): set()}
     holdings = Holdings(net, parameter_uses(net, layers, touched), layers, STAGE_OF, channels)
     if settled:
         holdings.settle([], final=True, deferred=Deferred())
@@ -132,12 +132,12 @@ def gradients(correction: float) -> dict[str, Any]:
     holdings.set_gradients_aside(keep=True)
     # What each segment's backward would leave.
     if stage == 0:
-        shared.sums["a.weight", Segment(0, True)] = torch.full((3, 3), 2.0)
-        shared.sums["scale", Segment(0, False)] = torch.full((3,), 0.1)
+        shared.sums["a.weight", 1] = torch.full((3, 3), 2.0)
+        shared.sums["scale", 0] = torch.full((3,), 0.1)
         net.a.bias.grad = torch.full((3,), 4.0)
     if stage == 2:
-        shared.sums["a.weight", Segment(3, True)] = torch.full((3, 3), 3.0)
-        shared.sums["scale", Segment(3, False)] = torch.full((3,), 0.2)
+        shared.sums["a.weight", 7] = torch.full((3, 3), 3.0)
+        shared.sums["scale", 8] = torch.full((3,), 0.2)
     holdings.collect_gradients(correction, None, joins=False)
     kept = None if net.a.weight.grad is None else float(net.a.weight.grad[0, 0])
     holdings.hand_gradients_over()
