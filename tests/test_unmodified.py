@@ -304,6 +304,20 @@ class ScaledParameters(Habit):
         return self.last(self.third(hidden) * scale)
 
 
+class AsksWhatLearns(Habit):
+    """What is done with a result depends on whether it needs a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        results = [x]
+        for layer in (self.first, self.second, self.third):
+            results += [layer(results[-1] * 2), results[-1].detach()]
+            results[-2:] = reversed(results[-2:])
+        learning = [value.square().mean() for value in results if value.requires_grad]
+        leaves = sum(value.is_leaf for value in results)
+        made = sum(value.grad_fn is not None for value in results)
+        return self.last(results[-1]) + torch.stack(learning).sum() * leaves + made
+
+
 class ChannelsLast(Classifier):
     def __init__(self) -> None:
         super().__init__()
@@ -342,6 +356,7 @@ HABITS: dict[str, Callable[[], Classifier]] = {
         DropoutOnBothSides,
         WritesToViews,
         ScaledParameters,
+        AsksWhatLearns,
         ChannelsLast,
     )
 }

@@ -37,7 +37,7 @@ from lightning_pipeshift.model.streams import Streams
 from lightning_pipeshift.model.timing import Timer
 from lightning_pipeshift.model.trace import Entry, Trace
 from lightning_pipeshift.model.trees import flatten, map_leaves
-from lightning_pipeshift.plan.flow import Call, Value
+from lightning_pipeshift.plan.flow import Call, TensorSpec, Value
 
 # The attribute of tensors that depend on a layer in the pass under way.
 _MARK = "_pipeshift_pass"
@@ -426,7 +426,7 @@ class StagePass(Watcher):
                 leaf = self._values.get(found) if found in trace.eager else None
                 if leaf is None:
                     assert spec is not None
-                    leaf = Placeholder.standing_for(found, spec, self.device, self._mark)
+                    leaf = self._placeholder(trace, found, spec)
                 leaves.append(leaf)
         for old, new in entry.renames.items():
             self._names[old] = new
@@ -528,9 +528,16 @@ class StagePass(Watcher):
                 continue
             leaf = self._values.get(value)
             if leaf is None or value not in trace.eager:
-                leaf = Placeholder.standing_for(value, spec, self.device, self._mark)
+                leaf = self._placeholder(trace, value, spec)
             leaves.append(leaf)
         return template.rebuild(leaves)
+
+    def _placeholder(self, trace: Trace, value: Value, spec: TensorSpec) -> Tensor:
+        leaf: Tensor = Placeholder.standing_for(value, spec, self.device, self._mark)
+        if value in trace.tracked and torch.is_grad_enabled():
+            # User code that asks whether it needs a gradient is told the same on every stage.
+            leaf = GradientBox(leaf).open()
+        return leaf
 
     def _run(self, gate: Gate, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.before_layer is not None:
