@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -360,32 +361,67 @@ class SlowsDown(L.Callback):
             SLOW["factor"] = 15.0
 
 
-def train_unequally(partition: Any, profile_steps: int) -> dict[str, Any]:
-    L.seed_everything(7, verbose=False)
-    SLOW["factor"] = 1.0
+@contextlib.contextmanager
+def hearing() -> Iterator[list[str]]:
+    """What the strategy says while the context lasts."""
     heard: list[str] = []
 
     class Hears(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            heard.append(record.getMessage())
+            if record.getMessage().startswith("PipeShift: "):
+                heard.append(record.getMessage())
 
     handler = Hears()
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     logger.addHandler(handler)
+    try:
+        yield heard
+    finally:
+        logger.removeHandler(handler)
+
+
+class WithCopy(Sleeper):
+    """Half of its layers are never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.copied = self.layers[:3], self.layers[3:6]
+
+
+def train_with_idle_layers(partition: Any) -> tuple[tuple[int, ...], list[str]]:
+    strategy = {"partition": partition, "microbatches": 2, "profile_steps": 0}
+    trainer = quiet_trainer({"devices": 2, "pipeshift": strategy}, max_epochs=1)
+    with hearing() as heard:
+        trainer.fit(built(WithCopy), DataLoader(points(2).dataset, batch_size=8))
+    plan = trainer.strategy.plan  # type: ignore[attr-defined]
+    return plan.placement.counts[0], heard
+
+
+def test_layers_that_no_step_calls_are_no_work() -> None:
+    counts, heard = run_ranks(train_with_idle_layers, 2, "uniform")[0]
+    assert counts == (2, 4)
+    assert not any("nothing to compute" in line for line in heard)
+    counts, heard = run_ranks(train_with_idle_layers, 2, [3, 3])[0]
+    assert counts == (3, 3)
+    (line,) = (line for line in heard if "nothing to compute" in line)
+    assert line.startswith("PipeShift: stage 1 (rank 1) has nothing to compute: the `partition`")
+
+
+def train_unequally(partition: Any, profile_steps: int) -> dict[str, Any]:
+    L.seed_everything(7, verbose=False)
+    SLOW["factor"] = 1.0
     module = built(Sleeper)
     strategy = {"partition": partition, "microbatches": 4, "profile_steps": profile_steps}
     trainer = quiet_trainer(
         {"devices": 2, "pipeshift": strategy}, callbacks=[SlowsDown()], max_epochs=1
     )
-    try:
+    with hearing() as heard:
         trainer.fit(module, DataLoader(points(22).dataset, batch_size=8))
-    finally:
-        logger.removeHandler(handler)
     plan = trainer.strategy.plan  # type: ignore[attr-defined]
     return {
         "counts": plan.placement.counts[0],
         "predicted": plan.prediction is not None and plan.prediction.step_seconds,
-        "heard": [line for line in heard if line.startswith("PipeShift: ")],
+        "heard": heard,
         "parameters": parameters_of(module),
     }
 

@@ -1,6 +1,6 @@
 """Turns the ``partition`` argument into a placement."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from lightning_pipeshift.errors import PartitionError
@@ -11,11 +11,25 @@ PartitionSpec = str | Sequence[int] | Sequence[Sequence[int]]
 """``"auto"``, ``"uniform"``, layers per stage, or layers per stage for each virtual machine."""
 
 
-def resolve(spec: PartitionSpec, *, num_layers: int, stages_per_vm: tuple[int, ...]) -> Placement:
+def resolve(
+    spec: PartitionSpec,
+    *,
+    num_layers: int,
+    stages_per_vm: tuple[int, ...],
+    idle: Collection[int] = (),
+) -> Placement:
     """The placement that a user asked for.
 
     Here, ``"auto"`` is what ``"uniform"`` is: what is measured counts where a run is planned.
-    Raises PartitionError, which says what was found, what is allowed and what to change.
+
+    Args:
+        spec: what the user asked for.
+        num_layers: how many layers the model has.
+        stages_per_vm: how many stages each virtual machine has.
+        idle: the layers that no step calls; ``"uniform"`` does not count them.
+
+    Raises:
+        PartitionError: it says what was found, what is allowed and what to change.
     """
     if isinstance(spec, str):
         if spec not in ("auto", "uniform"):
@@ -23,11 +37,25 @@ def resolve(spec: PartitionSpec, *, num_layers: int, stages_per_vm: tuple[int, .
                 f"partition={spec!r}; allowed are 'auto', 'uniform', a list of layers per stage"
                 " such as [5, 4], or such a list for each virtual machine"
             )
-        return Placement(tuple(uniform(num_layers, num_stages) for num_stages in stages_per_vm))
+        working = [layer for layer in range(num_layers) if layer not in idle]
+        return Placement(
+            tuple(_uniform(working, num_layers, num_stages) for num_stages in stages_per_vm)
+        )
     counts = _per_virtual_machine(spec, len(stages_per_vm))
     for vm, (stage_counts, num_stages) in enumerate(zip(counts, stages_per_vm, strict=True)):
         _require_fit(vm, stage_counts, num_layers, num_stages)
     return Placement(counts)
+
+
+def _uniform(working: Sequence[int], num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """As many working layers for each stage; one that does not work goes with the one before it."""
+    counts, num_placed, num_begun = [], 0, 0
+    for count in uniform(len(working), num_stages):
+        num_begun += count
+        end = working[num_begun] if num_begun < len(working) else num_layers
+        counts.append(end - num_placed)
+        num_placed = end
+    return tuple(counts)
 
 
 def _per_virtual_machine(

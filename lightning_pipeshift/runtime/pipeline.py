@@ -56,7 +56,7 @@ from lightning_pipeshift.runtime.holdings import Holdings
 from lightning_pipeshift.runtime.lane import Sent
 from lightning_pipeshift.runtime.matching import gradient_groups, match_replicas
 from lightning_pipeshift.runtime.outside import Answer, Outside
-from lightning_pipeshift.runtime.planning import Settings, check_order
+from lightning_pipeshift.runtime.planning import Settings, check_order, stages_without_work
 from lightning_pipeshift.runtime.replanning import Replanning
 from lightning_pipeshift.runtime.replicas import Replicas
 from lightning_pipeshift.runtime.report import Report, logs_on_cpu, merge_reports, on_cpu
@@ -175,6 +175,9 @@ class Pipeline:
         self._tail = TailState(self._modules_outside_layers(), ignored)
         self._metrics = BatchMetrics(root)
         self._touched: dict[int, set[int]] = {}
+        self._called: set[int] = set()
+        """The layers that a training step calls, as far as is known."""
+        self._said_of_work: str | None = None
         self._plan: Plan | None = None
         self._ownership: Ownership | None = None
         self.holdings: Holdings | None = None
@@ -257,11 +260,14 @@ class Pipeline:
         trace = Trace.empty()
         if self._follows:
             trace = follower.first(key, step, batch, module_signature(self.root), stopwatch)
-        if stopwatch is not None and trace.flow.calls and not trace.is_drawn:
-            # A copy that nobody calls, a head that is switched off: no work.
-            called_now = {call.layer for call in trace.flow.calls}
-            for layer in set(range(len(follower.gates))) - called_now:
-                stopwatch.figures[layer] = Figures(0.0)
+        called: set[int] | None = None
+        if trains and trace.flow.calls and not trace.is_drawn:
+            # Otherwise a layer that was not called now may be called in the next step.
+            called = {call.layer for call in trace.flow.calls}
+        # A copy that nobody calls, a head that is switched off: no work.
+        idle = set(range(len(follower.gates))) - called if called is not None else set()
+        if stopwatch is not None:
+            stopwatch.figures |= dict.fromkeys(idle, Figures(0.0))
         optimizers = list(optimizers)
         plan = self.planning.first_plan(
             follower.gates,
@@ -272,14 +278,11 @@ class Pipeline:
             self._held_bytes(),
             trains,
             self.memory if trains else None,
+            idle,
         )
         # What the sanity check's validation steps touched stays touched: every stage holds it.
         touched = {key: trace.touched.get(key, set()) for key in self._touched | trace.touched}
         named = {n: touched[id(p)] for n, p in self.root.named_parameters() if id(p) in touched}
-        called: set[int] | None = None
-        if trains and trace.flow.calls and not trace.is_drawn:
-            # Otherwise a layer that was not called now may be called in the next step.
-            called = {call.layer for call in trace.flow.calls}
         # Every rank followed its own batch; one of them decides.
         named, called = self.replicas.world.share_object((named, called), source=0)
         touched = {id(p): named[n] for n, p in self.root.named_parameters() if n in named}
@@ -294,6 +297,9 @@ class Pipeline:
         self._plan = plan
         self._ownership = Ownership.of(placement)
         self._touched = touched
+        self._called = called if called is not None else set(range(len(layers)))
+        if trains and self._follows:
+            self._say_who_has_no_work()
         self.holdings = Holdings(self.root, uses, layers, stage_of, channels, of_user_code)
         if not self._was_whole:
             self.holdings.obtain(self._deferred)
@@ -307,6 +313,13 @@ class Pipeline:
         if trains and self.replicas.count > 1:
             self._aggregation = self._make_aggregation(uses, placement)
         self._is_final = final
+
+    def _say_who_has_no_work(self) -> None:
+        topology, placement = self.replicas.topology, self.plan.placement
+        said = stages_without_work(self.settings, placement, topology, self._called)
+        if said is not None and said != self._said_of_work:
+            self.news.append(said)
+        self._said_of_work = said
 
     def _held_bytes(self) -> int:
         """What the model takes of this device's memory."""
@@ -563,6 +576,7 @@ class Pipeline:
         run.settle()
         require_same_end(is_last_batch, report.is_last_batch, batch_idx)
         if self.changes.finish(self._deferred):
+            self._say_who_has_no_work()
             # Neither the steps under the old plan nor this one say anything of the new plan.
             profiler.begin_anew(for_good=profiler.is_over)
         self.holdings.collect_gradients(

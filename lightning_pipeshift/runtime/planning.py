@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
@@ -151,6 +151,7 @@ def make_plan(
     cluster: Cluster,
     topology: Topology,
     current: Plan | None = None,
+    idle: Collection[int] = (),
 ) -> Plan:
     """The plan for a model, on the virtual machines that there are.
 
@@ -160,6 +161,7 @@ def make_plan(
         cluster: the machines.
         topology: the virtual machines.
         current: the plan in force, to start from.
+        idle: the layers that no step calls.
 
     Raises:
         PlanError: nothing that is allowed fits in memory.
@@ -169,7 +171,7 @@ def make_plan(
     microbatches = settings.num_microbatches(topology.stages_per_vm)
     workloads = workloads_of(profile, cluster, topology.ranks, settings.schedule, microbatches)
     if settings.memory is not None:
-        found = _compressed(settings, settings.memory, profile, cluster, topology, workloads)
+        found = _compressed(settings, settings.memory, profile, cluster, topology, workloads, idle)
         made = plan_of(
             profile,
             cluster,
@@ -195,6 +197,7 @@ def make_plan(
             settings.partition,
             num_layers=profile.num_layers,
             stages_per_vm=topology.stages_per_vm,
+            idle=idle,
         )
         cuts = [Cut(counts) for counts in placement.counts]
         if settings.recompute == "full":
@@ -212,24 +215,33 @@ def _compressed(
     cluster: Cluster,
     topology: Topology,
     workloads: Sequence[Workload],
+    idle: Collection[int],
 ) -> list[Compressed]:
     """For each virtual machine the fastest of some cuts, with what becomes of its saved tensors."""
     return [
         fastest(
             Problem.of(profile, workload, cluster, ranks, wishes.policy, settings.recompute),
-            _candidates(settings, profile, topology, workload, vm),
+            _candidates(settings, profile, topology, workload, vm, idle),
         )
         for vm, (ranks, workload) in enumerate(zip(topology.ranks, workloads, strict=True))
     ]
 
 
 def _candidates(
-    settings: Settings, profile: Profile, topology: Topology, workload: Workload, vm: int
+    settings: Settings,
+    profile: Profile,
+    topology: Topology,
+    workload: Workload,
+    vm: int,
+    idle: Collection[int],
 ) -> list[tuple[int, ...]]:
     """Cuts worth a try: the best if memory were no matter, and the best by recomputation alone."""
     if settings.partition != "auto" or workload.num_stages == 1:
         placement = resolve(
-            settings.partition, num_layers=profile.num_layers, stages_per_vm=topology.stages_per_vm
+            settings.partition,
+            num_layers=profile.num_layers,
+            stages_per_vm=topology.stages_per_vm,
+            idle=idle,
         )
         return [placement.counts[vm]]
     boundless = replace(workload, room_bytes=np.full(workload.num_stages, np.inf))
@@ -256,6 +268,41 @@ def _chosen_cut(
         return anywhere
     seconds = workload.step_seconds([best, anywhere])
     return best if seconds[0] <= _PATIENCE * seconds[1] else anywhere
+
+
+def stages_without_work(
+    settings: Settings, placement: Placement, topology: Topology, called: Collection[int]
+) -> str | None:
+    """A sentence on the devices that a cut leaves without work, with the reason and what to do;
+    ``None`` where there are none.
+
+    Args:
+        settings: what the user asked for.
+        placement: who owns what.
+        topology: the virtual machines.
+        called: the layers that a step calls.
+    """
+    without = [
+        topology.ranks[vm][stage]
+        for vm, num_stages in enumerate(topology.stages_per_vm)
+        for stage in range(num_stages)
+        if not any(layer in called for layer in placement.layers_of(vm, stage))
+    ]
+    if not without:
+        return None
+    deepest = max(topology.stages_per_vm)
+    if len(called) < deepest:
+        why = f"a step calls {len(called)} layers, and there are {deepest} stages"
+        what = "Name smaller layers in `configure_layers()`, or use fewer devices"
+    elif settings.plan is not None or settings.partition not in ("auto", "uniform"):
+        source = "plan" if settings.plan is not None else "partition"
+        why = f"the `{source}` that you gave has none of the layers that a step calls for it"
+        what = f"Change the `{source}`, or use fewer devices"
+    else:
+        why = "by what is known of layers, devices and links, no step would be shorter with it"
+        what = "Use fewer devices, or `partition='uniform'` to compare"
+    names = ", ".join(map(topology.name_of, without))
+    return f"{names} has nothing to compute: {why}. {what}."
 
 
 def _stages(stages_per_vm: Sequence[int]) -> str:

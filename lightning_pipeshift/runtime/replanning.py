@@ -8,7 +8,7 @@ nothing stops in between: the second plan is a change of owners at a step's boun
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -115,6 +115,7 @@ class Replanning:
         held_bytes: int,
         trains: bool,
         memory: StageMemory | None = None,
+        idle: Collection[int] = (),
     ) -> Plan:
         """The plan for the first steps: the first rank's, on all. Every rank calls this.
 
@@ -127,6 +128,7 @@ class Replanning:
             held_bytes: what the model takes of this device's memory now.
             trains: whether the plan is for training.
             memory: this stage's, where saved tensors have a budget.
+            idle: the layers that no step calls.
         """
         if self.measures and trains:
             probed = probe(self._replicas.world, self._device, self._here, self._say)
@@ -150,7 +152,10 @@ class Replanning:
             self.measured = measured = self._learned(figures)
             self._cluster = measured.cluster
             topology = self._replicas.topology
-            text = make_plan(self._settings, measured.profile, measured.cluster, topology).to_json()
+            plan = make_plan(
+                self._settings, measured.profile, measured.cluster, topology, idle=idle
+            )
+            text = plan.to_json()
         return Plan.from_json(self._replicas.world.share_object(text, source=0))
 
     def _learned(self, figures: Sequence[RankFigures]) -> Measured:

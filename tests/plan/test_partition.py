@@ -4,14 +4,22 @@ from lightning_pipeshift.errors import PartitionError
 from lightning_pipeshift.plan.partition import resolve
 
 
-def counts(spec, stages_per_vm=(2,), num_layers=9):
-    return resolve(spec, num_layers=num_layers, stages_per_vm=stages_per_vm).counts
+def counts(spec, stages_per_vm=(2,), num_layers=9, idle=()):
+    return resolve(spec, num_layers=num_layers, stages_per_vm=stages_per_vm, idle=idle).counts
 
 
 def test_words():
     assert counts("uniform", (2, 3)) == ((5, 4), (3, 3, 3))
     assert counts("auto", (2, 3)) == ((5, 4), (3, 3, 3))
     assert counts("uniform", (4,), num_layers=2) == ((1, 1, 0, 0),)
+
+
+def test_layers_that_no_step_calls_do_not_count():
+    assert counts("uniform", idle=range(6, 9)) == ((3, 6),)
+    assert counts("uniform", idle=range(3)) == ((6, 3),)
+    assert counts("uniform", (3,), idle=(1, 2, 4, 6, 7)) == ((5, 3, 1),)
+    assert counts("uniform", (3,), num_layers=4, idle=(0, 3)) == ((2, 2, 0),)
+    assert counts([5, 4], idle=range(6)) == ((5, 4),)
 
 
 def test_lists():

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from lightning_pipeshift.plan.cluster import Cluster, Device
+from lightning_pipeshift.plan.placement import Placement
 from lightning_pipeshift.plan.profile import KindProfile, LayerProfile, Profile
 from lightning_pipeshift.plan.topology import Topology
-from lightning_pipeshift.runtime.planning import Settings, make_plan
+from lightning_pipeshift.runtime.planning import Settings, make_plan, stages_without_work
 
 
 def counts(seconds: Sequence[float], payload_bytes: Sequence[int]) -> tuple[int, ...]:
@@ -39,3 +42,21 @@ def test_a_block_is_cut_where_whole_blocks_would_be_much_slower() -> None:
     # With light layers at the top, beside it is as good.
     first, _ = counts([1.0] * 4 + [0.1] * 6 + [1.0] * 4, payload)
     assert first in (4, 10)
+
+
+@pytest.mark.parametrize(
+    ("partition", "counts", "called", "words"),
+    [
+        ("auto", (2, 2), range(4), None),
+        ("auto", (2, 2), [1, 2], None),
+        ("auto", (4, 0), range(4), "stage 1 (rank 0) has nothing to compute: by what is known"),
+        ("auto", (4, 0), [2], "a step calls 1 layers, and there are 2 stages. Name smaller layers"),
+        ([0, 4], (0, 4), range(4), "stage 0 (rank 1) has nothing to compute: the `partition`"),
+        ([2, 2], (2, 2), [2, 3], "Change the `partition`, or use fewer devices"),
+    ],
+)
+def test_who_has_no_work(partition, counts, called, words) -> None:
+    settings = Settings(8, "1f1b", partition, None, 0)
+    said = stages_without_work(settings, Placement((counts,)), Topology(((1, 0),)), called)
+    assert (said is None) == (words is None)
+    assert said is None or words in said
