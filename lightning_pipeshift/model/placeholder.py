@@ -229,12 +229,17 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         else:
             result = _shaped(func, plain, spec, plain_args, plain_kwargs)
     except (NotImplementedError, RuntimeError) as error:
-        if not _needs_values(error, func):
-            raise
-        told.read(func._schema.name, values)
-        result = pytree.tree_map_only(
-            torch.Tensor, lambda t: t.to(META), estimate(torch.device("cpu"))
-        )
+        if _needs_values(error, func):
+            told.read(func._schema.name, values)
+            result = estimate(torch.device("cpu"))
+        else:
+            # Some operations refuse on the meta device what they do on others (`_grouped_mm` does
+            # any type but bfloat16).
+            try:
+                result = estimate(seen[0].device)
+            except Exception:
+                raise error from None
+        result = pytree.tree_map_only(torch.Tensor, lambda t: t.to(META), result)
 
     written = _written_arguments(func, args, kwargs)
     for argument in written:

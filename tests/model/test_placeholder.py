@@ -346,6 +346,28 @@ def no_meta(x: torch.Tensor) -> torch.Tensor:
     return x.new_zeros(x.shape[0], 2)
 
 
+@torch.library.custom_op("pipeshift_tests::strict_on_meta", mutates_args=())
+def strict_on_meta(x: torch.Tensor) -> torch.Tensor:
+    if x.shape[1] != 8:
+        raise ValueError("eight columns")
+    return x.new_zeros(x.shape[0], 2)
+
+
+@strict_on_meta.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("Expected inputs of BF16 type")
+
+
+def test_an_operation_that_refuses_only_on_the_meta_device():
+    notes = Notes()
+    with watching(notes):
+        result = strict_on_meta(placeholder(4, 8))
+    assert (result.shape, result.dtype, sources(result)) == ((4, 2), torch.float32, {FIRST})
+    assert not notes.reads, "its values were not asked for"
+    with pytest.raises(RuntimeError, match="BF16"):
+        strict_on_meta(placeholder(4, 7))
+
+
 def test_an_operation_without_a_meta_kernel():
     with pytest.raises(LayerError, match="no_meta"):
         no_meta(placeholder(4, 8))
