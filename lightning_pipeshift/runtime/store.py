@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -57,6 +58,7 @@ class _Entry:
         "memory",
         "microbatch",
         "num_bytes",
+        "num_sent",
         "number",
         "parcel",
         "state",
@@ -68,6 +70,9 @@ class _Entry:
         self.microbatch = block.microbatch
         self.num_bytes = block.num_bytes
         self.state = _Is.HERE
+        self.num_sent = 0
+        """How often it has been sent away: tells a copy that is done from an earlier one, of which
+        nobody wants to know any more."""
         self.parcel: Parcel | None = None
         self.coming: Ticket | None = None
         self.memory: Tensor | None = None
@@ -355,15 +360,17 @@ class ActivationStore:
                             who = f"the layer {self._name(layer)!r}"
                         raise self._error(num_bytes, lacking, who)
                     moving, ticket = coming, coming.coming
+                    num_sent = -1
                 else:
                     leaving = self._first_leaving()
                     assert leaving is not None
                     assert leaving.parcel is not None
                     moving, ticket = leaving, leaving.parcel.leaving
+                    num_sent = leaving.num_sent
             if ticket is not None:
                 ticket.wait()
-            self._has_left(moving)
-            self._has_come(moving)
+            self._has_left(moving, num_sent)
+            self._has_come(moving, ticket)
         if begun is not None:
             self.traffic.waited_seconds += time.perf_counter() - begun
 
@@ -408,7 +415,7 @@ class ActivationStore:
             ticket = entry.coming
         if ticket is not None:
             ticket.wait()
-        self._has_come(entry)
+        self._has_come(entry, ticket)
         self.traffic.waited_seconds += time.perf_counter() - begun
         self.advance()
 
@@ -420,8 +427,10 @@ class ActivationStore:
         memory = block.memory() if block is not None else None
         if memory is None:
             return True
+        entry.num_sent += 1
+        done = partial(self._has_left_meanwhile, entry, entry.num_sent)
         for place in places:
-            parcel = place.put(memory, lambda: self._has_left_meanwhile(entry))
+            parcel = place.put(memory, done)
             if parcel is not None:
                 self.traffic.moved_bytes += entry.num_bytes
                 entry.parcel, entry.state = parcel, _Is.LEAVING
@@ -429,18 +438,20 @@ class ActivationStore:
                 return True
         return False
 
-    def _has_left(self, entry: _Entry) -> None:
+    def _has_left(self, entry: _Entry, num_sent: int) -> None:
         with self.lock:
             block = entry.block()
             if entry.state is not _Is.LEAVING or entry.is_gone or block is None:
+                return
+            if entry.num_sent != num_sent:
                 return
             entry.state = _Is.AWAY
             block.leave()
             self._here_bytes -= entry.num_bytes
 
-    def _has_left_meanwhile(self, entry: _Entry) -> None:
+    def _has_left_meanwhile(self, entry: _Entry, num_sent: int) -> None:
         """Called by the thread that has copied it."""
-        self._has_left(entry)
+        self._has_left(entry, num_sent)
         # It has nobody else to begin what there is room for now.
         self.advance()
 
@@ -455,10 +466,10 @@ class ActivationStore:
         entry.coming = entry.parcel.fetch(entry.memory, lambda: None)
         self._coming.append(entry)
 
-    def _has_come(self, entry: _Entry) -> None:
+    def _has_come(self, entry: _Entry, ticket: Ticket | None) -> None:
         with self.lock:
             block = entry.block()
-            if entry.state is not _Is.COMING or block is None:
+            if entry.state is not _Is.COMING or entry.coming is not ticket or block is None:
                 return
             assert entry.memory is not None
             assert entry.parcel is not None
@@ -545,14 +556,14 @@ class ActivationStore:
                 assert entry.parcel is not None
                 if not entry.parcel.leaving.is_done():
                     return
-                self._has_left(entry)
+                self._has_left(entry, entry.num_sent)
             self._leaving.popleft()
         for entry in list(self._coming):
             if entry.state is not _Is.COMING or entry.is_gone:
                 self._coming.remove(entry)
             elif entry.coming is not None and entry.coming.is_done():
                 self._coming.remove(entry)
-                self._has_come(entry)
+                self._has_come(entry, entry.coming)
 
     def _bury(self) -> None:
         while self._dropped:

@@ -741,6 +741,55 @@ def forwards_only(case: Case) -> Row:
     return tuple(action for action in case.row if action.kind is Kind.FORWARD)
 
 
+class Held(ThreadCopier):
+    """Copies from the device wait until the first is let go, and then all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_asked = self.num_begun = 0
+        self.first, self.others = threading.Event(), threading.Event()
+
+    def out(self, work: Callable[[], Any], done: Done) -> Ticket:
+        self.num_asked += 1
+        gate = self.first if self.num_asked == 1 else self.others
+
+        def run() -> None:
+            self.num_begun += 1
+            gate.wait()
+            work()
+
+        return super().out(run, done)
+
+
+def test_the_end_of_a_copy_that_nobody_wants_any_more_says_nothing_of_the_next() -> None:
+    copier = Held()
+    place = LocalPlace([Rooms(CPU, NO_LIMIT)], copier)
+    store = ActivationStore(Orders(4000.0, {(0, 0): [place]}))
+    values = torch.rand(1000)
+    store.begin_step(parse_row("F0 F1 B0 B1"))
+    store.begin_action(0, Action(Kind.FORWARD, 0))
+    saved = SavedTable(0, store).save(values.clone(), 0, 0, frozenset())
+    store.after_layer(0)
+    # Its backward begins before it has left, so it stays; then it has to leave after all.
+    store.begin_action(2, Action(Kind.BACKWARD, 0))
+    store.begin_action(3, Action(Kind.BACKWARD, 1))
+    with ThreadPoolExecutor(1) as another_stage:
+        waiting = another_stage.submit(store.make_room, 1000, None)
+        # The first copy, which is not wanted any more, what is to be done with it, the second copy.
+        while copier.num_asked < 3:
+            time.sleep(1e-3)
+        copier.first.set()
+        while copier.num_begun < 2:
+            time.sleep(1e-3)
+        held_bytes = store.held_bytes
+        copier.others.set()
+        waiting.result()
+    assert held_bytes == 4000, "the second copy has not been made"
+    assert torch.equal(saved.get(), values)
+    del saved
+    copier.close()
+
+
 def test_what_was_to_stay_leaves_the_furthest_need_first() -> None:
     case = Case(layers_of("PPPP"), parse_row("F0 F1 F2 F3 F4 B0 B1 B2 B3 B4"))
     budget = 1.6 * case.microbatch_bytes
