@@ -56,14 +56,37 @@ def preserved(modules: Iterable[nn.Module]) -> Iterator[None]:
         undo.undo()
 
 
+class Arguments:
+    """What the arguments of a call refer to, to be put back before it is called once more: a cache
+    of keys and values that it has added to, say. Not covered are the values of tensors.
+
+    Args:
+        values: the arguments.
+    """
+
+    def __init__(self, *values: Any) -> None:
+        self._undo = _Undo(frameworks_too=True)
+        for value in values:
+            self._undo.remember(value, _DEPTH)
+
+    def put_back(self) -> None:
+        """Once only."""
+        self._undo.undo()
+
+
 def _is_framework(name: str) -> bool:
     return name.partition(".")[0] in _FRAMEWORKS or name in ("builtins", "abc", "typing")
 
 
 class _Undo:
-    """What has to be put back."""
+    """What has to be put back.
 
-    def __init__(self) -> None:
+    Args:
+        frameworks_too: whether to look into objects of frameworks as into the user's own.
+    """
+
+    def __init__(self, frameworks_too: bool = False) -> None:
+        self._frameworks_too = frameworks_too
         self._seen: dict[int, Any] = {}
         self._restore: list[Callable[[], None]] = []
         self._num_left = _MOST_OBJECTS
@@ -121,7 +144,11 @@ class _Undo:
             if value.flags.writeable and value.nbytes < _LONGEST and value.dtype != object:
                 copied = value.copy()
                 self._restore.append(lambda: np.copyto(value, copied))
-        elif isinstance(value, nn.Module) or not _is_framework(type(value).__module__):
+        elif (
+            self._frameworks_too
+            or isinstance(value, nn.Module)
+            or not _is_framework(type(value).__module__)
+        ):
             attributes = getattr(value, "__dict__", None)
             if isinstance(attributes, dict):
                 self._remember_dict(attributes, depth)

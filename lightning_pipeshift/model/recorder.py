@@ -45,7 +45,7 @@ from lightning_pipeshift.model.placeholder import (
     spec_of,
     watching,
 )
-from lightning_pipeshift.model.preserve import preserved
+from lightning_pipeshift.model.preserve import Arguments, preserved
 from lightning_pipeshift.model.trace import LAST_STAGE, Entry, Place, Template, Trace
 from lightning_pipeshift.model.trees import Rebuild, flatten, leaves_of
 from lightning_pipeshift.plan.flow import Call, Flow, Operation, TensorSpec, Value
@@ -656,7 +656,7 @@ class _Recorder(Watcher):
                 leaf = _linked(leaf, self._device, origin)
             inner_inputs.append(leaf)
         inner_args, inner_kwargs = rebuild_inputs(inner_inputs)
-        before = self._event
+        begun_at = self._event
         self.enter_scope()
         self.inside = inside
         try:
@@ -669,7 +669,7 @@ class _Recorder(Watcher):
                 # this layer in a way that its return value does not carry.
                 outer.written_by = inside
         self.leave_scope()
-        self._events.append(self._event - before)
+        self._events.append(self._event - begun_at)
         return self._leave(gate, call, output, needs)
 
     def _run_layer(
@@ -681,7 +681,7 @@ class _Recorder(Watcher):
         kwargs: dict[str, Any],
     ) -> Any:
         stand_ins = self._stand_ins(slots, inside)
-        event = self._event
+        event, before = self._event, Arguments(args, kwargs)
         try:
             with Operations(self), substituted(slots, stand_ins):
                 return gate.original(*args, **kwargs)
@@ -689,6 +689,7 @@ class _Recorder(Watcher):
             raise
         except Exception as error:
             self._event = event
+            before.put_back()
             return self._made_up(gate, slots, args, kwargs, error)
 
     def _made_up(

@@ -135,6 +135,37 @@ def test_nothing_in_the_model_changes():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+class AddsToAList(nn.Module):
+    """Refuses what it has been given already; and placeholders, once it has added one."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x, cache):
+        cache.found.append(x)
+        return self.inner(torch.cat(cache.found)) if len(cache.found) == 1 else x[:0]
+
+
+class Cache:
+    def __init__(self):
+        self.found: list[torch.Tensor] = []
+
+
+def test_what_a_layer_adds_to_its_arguments_is_taken_back():
+    shapes = []
+
+    def step(m, x):
+        cache = Cache()
+        hidden = m.b(m.a(x), cache)
+        shapes.append(hidden.shape)
+        return m.c(hidden).sum()
+
+    model = Model(step, **linears("a c"), b=AddsToAList())
+    assert set(timed(model, X)) == {0, 1, 2}
+    assert {tuple(shape) for shape in shapes} == {(3, 4)}
+
+
 def test_measuring_is_not_taken_for_user_code():
     model = Model(in_a_row, **linears("a b c"))
     trace = follow(model, X, stopwatch=Stopwatch(CPU, Streams(CPU)))
