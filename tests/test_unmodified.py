@@ -304,6 +304,24 @@ class ScaledParameters(Habit):
         return self.last(self.third(hidden) * scale)
 
 
+class CollectsStates(Habit):
+    """Results of all layers so far are put together, beginning with what is made where the code may
+    take another way.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        states = hidden.new_zeros(*hidden.shape[:-1], 0, WIDTH)
+        if not torch.isfinite(x).all():
+            states = hidden.unsqueeze(-2)
+        states = states * 2
+        for layer in (self.second, self.third):
+            new = layer(hidden + states.sum(-2))
+            states = torch.cat([states.to(hidden.device), hidden.unsqueeze(-2)], dim=-2)
+            hidden = new
+        return self.last(states.mean(-2) + hidden)
+
+
 class AsksWhatLearns(Habit):
     """What is done with a result depends on whether it needs a gradient."""
 
@@ -357,6 +375,7 @@ HABITS: dict[str, Callable[[], Classifier]] = {
         WritesToViews,
         ScaledParameters,
         AsksWhatLearns,
+        CollectsStates,
         ChannelsLast,
     )
 }

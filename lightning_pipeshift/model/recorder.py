@@ -302,13 +302,16 @@ class _Recorder(Watcher):
         needs: set[Value] = set()
         renamed: dict[int, Value] = {}
         followed = True
+        # What was made in a gap that cannot be followed: every stage that needs it makes it.
+        unlabelled: set[int] = set()
+        sources: set[Value] = set()
         stand_ins: dict[int, Tensor] = {}
         for number, tensor in enumerate(given):
             if isinstance(tensor, Placeholder):
                 if tensor.label is None:
-                    followed = False
+                    unlabelled.add(id(tensor.origin))
                     self.used(tensor.origin)
-                    needs |= self._current_all(tensor.origin.values)
+                    sources |= self._current_all(tensor.origin.values)
                 else:
                     needs.add(self._current(tensor.label))
             elif (memory := self._given_memory(tensor)) is not None:
@@ -334,6 +337,19 @@ class _Recorder(Watcher):
         self._written = []
         result = self._drawing(function, args, kwargs)
         leaves, rebuild = flatten(result)
+        identities = {id(tensor): number for number, tensor in enumerate(given)}
+        identities |= {id(tensor): number for number, tensor in stand_ins.items()}
+        if unlabelled:
+            needs |= sources
+            self._eager |= sources
+            is_changed = any(
+                origin.num_writes != count
+                for origin, count in before.values()
+                if id(origin) in unlabelled
+            )
+            fresh = [x for x in leaves if isinstance(x, Placeholder) and id(x) not in identities]
+            are_views = any(id(leaf.origin) in unlabelled for leaf in fresh)
+            followed &= bool(fresh) and not are_views and not is_changed
         if not needs and self._is_open:
             return result
         if not needs:
@@ -347,8 +363,6 @@ class _Recorder(Watcher):
         results: list[tuple[Value, TensorSpec]] = []
         made: list[tuple[Value, Placeholder]] = []
         is_view = bool(leaves)
-        identities = {id(tensor): number for number, tensor in enumerate(given)}
-        identities |= {id(tensor): number for number, tensor in stand_ins.items()}
         for number, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
                 returned.append(None)

@@ -164,7 +164,8 @@ class StagePass(Watcher):
         if value in trace.tracked and torch.is_grad_enabled():
             box = self.boxes[value] = GradientBox(handed_out)
             handed_out = box.open()
-        self._values[value] = handed_out
+        # User code may be given it as it is.
+        self._values[value] = self._marked(handed_out)
         if passed_on:
             self.outgoing[value], self.edges[value] = tensor.detach(), _edge(handed_out)
 
