@@ -47,6 +47,14 @@ _FIXED: dict[str, Any] = {
     "limit_val_batches": 0,
     "num_sanity_val_steps": 0,
 }
+_ONE_PIPELINE: dict[str, Any] = {
+    "virtual_machines": 1,
+    "batch_shares": None,
+    "plan": None,
+    "process_group_backend": "gloo",
+    # A measured cut is made anew after the first step.
+    "profile_steps": 1,
+}
 TAKEN = _FIXED.keys() | {"devices", "callbacks", "default_root_dir", "strategy"}
 """The arguments of a Trainer that a check sets."""
 
@@ -242,7 +250,7 @@ def collect(recipe: Recipe, num_steps: int, stages: Iterable[int], path: Path) -
         LayerError: there is no layer.
     """
     collector = _Collector(num_steps)
-    module, data, trainer = recipe.build(_arguments(collector, path.parent), {"microbatches": 1})
+    module, data, trainer = recipe.build(_arguments(collector, path.parent), _ONE_PIPELINE)
     if data is None or isinstance(data, pl.LightningDataModule):
         trainer.fit(module, datamodule=data)
     else:
@@ -275,9 +283,14 @@ def train(
     """
     begun = time.perf_counter()
     watcher = Watcher()
-    strategy = {"partition": how.partition, "schedule": how.schedule}
     module, data, trainer = recipe.build(
-        _arguments(watcher, batches.parent), {**strategy, "microbatches": how.microbatches}
+        _arguments(watcher, batches.parent),
+        {
+            **_ONE_PIPELINE,
+            "partition": how.partition,
+            "schedule": how.schedule,
+            "microbatches": how.microbatches,
+        },
     )
     loader = loader_of(torch.load(batches, weights_only=False))
     if isinstance(data, pl.LightningDataModule):
