@@ -250,7 +250,9 @@ def collect(recipe: Recipe, num_steps: int, stages: Iterable[int], path: Path) -
         LayerError: there is no layer.
     """
     collector = _Collector(num_steps)
-    module, data, trainer = recipe.build(_arguments(collector, path.parent), _ONE_PIPELINE)
+    module, data, trainer = recipe.build(
+        _arguments(collector, path.parent), {**_ONE_PIPELINE, "partition": "uniform"}
+    )
     if data is None or isinstance(data, pl.LightningDataModule):
         trainer.fit(module, datamodule=data)
     else:
