@@ -299,7 +299,7 @@ def test_a_clean_model() -> None:
         ("head.0", {"dropout": 1}),
         ("head.2", {"square": 1, "mean": 1}),
     ]
-    assert found.used_outside == ("scale",)
+    assert found.shared == ("scale",)
 
     text = str(report)
     for words in ("3 steps of 2 microbatches", "same bits", "2 x 8 float32 from it", "relu, mul"):

@@ -114,8 +114,8 @@ class Findings:
         layers: in call order; those that the step does not call are last.
         boundaries: between neighbouring layers that the step calls, in the same order.
         code: between layers, in order; where there is none, there is no entry.
-        used_outside: parameters that the step uses other than through their own layer: several
-            stages hold them.
+        shared: parameters that several layers use, or code between layers: several stages may hold
+            them.
         written: parameters, buffers and attributes outside of layers that the step writes to with
             values that one stage has.
         num_flows: how many different flows the microbatches had: by their shapes, mostly.
@@ -128,7 +128,7 @@ class Findings:
     layers: tuple[FoundLayer, ...]
     boundaries: tuple[FoundBoundary, ...] = ()
     code: tuple[FoundCode, ...] = ()
-    used_outside: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
     num_flows: int = 0
     is_shaped_by_batch: bool = False
@@ -176,12 +176,12 @@ def findings_of(pipeline: Pipeline) -> Findings:
         )
         for before, after in pairwise(in_order)
     )
-    parameters = {id(p): name for name, p in pipeline.root.named_parameters()}
+    uses = pipeline.holdings.uses if pipeline.holdings is not None else []
     return Findings(
         layers,
         boundaries,
         _code(trace, names),
-        tuple(sorted(parameters[key] for key in trace.touched if key in parameters)),
+        tuple(use.name for use in uses if use.is_shared),
         tuple(sorted(".".join(filter(None, place)) for place in trace.state)),
         len(traces),
         any(trace.is_shaped_by_batch for trace in traces),

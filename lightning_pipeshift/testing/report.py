@@ -14,7 +14,8 @@ from lightning_pipeshift.testing.findings import END_OF_STEP, Findings, FoundCod
 from lightning_pipeshift.testing.splits import Split
 
 _MOST_DIFFERENCES = 12
-_MOST_LINES = 60
+_MOST_LINES = 30
+_MOST_FRAMES = 12
 _NOT_REPEATABLE = (
     "Two runs on one stage differ from each other, too: the model draws numbers that no seed",
     "decides, or computes with the time or the like. Make it repeatable first, and check again.",
@@ -47,7 +48,8 @@ class Difference:
         how_far = "cannot be compared (missing, of another shape, or not a number)"
         if self.distance is not None:
             how_far = f"by {self.distance:.1e} of its largest value"
-        return f"{self.kind} {self.name!r}{place} {how_far}, on rank {_list(self.ranks)}"
+        ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {_list(self.ranks)}"
+        return f"{self.kind} {self.name!r}{place} {how_far}, on {ranks}"
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,7 @@ class CheckReport:
             lines += ["", f"{verdict.capitalize()} with {failure.kind} ({where}):"]
             lines += _indented(message)
             if verdict == "fails":
-                lines += ["", *_indented(failure.details)]
+                lines += ["", *_indented(_shortened(failure))]
         return lines
 
     def _differences(self) -> list[str]:
@@ -223,14 +225,14 @@ class CheckReport:
             crosses = "not called by the step"
             if boundary is not None:
                 tensors = "; ".join(_tensor_text(each, layer.name) for each in boundary.payload)
-                crosses = f"{bytes_text(boundary.num_bytes)}: {tensors}"
+                crosses = f"{_bytes(boundary.num_bytes)}: {tensors}"
             elif layer.is_called:
                 crosses = "-"
             rows.append(
                 [
                     layer.name,
                     layer.kind,
-                    bytes_text(layer.parameter_bytes),
+                    _bytes(layer.parameter_bytes),
                     seconds_text(seconds) if seconds is not None else "-",
                     crosses,
                 ]
@@ -263,7 +265,11 @@ class CheckReport:
             group[0] if len(group) == 1 else [f"{group[0][0]} … ({len(group)} places)", group[0][1]]
             for group in (list(g) for _, g in groupby(lines, key=lambda line: line[1]))
         ]
-        return ["", "Code between layers, computed once:", *_columns(alike)] if lines else []
+        return (
+            ["", "Code between layers, by the functions that it calls:", *_columns(alike)]
+            if lines
+            else []
+        )
 
     def _notes(self) -> list[str]:
         found, notes = self.findings, []
@@ -272,10 +278,10 @@ class CheckReport:
                 "Where code takes another way with other values, what follows up to the next layer"
                 " is computed on every stage that needs it, and sums may be rounded otherwise."
             )
-        if found.used_outside:
+        if found.shared:
             notes.append(
-                f"Used other than through their own layer: {_list(found.used_outside)}. Each stage"
-                " that uses one holds it."
+                f"Used by several layers, or by code between layers: {_list(found.shared)}. Several"
+                " stages may hold them."
             )
         if found.written:
             notes.append(f"Written by the step itself: {_list(found.written)}.")
@@ -323,10 +329,24 @@ def _list(items: Sequence[object]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
+def _shortened(failure: Failure) -> str:
+    """The innermost frames: the last ones of a traceback, the first ones of each thread's stack."""
+    lines = failure.details.strip().splitlines()
+    if failure.kind not in ("hang", "crash"):
+        return "\n".join(lines[-_MOST_LINES:])
+    kept, num_frames = [], 0
+    for line in lines:
+        num_frames = num_frames + 1 if line.startswith("  File") else 0
+        kept += [line] if num_frames <= _MOST_FRAMES else []
+    return "\n".join(kept)
+
+
 def _indented(text: str) -> list[str]:
-    lines = text.strip().splitlines()
-    # Of a traceback the end is what counts.
-    return [f"    {line}" for line in lines[-_MOST_LINES:]]
+    return [f"    {line}" for line in text.strip().splitlines()]
+
+
+def _bytes(number: int) -> str:
+    return f"{number} B" if number < 100 else bytes_text(number)
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -184,7 +184,7 @@ class Watcher(Callback):
 
     def on_before_backward(self, trainer: pl.Trainer, module: Any, loss: Tensor) -> None:
         """Takes the loss."""
-        self.losses[-1] = float(loss)
+        self.losses[-1] = float(loss) * trainer.accumulate_grad_batches
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Takes what the last step and the end of the run have logged."""
