@@ -58,7 +58,7 @@ PRELOADED_MODULES = [
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.t5.modeling_t5",
     "transformers.models.vit.modeling_vit",
-    "lightning_pipeshift",
+    "lightning_pipeshift.testing.training",
 ]
 
 
@@ -187,7 +187,7 @@ def run_ranks(
         RanksFailed: A rank raised, died or hung.
     """
     call = pickle.dumps((function, args, kwargs))
-    _warm_server()
+    warm_server()
     scratch = Path(tempfile.mkdtemp(prefix="ranks-"))
     job = _Job(call=call, world_size=world_size, scratch=scratch, cwd=cwd, env=dict(env or {}))
     try:
@@ -409,7 +409,7 @@ def _rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 @functools.cache
-def _warm_server() -> None:
+def warm_server() -> None:
     """Start the server that ranks are forked from, and wait until it has imported what they need.
 
     It must not initialise CUDA, nor start threads: neither survives a fork.

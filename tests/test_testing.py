@@ -26,8 +26,15 @@ from lightning_pipeshift.testing.bits import differences, digest_of
 from lightning_pipeshift.testing.checking import PRELOADED, splits_of
 from lightning_pipeshift.testing.splits import every_split, random_cut, some_splits
 from lightning_pipeshift.testing.workers import JobFailedError, Workers
+from tests.harness import warm_server
 
 LIMIT_SECONDS = 60.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> None:
+    """A process has one fork server: it is to be of use to other tests as well."""
+    warm_server()
 
 
 @pytest.fixture(scope="module")
