@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as L
 import pytest
@@ -20,8 +23,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_pipeshift import ConfigurationError, PipeShiftError, check_command
-from lightning_pipeshift.testing import CheckReport, Split, check_model
+from lightning_pipeshift import ConfigurationError, PipeShiftError, cli
+from lightning_pipeshift.testing import (
+    CheckedRun,
+    CheckReport,
+    Difference,
+    Failure,
+    Findings,
+    FoundBoundary,
+    FoundCode,
+    FoundLayer,
+    FoundTensor,
+    Split,
+    check_model,
+)
 from lightning_pipeshift.testing.bits import differences, digest_of
 from lightning_pipeshift.testing.checking import PRELOADED, splits_of
 from lightning_pipeshift.testing.splits import every_split, random_cut, some_splits
@@ -383,6 +398,63 @@ def test_a_run_that_fails_is_told(dies: bool, kind: str, words: str) -> None:
     assert words in str(report)
 
 
+def test_how_a_report_prints() -> None:
+    blocks = [FoundLayer(f"blocks.{i}", "Block", 64, 256, None) for i in range(3)]
+    tensor = {"shape": (2, 8), "dtype": "torch.float32", "num_bytes": 64, "has_gradient": True}
+    boundaries = [
+        FoundBoundary(a, b, (FoundTensor(a, "add", (b,), **tensor),))  # type: ignore[arg-type]
+        for a, b in (("blocks.0", "blocks.1"), ("blocks.1", "blocks.2"), ("blocks.2", "head"))
+    ]
+    head, spare = FoundLayer("head", "Linear", 5, 20, 0.001), FoundLayer("spare", "Linear", 5, 20)
+    findings = Findings(
+        (*blocks, head, replace(spare, is_called=False)),
+        tuple(boundaries),
+        (FoundCode("blocks.0", "blocks.1", {"mean": 1, "add": 2}, is_open=True),),
+        shared=("scale",),
+    )
+    stack = "rank 0:\n" + "\n".join(f'  File "a.py", line {n} in f' for n in range(99))
+    hung = Failure("hang", "still running after 9 s", stack, is_refusal=False)
+    differences = (
+        Difference("loss", "loss", 2e-7, 1, (0, 1)),
+        Difference("buffer", "mean", None, None, (1,)),
+    )
+    one = CheckedRun(Split(1, "measured", "1f1b"), (5,), (2.5, None, 1.5))
+    report = CheckReport(
+        "Net",
+        3,
+        2,
+        one,
+        (
+            CheckedRun(Split(2, "random", "1f1b"), (2, 3), (2.5, None, 1.6), differences),
+            CheckedRun(Split(3, (1, 2, 2), "gpipe"), failure=hung),
+        ),
+        findings,
+        is_repeatable=True,
+    )
+    assert not report.ok
+    lines = [" ".join(line.split()) for line in str(report).splitlines()]
+    for line in (
+        "PipeShift check of Net: 3 steps of 2 microbatches, on the CPU",
+        "1 stage trains loss 2.5 … 1.5",
+        "2 stages, random cut, 1f1b differs layers 2, 3 loss 2.5 … 1.6",
+        "3 stages, layers [1, 2, 2], gpipe fails",
+        "Fails with hang (3 stages, layers [1, 2, 2], gpipe):",
+        "still running after 9 s",
+        'File "a.py", line 0 in f',
+        "loss 'loss' from step 1 on by 2.0e-07 of its largest value, on ranks 0, 1",
+        "buffer 'mean' cannot be compared (missing, of another shape, or not a number), on rank 1",
+        "blocks.0 … blocks.2 (3 layers) Block 0.3 kB - 64 B: 2 x 8 float32 from add behind it",
+        "head Linear 20 B 1 ms -",
+        "spare Linear 20 B - not called by the step",
+        "behind blocks.0 mean, 2 x add [takes another way with other values]",
+    ):
+        assert line in lines, line
+    assert 'File "a.py", line 98 in f' not in lines
+    assert "Several stages may hold them" in str(report)
+    assert "Make it repeatable" not in str(report)
+    assert json.loads(report.to_json())["runs"][0]["differences"][1]["distance"] is None
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -439,8 +511,13 @@ data: {class_path: tests.test_testing.Rows}
 def command(folder: Path, *arguments: str) -> Any:
     (folder / "config.yaml").write_text(CONFIGURATION)
     given = ["--config", "config.yaml", "--stages", "2", "--cuts", "random", "--steps", "2"]
-    with pytest.raises(SystemExit) as ended:
-        check_command.main([*given, *arguments])
+    words = ["pipeshift", "check", *given, *arguments]
+    with (
+        mock.patch.object(sys, "argv", words),
+        mock.patch.object(sys, "path", [*sys.path]),
+        pytest.raises(SystemExit) as ended,
+    ):
+        cli.main()
     return ended.value.code
 
 

@@ -248,9 +248,11 @@ class CheckReport:
             times = [row[3] for row in same]
             time = times[0] if len(set(times)) == 1 else f"{times[0]} …"
             lines.append([f"  {name}", first[1], first[2], time, first[4]])
+        if not lines:
+            return []
         num_layers = _count(len(self.findings.layers), "layer")
-        per_layer = "; parameters of each, and for a microbatch" if len(lines) else ""
-        return ["", f"Found {num_layers}{per_layer}:", *_columns([header, *lines])]
+        title = f"Found {num_layers} (times and payloads are those of one microbatch):"
+        return ["", title, *_columns([header, *lines])]
 
     def _code(self) -> list[str]:
         lines = []
@@ -333,7 +335,9 @@ def _shortened(failure: Failure) -> str:
     """The innermost frames: the last ones of a traceback, the first ones of each thread's stack."""
     lines = failure.details.strip().splitlines()
     if failure.kind not in ("hang", "crash"):
-        return "\n".join(lines[-_MOST_LINES:])
+        frames = (n for n, line in enumerate(lines) if line.startswith("  File"))
+        first = next((n for n in frames if n >= len(lines) - _MOST_LINES), 0)
+        return "\n".join(lines[first:])
     kept, num_frames = [], 0
     for line in lines:
         num_frames = num_frames + 1 if line.startswith("  File") else 0
@@ -342,7 +346,7 @@ def _shortened(failure: Failure) -> str:
 
 
 def _indented(text: str) -> list[str]:
-    return [f"    {line}" for line in text.strip().splitlines()]
+    return [f"    {line}".rstrip() for line in text.strip("\n").splitlines()]
 
 
 def _bytes(number: int) -> str:
