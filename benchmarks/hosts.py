@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.harness import free_port, run_ranks
+from lightning_pipeshift.testing.workers import free_port
+from tests.harness import run_ranks
 
 # The network card's name in every host.
 CARD = "eth0"

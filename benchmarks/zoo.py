@@ -18,19 +18,18 @@ The processes do one model after another. One that hangs or dies is recorded, an
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks import zoo_models, zoo_training
 from benchmarks.measuring import arguments, print_table, save
-from benchmarks.workers import JobFailedError, Workers
 from benchmarks.zoo_models import Case
 from benchmarks.zoo_training import Fit, Trained
+from lightning_pipeshift.testing.splits import Split, every_split, random_cut, some_splits
+from lightning_pipeshift.testing.workers import JobFailedError, Workers
 
 PRELOADED = ["lightning.pytorch", "lightning_pipeshift", "benchmarks.zoo_training"]
 LIBRARY_MODULES = {
@@ -43,40 +42,6 @@ NUM_OVERHEAD_STEPS = 15
 OVERHEAD_LIMIT_SECONDS = 4.0
 
 Record = dict[str, Any]
-
-
-class Split(NamedTuple):
-    """How a model is split.
-
-    Args:
-        stages: how many.
-        cut: ``"measured"`` or ``"random"``.
-        schedule: by its name.
-    """
-
-    stages: int
-    cut: str
-    schedule: str
-
-
-def some_splits(
-    stages: Sequence[int], cuts: Sequence[str], schedules: Sequence[str]
-) -> list[Split]:
-    """Every pair of values at least once, with fewer splits than all combinations: four of eight,
-    for two values each.
-    """
-    return [
-        Split(num_stages, cut, schedules[(i + j) % len(schedules)])
-        for i, num_stages in enumerate(stages)
-        for j, cut in enumerate(cuts)
-    ]
-
-
-def every_split(
-    stages: Sequence[int], cuts: Sequence[str], schedules: Sequence[str]
-) -> list[Split]:
-    """All combinations."""
-    return [Split(*values) for values in product(stages, cuts, schedules)]
 
 
 class Sweep:
@@ -159,7 +124,7 @@ class Sweep:
         record: Record,
         case: Case,
         num_stages: int,
-        cut: str,
+        cut: Any,
         how: Fit,
         save_as: str | None,
         compare_with: str | None,
@@ -225,15 +190,6 @@ class Sweep:
     ) -> list[Any]:
         limit = limit_seconds or self._limit_seconds
         return self._workers.run(function, *args, world_size=world_size, limit_seconds=limit)
-
-
-def random_cut(seed: str, num_layers: int, num_stages: int) -> list[int]:
-    """How many layers each stage owns: at least one, where there are enough."""
-    dice = random.Random(seed)
-    if num_layers < num_stages:
-        return [1] * num_layers + [0] * (num_stages - num_layers)
-    cuts = sorted(dice.sample(range(1, num_layers), num_stages - 1))
-    return [end - begin for begin, end in zip([0, *cuts], [*cuts, num_layers], strict=True)]
 
 
 def _same(losses: Sequence[float], others: Sequence[float]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from statistics import median
@@ -12,11 +11,12 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.utils.data import DataLoader
 
 from benchmarks import zoo_models
 from benchmarks.zoo_models import Batch, Built, Case
 from lightning_pipeshift import PipeShiftStrategy
+from lightning_pipeshift.testing.bits import differences, digest_of
+from lightning_pipeshift.testing.training import QUIET, Watcher, loader_of
 
 MICROBATCHES = 2
 SEED = 11
@@ -106,27 +106,6 @@ def optimizer_of(model: nn.Module) -> Optimizer:
     return SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
 
 
-class _Watcher(L.Callback):
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.first_step_seconds = 0.0
-        self._begun = 0.0
-
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == 0:
-            self._begun = time.perf_counter()
-            return
-        if trainer.global_step == 1:
-            self.first_step_seconds = time.perf_counter() - self._begun
-        self._take(trainer)
-
-    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._take(trainer)
-
-    def _take(self, trainer: L.Trainer) -> None:
-        self.losses.append(float(trainer.callback_metrics["loss"]))
-
-
 def settle(case: Case) -> Case:
     """See :func:`benchmarks.zoo_models.settle`."""
     return zoo_models.settle(case)
@@ -145,12 +124,12 @@ def fit(case: Case, how: Fit, save_as: str | None, compare_with: str | None) -> 
     built = zoo_models.build(case, how.drops)
     module = Wrapped(built)
     L.seed_everything(SEED, verbose=False)
-    watcher = _Watcher()
+    watcher = Watcher()
     strategy = PipeShiftStrategy(
         microbatches=MICROBATCHES, partition=how.partition, schedule=how.schedule, profile_steps=1
     )
     trainer = _trainer(strategy, watcher, how.num_steps)
-    trainer.fit(module, _loader(built, how.num_steps))
+    trainer.fit(module, loader_of(built.batches(how.num_steps)))
     state = dict(built.model.state_dict())
     differing = {}
     if trainer.is_global_zero and compare_with is not None:
@@ -160,7 +139,7 @@ def fit(case: Case, how: Fit, save_as: str | None, compare_with: str | None) -> 
     placement = strategy.plan.placement
     return Trained(
         digest_of(state),
-        watcher.losses,
+        [logged["loss"] for logged in watcher.logged],
         [layer.name for layer in strategy.plan.layers],
         list(placement.counts[0]),
         differing,
@@ -202,7 +181,7 @@ def measure_overhead(case: Case, num_steps: int, limit_seconds: float) -> Overhe
     strategy = PipeShiftStrategy(microbatches=1, profile_steps=0)
     trainer = _trainer(strategy, alternation, num_steps + _Alternation.NUM_WARM_UP)
     batches = num_steps + _Alternation.NUM_WARM_UP
-    trainer.fit(Wrapped(built, logs=False), _loader(built, batches))
+    trainer.fit(Wrapped(built, logs=False), loader_of(built.batches(batches)))
     return Overhead(alternation.ours, alternation.plain)
 
 
@@ -245,16 +224,8 @@ def _trainer(strategy: PipeShiftStrategy, callback: L.Callback, num_steps: int) 
         callbacks=[callback],
         max_steps=num_steps,
         max_epochs=-1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
-
-
-def _loader(built: Built, num_batches: int) -> DataLoader:
-    batches: Any = built.batches(num_batches)
-    return DataLoader(batches, batch_size=None)
 
 
 def _slices(batch: Batch, count: int) -> list[Batch]:
@@ -267,34 +238,3 @@ def _plain_step(built: Built, optimizer: Optimizer, slices: list[Batch]) -> None
     for part in slices:
         (built.loss(built.model, part) / len(slices)).backward()
     optimizer.step()
-
-
-def digest_of(state: dict[str, Any]) -> str:
-    """A checksum of names, shapes and bits."""
-    checksum = hashlib.sha256()
-    for name, tensor in state.items():
-        checksum.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        checksum.update(_bits(tensor).numpy().tobytes())
-    return checksum.hexdigest()
-
-
-def differences(state: dict[str, Any], others: dict[str, Any]) -> dict[str, float]:
-    """How far tensors are from others of the same names, where they are not the same to the bit: as
-    a part of the largest value; infinite where they cannot be compared.
-    """
-    found = {}
-    for name in sorted(state.keys() | others.keys()):
-        if name not in state or name not in others or state[name].shape != others[name].shape:
-            found[name] = float("inf")
-            continue
-        one, other = state[name], others[name]
-        if torch.equal(_bits(one), _bits(other)):
-            continue
-        scale = max(float(other.double().abs().max()), 1e-3)
-        distance = float((one.double() - other.double()).abs().max()) / scale
-        found[name] = distance if distance == distance else float("inf")
-    return found
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

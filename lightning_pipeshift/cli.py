@@ -9,7 +9,13 @@ from typing import Any
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_pipeshift  # noqa: F401  registers the strategy
-from lightning_pipeshift import export, memory_command, planning_command, run_commands
+from lightning_pipeshift import (
+    check_command,
+    export,
+    memory_command,
+    planning_command,
+    run_commands,
+)
 
 
 class PipeShiftCLI(LightningCLI):
@@ -28,8 +34,8 @@ class PipeShiftCLI(LightningCLI):
 
 def main() -> None:
     """Runs the ``pipeshift`` command: ``pipeshift fit ...`` and what else a LightningCLI knows,
-    ``pipeshift plan ...``, ``pipeshift memory ...``, ``pipeshift export CKPT OUT``, and for a run
-    that is under way ``pipeshift status`` and ``pipeshift move``.
+    ``pipeshift check ...``, ``pipeshift plan ...``, ``pipeshift memory ...``, ``pipeshift export
+    CKPT OUT``, and for a run that is under way ``pipeshift status`` and ``pipeshift move``.
     """
     others = {"export": export.main, "status": run_commands.status, "move": run_commands.move}
     if sys.argv[1:2] and sys.argv[1] in others:
@@ -39,14 +45,19 @@ def main() -> None:
     # would find them.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    measuring = {"plan": planning_command.main, "memory": memory_command.main}
-    if sys.argv[1:2] and sys.argv[1] in measuring:
-        measuring[sys.argv[1]](sys.argv[2:])
+    configured = {
+        "check": check_command.main,
+        "plan": planning_command.main,
+        "memory": memory_command.main,
+    }
+    if sys.argv[1:2] and sys.argv[1] in configured:
+        configured[sys.argv[1]](sys.argv[2:])
         return
     PipeShiftCLI(
         parser_kwargs={
-            "epilog": "pipeshift plan --config ... measures and plans without training; pipeshift"
-            " memory --config ... shows where the memory goes;"
+            "epilog": "pipeshift check --config ... says whether a model trains to the same bits on"
+            " several stages; pipeshift plan --config ... measures and plans without training;"
+            " pipeshift memory --config ... shows where the memory goes;"
             " pipeshift export CKPT OUT makes one file of a checkpoint; pipeshift status --run DIR"
             " shows a run that is under way, pipeshift move --run DIR LAYER STAGE moves a layer of"
             " it. See their --help."

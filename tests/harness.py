@@ -14,17 +14,14 @@ between freshly started interpreters (the order of a set of strings, say): ``lau
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import functools
 import multiprocessing
 import os
 import pickle
-import random
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -37,26 +34,16 @@ from multiprocessing import connection as mp_connection
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, overload
 
+from lightning_pipeshift.testing.workers import (
+    RANK_VARIABLES,
+    STACK_SIGNAL,
+    free_port,
+    lead_own_group_and_die_with_parent,
+)
+
 ROOT = Path(__file__).resolve().parent.parent
 
 OUTPUT_TAIL_LINES = 40
-STACK_SIGNAL = signal.SIGUSR2
-
-# What a launcher sets. A test may itself run under one, whose ranks are none of ours.
-RANK_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "NODE_RANK",
-    "ROLE_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_WORLD_SIZE",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID",
-)
 
 # What every rank imports before it is forked. Missing ones are skipped (transformers is only a test
 # extra).
@@ -71,7 +58,7 @@ PRELOADED_MODULES = [
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.t5.modeling_t5",
     "transformers.models.vit.modeling_vit",
-    "lightning_pipeshift",
+    "lightning_pipeshift.testing.training",
 ]
 
 
@@ -200,7 +187,7 @@ def run_ranks(
         RanksFailed: A rank raised, died or hung.
     """
     call = pickle.dumps((function, args, kwargs))
-    _warm_server()
+    warm_server()
     scratch = Path(tempfile.mkdtemp(prefix="ranks-"))
     job = _Job(call=call, world_size=world_size, scratch=scratch, cwd=cwd, env=dict(env or {}))
     try:
@@ -421,21 +408,8 @@ def _rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
-def free_port() -> int:
-    """A free port, below those that the kernel gives to outgoing connections: none takes it."""
-    dice = random.SystemRandom()
-    while True:
-        port = dice.randrange(20_000, 32_000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            return port
-
-
 @functools.cache
-def _warm_server() -> None:
+def warm_server() -> None:
     """Start the server that ranks are forked from, and wait until it has imported what they need.
 
     It must not initialise CUDA, nor start threads: neither survives a fork.
@@ -470,7 +444,7 @@ def _rank_main(
 ) -> NoReturn:
     """The life of a rank: set the stage, call the function, report, wait for the others, leave."""
     started = time.monotonic()
-    _lead_own_group_and_die_with_parent()
+    lead_own_group_and_die_with_parent()
     _write_output_to(job.output_path(rank))
     with job.stack_path(rank).open("w") as stack_file:
         faulthandler.enable(file=stack_file, all_threads=True)
@@ -540,14 +514,6 @@ def _call_in_place(job: _Job) -> Any:
     np.random.seed()
     function, args, kwargs = pickle.loads(job.call)
     return function(*args, **kwargs)
-
-
-def _lead_own_group_and_die_with_parent() -> None:
-    os.setsid()
-    if sys.platform == "linux":
-        # The fork server ends when pytest does, however pytest ends; the ranks end with the server.
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _write_output_to(path: Path) -> None:

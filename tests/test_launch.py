@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from lightning_pipeshift.testing.workers import free_port
 from tests.features_models import differences, fit, on_one_device, on_rank, parameters_of
 from tests.harness import (
     Launched,
     LaunchFailed,
-    free_port,
     launch_script,
     launch_torchrun,
     run_ranks,

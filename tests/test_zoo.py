@@ -1,100 +1,14 @@
-"""The sweep over other people's models: its processes outlive a model that hangs or dies, and its
-comparison is one of bits.
-"""
+"""The sweep over other people's models: what it counts, and how it makes them comparable."""
 
 from __future__ import annotations
-
-import os
-import time
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks.workers import JobFailedError, Workers
-from benchmarks.zoo import random_cut, summary, verdict
+from benchmarks.zoo import summary, verdict
 from benchmarks.zoo_models import loss_of, turn_drops_off
-from benchmarks.zoo_training import differences, digest_of
-
-LIMIT_SECONDS = 60.0
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    with Workers(2, ["torch"]) as started:
-        yield started
-
-
-def place() -> tuple[int, int]:
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-
-def process() -> int:
-    return os.getpid()
-
-
-def fails_on(rank: int) -> None:
-    if int(os.environ["RANK"]) == rank:
-        raise ValueError(f"rank {rank} cannot\nand says more")
-
-
-def dies_on(rank: int) -> None:
-    if int(os.environ["RANK"]) == rank:
-        os._exit(7)
-
-
-def waits_on(rank: int) -> None:
-    while int(os.environ["RANK"]) == rank:
-        time.sleep(0.1)
-
-
-def test_the_same_processes_do_one_job_after_another(workers: Workers) -> None:
-    assert workers.run(place, world_size=2, limit_seconds=LIMIT_SECONDS) == [(0, 2), (1, 2)]
-    assert workers.run(place, world_size=1, limit_seconds=LIMIT_SECONDS) == [(0, 1)]
-    before = workers.run(process, world_size=2, limit_seconds=LIMIT_SECONDS)
-    assert workers.run(process, world_size=2, limit_seconds=LIMIT_SECONDS) == before
-
-
-@pytest.mark.parametrize(
-    ("job", "limit_seconds", "kind", "line"),
-    [
-        (fails_on, LIMIT_SECONDS, "ValueError", "ValueError: rank 1 cannot"),
-        (dies_on, LIMIT_SECONDS, "crash", "crash: rank 1 died, exit code 7"),
-        (waits_on, 1.0, "hang", "hang: still running after 1 s"),
-    ],
-)
-def test_a_job_that_fails_is_told_and_the_next_one_runs(
-    workers: Workers, job: object, limit_seconds: float, kind: str, line: str
-) -> None:
-    with pytest.raises(JobFailedError) as caught:
-        workers.run(job, 1, world_size=2, limit_seconds=limit_seconds)  # type: ignore[arg-type]
-    assert (caught.value.kind, caught.value.first_line) == (kind, line)
-    if kind == "hang":
-        assert "waits_on" in caught.value.details
-    assert workers.run(place, world_size=2, limit_seconds=LIMIT_SECONDS) == [(0, 2), (1, 2)]
-
-
-def test_a_difference_is_one_of_bits() -> None:
-    state = {"a": torch.tensor([1.0, -2.0]), "b": torch.tensor([0.0, float("nan")])}
-    same = {name: value.clone() for name, value in state.items()}
-    assert differences(state, same) == {}
-    assert digest_of(state) == digest_of(same)
-    same["a"][1] = torch.nextafter(same["a"][1], torch.tensor(0.0))
-    same["b"][0] = -0.0
-    found = differences(state, same)
-    assert 0 < found["a"] < 1e-6
-    assert "b" in found
-    assert digest_of(state) != digest_of(same)
-    assert differences(state, {"a": state["a"]}) == {"b": float("inf")}
-
-
-@pytest.mark.parametrize(("layers", "stages"), [(2, 3), (3, 3), (9, 2), (40, 3)])
-def test_a_random_cut_is_the_same_each_time_and_fits(layers: int, stages: int) -> None:
-    cut = random_cut("model", layers, stages)
-    assert cut == random_cut("model", layers, stages)
-    assert (len(cut), sum(cut)) == (stages, layers)
-    assert all(cut) == (layers >= stages)
+from benchmarks.zoo_page import BEGIN, END, PAGE, filled, results
 
 
 def test_what_is_counted() -> None:
@@ -146,3 +60,48 @@ def test_a_loss_depends_on_all_that_a_model_returns() -> None:
     assert b.grad is not None
     with pytest.raises(ValueError, match="gradient"):
         loss_of(torch.ones(3))
+
+
+# --- the page ---
+
+
+def test_the_page_is_that_of_the_committed_results() -> None:
+    page = PAGE.read_text()
+    assert filled(page, results()) == page, "run `python -m benchmarks.zoo_page`"
+
+
+def test_what_the_page_says() -> None:
+    one = {"stages": 1, "cut": "all", "schedule": "1f1b", "trains": True, "ranks_agree": True}
+    two = one | {"stages": 2, "cut": "random"}
+    same = two | {"same_bits": True, "same_losses": True, "differing": {}}
+    off = two | {"same_bits": False, "same_losses": True, "differing": {"w": 2e-7}}
+    refused = two | {"trains": False, "error": "LayerError: a", "message": "a layer\nthat | is"}
+    hung = two | {"trains": False, "error": "hang: still running after 90 s"}
+    models = [
+        {"name": name, "family": "f", "built": True, "num_layers": 3, "runs": [one, run]}
+        for name, run in (("good", same), ("near", off), ("no", refused), ("slow", hung))
+    ]
+    models[0]["plain"] = {"same": True}
+    models.append({"name": "large", "family": "f", "built": False, "error": "too large"})
+    machine = {"cores": 2, "cpu": "C", "python": "3", "torch": "2", "lightning": "2"}
+    result = {"command": "sweep", "date": "2026-11-22T11:00", "machine": machine}
+    page = filled(
+        f"above\n{BEGIN}\nold\n{END}\nbelow\n",
+        {"timm": result | {"figures": {"models": models}}},
+    )
+    assert page.startswith(f"above\n{BEGIN}\n")
+    assert page.endswith(f"{END}\nbelow\n")
+    assert "old" not in page
+    for line in (
+        "| timm | 4 | 1 | 4 | 2 | 1 | 1 | 1 of 1 |",
+        "| family | model | layers | 1 stage | 2 stages, random, 1f1b | plain loop |",
+        "| f | `good` | 3 | trains | same bits | same |",
+        "| f | `near` | 3 | trains | off by 2e-07 | not tried |",
+        "| f | `no` | 3 | trains | refused (LayerError) | not tried |",
+        "| f | `slow` | 3 | trains | fails (hang) | not tried |",
+        "- `no`: a layer that | is",
+        "- `large`: too large",
+    ):
+        assert f"\n{line}\n" in page, line
+    with pytest.raises(ValueError, match="put them back"):
+        filled("no markers", {})

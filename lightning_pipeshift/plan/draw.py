@@ -66,17 +66,18 @@ def _headline(plan: Plan) -> str:
 
 def _prediction(plan: Plan, step_seconds: float) -> str:
     if plan.prediction is not None:
-        step = _seconds(plan.prediction.step_seconds)
+        step = seconds_text(plan.prediction.step_seconds)
         exposed = plan.prediction.exposed_seconds
-        waits = f", {_seconds(exposed)} of it for other virtual machines' gradients"
+        waits = f", {seconds_text(exposed)} of it for other virtual machines' gradients"
         return f"predicted step: {step}{waits if exposed else ''}"
-    return f"predicted step: {_seconds(step_seconds)} (a backward as 2 forwards, transfers as free)"
+    step = seconds_text(step_seconds)
+    return f"predicted step: {step} (a backward as 2 forwards, transfers as free)"
 
 
 def _stage_table(plan: Plan, vm: int) -> list[str]:
     seconds = plan.stage_forward_seconds(vm)
     parameters = plan.stage_parameter_bytes(vm)
-    payloads = [*map(_bytes, plan.stage_payload_bytes(vm)), "-"]
+    payloads = [*map(bytes_text, plan.stage_payload_bytes(vm)), "-"]
     memory = None
     if plan.prediction is not None and plan.prediction.memory_bytes:
         memory = plan.prediction.memory_bytes[vm]
@@ -86,8 +87,8 @@ def _stage_table(plan: Plan, vm: int) -> list[str]:
     for stage, layers in enumerate(plan.stage_layers(vm)):
         share = seconds[stage] / sum(seconds)
         bar = f"{_bar(share)} {share:4.0%}"
-        peak = _bytes(round(memory[stage])) if memory else ""
-        names, held = _layer_names(layers, width), _bytes(parameters[stage])
+        peak = bytes_text(round(memory[stage])) if memory else ""
+        names, held = _layer_names(layers, width), bytes_text(parameters[stage])
         rows.append((str(stage), names, held, peak, bar, payloads[stage]))
     return [
         f"{stage:>5}  {names:<{width}}  {held:>10}  "
@@ -178,7 +179,8 @@ def _count(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
-def _bytes(number: int) -> str:
+def bytes_text(number: int) -> str:
+    """Bytes for a reader, such as ``1.7 MB``."""
     for unit, size in (("GB", 10**9), ("MB", 10**6)):
         # Megabytes up to ten thousand of them, so that the column compares at a glance.
         if number >= size * (10 if unit == "GB" else 0.1):
@@ -186,7 +188,8 @@ def _bytes(number: int) -> str:
     return f"{number / 1000:.1f} kB" if number else "0"
 
 
-def _seconds(number: float) -> str:
+def seconds_text(number: float) -> str:
+    """Seconds for a reader, such as ``549 ms``."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if number >= size:
             return f"{number / size:.3g} {unit}"

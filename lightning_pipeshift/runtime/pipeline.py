@@ -226,6 +226,18 @@ class Pipeline:
         return self._plan
 
     @property
+    def layers(self) -> dict[str, nn.Module]:
+        """The layers by their names, in the order in which the first step called them."""
+        return {gate.name: gate.layer for gate in self._follower.gates}
+
+    @property
+    def traces(self) -> list[Trace]:
+        """What is known of the steps that have been followed, in that order; empty where nobody
+        had to.
+        """
+        return self._follower.traces()
+
+    @property
     def is_last(self) -> bool:
         """Whether this is the last stage."""
         return self.channels.stage == self.channels.num_stages - 1

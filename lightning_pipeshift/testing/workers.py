@@ -1,36 +1,53 @@
 """Rank processes that do one job after another, with a limit for each.
 
-A sweep over hundreds of models would spend its time importing torch if every model had fresh
-processes. These are forked once, from a server that has imported everything, and kept. A job that
-raises, dies or hangs ends all of them; the next one finds new ones.
+Whoever trains many models, or one model many times, would spend the time importing torch if every
+run had fresh processes. These are forked once, from a server that has imported everything, and
+kept. A job that raises, dies or hangs ends all of them; the next one finds new ones.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import logging
 import multiprocessing
 import os
 import pickle
+import random
 import signal
+import socket
 import sys
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection as mp_connection
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from tests.harness import (
-    RANK_VARIABLES,
-    _lead_own_group_and_die_with_parent,
-    free_port,
-)
+from lightning_pipeshift.errors import PipeShiftError
 
-_STACK_SIGNAL = signal.SIGUSR2
+STACK_SIGNAL = signal.SIGUSR2
+"""Asks a rank for the stacks of its threads."""
+
+RANK_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "NODE_RANK",
+    "ROLE_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+)
+"""What a launcher sets. Who starts ranks may run under one itself, whose ranks are none of ours."""
+
 # How long the other ranks may go on, once one has failed.
 _GRACE_SECONDS = 8.0
 
@@ -39,15 +56,18 @@ class JobFailedError(Exception):
     """A job that did not end well.
 
     Args:
-        kind: the class of the exception, ``"hang"`` or ``"crash"``.
+        kind: the name of the exception's class; ``"hang"`` for a job that outlasted its limit,
+            ``"crash"`` for a rank that died without an exception.
         message: of the exception.
         details: the traceback, or the stacks of all ranks.
+        is_refusal: whether it is one of PipeShift's own errors, which say what it cannot do.
     """
 
-    def __init__(self, kind: str, message: str, details: str) -> None:
+    def __init__(self, kind: str, message: str, details: str, is_refusal: bool = False) -> None:
         self.kind = kind
         self.message = message
         self.details = details
+        self.is_refusal = is_refusal
         super().__init__(f"{kind}: {message}")
 
     @property
@@ -64,6 +84,12 @@ class _Answer(NamedTuple):
     kind: str | None = None
     message: str = ""
     details: str = ""
+    is_refusal: bool = False
+
+    @classmethod
+    def of_failure(cls, error: BaseException) -> _Answer:
+        kind, is_refusal = type(error).__name__, isinstance(error, PipeShiftError)
+        return cls(None, kind, str(error), traceback.format_exc(), is_refusal)
 
 
 class Workers:
@@ -71,13 +97,15 @@ class Workers:
 
     Args:
         size: how many.
-        preloaded: names of modules that the server imports before it forks.
+        preloaded: names of modules that the server imports before it forks. What it imported for
+            earlier workers of this process stays.
+        folder: the one that jobs run in; by default :attr:`scratch`.
     """
 
-    def __init__(self, size: int, preloaded: Sequence[str]) -> None:
+    def __init__(self, size: int, preloaded: Sequence[str], folder: Path | None = None) -> None:
         self._size = size
         self._folder = tempfile.TemporaryDirectory(prefix="pipeshift-workers-")
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        self._runs_in = folder or self.scratch
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(preloaded))
         self._processes: list[Any] = []
@@ -91,11 +119,12 @@ class Workers:
     def run(
         self, function: Callable[..., Any], *args: Any, world_size: int, limit_seconds: float
     ) -> list[Any]:
-        """Calls a function on the first ranks, as one job under torchrun.
+        """Calls a function on the first ranks, as one job under torchrun, with this process's
+        environment variables and one thread for each rank.
 
         Args:
             function: of a module; it is pickled by name.
-            args: its arguments.
+            args: its arguments; they are pickled.
             world_size: how many ranks take part.
             limit_seconds: after this the job counts as hung.
 
@@ -105,12 +134,13 @@ class Workers:
         Raises:
             JobFailedError: a rank raised, died or hung.
         """
+        call = pickle.dumps((function, args))
         if not self._processes:
             self._start()
         port = free_port()
-        call = pickle.dumps((function, args))
+        own = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
         for rank in range(world_size):
-            environment = _rank_variables(rank, world_size, port)
+            environment = own | _rank_variables(rank, world_size, port)
             self._connections[rank].send((environment, call))
         try:
             return self._await(world_size, limit_seconds)
@@ -139,8 +169,11 @@ class Workers:
     def _start(self) -> None:
         for rank in range(self._size):
             ours, theirs = self._context.Pipe()
-            process: Any = self._context.Process(target=_work, args=(theirs, rank, self.scratch))
-            process.start()
+            process: Any = self._context.Process(
+                target=_work, args=(theirs, rank, self.scratch, self._runs_in)
+            )
+            with _found_by_server():
+                process.start()
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)
@@ -163,7 +196,7 @@ class Workers:
             # A rank that only says that another one failed is not the one to look at.
             failed.sort(key=lambda answer: answer.kind in ("StageFailedError", "crash"))
             first = failed[0]
-            raise JobFailedError(first.kind or "", first.message, first.details)
+            raise JobFailedError(first.kind or "", first.message, first.details, first.is_refusal)
         if len(answers) < world_size:
             raise JobFailedError(
                 "hang", f"still running after {limit_seconds:g} s", self._stacks(world_size)
@@ -190,7 +223,7 @@ class Workers:
     def _stacks(self, world_size: int) -> str:
         for process in self._processes[:world_size]:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, _STACK_SIGNAL)
+                os.kill(process.pid, STACK_SIGNAL)
         time.sleep(1.0)
         texts = []
         for rank in range(world_size):
@@ -198,6 +231,42 @@ class Workers:
             text = stack.read_text(errors="replace") if stack.exists() else ""
             texts.append(f"rank {rank}:\n{text}")
         return "\n".join(texts)
+
+
+@contextlib.contextmanager
+def _found_by_server() -> Iterator[None]:
+    """Context in which a server that starts finds the modules that this process would."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
+
+
+def free_port() -> int:
+    """A free port, below those that the kernel gives to outgoing connections: none takes it."""
+    dice = random.SystemRandom()
+    while True:
+        port = dice.randrange(20_000, 32_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+
+
+def lead_own_group_and_die_with_parent() -> None:
+    """Lets this process lead a process group, and end when the server that forked it ends, which is
+    when the process ends that started the server.
+    """
+    os.setsid()
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -210,14 +279,15 @@ def _rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": f"zoo-{port}",
+        "TORCHELASTIC_RUN_ID": f"pipeshift-{port}",
+        "OMP_NUM_THREADS": "1",
     }
 
 
-def _work(connection: mp_connection.Connection, rank: int, scratch: Path) -> NoReturn:
+def _work(connection: mp_connection.Connection, rank: int, scratch: Path, folder: Path) -> NoReturn:
     """The life of a rank: take a job, do it, answer."""
-    _lead_own_group_and_die_with_parent()
-    os.chdir(scratch)
+    lead_own_group_and_die_with_parent()
+    os.chdir(folder)
     output = os.open(scratch / f"rank{rank}.output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -227,10 +297,10 @@ def _work(connection: mp_connection.Connection, rank: int, scratch: Path) -> NoR
     def keep_stack_signal(number: Any, handler: Any) -> Any:
         # Lightning puts back every signal's handler after a run, and Python knows nothing of
         # faulthandler's.
-        return handler if number == _STACK_SIGNAL else set_handler(number, handler)
+        return handler if number == STACK_SIGNAL else set_handler(number, handler)
 
     faulthandler.enable(file=stacks, all_threads=True)
-    faulthandler.register(_STACK_SIGNAL, file=stacks, all_threads=True)
+    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     signal.signal = keep_stack_signal  # type: ignore[assignment]
 
     import torch
@@ -245,19 +315,18 @@ def _work(connection: mp_connection.Connection, rank: int, scratch: Path) -> NoR
             environment, call = connection.recv()
         except (EOFError, ConnectionError):
             os._exit(0)
-        for name in RANK_VARIABLES:
-            os.environ.pop(name, None)
+        os.environ.clear()
         os.environ.update(environment)
         try:
             function, args = pickle.loads(call)
             answer = _Answer(function(*args))
         except BaseException as error:
-            answer = _Answer(None, type(error).__name__, str(error), traceback.format_exc())
+            answer = _Answer.of_failure(error)
         try:
             if dist.is_initialized():
                 dist.destroy_process_group()
         except Exception as error:
             if answer.kind is None:
-                answer = _Answer(None, type(error).__name__, str(error), traceback.format_exc())
+                answer = _Answer.of_failure(error)
         sys.stdout.flush()
         connection.send_bytes(pickle.dumps(answer))

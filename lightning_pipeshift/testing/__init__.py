@@ -1,0 +1,30 @@
+"""Checks that users may run on models of their own: does PipeShift train them unchanged?
+
+``check_model`` trains a model for some steps on one stage and on several, and says whether the bits
+agree and what it found; ``pipeshift check`` does so for what a configuration describes.
+"""
+
+from lightning_pipeshift.testing.checking import check_model
+from lightning_pipeshift.testing.findings import (
+    Findings,
+    FoundBoundary,
+    FoundCode,
+    FoundLayer,
+    FoundTensor,
+)
+from lightning_pipeshift.testing.report import CheckedRun, CheckReport, Difference, Failure
+from lightning_pipeshift.testing.splits import Split
+
+__all__ = [
+    "CheckReport",
+    "CheckedRun",
+    "Difference",
+    "Failure",
+    "Findings",
+    "FoundBoundary",
+    "FoundCode",
+    "FoundLayer",
+    "FoundTensor",
+    "Split",
+    "check_model",
+]

@@ -1,0 +1,47 @@
+"""Compares tensors to the bit: ``0.0`` is not ``-0.0``, and what is not a number is itself."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+Name = TypeVar("Name", str, tuple[str, str])
+
+
+def digest_of(state: Mapping[str, Tensor]) -> str:
+    """A checksum of names, shapes and bits."""
+    checksum = hashlib.sha256()
+    for name, tensor in state.items():
+        checksum.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        checksum.update(_bits(tensor).numpy().tobytes())
+    return checksum.hexdigest()
+
+
+def differences(state: Mapping[Name, Tensor], others: Mapping[Name, Tensor]) -> dict[Name, float]:
+    """How far tensors are from others of the same names, where they are not the same to the bit.
+
+    Returns:
+        By name, the largest difference, as a part of the largest value; infinite where the two
+        cannot be compared: one is missing, has another shape, or has values that are no numbers.
+    """
+    found: dict[Name, float] = {}
+    for name in sorted(state.keys() | others.keys()):
+        if name not in state or name not in others or state[name].shape != others[name].shape:
+            found[name] = math.inf
+            continue
+        one, other = state[name], others[name]
+        if torch.equal(_bits(one), _bits(other)):
+            continue
+        scale = max(float(other.double().abs().max()), 1e-3)
+        distance = float((one.double() - other.double()).abs().max()) / scale
+        found[name] = distance if distance == distance else math.inf
+    return found
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

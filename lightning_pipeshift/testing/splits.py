@@ -1,0 +1,68 @@
+"""How a model is split for a comparison: into how many stages, where it is cut, by which schedule.
+
+A fault may show with one cut only, so the cuts vary: the strategy's own, and random ones, which are
+the same each time.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import product
+from typing import NamedTuple
+
+CUTS = ("measured", "random", "uniform")
+"""The cuts that have a name: by what each layer takes, and made anew after the first step; drawn;
+as many layers on each stage.
+"""
+
+
+class Split(NamedTuple):
+    """How a model is split.
+
+    Args:
+        stages: how many.
+        cut: one of :data:`CUTS`, or the number of layers of each stage.
+        schedule: by its name.
+    """
+
+    stages: int
+    cut: str | tuple[int, ...]
+    schedule: str
+
+    def __str__(self) -> str:
+        if self.stages == 1:
+            return "1 stage"
+        cut = f"{self.cut} cut" if isinstance(self.cut, str) else f"layers {list(self.cut)}"
+        return f"{self.stages} stages, {cut}, {self.schedule}"
+
+
+def some_splits(
+    stages: Sequence[int], cuts: Sequence[str], schedules: Sequence[str]
+) -> list[Split]:
+    """Every pair of values at least once, with fewer splits than all combinations: four of eight,
+    for two values each.
+    """
+    return [
+        Split(num_stages, cut, schedules[(i + j) % len(schedules)])
+        for i, num_stages in enumerate(stages)
+        for j, cut in enumerate(cuts)
+    ]
+
+
+def every_split(
+    stages: Sequence[int], cuts: Sequence[str], schedules: Sequence[str]
+) -> list[Split]:
+    """All combinations."""
+    return [Split(*values) for values in product(stages, cuts, schedules)]
+
+
+def random_cut(seed: str, num_layers: int, num_stages: int) -> list[int]:
+    """How many layers each stage owns: at least one, where there are enough. The same seed gives
+    the same cut.
+    """
+    dice = random.Random(seed)
+    if num_layers < num_stages:
+        return [1] * num_layers + [0] * (num_stages - num_layers)
+    cuts = sorted(dice.sample(range(1, num_layers), num_stages - 1))
+    return [end - begin for begin, end in zip([0, *cuts], [*cuts, num_layers], strict=True)]
