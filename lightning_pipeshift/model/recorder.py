@@ -356,6 +356,9 @@ class _Recorder(Watcher):
             return self._of_parameters(key, name, given, leaves, rebuild, result)
         if not followed or self._is_open:
             self._eager |= needs
+            if self._written:
+                # What every stage has is written to on all that come after this, the last included.
+                self.tail |= needs
             return result
         layer = self._gap_layer
         returned: list[Any] = []

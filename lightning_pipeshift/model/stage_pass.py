@@ -283,6 +283,14 @@ class StagePass(Watcher):
             return self._values.get(self._present(leaf.label), leaf)
         return leaf
 
+    def written(self, tensor: Tensor, values: set[Value]) -> None:
+        raise LayerError(
+            f"A tensor of shape {tuple(tensor.shape)} is written to with values that another stage"
+            " holds, and was not when the step was first followed. Let the code between the layers"
+            " compute the same things for every batch, or name the layers in `configure_layers()`"
+            " so that this code is inside one."
+        )
+
     def draws(self, draw: Callable[[], object]) -> None:
         if self.trace is not None and self._position in self.trace.open_gaps:
             draw()
@@ -308,7 +316,11 @@ class StagePass(Watcher):
             entry = trace.entries.get((self._position, self._number))
         if trace is None or entry is None:
             result = function(*self._with_aliases(args), **self._with_aliases(kwargs))
-            return self._marked(result) if is_followed else result
+            if is_followed:
+                # What every stage has and writes to stays what every stage has.
+                given = {id(x) for x in tensors_of((args, kwargs)) if not self._is_followed(x)}
+                self._marked([x for x in tensors_of(result) if id(x) not in given])
+            return result
         if entry.name != name:
             raise LayerError(
                 f"The code between the layers calls `{name}` where it called `{entry.name}` when it"
