@@ -118,6 +118,8 @@ class Placeholder(torch.Tensor):
     nobody has followed."""
     owner: object
     """The pass."""
+    is_tracked: bool
+    """Whether what it stands for needs a gradient, though it has none itself."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -141,6 +143,7 @@ class Placeholder(torch.Tensor):
         self.origin = origin
         self.label = None
         self.owner = None
+        self.is_tracked = False
         return self
 
     @classmethod

@@ -43,6 +43,15 @@ from lightning_pipeshift.plan.flow import Call, TensorSpec, Value
 _MARK = "_pipeshift_pass"
 
 
+# What user code is told of a stand-in for something that needs a gradient. It is no part of a graph
+# itself: one would save stand-ins, where others save values.
+_OF_TRACKED: dict[str, Callable[[], Any]] = {
+    "requires_grad.__get__": lambda: True,
+    "is_leaf.__get__": lambda: False,
+    "grad_fn.__get__": lambda: torch.ones((), requires_grad=True).clone().grad_fn,
+}
+
+
 class _Where:
     """Where a pass is. Apart from the pass, as the graph refers to it: it would keep the pass, and
     that keeps the graph.
@@ -302,6 +311,8 @@ class StagePass(Watcher):
     ) -> Any:
         kind, name = kind_of(function)
         if kind is Kind.QUESTION or is_transformed():
+            if name in _OF_TRACKED and isinstance(args[0], Placeholder) and args[0].is_tracked:
+                return _OF_TRACKED[name]()
             return function(*args, **kwargs)
         if kind is Kind.READ or function is torch.tensor:
             args, kwargs = with_tensors((args, kwargs), self.value_of)
@@ -546,10 +557,8 @@ class StagePass(Watcher):
         return template.rebuild(leaves)
 
     def _placeholder(self, trace: Trace, value: Value, spec: TensorSpec) -> Tensor:
-        leaf: Tensor = Placeholder.standing_for(value, spec, self.device, self._mark)
-        if value in trace.tracked and torch.is_grad_enabled():
-            # User code that asks whether it needs a gradient is told the same on every stage.
-            leaf = GradientBox(leaf).open()
+        leaf = Placeholder.standing_for(value, spec, self.device, self._mark)
+        leaf.is_tracked = value in trace.tracked and torch.is_grad_enabled()
         return leaf
 
     def _run(self, gate: Gate, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
