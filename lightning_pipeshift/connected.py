@@ -195,8 +195,10 @@ class ConnectedStrategy(ParallelStrategy):
             check_packages(module.trainer, module)
         check_processes(self.num_processes)
         super().setup_environment()
-        # The launcher does this for the process that it launches from alone.
-        _set_num_threads_if_needed(self.num_processes)
+        if self.num_processes > 1:
+            # The launcher does this for the process that it launches from alone. A process that is
+            # alone has the threads that the user gave it.
+            _set_num_threads_if_needed(self.num_processes)
         self.set_world_ranks()
         assert self.cluster_environment is not None
         self._failed = False
