@@ -365,14 +365,18 @@ class CheckpointingStrategy(PipelinedStrategy):
                 for _, owner, name in leaves(checkpoint):
                     if isinstance(owner[name], torch.Tensor):
                         self._deferred.lend(owner[name])
-        trains = self._require_module().trainer.state.fn == TrainerFn.FITTING
+        module = self._lightning_module
+        trainer = module._trainer if module is not None else None
+        trains = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         # Taken out: hooks are given what Lightning's own checkpoints have.
         extra = checkpoint.pop(_EXTRA, {})
         self._resumed = extra if trains else {}
         return checkpoint
 
     def _require_visible(self, path: Path) -> None:
-        there = self._require_replicas().world.gather_int(int(path.exists()))
+        there = [path.exists()]
+        if not self._is_unconnected_alone:
+            there = list(map(bool, self._require_replicas().world.gather_int(int(path.exists()))))
         if all(there):
             return
         blind = ", ".join(str(rank) for rank, sees in enumerate(there) if not sees)

@@ -405,6 +405,8 @@ class PipeShiftStrategy(CheckpointingStrategy):
         ):
             # The same everywhere: the virtual machine's own part in it comes below.
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)
+        if self._is_unconnected_alone:
+            return dataloader
         trainer = self._require_module().trainer
         count = self._require_replicas().count
         if trainer.state.stage == RunningStage.TRAINING:
