@@ -187,6 +187,11 @@ class ConnectedStrategy(ParallelStrategy):
         return 0 if self._is_only_process else super().local_rank
 
     @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+        return 1 if self._is_only_process else super().world_size
+
+    @property
     def _is_only_process(self) -> bool:
         started = int(os.environ.get("WORLD_SIZE", 1))
         return self.num_processes * self.num_nodes == 1 and started == 1
@@ -241,6 +246,7 @@ class ConnectedStrategy(ParallelStrategy):
                 self.cluster_environment,
                 backends(self.root_device, self._process_group_backend),
                 global_rank=self.global_rank,
+                world_size=self.world_size,
                 timeout=self._timeout,
                 store=store,
             )
