@@ -548,6 +548,11 @@ class StagePass(Watcher):
         begin = self.timer.now() if self.timer is not None else None
         self._where.layer = gate.name
         output = self._call(gate, position, args, kwargs)
+        if self.trace is None and self.memory is None and self.timer is None:
+            # Nobody looks at what the layer returned.
+            self.shared.leave_layer()
+            self.leave_scope()
+            return output
         leaves, _ = flatten(output, opens_objects=True)
         if self.memory is not None:
             self._note_backward(gate.name, leaves)
