@@ -18,7 +18,7 @@ from __future__ import annotations
 import ctypes
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
@@ -142,7 +142,7 @@ class Streams:
     def has_drawn_on_host(self) -> bool:
         """Whether anything was drawn from NumPy or ``random`` since they were switched last."""
         has_drawn = self._numpy_places[len(self._bases) - 1].value != _FRESH
-        return has_drawn or random.getstate()[1][-1] != _FRESH
+        return has_drawn or _place_of_python() != _FRESH
 
     def host_state(self) -> Any:
         """What NumPy and ``random`` draw next; to see whether something drew from them."""
@@ -167,6 +167,27 @@ def _place_of(generator: Any) -> ctypes.c_int:
     It is what NumPy's `mt19937.h` has: 624 words of 4 bytes, and then the place.
     """
     return ctypes.c_int.from_address(generator.ctypes.state_address + 4 * _FRESH)
+
+
+def _python_place() -> Callable[[], int]:
+    """What tells where Python's own generator stands: read from its memory, where CPython's
+    `_randommodule.c` puts it in front of the 624 words. Where that does not give what
+    ``random.getstate`` says, that is asked every time.
+    """
+    generator = random.Random(0)
+    place = ctypes.c_int.from_address(id(generator) + object.__basicsize__)
+    agrees = True
+    for _ in range(3):
+        agrees &= place.value == generator.getstate()[1][-1]
+        generator.random()
+    shared = getattr(random, "_inst", None)
+    if not agrees or type(shared) is not random.Random:
+        return lambda: random.getstate()[1][-1]
+    in_use = ctypes.c_int.from_address(id(shared) + object.__basicsize__)
+    return lambda: in_use.value
+
+
+_place_of_python = _python_place()
 
 
 def _mixed(number: int) -> int:
