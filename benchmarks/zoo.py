@@ -11,7 +11,7 @@ strategy's own, which is made anew after the first step) and by a random one, as
 (each pair of these at least once, all eight with `--every-split`); losses and final parameters are
 compared with those of one stage to the bit. `--plain` compares with a plain PyTorch
 loop as well, without dropout and to rounding; `--overhead` times the step of one stage beside a
-plain one.
+plain one, and a step of Lightning by default likewise.
 
 The processes do one model after another. One that hangs or dies is recorded, and new ones go on.
 """
@@ -173,16 +173,24 @@ class Sweep:
 
     def _measure_overhead(self, case: Case) -> Record:
         try:
-            [measured] = self._call(
-                zoo_training.measure_overhead, case, NUM_OVERHEAD_STEPS, OVERHEAD_LIMIT_SECONDS
+            [measured], [by_default] = (
+                self._call(
+                    zoo_training.measure_overhead,
+                    case,
+                    NUM_OVERHEAD_STEPS,
+                    OVERHEAD_LIMIT_SECONDS,
+                    with_pipeshift,
+                )
+                for with_pipeshift in (True, False)
             )
         except JobFailedError as error:
             return _told(error)
         return {
             "ratio": round(measured.ratio, 4),
-            "step_seconds": round(median(measured.ours), 5),
+            "lightning_ratio": round(by_default.ratio, 4),
+            "step_seconds": round(median(measured.fitted), 5),
             "plain_step_seconds": round(median(measured.plain), 5),
-            "num_steps": len(measured.ours),
+            "num_steps": len(measured.fitted),
         }
 
     def _call(
@@ -243,8 +251,8 @@ def summary(records: Sequence[Record]) -> Record:
     built = [record for record in records if record["built"]]
     several = [record["runs"][1:] for record in built]
 
-    def ratios() -> list[float]:
-        found = [record.get("overhead", {}).get("ratio") for record in built]
+    def ratios(name: str = "ratio") -> list[float]:
+        found = [record.get("overhead", {}).get(name) for record in built]
         return sorted(ratio for ratio in found if ratio is not None)
 
     def count(is_so: Any) -> int:
@@ -267,6 +275,8 @@ def summary(records: Sequence[Record]) -> Record:
     if ratios():
         result["overhead on one stage, median"] = median(ratios())
         result["overhead on one stage, worst"] = ratios()[-1]
+        result["overhead of Lightning by default, median"] = median(ratios("lightning_ratio"))
+        result["overhead of Lightning by default, worst"] = ratios("lightning_ratio")[-1]
     return result
 
 
@@ -291,7 +301,7 @@ def main() -> None:
     parser.add_argument("--match", help="a regular expression, looked for in family/name")
     parser.add_argument("--limit", type=int, help="no more models than this")
     parser.add_argument("--skip", type=int, default=0, help="leave out so many at the beginning")
-    parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--stages", type=int, nargs="*", default=[2, 3], help="none: one alone")
     parser.add_argument("--cuts", choices=["measured", "random", "both"], default="both")
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "gpipe"])
     parser.add_argument(

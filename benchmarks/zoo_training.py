@@ -66,15 +66,15 @@ class Trained(NamedTuple):
 
 
 class Overhead(NamedTuple):
-    """Seconds of a step on one stage, and of the plain step beside it."""
+    """Processor seconds of a step in a fit on one device, and of the plain step beside it."""
 
-    ours: list[float]
+    fitted: list[float]
     plain: list[float]
 
     @property
     def ratio(self) -> float:
         """How many times as long a step takes."""
-        return median(self.ours) / median(self.plain)
+        return median(self.fitted) / median(self.plain)
 
 
 class Wrapped(L.LightningModule):
@@ -164,59 +164,65 @@ def train_plainly(case: Case, num_steps: int, compare_with: str) -> dict[str, fl
     return {name: distance for name, distance in far.items() if distance > TOLERANCE}
 
 
-def measure_overhead(case: Case, num_steps: int, limit_seconds: float) -> Overhead:
-    """Times a fit's own steps on one stage, and steps of a plain loop between them.
+def measure_overhead(
+    case: Case, num_steps: int, limit_seconds: float, with_pipeshift: bool = True
+) -> Overhead:
+    """Times a fit's own steps on one device, and steps of a plain loop between them.
 
     A step is what lies between the two hooks around a batch: the fit's own part of Lightning's
-    loop is in it, which a plain loop has not.
+    loop is in it, which a plain loop has not. Time is the processor's: what other processes take
+    does not count.
 
     Args:
         case: a settled one.
         num_steps: how many of each.
         limit_seconds: fewer steps, where they would take longer.
+        with_pipeshift: whether the fit is PipeShift's on one stage; else Lightning's by default.
     """
     plain = zoo_models.build(case)
     built = zoo_models.build(case)
     alternation = _Alternation(plain, limit_seconds)
-    strategy = PipeShiftStrategy(microbatches=1, profile_steps=0)
+    strategy: Any = "auto"
+    if with_pipeshift:
+        strategy = PipeShiftStrategy(microbatches=1, profile_steps=0)
     trainer = _trainer(strategy, alternation, num_steps + _Alternation.NUM_WARM_UP)
     batches = num_steps + _Alternation.NUM_WARM_UP
     trainer.fit(Wrapped(built, logs=False), loader_of(built.batches(batches)))
-    return Overhead(alternation.ours, alternation.plain)
+    return Overhead(alternation.fitted, alternation.plain)
 
 
 class _Alternation(L.Callback):
     NUM_WARM_UP = 3
 
     def __init__(self, plain: Built, limit_seconds: float) -> None:
-        self.ours: list[float] = []
+        self.fitted: list[float] = []
         self.plain: list[float] = []
         self._plain = plain
         self._optimizer = optimizer_of(plain.model)
         self._batch = plain.batches(1)[0]
         self._limit_seconds = limit_seconds
         self._num_begun = 0
-        self._first = self._begun = time.perf_counter()
+        self._first = self._begun = time.process_time()
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        begun = time.perf_counter()
+        begun = time.process_time()
         _plain_step(self._plain, self._optimizer, [self._batch])
         if self._num_begun >= self.NUM_WARM_UP:
-            self.plain.append(time.perf_counter() - begun)
+            self.plain.append(time.process_time() - begun)
         elif self._num_begun == self.NUM_WARM_UP - 1:
-            self._first = time.perf_counter()
-        self._begun = time.perf_counter()
+            self._first = time.process_time()
+        self._begun = time.process_time()
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        now = time.perf_counter()
+        now = time.process_time()
         if self._num_begun >= self.NUM_WARM_UP:
-            self.ours.append(now - self._begun)
-            if len(self.ours) >= 3 and now - self._first > self._limit_seconds:
+            self.fitted.append(now - self._begun)
+            if len(self.fitted) >= 3 and now - self._first > self._limit_seconds:
                 trainer.should_stop = True
         self._num_begun += 1
 
 
-def _trainer(strategy: PipeShiftStrategy, callback: L.Callback, num_steps: int) -> L.Trainer:
+def _trainer(strategy: Any, callback: L.Callback, num_steps: int) -> L.Trainer:
     return L.Trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),

@@ -168,11 +168,14 @@ class CheckpointingStrategy(PipelinedStrategy):
         first, filepath = str(filepath), self.broadcast(filepath)
         if first != str(filepath):
             self._names[first] = filepath
-        checkpoint[_EXTRA] = {
-            "seed": self._seed_of_run,
-            "random": self._random_state(),
-            "pretrained_prefix": pretrained_prefix(self._require_module()),
-        }
+        # A copy: `on_save_checkpoint` was given the dict, which is somebody else's from then on.
+        checkpoint = {**checkpoint}
+        if self._seed_of_run is not None:
+            checkpoint[_EXTRA] = {
+                "seed": self._seed_of_run,
+                "random": self._random_state(),
+                "pretrained_prefix": pretrained_prefix(self._require_module()),
+            }
         home, holdings = self._home, self._pipeline.holdings if self._pipeline else None
         if holdings is not None and home is not None and not self._is_sharded:
             complete(holdings, checkpoint, home)
@@ -362,19 +365,25 @@ class CheckpointingStrategy(PipelinedStrategy):
                 for _, owner, name in leaves(checkpoint):
                     if isinstance(owner[name], torch.Tensor):
                         self._deferred.lend(owner[name])
-        trains = self._require_module().trainer.state.fn == TrainerFn.FITTING
-        self._resumed = checkpoint.get(_EXTRA, {}) if trains else {}
+        module = self._lightning_module
+        trainer = module._trainer if module is not None else None
+        trains = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        # Taken out: hooks are given what Lightning's own checkpoints have.
+        extra = checkpoint.pop(_EXTRA, {})
+        self._resumed = extra if trains else {}
         return checkpoint
 
     def _require_visible(self, path: Path) -> None:
-        there = self._require_replicas().world.gather_int(int(path.exists()))
+        there = [path.exists()]
+        if not self._is_unconnected_alone:
+            there = list(map(bool, self._require_replicas().world.gather_int(int(path.exists()))))
         if all(there):
             return
         blind = ", ".join(str(rank) for rank, sees in enumerate(there) if not sees)
         where = f"rank(s) {blind} do not see it" if any(there) else "no rank sees it"
         raise CheckpointNotFoundError(
-            f"There is no checkpoint {path}: {where}. Every rank reads what it is to hold: put the"
-            " checkpoint where all hosts see it, under the same path."
+            f"Checkpoint file not found: {path}: {where}. Every rank reads what it is to hold: put"
+            " the checkpoint where all hosts see it, under the same path."
         )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -61,8 +61,13 @@ def check_planning(recompute: Any, profile_steps: Any) -> None:
         )
 
 
-def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Raises ConfigurationError for a run that cannot be a pipeline."""
+def check_run(module: pl.LightningModule, is_plain: bool) -> None:
+    """Raises ConfigurationError for a run that cannot be a pipeline.
+
+    Args:
+        module: what is to be trained.
+        is_plain: whether one device runs the user's own steps, each on a whole batch.
+    """
     if not module.automatic_optimization:
         raise ConfigurationError(
             f"`{type(module).__name__}` sets `automatic_optimization = False`. A pipeline runs"
@@ -70,34 +75,46 @@ def check_run(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             " automatic optimization: return the loss from `training_step` and leave `backward`"
             " and `step` to the Trainer, or use another strategy."
         )
+    if is_plain:
+        return
     for name in ("training_step", "validation_step", "test_step", "predict_step"):
         step = getattr(module, name, None)
         if step is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
             raise ConfigurationError(
                 f"`{name}` takes a `dataloader_iter`. Every stage has to see each batch: take"
-                " `batch` instead."
+                " `batch` instead. (One device takes the iterator, with `microbatches=1`.)"
             )
+    check_backward(module)
+
+
+def check_backward(module: pl.LightningModule) -> None:
+    """Raises ConfigurationError where the user's own ``backward`` would not be called."""
     if is_overridden("backward", module):
         raise ConfigurationError(
             f"`{type(module).__name__}` overrides `backward`. Each stage runs its own part of the"
             " backward, for every microbatch, so the override would not be called. Remove it; use"
-            " `on_before_backward`, or tensor hooks in `training_step`."
+            " `on_before_backward`, or tensor hooks in `training_step`. (One device calls it, with"
+            " `microbatches=1`, where no layer is recomputed and without `MemoryCompression`.)"
         )
 
 
-def check_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], is_plain: bool) -> None:
     """Raises ConfigurationError for optimizers that cannot step one stage's parameters by
     themselves.
+
+    Args:
+        optimizers: those of the run.
+        is_plain: whether one device runs the user's own steps, each on a whole batch.
     """
     optimizers = list(optimizers)
     if len(optimizers) > 1:
         raise several_optimizers()
     for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.LBFGS):
+        if isinstance(optimizer, torch.optim.LBFGS) and not is_plain:
             raise ConfigurationError(
                 "LBFGS runs the step several times and looks at all parameters at once, which no"
                 " stage holds. Use an optimizer that updates each parameter by itself (SGD, Adam,"
-                " AdamW, ...)."
+                " AdamW, ...). (One device takes it, with `microbatches=1`.)"
             )
 
 

@@ -151,6 +151,8 @@ class ConnectedStrategy(ParallelStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Samplers count virtual machines: all stages of one see the same data."""
+        if self._is_unconnected_alone:
+            return {"num_replicas": 1, "rank": 0}
         replicas = self._require_replicas()
         return {"num_replicas": replicas.count, "rank": replicas.vm}
 
@@ -166,6 +168,34 @@ class ConnectedStrategy(ParallelStrategy):
         """The backend that was asked for."""
         return self._process_group_backend
 
+    @property
+    def _is_unconnected_alone(self) -> bool:
+        """Whether no run has begun, and this process would be its only rank: what the Trainer asks
+        then (for `estimated_stepping_batches`, say) this process can answer.
+        """
+        return self._replicas is None and self.world_size == 1
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank."""
+        # Nobody has to say what the rank of the only process is: SLURM's variables may be missing.
+        return 0 if self._is_only_process else super().global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its host."""
+        return 0 if self._is_only_process else super().local_rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+        return 1 if self._is_only_process else super().world_size
+
+    @property
+    def _is_only_process(self) -> bool:
+        started = int(os.environ.get("WORLD_SIZE", 1))
+        return self.num_processes * self.num_nodes == 1 and started == 1
+
     # --- launch and connections ---
 
     def _configure_launcher(self) -> None:
@@ -180,8 +210,10 @@ class ConnectedStrategy(ParallelStrategy):
     def set_world_ranks(self) -> None:
         """Takes rank and world size from the launcher, and computes them where it gives none."""
         assert self.cluster_environment is not None
-        rank = self.node_rank * self.num_processes + self.local_rank
         world_size = self.num_nodes * self.num_processes
+        rank = 0
+        if not self._is_only_process:
+            rank = self.node_rank * self.num_processes + self.local_rank
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         # Environments that know better (torchrun, SLURM) ignore this.
@@ -195,8 +227,10 @@ class ConnectedStrategy(ParallelStrategy):
             check_packages(module.trainer, module)
         check_processes(self.num_processes)
         super().setup_environment()
-        # The launcher does this for the process that it launches from alone.
-        _set_num_threads_if_needed(self.num_processes)
+        if self.num_processes > 1:
+            # The launcher does this for the process that it launches from alone. A process that is
+            # alone has the threads that the user gave it.
+            _set_num_threads_if_needed(self.num_processes)
         self.set_world_ranks()
         assert self.cluster_environment is not None
         self._failed = False
@@ -211,6 +245,8 @@ class ConnectedStrategy(ParallelStrategy):
             _init_dist_connection(
                 self.cluster_environment,
                 backends(self.root_device, self._process_group_backend),
+                global_rank=self.global_rank,
+                world_size=self.world_size,
                 timeout=self._timeout,
                 store=store,
             )
@@ -298,7 +334,7 @@ class ConnectedStrategy(ParallelStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces over virtual machines; all stages of one pass the same."""
-        if self._has_failed():
+        if self._has_failed() or self._is_unconnected_alone:
             return tensor
         replicas = self._require_replicas()
         if replicas.count == 1 or not isinstance(tensor, Tensor):
@@ -310,7 +346,7 @@ class ConnectedStrategy(ParallelStrategy):
         """Gathers over virtual machines, along a new first dimension. With one of them the tensor
         is all there is.
         """
-        if self._has_failed():
+        if self._has_failed() or self._is_unconnected_alone:
             return tensor
         replicas = self._require_replicas()
         return tensor if replicas.count == 1 else torch.stack(replicas.gather_tensor(tensor))
@@ -345,6 +381,7 @@ class ConnectedStrategy(ParallelStrategy):
         """Tells the other ranks why, and closes the connections, so that none of them waits for
         this one.
         """
+        super().on_exception(exception)
         self._fail(exception)
 
     def _settle(self) -> None:

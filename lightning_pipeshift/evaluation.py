@@ -94,10 +94,9 @@ class EvaluationSteps:
         """
         trainer = self._trainer
         fitting = trainer.state.fn == "fit"
-        loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+        loop = self._loop
         progress: Any = loop.batch_progress
-        batch_idx = rest[0] if rest else progress.current.ready - 1
-        dataloader_idx = rest[1] if len(rest) > 1 else 0
+        batch_idx, dataloader_idx = self._place(rest)
         trace = self._pipeline.evaluation_step(
             batch,
             batch_idx,
@@ -116,6 +115,34 @@ class EvaluationSteps:
             return None
         reports = self._pipeline.fetch_reports()
         return self._deliver(reports, name)
+
+    def run_plainly(self, name: str, batch: Any, rest: tuple[Any, ...], step: UserStep) -> Any:
+        """Runs one evaluation step on one device by itself: its result and its logs are there at
+        once.
+
+        Args:
+            name: as for :meth:`run`, as are the others.
+            batch: the batch, or Lightning's iterator over them.
+            rest: what else the step takes.
+            step: runs the user's step.
+
+        Returns:
+            what the user's step returned.
+        """
+        batch_idx, dataloader_idx = self._place(rest)
+        is_final = self._trainer.state.fn != "fit"
+        purpose = f"{name}/{dataloader_idx}"
+        return self._pipeline.plain_evaluation_step(batch, step, purpose, batch_idx, is_final)
+
+    @property
+    def _loop(self) -> Any:
+        trainer = self._trainer
+        return trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+
+    def _place(self, rest: tuple[Any, ...]) -> tuple[int, int]:
+        """The index of the batch and of its dataloader."""
+        batch_idx = rest[0] if rest else self._loop.batch_progress.current.ready - 1
+        return batch_idx, rest[1] if len(rest) > 1 else 0
 
     def _is_needed_now(self, name: str, trace: Trace | None, loop: Any) -> bool:
         # The end of one of several dataloaders cannot be seen coming where its length is unknown.

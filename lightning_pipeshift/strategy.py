@@ -31,6 +31,7 @@ from lightning_pipeshift.checkpointing import CheckpointingStrategy
 from lightning_pipeshift.checks import (
     check_aggregation,
     check_arguments,
+    check_backward,
     check_optimizers,
     check_planning,
     check_run,
@@ -71,6 +72,13 @@ T = TypeVar("T")
 
 # What a LightningModule and a Metric keep on themselves is not the user's state.
 _FRAMEWORK_ATTRIBUTES = frozenset(vars(pl.LightningModule())) | {"log", "log_dict", "_trainer"}
+
+
+def _weighed(result: Any) -> Any:
+    """A step's result; ``None`` where its ``weight`` says that it counts nothing."""
+    if isinstance(result, Mapping) and result.get("weight") is not None:
+        return result if float(result["weight"]) else None
+    return result
 
 
 def _say(message: str) -> None:
@@ -176,10 +184,17 @@ class PipeShiftStrategy(CheckpointingStrategy):
         self._num_steps: int
         self._num_losses: int
         self._finds_batch_size = False
+        self._is_plain_step: bool
 
     def _of_a_run(self) -> dict[str, Any]:
-        own = {"_metric_sync": None, "_evaluation": None, "_num_steps": 0, "_num_losses": 0}
-        return super()._of_a_run() | own
+        return super()._of_a_run() | {
+            "_metric_sync": None,
+            "_evaluation": None,
+            "_num_steps": 0,
+            "_num_losses": 0,
+            # Whether the step under way is the user's own, and its backward Lightning's.
+            "_is_plain_step": False,
+        }
 
     # --- what is known ---
 
@@ -263,9 +278,13 @@ class PipeShiftStrategy(CheckpointingStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         module = self._require_module()
         assert self.accelerator is not None
-        check_run(trainer, module)
-        self.accelerator.setup(trainer)
         channels, replicas = self._require_channels(), self._require_replicas()
+        self._seed_of_run = self._seed()
+        settings = self._settings()
+        stages_per_vm = replicas.topology.stages_per_vm
+        is_plain = self.world_size == 1 and settings.leaves_steps_whole(stages_per_vm)
+        check_run(module, is_plain)
+        self.accelerator.setup(trainer)
         check_shares(self._batch_shares, replicas.count)
         # Everything that draws outside of a step (shuffling, workers' seeds) draws the same on
         # every stage.
@@ -304,25 +323,12 @@ class PipeShiftStrategy(CheckpointingStrategy):
             isinstance(callback, BatchSizeFinder)
             for callback in trainer.callbacks  # type: ignore[attr-defined]
         )
-        self._seed_of_run = self._seed()
         self._pipeline = Pipeline(
             root=module,
             channels=channels,
             replicas=replicas,
             rings=self._rings,
-            settings=Settings(
-                self._microbatches,
-                self._schedule,
-                self._partition,
-                self._given_plan,
-                self._seed_of_run,
-                self._gradient_aggregation,
-                self._recompute,
-                self._profile_steps,
-                self._only_measures,
-                self._watch,
-                self._memory_wishes,
-            ),
+            settings=settings,
             here=device_of(self.root_device),
             deferred=self._deferred,
             ignored=_FRAMEWORK_ATTRIBUTES,
@@ -336,9 +342,25 @@ class PipeShiftStrategy(CheckpointingStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
-            check_optimizers(self.optimizers)
+            check_optimizers(self.optimizers, is_plain)
             self._trained = self._pipeline
         self.setup_precision_plugin()
+
+    def _settings(self) -> Settings:
+        assert self._seed_of_run is not None
+        return Settings(
+            self._microbatches,
+            self._schedule,
+            self._partition,
+            self._given_plan,
+            self._seed_of_run,
+            self._gradient_aggregation,
+            self._recompute,
+            self._profile_steps,
+            self._only_measures,
+            self._watch,
+            self._memory_wishes,
+        )
 
     def _open_to_requests(self, folder: Path, pipeline: Pipeline) -> None:
         try:
@@ -383,6 +405,8 @@ class PipeShiftStrategy(CheckpointingStrategy):
         ):
             # The same everywhere: the virtual machine's own part in it comes below.
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)
+        if self._is_unconnected_alone:
+            return dataloader
         trainer = self._require_module().trainer
         count = self._require_replicas().count
         if trainer.state.stage == RunningStage.TRAINING:
@@ -474,12 +498,17 @@ class PipeShiftStrategy(CheckpointingStrategy):
                 return root.training_step(part, *rest)
 
         epoch_loop = trainer.fit_loop.epoch_loop
+        number = epoch_loop.total_batch_idx
+        self._is_plain_step = pipeline.begins_plain_step(batch, step, number, self.optimizers)
+        if self._is_plain_step:
+            return self._counted(_weighed(pipeline.plain_training_step(batch, step, number)))
+        check_backward(module)
         with self._recording(), self._out_of_memory_for_all():
             report = pipeline.training_step(
                 batch,
                 epoch_loop.batch_idx,
                 step,
-                epoch_loop.total_batch_idx,
+                number,
                 loss_scale_of(self.precision_plugin) / trainer.accumulate_grad_batches,
                 self.optimizers,
                 wants_result=somebody_looks_at_results(trainer, "train_step"),
@@ -490,20 +519,25 @@ class PipeShiftStrategy(CheckpointingStrategy):
                     goes_on=self._accumulates,
                 ),
             )
-        self._heed_sigterm()
-        while pipeline.news:
-            _say(pipeline.news.pop(0))
         # They are those of all virtual machines already.
         synchronised = False if self._require_replicas().count > 1 else None
         say_again(report.logs, module.log, module, self.root_device, synchronised)
-        self._num_steps += 1
         if report.loss is None:
-            return NO_LOSS
-        self._num_losses += 1
+            return self._counted(NO_LOSS)
         loss = report.loss.to(self.root_device)
         if isinstance(report.result, Mapping):
-            return {**report.result, "loss": loss}
-        return loss
+            return self._counted({**report.result, "loss": loss})
+        return self._counted(loss)
+
+    def _counted(self, result: Any) -> Any:
+        """Ends a training step, and returns its result."""
+        self._heed_sigterm()
+        news = self._require_pipeline().news
+        while news:
+            _say(news.pop(0))
+        self._num_steps += 1
+        self._num_losses += result is not None and result is not NO_LOSS
+        return result
 
     def _keeps_gradients(self, batch_idx: int) -> bool:
         """Whether Lightning will not zero the gradients after the step, or somebody looks first."""
@@ -560,8 +594,11 @@ class PipeShiftStrategy(CheckpointingStrategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Hands over the gradients that the step has made, between the hooks that belong to a
-        backward.
+        backward. One device by itself makes them only now.
         """
+        if self._is_plain_step:
+            with self._require_pipeline().one_stage.backward(self._require_holdings()):
+                return super().backward(closure_loss, optimizer, *args, **kwargs)
         module = self._require_module()
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         self._require_holdings().hand_gradients_over()
@@ -569,9 +606,12 @@ class PipeShiftStrategy(CheckpointingStrategy):
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
-        # Hooks look at gradients until they are zeroed.
-        self._require_holdings().show_gradients()
-        self._require_pipeline().changes.weights_are_final()
+        pipeline = self._require_pipeline()
+        # There are none where the optimizer did not call the step, which Lightning will say.
+        if pipeline.holdings is not None:
+            # Hooks look at gradients until they are zeroed.
+            pipeline.holdings.show_gradients()
+        pipeline.changes.weights_are_final()
         return result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -595,6 +635,8 @@ class PipeShiftStrategy(CheckpointingStrategy):
             with context():
                 return getattr(root, name)(part, *rest)
 
+        if self._require_pipeline().is_by_itself:
+            return evaluation.run_plainly(name, batch, tuple(rest), step)
         with self._recording(), self._out_of_memory_for_all():
             return evaluation.run(name, batch, tuple(rest), step)
 

@@ -104,6 +104,8 @@ class SharedParameters:
         self._replaced: list[ParameterUse] = []
         self._last_call: dict[int, int] = {}
         """By layer, the segment in which it was called last."""
+        self.was_handed_out = False
+        """Whether anything has a stand-in whose gradients come into :attr:`sums`."""
 
     def enter_layer(self, layer: int) -> None:
         """From here on, the forward pass is inside of a layer."""
@@ -154,6 +156,7 @@ class SharedParameters:
         return alias
 
     def _opened(self, parameter: Tensor, name: str) -> Tensor:
+        self.was_handed_out = True
         # `detach` shares memory and version counter, so autograd still notices a parameter that
         # changes.
         return _SegmentBox(parameter.detach(), self.sums, (name, self._segment)).open()
@@ -165,6 +168,11 @@ class SharedParameters:
             for slot in use.slots:
                 slot.put(use.parameter)
         self._replaced = []
+
+    def begin_step(self) -> None:
+        """Forgets what came of the step before."""
+        self.sums.clear()
+        self.was_handed_out = False
 
     def total(self, use: ParameterUse, start: Tensor | None) -> Tensor | None:
         """``start`` plus the gradients of this stage's segments, in order; ``None`` where there is

@@ -38,8 +38,8 @@ def find_layers(root: nn.Module, at_least: int = 1) -> dict[str, nn.Module]:
             the whole network, say), as long as it has parts with parameters; up to eight layers.
 
     Raises:
-        LayerError: nothing has parameters, or ``configure_layers`` returned something that is no
-            list of separate modules of ``root``.
+        LayerError: ``configure_layers`` returned something that is no list of separate modules of
+            ``root``.
     """
     configure = getattr(root, "configure_layers", None)
     if callable(configure):
@@ -60,12 +60,22 @@ def find_layers(root: nn.Module, at_least: int = 1) -> dict[str, nn.Module]:
             else:
                 opened[name] = module
         layers = opened
-    if not any(map(_num_parameters, layers.values())):
+    return layers
+
+
+def require_layers(root: nn.Module, layers: Iterable[nn.Module]) -> None:
+    """Raises LayerError where no layer has parameters. One device needs none: a model may have
+    parameters of its own alone, or a step that only looks at the data.
+
+    Args:
+        root: the LightningModule.
+        layers: its layers.
+    """
+    if not any(map(_num_parameters, layers)):
         raise LayerError(
             f"`{type(root).__name__}` has no module with parameters, so there is nothing to place"
             " on stages. Build the network in `__init__`, before `Trainer.fit` is called."
         )
-    return layers
 
 
 def find_scopes(root: nn.Module) -> list[nn.Module]:

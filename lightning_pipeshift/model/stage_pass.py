@@ -206,9 +206,9 @@ class StagePass(Watcher):
                     "The step ended before it called the layers of the later stages. Let the step"
                     " call the same layers for every batch."
                 )
-            if self.is_last:
+            if self.is_last and self.trace is not None:
                 self.result = map_leaves(self.value_of, self.result)
-                if self.trace is not None and self.trace.keeps and self.resolve_state is not None:
+                if self.trace.keeps and self.resolve_state is not None:
                     self.resolve_state(self.kept_value)
         except StageDone:
             pass
@@ -570,6 +570,11 @@ class StagePass(Watcher):
         begin = self.timer.now() if self.timer is not None else None
         self._where.layer = gate.name
         output = self._call(gate, position, args, kwargs)
+        if self.trace is None and self.memory is None and self.timer is None:
+            # Nobody looks at what the layer returned.
+            self.shared.leave_layer()
+            self.leave_scope()
+            return output
         leaves, _ = flatten(output, opens_objects=True)
         if self.memory is not None:
             self._note_backward(gate.name, leaves)
@@ -704,6 +709,10 @@ class StagePass(Watcher):
         """Runs this stage's part of the backward."""
         self._values = {}
         torch.autograd.backward(roots, gradients)
+        self.end_backward()
+
+    def end_backward(self) -> None:
+        """Makes sure that nothing is left of a backward in which parts of the pass ran again."""
         self._mode.end_backward()
 
     def _value_again(self, leaf: Any) -> Any:

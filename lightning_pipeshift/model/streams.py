@@ -15,9 +15,10 @@ before it.
 
 from __future__ import annotations
 
+import ctypes
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
@@ -60,6 +61,8 @@ class Streams:
         # pointer, so each depth of nesting has a bit generator of its own, which is put in place
         # and taken away.
         self._numpy_generators: list[np.random.MT19937] = []
+        self._numpy_places: list[ctypes.c_int] = []
+        """Where each of them stands: :data:`_FRESH` when nobody has drawn from it."""
         self._bases: list[int] = []
         self.is_host_used = False
         """Whether code that nobody has followed has been seen to draw from NumPy or ``random``."""
@@ -87,6 +90,7 @@ class Streams:
         self._bases.append(0)
         if len(self._numpy_generators) < len(self._bases):
             self._numpy_generators.append(np.random.MT19937(0))
+            self._numpy_places.append(_place_of(self._numpy_generators[-1]))
         try:
             self.begin(*key)
             yield
@@ -137,8 +141,8 @@ class Streams:
 
     def has_drawn_on_host(self) -> bool:
         """Whether anything was drawn from NumPy or ``random`` since they were switched last."""
-        state: Any = np.random.get_state(legacy=False)
-        return bool(state["state"]["pos"] != _FRESH or random.getstate()[1][-1] != _FRESH)
+        has_drawn = self._numpy_places[len(self._bases) - 1].value != _FRESH
+        return has_drawn or _place_of_python() != _FRESH
 
     def host_state(self) -> Any:
         """What NumPy and ``random`` draw next; to see whether something drew from them."""
@@ -154,6 +158,36 @@ class Streams:
             numpy_generator._legacy_seeding(seed & _MASK_32)
             # Putting it in place anew also forgets the spare one of NumPy's paired normal draws.
             np.random.set_bit_generator(numpy_generator)  # type: ignore[attr-defined]
+
+
+def _place_of(generator: Any) -> ctypes.c_int:
+    """Where a Mersenne Twister stands, in its own memory: to ask for its whole state, at every
+    layer, would take longer than many a layer does.
+
+    It is what NumPy's `mt19937.h` has: 624 words of 4 bytes, and then the place.
+    """
+    return ctypes.c_int.from_address(generator.ctypes.state_address + 4 * _FRESH)
+
+
+def _python_place() -> Callable[[], int]:
+    """What tells where Python's own generator stands: read from its memory, where CPython's
+    `_randommodule.c` puts it in front of the 624 words. Where that does not give what
+    ``random.getstate`` says, that is asked every time.
+    """
+    generator = random.Random(0)
+    place = ctypes.c_int.from_address(id(generator) + object.__basicsize__)
+    agrees = True
+    for _ in range(3):
+        agrees &= place.value == generator.getstate()[1][-1]
+        generator.random()
+    shared = getattr(random, "_inst", None)
+    if not agrees or type(shared) is not random.Random:
+        return lambda: random.getstate()[1][-1]
+    in_use = ctypes.c_int.from_address(id(shared) + object.__basicsize__)
+    return lambda: in_use.value
+
+
+_place_of_python = _python_place()
 
 
 def _mixed(number: int) -> int:

@@ -472,6 +472,8 @@ class Holdings:
         Where user code looks at gradients, those of other stages must not look as if there were
         none: what adds them up would get a wrong sum. Optimizers must not see them.
         """
+        if self.channels.num_stages == 1:
+            return
         held = {id(use.parameter) for use in self.held}
         for use in self.uses:
             parameter = use.parameter
@@ -485,6 +487,8 @@ class Holdings:
 
     def hide_gradients(self) -> None:
         """Undoes :meth:`show_gradients`."""
+        if self.channels.num_stages == 1:
+            return
         held = {id(use.parameter) for use in self.held}
         for use in self.uses:
             if id(use.parameter) not in held:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_pipeshift.errors import LayerError, PipeShiftError, PlanError
 from lightning_pipeshift.model.deferred import Deferred, is_whole
 from lightning_pipeshift.model.gate import Gate, Scope, Switch, install, remove
-from lightning_pipeshift.model.layers import find_layers, find_scopes
+from lightning_pipeshift.model.layers import find_layers, find_scopes, require_layers
 from lightning_pipeshift.model.logs import LogRecorder, merge_logs
 from lightning_pipeshift.model.measure import Figures, Stopwatch
 from lightning_pipeshift.model.metrics import BatchMetrics
@@ -55,6 +55,7 @@ from lightning_pipeshift.runtime.following import Follower, Key
 from lightning_pipeshift.runtime.holdings import Holdings
 from lightning_pipeshift.runtime.lane import Sent
 from lightning_pipeshift.runtime.matching import gradient_groups, match_replicas
+from lightning_pipeshift.runtime.one_stage import OneStage
 from lightning_pipeshift.runtime.outside import Answer, Outside
 from lightning_pipeshift.runtime.planning import Settings, check_order, stages_without_work
 from lightning_pipeshift.runtime.replanning import Replanning
@@ -157,6 +158,10 @@ class Pipeline:
         self.streams = Streams(channels.device)
         self._switch = Switch()
         layers = find_layers(root, max(replicas.topology.stages_per_vm))
+        if replicas.topology.num_ranks > 1:
+            require_layers(root, layers.values())
+        elif not layers:
+            layers = {type(root).__name__: root}
         gates = [
             Gate(name, layer, index, self._switch)
             for index, (name, layer) in enumerate(layers.items())
@@ -170,6 +175,8 @@ class Pipeline:
         settings.check(gates, replicas.topology.stages_per_vm)
         install([*gates, *self._scopes])
         self._follower = Follower(root, gates, self._switch, self.streams, channels.device)
+        self.one_stage = OneStage(root, self._switch, self.streams, channels.device)
+        """Runs what one device by itself runs: see :meth:`plain_training_step`."""
         self.changes = Changes(self.vm, self._follower, self._threads)
         self._recorder = LogRecorder(root)
         self._tail = TailState(self._modules_outside_layers(), ignored)
@@ -491,6 +498,76 @@ class Pipeline:
                 )
             self._touched.setdefault(id(use.parameter), set()).update(layers)
 
+    # --- one device by itself ---
+
+    @property
+    def is_by_itself(self) -> bool:
+        """Whether this device is the only one, and its steps are not followed."""
+        return not self._follows
+
+    def begins_plain_step(
+        self, batch: Any, step: UserStep, step_number: int, optimizers: Sequence[Optimizer]
+    ) -> bool:
+        """Whether the coming training step is the user's own, and nothing is done beside it: on one
+        device, where the batch is not cut, and nothing is measured, runs again or goes elsewhere.
+        Makes the plan on the first batch, which may say that layers run again.
+
+        Args:
+            batch: as for :meth:`training_step`, as are the others.
+            step: runs the user's ``training_step``.
+            step_number: counts batches over the whole run.
+            optimizers: whose state follows the parameters.
+        """
+        stages_per_vm = self.replicas.topology.stages_per_vm
+        if self._follows or not self.settings.leaves_steps_whole(stages_per_vm):
+            return False
+        key = self._key("train", step_number, 0)
+        self._settle(key, step, batch, optimizers, final=True, trains=True)
+        return not self.plan.recomputed(self.vm) and self.changes.last is None
+
+    def plain_training_step(self, batch: Any, step: UserStep, step_number: int) -> Any:
+        """Runs the forward of a training step of which :meth:`begins_plain_step` says yes. Its
+        backward comes in ``one_stage.backward``.
+
+        Returns:
+            what the user's step returned.
+        """
+        self._note_begin()
+        result = self._plain_forward(self._key("train", step_number, 0), step, batch)
+        self.is_to_end = self.asks_to_end
+        self._num_microbatches_done += 1
+        if self._outside.has_requests:
+            self._open_mail()
+        self.num_steps_done = step_number + 1
+        return result
+
+    def plain_evaluation_step(
+        self, batch: Any, step: UserStep, purpose: str, step_number: int, final: bool
+    ) -> Any:
+        """Runs an evaluation step on one device by itself, and returns what it returned.
+
+        Args:
+            batch: as for :meth:`evaluation_step`, as are the others.
+            step: runs the user's step.
+            purpose: which of the user's steps, and of which dataloader.
+            step_number: counts its batches.
+            final: whether a plan that is made now is to stay.
+        """
+        key = self._key(purpose, step_number, 0)
+        self._settle(key, step, batch, (), final)
+        return self._plain_forward(key, step, batch)
+
+    def _plain_forward(self, key: Key, step: UserStep, batch: Any) -> Any:
+        assert self.holdings is not None
+        result, self.order = self.one_stage.forward(
+            step, batch, key, self.holdings, len(self._follower.gates)
+        )
+        return result
+
+    def _note_begin(self) -> None:
+        now = time.perf_counter()
+        self.step_seconds, self._begun = now - self._begun if self._begun else None, now
+
     # --- training ---
 
     def training_step(
@@ -520,8 +597,7 @@ class Pipeline:
             is_last_batch: whether this stage's data ends with the batch.
             accumulation: what is to become of the gradients of this step and of earlier ones.
         """
-        now = time.perf_counter()
-        self.step_seconds, self._begun = now - self._begun if self._begun else None, now
+        self._note_begin()
         # What was told in the last step has been heard by now: this waits for nobody in particular.
         self.channels.settle()
         objection = self.changes.objection()
@@ -529,7 +605,7 @@ class Pipeline:
         votes = self.replicas.world.post_sum(
             torch.tensor([self.asks_to_end, has_mail, bool(objection)]).float()
         )
-        if is_checked(batch_idx):
+        if self.channels.num_stages > 1 and is_checked(batch_idx):
             require_same_batch(batch, batch_idx, self.channels)
         stages_per_vm = self.replicas.topology.stages_per_vm
         slices = split(batch, self.settings.num_microbatches(stages_per_vm))
@@ -556,7 +632,8 @@ class Pipeline:
         row = self._row(self.plan.schedule, len(slices), again)
         profiler = self.planning.profiler
         is_measured = self.planning.measures and not profiler.is_over
-        self._tail.remember()
+        if self.channels.num_stages > 1:
+            self._tail.remember()
         self.holdings.set_gradients_aside(keeps_gradients)
         sums = self._aggregation if not accumulation.goes_on else None
         run = self._run_of(
@@ -690,7 +767,7 @@ class Pipeline:
         return Report(
             on_cpu(result),
             logs_on_cpu(logs),
-            self._tail.changes(),
+            self._tail.changes() if self.channels.num_stages > 1 else {},
             is_last_batch,
             loss,
             *run.counted(),
@@ -797,7 +874,7 @@ class Pipeline:
         next. Until then only what the user's step returned is kept, in host memory, and that only
         where ``wants_result`` says so.
         """
-        if is_checked(batch_idx):
+        if self.channels.num_stages > 1 and is_checked(batch_idx):
             require_same_batch(batch, batch_idx, self.channels)
         key = self._key(purpose, step_number, 0)
         # What an optimizer knows from a training before stays where it is.

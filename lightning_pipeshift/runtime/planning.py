@@ -101,6 +101,15 @@ class Settings:
         # computing.
         return 4 * max(stages_per_vm) if max(stages_per_vm) > 1 else 1
 
+    def leaves_steps_whole(self, stages_per_vm: Sequence[int]) -> bool:
+        """Whether one device by itself has nothing to do beside the user's own steps."""
+        return (
+            self.num_microbatches(stages_per_vm) == 1
+            and self.recompute != "full"
+            and self.memory is None
+            and not self.only_measures
+        )
+
     def check(self, gates: Sequence[Gate], stages_per_vm: tuple[int, ...]) -> None:
         """Raises PartitionError or PlanError where the model's layers and the stages do not fit."""
         if self.plan is not None:

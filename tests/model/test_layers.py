@@ -3,7 +3,7 @@ import transformers
 from torch import nn
 
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.layers import find_layers
+from lightning_pipeshift.model.layers import find_layers, require_layers
 
 
 class Holder(nn.Module):
@@ -202,7 +202,7 @@ def test_an_attention_stays_whole():
 )
 def test_nothing_to_place(root):
     with pytest.raises(LayerError, match=r"`Holder` has no module with parameters.*`__init__`"):
-        find_layers(root)
+        require_layers(root, find_layers(root).values())
 
 
 class Named(Holder):

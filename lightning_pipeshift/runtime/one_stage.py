@@ -1,0 +1,110 @@
+"""The steps of one device by itself: the user's own, run where Lightning runs them.
+
+There is nothing to send, to share out or to put together. So the forward runs in Lightning's
+``training_step`` and the backward in its ``backward``, with everything that belongs to these: what
+``training_step`` logs and returns, an overridden ``backward``, an optimizer that calls its closure
+several times. What is left of a pipeline are the random streams of the layers, and the order in
+which gradients of shared parameters are summed: both make the numbers those of every split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipeshift.model.gate import Switch
+from lightning_pipeshift.model.stage_pass import StagePass
+from lightning_pipeshift.model.streams import Streams
+from lightning_pipeshift.runtime.following import Key
+from lightning_pipeshift.runtime.holdings import Holdings
+from lightning_pipeshift.runtime.step_run import UserStep
+
+
+class OneStage:
+    """Runs steps of a model that is on one device, whole.
+
+    Args:
+        root: the LightningModule.
+        switch: the gates' switch.
+        streams: the random generators.
+        device: the one device.
+    """
+
+    def __init__(
+        self, root: nn.Module, switch: Switch, streams: Streams, device: torch.device
+    ) -> None:
+        self._root = root
+        self._switch = switch
+        self._streams = streams
+        self._device = device
+        self._pass: StagePass | None = None
+        """The forward whose backward has not come yet."""
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a training step has run that has not had its backward."""
+        return self._pass is not None
+
+    def forward(
+        self, step: UserStep, batch: Any, key: Key, holdings: Holdings, num_layers: int
+    ) -> tuple[Any, list[int]]:
+        """Runs the user's step.
+
+        Args:
+            step: runs it on a module and the batch.
+            batch: the whole batch, or whatever else Lightning gives the step.
+            key: what the step's random streams depend on.
+            holdings: the model's parameters.
+            num_layers: how many layers the model has.
+
+        Returns:
+            what the step returned, and the layers in the order in which it called them.
+        """
+        holdings.shared.begin_step()
+        current = StagePass(
+            trace=None,
+            layers=range(num_layers),
+            is_last=True,
+            received={},
+            device=self._device,
+            streams=self._streams,
+            key=key,
+            shared=holdings.shared,
+        )
+        self._switch.current = current
+        try:
+            with self._streams.switched(*key):
+                current.run(lambda: step(self._root, batch))
+        finally:
+            self._switch.current = None
+        result, current.result = current.result, None
+        self._pass = current if torch.is_grad_enabled() else None
+        return result, current.order
+
+    @contextmanager
+    def backward(self, holdings: Holdings) -> Iterator[None]:
+        """Context in which the backward of the last forward runs, by whatever means. Its gradients
+        are added to those that are there.
+        """
+        current, self._pass = self._pass, None
+        if current is None:
+            yield  # of a step before, once more
+            return
+        sums_apart = holdings.shared.was_handed_out
+        if sums_apart:
+            holdings.set_gradients_aside(keep=True)
+        self._switch.current = current
+        try:
+            # Layers that run again, as the model checkpoints them, draw what they drew before.
+            with self._streams.switched(*current.key):
+                yield
+        finally:
+            self._switch.current = None
+            current.end_backward()
+        if sums_apart:
+            holdings.collect_gradients(1.0, None, joins=False)
+            holdings.hand_gradients_over()
