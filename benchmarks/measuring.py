@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
@@ -53,12 +54,21 @@ def save(path: Path | None, figures: Mapping[str, Any], says_so: bool = True) ->
     record = {
         "command": " ".join(["python -m", f"benchmarks.{module}", *sys.argv[1:]]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
         "machine": machine(),
         "figures": figures,
     }
     path.write_text(json.dumps(record, indent=2) + "\n")
     if says_so:
         print(f"\nwritten to {path}")
+
+
+def commit() -> str:
+    """The version of the code, with a plus where files differ from it."""
+    folder = Path(__file__).parent
+    name = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    done = subprocess.run(name, cwd=folder, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
 def machine() -> dict[str, Any]:

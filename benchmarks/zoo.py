@@ -18,6 +18,7 @@ The processes do one model after another. One that hangs or dies is recorded, an
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks import zoo_models, zoo_training
-from benchmarks.measuring import arguments, print_table, save
+from benchmarks.measuring import arguments, commit, print_table, save
 from benchmarks.zoo_models import Case
 from benchmarks.zoo_training import Fit, Trained
 from lightning_pipeshift.testing.splits import Split, every_split, random_cut, some_splits
@@ -225,6 +226,14 @@ def verdict(run: Record) -> str:
     return f"off by {max([*run['differing'].values(), 0.0]):.0e}"
 
 
+def is_settled(record: Record) -> bool:
+    """Whether a model need not be tried again: the bits were the same, or it could not be built."""
+    runs = record.get("runs", [])
+    return not record["built"] or (
+        len(runs) > 1 and runs[0]["trains"] and {verdict(run) for run in runs[1:]} == {"same bits"}
+    )
+
+
 def line_of(record: Record) -> list[Any]:
     """A row of the table."""
     name = f"{record['family']}/{record['name']}"
@@ -314,6 +323,12 @@ def main() -> None:
     parser.add_argument("--overhead", action="store_true", help="time the step of one stage too")
     parser.add_argument("--limit-seconds", type=float, default=90.0, help="for each run")
     parser.add_argument("--list", action="store_true", help="only say which models these are")
+    parser.add_argument(
+        "--go-on",
+        action="store_true",
+        help="keep what the --json FILE has of models whose bits were the same, or that could not"
+        " be built; do the others, and those that it lacks",
+    )
     options = parser.parse_args()
     cases = zoo_models.cases(options.library, options.match)
     cases = cases[options.skip :][: options.limit]
@@ -321,6 +336,12 @@ def main() -> None:
         print("\n".join(f"{case.family}/{case.name}" for case in cases))
         return
     records: list[Record] = []
+    known: dict[str, Record] = {}
+    if options.go_on:
+        if options.json is None or not options.json.exists():
+            parser.error("--go-on needs the --json FILE of the sweep that it is to go on with")
+        before = json.loads(options.json.read_text())["figures"]["models"]
+        known = {record["name"]: record for record in before if is_settled(record)}
     preloaded = [*PRELOADED, *LIBRARY_MODULES[options.library]]
     cuts = ["measured", "random"] if options.cuts == "both" else [options.cuts]
     with Workers(max([1, *options.stages]), preloaded) as workers:
@@ -334,7 +355,10 @@ def main() -> None:
             options.overhead,
         )
         for number, case in enumerate(cases, start=1):
-            record = sweep.run(case)
+            if case.name in known:
+                records.append(known[case.name])
+                continue
+            record = sweep.run(case) | {"commit": commit()}
             records.append(record)
             name, layers, one, splits, plain, overhead = line_of(record)
             print(
