@@ -187,6 +187,11 @@ class ConnectedStrategy(ParallelStrategy):
         return 0 if self._is_only_process else super().local_rank
 
     @property
+    def node_rank(self) -> int:
+        """The number of this process's host."""
+        return 0 if self._is_only_process else super().node_rank
+
+    @property
     def world_size(self) -> int:
         """How many processes there are."""
         return 1 if self._is_only_process else super().world_size
@@ -211,9 +216,7 @@ class ConnectedStrategy(ParallelStrategy):
         """Takes rank and world size from the launcher, and computes them where it gives none."""
         assert self.cluster_environment is not None
         world_size = self.num_nodes * self.num_processes
-        rank = 0
-        if not self._is_only_process:
-            rank = self.node_rank * self.num_processes + self.local_rank
+        rank = self.node_rank * self.num_processes + self.local_rank
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         # Environments that know better (torchrun, SLURM) ignore this.

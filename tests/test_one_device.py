@@ -10,6 +10,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from torch import Tensor, nn
 
 from lightning_pipeshift import ConfigurationError
@@ -189,7 +190,8 @@ def in_a_slurm_job(how: Any) -> Any:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     module = built(LayersOfItsOwn)
-    trainer = quiet_trainer({**how, "devices": 1}, max_epochs=1)
+    plugins = [SLURMEnvironment(auto_requeue=False)]
+    trainer = quiet_trainer({**how, "devices": 1}, max_epochs=1, plugins=plugins)
     trainer.fit(module, points(2))
     return parameters_of(module)
 
