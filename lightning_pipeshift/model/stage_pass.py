@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.cut import GradientBox, SharedParameters
@@ -49,6 +51,9 @@ _OF_TRACKED: dict[str, Callable[[], Any]] = {
     "requires_grad.__get__": lambda: True,
     "is_leaf.__get__": lambda: False,
     "grad_fn.__get__": lambda: torch.ones((), requires_grad=True).clone().grad_fn,
+    # Where the value is, the hook is registered.
+    "register_hook": lambda: RemovableHandle(OrderedDict()),
+    "retain_grad": lambda: None,
 }
 
 
