@@ -314,17 +314,24 @@ def test_a_plan_that_would_change_what_is_computed_is_refused_and_training_goes_
 # --- by what was measured ---
 
 SLOW = {"factor": 1.0}
+# How long all layers together have slept here: a clock that no other process slows down.
+SLEPT = {"seconds": 0.0}
+
+
+def sleep(seconds: float) -> None:
+    time.sleep(seconds)
+    SLEPT["seconds"] += seconds
 
 
 class Sleeps(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        time.sleep(0.002 * SLOW["factor"])
+        sleep(0.002 * SLOW["factor"])
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        time.sleep(0.002 * SLOW["factor"])
+        sleep(0.002 * SLOW["factor"])
         return gradients[0]
 
 

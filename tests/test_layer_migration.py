@@ -15,10 +15,11 @@ from torch.utils.data import DataLoader
 
 from lightning_pipeshift import ConfigurationError, LayerMigration, Move, PlanError
 from lightning_pipeshift.cli import PipeShiftCLI
+from lightning_pipeshift.model.timing import HostMarker
 from tests.features_models import built, differences, parameters_of, quiet_trainer, read_csv
 from tests.harness import run_ranks
 from tests.models import points
-from tests.test_changing_plans import SLOW, Sleeper, SlowsDown
+from tests.test_changing_plans import SLEPT, SLOW, Sleeper, SlowsDown
 
 
 class Seen(L.Callback):
@@ -119,6 +120,8 @@ class Swings(L.Callback):
 
 
 def swings(half: int, num_batches: int) -> Any:
+    # What the machine does beside this must not look like a swing.
+    HostMarker.now = lambda self: SLEPT["seconds"]  # type: ignore[method-assign]
     return train([Swings(half), LayerMigration(patience=5, min_gain=0.3)], num_batches)["counts"]
 
 
