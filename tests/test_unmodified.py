@@ -114,6 +114,23 @@ class RunningBuffer(Habit):
         return self.last(self.third(hidden))
 
 
+class FunctionalNorm(Habit):
+    """Its running statistics are written by a kernel whose schema does not say so."""
+
+    mean: Tensor
+    var: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("var", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.second(self.first(x))
+        hidden = F.batch_norm(hidden, self.mean, self.var, training=self.training)
+        return self.last(self.third(hidden))
+
+
 class DropsLayers(Habit):
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.dropout(self.first(x), 0.1, self.training)
@@ -381,6 +398,7 @@ HABITS: dict[str, Callable[[], Classifier]] = {
         MomentumAtTheHead,
         NormWithoutParameters,
         RunningBuffer,
+        FunctionalNorm,
         DropsLayers,
         DropsLayersByPython,
         ChecksValues,

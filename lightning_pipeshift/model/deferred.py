@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.pages import let_go
+from lightning_pipeshift.model.schema import written_arguments
 from lightning_pipeshift.model.streams import stream_seed
 from lightning_pipeshift.model.trees import flatten
 
@@ -385,7 +386,7 @@ class _Operations(TorchDispatchMode):
             kwargs.pop("pin_memory", None)
         elif not any(map(deferred.knows, tensors)):
             return func(*args, **kwargs)
-        changed = _changed(func, args, kwargs)
+        changed = written_arguments(func, args, kwargs)
         # Torch itself asks so for numbers, to make a list of them; the user's own `to` and `cpu`
         # have been seen to before they come here.
         wants_values = func is torch.ops.aten._to_copy.default and kwargs.get("device") == _CPU
@@ -437,17 +438,6 @@ class _Operations(TorchDispatchMode):
 
 def _names_device(func: Any) -> bool:
     return any(argument.name == "device" for argument in func._schema.arguments)
-
-
-def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The arguments that an operation writes to."""
-    found = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        found += [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
-    return found
 
 
 def _covers(tensor: Tensor) -> bool:

@@ -22,6 +22,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from lightning_pipeshift.errors import LayerError, PipeShiftError, some_of
 from lightning_pipeshift.model.placeholder import META, Placeholder
+from lightning_pipeshift.model.schema import written_arguments
 
 _NORMS = (
     "Norms of gradients over all stages come from `self.clip_gradients` and"
@@ -243,7 +244,7 @@ def _without_values(
             result = func(*plain_args, **plain_kwargs)
     except NotImplementedError as error:
         raise _reading(func._schema.name, absent) from error
-    for written in _written(func, args, kwargs):
+    for written in written_arguments(func, args, kwargs):
         if not isinstance(written, Elsewhere):
             _note_writing(written, lives_with, func)
         elif not written._home.is_the_models:
@@ -328,17 +329,6 @@ def _some_numbers(leaf: Any) -> Any:
 def _device() -> torch.device:
     known = _known[0]
     return known.device if known is not None else torch.device("cpu")
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The arguments that an operation writes to."""
-    found = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    return found
 
 
 # --- writing to what is here ---

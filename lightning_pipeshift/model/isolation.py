@@ -9,14 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipeshift.model.placeholder import Placeholder
-
-# Kernels that write to running statistics, of which their schema says nothing.
-_HIDDEN_WRITES = {
-    "aten::native_batch_norm": (3, 4),
-    "aten::cudnn_batch_norm": (3, 4),
-    "aten::miopen_batch_norm": (3, 4),
-    "aten::batch_norm_update_stats": (1, 2),
-}
+from lightning_pipeshift.model.schema import written_arguments
 
 
 class SeesValues(Protocol):
@@ -58,7 +51,7 @@ class Isolation(TorchDispatchMode):
         if follows:
             # It computes shapes, and tells whoever follows what it would have written to.
             return func(*args, **kwargs)
-        written = _written_tensors(func, args, kwargs)
+        written = written_arguments(func, args, kwargs)
         for tensor in written:
             self._told.wrote(tensor)
             self._copy(tensor)
@@ -108,18 +101,6 @@ class Isolation(TorchDispatchMode):
             found[1].untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
         )
         return view
-
-
-def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    written: list[Tensor] = []
-    for place, argument in enumerate(func._schema.arguments):
-        is_hidden = place in _HIDDEN_WRITES.get(func._schema.name, ())
-        if not is_hidden and (argument.alias_info is None or not argument.alias_info.is_write):
-            continue
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
-        values = value if isinstance(value, list | tuple) else [value]
-        written.extend(v for v in values if isinstance(v, Tensor))
-    return written
 
 
 def _makes_shape(func: Any, args: tuple[Any, ...]) -> bool:

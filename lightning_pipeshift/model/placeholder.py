@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.schema import written_arguments
 from lightning_pipeshift.plan.flow import TensorSpec, Value
 
 META = torch.device("meta")
@@ -244,7 +245,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 raise error from None
         result = pytree.tree_map_only(torch.Tensor, lambda t: t.to(META), result)
 
-    written = _written_arguments(func, args, kwargs)
+    written = written_arguments(func, args, kwargs)
     for argument in written:
         if isinstance(argument, Placeholder):
             argument.origin.values |= values
@@ -345,19 +346,6 @@ def _ones(tensor: torch.Tensor, on: torch.device) -> torch.Tensor:
 def _estimate(function: str, placeholder: Placeholder) -> torch.Tensor:
     watcher().read(function, placeholder.origin.values)
     return _ones(placeholder, torch.device("cpu"))
-
-
-def _written_arguments(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[torch.Tensor]:
-    written: list[torch.Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        values = value if isinstance(value, list | tuple) else [value]
-        written.extend(v for v in values if isinstance(v, torch.Tensor))
-    return written
 
 
 def _aliased_argument(func: Any, args: tuple[Any, ...]) -> Any:
