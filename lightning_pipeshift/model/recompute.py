@@ -229,6 +229,8 @@ class Region(LayerCall):
             saved = reference()
             if saved is not None and saved.maker is self:
                 self._table.make_good(saved, tensor, self.gate.index, number)
+        # What nobody needs any more of what was made again needs no room.
+        self._table.make_room(0, self.gate.index)
         self._inputs = []
 
     def _fail(self, found: str, expected: str) -> None:

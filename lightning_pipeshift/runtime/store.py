@@ -146,8 +146,10 @@ class ActivationStore:
         self._here_bytes = 0
         # Those of others, which are here for them.
         self._lent_bytes = 0
-        # What a layer is about to save.
+        # What a layer is about to save: its own, as soon as it has asked for it.
         self._promised_bytes = 0
+        # What others are waiting for: nothing comes back into that room.
+        self._awaited_bytes = 0
         self._expected = dict(orders.expected_bytes)
         self._measured: set[int] = set()
         self._entries: dict[int, list[_Entry]] = {}
@@ -305,8 +307,8 @@ class ActivationStore:
         begun = time.monotonic()
         while num_bytes > 0:
             try:
-                self.make_room(num_bytes, None)
-                break
+                self._take_room(num_bytes, "another stage", None, partial(self._lend, num_bytes))
+                return
             except BudgetError:
                 # This stage's own backward may be about to end.
                 patience = max(_PATIENCE_SECONDS, _PATIENCE_ACTIONS * self._longest_seconds)
@@ -314,8 +316,11 @@ class ActivationStore:
                     raise
                 time.sleep(_PAUSE_SECONDS)
         with self.lock:
-            self._lent_bytes += num_bytes
-            self._count(0)
+            self._lend(num_bytes)
+
+    def _lend(self, num_bytes: int) -> None:
+        self._lent_bytes += num_bytes
+        self._count(0)
 
     def hold(self, num_bytes: int) -> None:
         """So much more, or less, is held that cannot leave: what was sent on, and may be in use.
@@ -324,53 +329,78 @@ class ActivationStore:
             BudgetError: there is no room for it.
         """
         if num_bytes > 0:
-            self.make_room(num_bytes, None, "what is sent on")
+            self._take_room(num_bytes, "what is sent on", None, partial(self._count, num_bytes))
+            return
         with self.lock:
             self._count(num_bytes)
 
     # --- there and back ---
 
-    def make_room(self, num_bytes: int, layer: int | None, who: str = "another stage") -> None:
-        """Returns when so many more bytes fit in the budget.
+    def make_room(self, num_bytes: int, layer: int) -> None:
+        """Returns when so many more bytes fit in the budget; they are kept free for a layer.
 
         Args:
-            num_bytes: to come.
-            layer: who is going to save them, if a layer.
-            who: who else, in words.
+            num_bytes: what it is going to save.
+            layer: which.
+
+        Raises:
+            BudgetError: they never will.
+        """
+        with self.lock:
+            self._promised_bytes = 0
+        who = f"the layer {self._name(layer)!r}"
+        self._take_room(num_bytes, who, layer, partial(self._promise, num_bytes))
+
+    def _promise(self, num_bytes: int) -> None:
+        self._promised_bytes = num_bytes
+
+    def _take_room(
+        self, num_bytes: int, who: str, layer: int | None, take: Callable[[], None]
+    ) -> None:
+        """Takes so many more bytes of the budget as soon as they fit.
+
+        Args:
+            num_bytes: how many.
+            who: who needs them, in words.
+            layer: which layer needs them, if one does.
+            take: counts them. Called under the lock under which the room was found, so that no
+                other thread takes the same room.
 
         Raises:
             BudgetError: they never will.
         """
         begun = None
-        while True:
+        with self.lock:
+            self._awaited_bytes += num_bytes
+        try:
+            while True:
+                with self.lock:
+                    self._settle()
+                    lacking = self._here_bytes + self._lent_bytes + self._promised_bytes
+                    lacking += num_bytes - int(min(self._orders.budget_bytes, 1 << 62))
+                    if lacking <= 0:
+                        take()
+                        break
+                    begun = begun or time.perf_counter()
+                    if not self._first_leaving() and not self._evict(lacking, layer):
+                        coming = next((e for e in self._coming if e.state is _Is.COMING), None)
+                        if coming is None:
+                            raise self._error(num_bytes, lacking, who)
+                        moving, ticket = coming, coming.coming
+                        num_sent = -1
+                    else:
+                        leaving = self._first_leaving()
+                        assert leaving is not None
+                        assert leaving.parcel is not None
+                        moving, ticket = leaving, leaving.parcel.leaving
+                        num_sent = leaving.num_sent
+                if ticket is not None:
+                    ticket.wait()
+                self._has_left(moving, num_sent)
+                self._has_come(moving, ticket)
+        finally:
             with self.lock:
-                if layer is not None:
-                    # Nothing comes back into this room.
-                    self._promised_bytes = num_bytes
-                self._settle()
-                lacking = self._here_bytes + self._lent_bytes + num_bytes
-                lacking -= int(min(self._orders.budget_bytes, 1 << 62))
-                if lacking <= 0:
-                    break
-                begun = begun or time.perf_counter()
-                if not self._first_leaving() and not self._evict(lacking, layer):
-                    coming = next((e for e in self._coming if e.state is _Is.COMING), None)
-                    if coming is None:
-                        if layer is not None:
-                            who = f"the layer {self._name(layer)!r}"
-                        raise self._error(num_bytes, lacking, who)
-                    moving, ticket = coming, coming.coming
-                    num_sent = -1
-                else:
-                    leaving = self._first_leaving()
-                    assert leaving is not None
-                    assert leaving.parcel is not None
-                    moving, ticket = leaving, leaving.parcel.leaving
-                    num_sent = leaving.num_sent
-            if ticket is not None:
-                ticket.wait()
-            self._has_left(moving, num_sent)
-            self._has_come(moving, ticket)
+                self._awaited_bytes -= num_bytes
         if begun is not None:
             self.traffic.waited_seconds += time.perf_counter() - begun
 
@@ -389,7 +419,7 @@ class ActivationStore:
                 away = [e for e in self._entries[microbatch] if e.state is _Is.AWAY]
                 for entry in sorted(away, key=lambda entry: entry.need):
                     held = self._here_bytes + self._lent_bytes
-                    held += reserve + self._promised_bytes
+                    held += reserve + self._promised_bytes + self._awaited_bytes
                     if held + entry.num_bytes > self._orders.budget_bytes:
                         return
                     if not self._orders.fills_budget and not self._is_soon(entry):
@@ -406,12 +436,10 @@ class ActivationStore:
             is_away = entry.state is _Is.AWAY
         begun = time.perf_counter()
         if is_away:
-            # What it takes is not in the way of what it is needed for.
-            self.make_room(entry.num_bytes, entry.layer)
+            who = f"a tensor of the layer {self._name(entry.layer)!r} that is needed again"
+            back = partial(self._call_back, entry)
+            self._take_room(entry.num_bytes, who, entry.layer, back)
         with self.lock:
-            if entry.state is _Is.AWAY:
-                self._call_back(entry)
-            self._promised_bytes = 0
             ticket = entry.coming
         if ticket is not None:
             ticket.wait()
@@ -457,7 +485,7 @@ class ActivationStore:
 
     def _call_back(self, entry: _Entry) -> None:
         block = entry.block()
-        if block is None or entry.parcel is None:
+        if block is None or entry.parcel is None or entry.state is not _Is.AWAY:
             return
         entry.state, entry.has_come = _Is.COMING, True
         self._count(entry.num_bytes)

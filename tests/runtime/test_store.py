@@ -774,16 +774,17 @@ def test_the_end_of_a_copy_that_nobody_wants_any_more_says_nothing_of_the_next()
     store.begin_action(2, Action(Kind.BACKWARD, 0))
     store.begin_action(3, Action(Kind.BACKWARD, 1))
     with ThreadPoolExecutor(1) as another_stage:
-        waiting = another_stage.submit(store.make_room, 1000, None)
+        waiting = another_stage.submit(store.lend, 1000)
         # The first copy, which is not wanted any more, what is to be done with it, the second copy.
-        while copier.num_asked < 3:
+        while copier.num_asked < 3 and not waiting.done():
             time.sleep(1e-3)
         copier.first.set()
-        while copier.num_begun < 2:
+        while copier.num_begun < 2 and not waiting.done():
             time.sleep(1e-3)
         held_bytes = store.held_bytes
         copier.others.set()
         waiting.result()
+        store.lend(-1000)
     assert held_bytes == 4000, "the second copy has not been made"
     assert torch.equal(saved.get(), values)
     del saved
@@ -970,6 +971,49 @@ def test_others_ask_in_threads_of_their_own(tells: bool) -> None:
     found = Stage(case.layers, store, case.ledger, after_action=check).step(case.row, case.batch)
     assert same(found, case.expected())
     case.require_released(store)
+
+
+class Interrupted:
+    """A lock: as soon as it is free, another thread begins to bring back what there is room for."""
+
+    def __init__(self, store: ActivationStore) -> None:
+        self._lock, self._store, self._depth = store.lock, store, 0
+
+    def __enter__(self) -> None:
+        self._lock.__enter__()
+        self._depth += 1
+
+    def __exit__(self, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._depth = 1
+            self._store.advance()
+            self._depth = 0
+        self._lock.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("takes", ["lend", "hold"])
+def test_room_that_was_found_is_not_taken_by_what_comes_back(takes: str) -> None:
+    case = Case(layers_of("PPPP"), ROWS["gpipe"])
+    budget = int(1.5 * case.microbatch_bytes)
+    store = case.store(budget)
+    store.lock = Interrupted(store)
+    smallest = min(size for size in case.blocks.values() if size)
+
+    def check(place: int, action: Action) -> None:
+        case.until_quiet(store)
+        # Whatever is away comes back as soon as there is room for it.
+        if store.held_bytes < case.microbatch_bytes:
+            return
+        room = budget - store.held_bytes + smallest // 2
+        getattr(store, takes)(room)
+        assert store.held_bytes <= budget
+        getattr(store, takes)(-room)
+
+    stage = Stage(case.layers, store, case.ledger, after_action=check)
+    assert same(stage.step(case.row, case.batch), case.expected())
+    assert store.traffic.moved_bytes
+    assert store.traffic.peak_bytes <= budget
 
 
 def test_others_who_want_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
