@@ -111,12 +111,14 @@ class SharedParameters:
         """From here on, the forward pass is inside of a layer."""
         self._here = self._by_layer.get(layer, ())
         self._last_call[layer] = self._segment
-        self._replace()
+        if self._here:
+            self._replace()
 
     def leave_layer(self) -> None:
         """From here on, the forward pass is between layers."""
         self._here = ()
-        self.restore()
+        if self._aliases or self._replaced:
+            self.restore()
 
     def enter_segment(self, segment: int) -> None:
         """From here on, the forward pass is in another segment.

@@ -11,7 +11,7 @@ import enum
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -191,25 +191,21 @@ class Operations(TorchFunctionMode):
         """Whether it is asked before every other mode."""
         return _get_current_function_mode() is self
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Context in which nobody is told: a layer runs, or code of ours."""
-        if not self.is_innermost():
-            # User code has put a mode of its own (`with torch.device(...)`) around the layer.
-            stack = _Applied.stack()
-            stack.append(None)
-            before, self._is_paused = self._is_paused, True
-            try:
-                yield
-            finally:
-                self._is_paused = before
-                stack.pop()
-            return
-        self.__exit__(None, None, None)
+        # User code may have put a mode of its own (`with torch.device(...)`) around the layer.
+        return _Without(self) if self.is_innermost() else self._deaf()
+
+    @contextmanager
+    def _deaf(self) -> Iterator[None]:
+        stack = _Applied.stack()
+        stack.append(None)
+        before, self._is_paused = self._is_paused, True
         try:
             yield
         finally:
-            self.__enter__()
+            self._is_paused = before
+            stack.pop()
 
     def begin_in_backward(self) -> None:
         """Begins in the middle of a backward, where a checkpointed region runs again. Autograd
@@ -224,6 +220,21 @@ class Operations(TorchFunctionMode):
         while self.is_innermost():
             super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
         _Applied.stack().clear()
+
+
+class _Without:
+    """Context without the innermost mode. Every layer runs in one, so it has to be cheap."""
+
+    __slots__ = ("_mode",)
+
+    def __init__(self, mode: Operations) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        self._mode.__exit__(None, None, None)
+
+    def __exit__(self, *exception: object) -> None:
+        self._mode.__enter__()
 
 
 class _Nobody:

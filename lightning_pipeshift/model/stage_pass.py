@@ -155,6 +155,15 @@ class StagePass(Watcher):
         self._saves = Gap(self.table, self.observer, self.resident)
         self._mode = Operations(self)
         self._mark = object()
+        self._draws_on_host = self.trace.draws_on_host if self.trace is not None else None
+        self._looks_at_layers = not (
+            self.trace is None
+            and self.memory is None
+            and self.timer is None
+            and self.before_layer is None
+            and not self.recompute
+            and not self._looks_at_saved
+        )
         if self.trace is not None:
             if not self.is_last:
                 self._wanted = {value for value, _ in self.trace.payload(self.layers.stop)}
@@ -487,8 +496,13 @@ class StagePass(Watcher):
         self._position += 1
         if self.trace is None:
             self.order.append(gate.index)
-            output = self._run(gate, position, args, kwargs)
-            self._enter_gap()
+            if self._looks_at_layers:
+                output = self._run(gate, position, args, kwargs)
+                self._enter_gap()
+            else:
+                self._enter(gate, position)
+                output = gate.original(*args, **kwargs)
+                self._leave()
             return output
         calls = self.trace.flow.calls
         if position >= len(calls) or calls[position].layer != gate.index:
@@ -536,16 +550,10 @@ class StagePass(Watcher):
         self._event += 1
         if not self._ended:
             self.shared.enter_segment(self._event)
-        if self.trace is None and not self.streams.is_host_used:
-            self.streams.look_at_host()
         seed = self.streams.go_to(self._event, host=self._draws_on_host)
         self._events[seed] = self._event
 
     leave_scope = enter_scope
-
-    @property
-    def _draws_on_host(self) -> bool:
-        return self.streams.switches_host if self.trace is None else self.trace.draws_on_host
 
     def _skip(self, trace: Trace, position: int) -> Any:
         call, template = trace.flow.calls[position], trace.templates[position]
@@ -569,17 +577,9 @@ class StagePass(Watcher):
     def _run(self, gate: Gate, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.before_layer is not None:
             self.before_layer(gate.index)
-        self._begun_at[position] = self._event
-        self.enter_scope()
-        self.shared.enter_layer(gate.index)
+        self._enter(gate, position)
         begin = self.timer.now() if self.timer is not None else None
-        self._where.layer = gate.name
         output = self._call(gate, position, args, kwargs)
-        if self.trace is None and self.memory is None and self.timer is None:
-            # Nobody looks at what the layer returned.
-            self.shared.leave_layer()
-            self.leave_scope()
-            return output
         leaves, _ = flatten(output, opens_objects=True)
         if self.memory is not None:
             self._note_backward(gate.name, leaves)
@@ -593,8 +593,7 @@ class StagePass(Watcher):
                     f" ({leaf!r}): when the step was first followed it did not need it. Let the"
                     " step pass the same values on for every batch."
                 )
-        self.shared.leave_layer()
-        self.leave_scope()
+        self._leave()
         if self.trace is None:
             return output
         self._marked(leaves)
@@ -611,6 +610,18 @@ class StagePass(Watcher):
         if ends and self._saves.is_undisturbed():
             raise StageDone
         return output
+
+    def _enter(self, gate: Gate, position: int) -> None:
+        """A layer begins."""
+        self._begun_at[position] = self._event
+        self.enter_scope()
+        self.shared.enter_layer(gate.index)
+        self._where.layer = gate.name
+
+    def _leave(self) -> None:
+        """The layer ends."""
+        self.shared.leave_layer()
+        self.leave_scope()
 
     def _note_backward(self, name: str, leaves: Sequence[Any]) -> None:
         """Lets a backward that reaches the layer say so."""

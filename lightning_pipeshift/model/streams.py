@@ -25,14 +25,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 _MASK_32 = (1 << 32) - 1
 _MASK_64 = (1 << 64) - 1
 # Where a Mersenne Twister stands that nobody has drawn from.
 _FRESH = 624
-# So many times it is asked whether code draws from NumPy or `random`, before it is taken not to.
-_MOST_LOOKS = 4096
+# After so many places in a pass at which nothing was drawn from NumPy or `random`, code is taken not
+# to draw from them, and they are not switched any more.
+_MOST_LOOKS = 1024
 
 
 def stream_seed(*key: int | str) -> int:
@@ -64,20 +66,25 @@ class Streams:
         self._numpy_places: list[ctypes.c_int] = []
         """Where each of them stands: :data:`_FRESH` when nobody has drawn from it."""
         self._bases: list[int] = []
-        self.is_host_used = False
+        self._is_host_used = False
         """Whether code that nobody has followed has been seen to draw from NumPy or ``random``."""
         self._num_looks = 0
 
-    @property
-    def switches_host(self) -> bool:
-        """Whether NumPy and ``random`` are switched for code that nobody has followed."""
-        return self.is_host_used or self._num_looks < _MOST_LOOKS
-
-    def look_at_host(self) -> None:
-        """Looks whether such code has drawn from them, as long as it is not known."""
-        if self._num_looks < _MOST_LOOKS:
-            self._num_looks += 1
-            self.is_host_used = self.has_drawn_on_host()
+    def _switches_host(self) -> bool:
+        """Whether NumPy and ``random`` are switched for code that nobody has followed; looks
+        whether it has drawn from them since the last time.
+        """
+        if self._is_host_used:
+            return True
+        self._is_host_used = self.has_drawn_on_host()
+        if self._is_host_used and self._num_looks == _MOST_LOOKS:
+            rank_zero_warn(
+                "The model has drawn from NumPy or `random` for the first time after many steps:"
+                " in this step alone, it may draw other numbers than it would on several stages."
+                " Draw in every step, or from torch."
+            )
+        self._num_looks = min(self._num_looks + 1, _MOST_LOOKS)
+        return self._is_host_used or self._num_looks < _MOST_LOOKS
 
     @contextmanager
     def switched(self, *key: int | str) -> Iterator[None]:
@@ -125,29 +132,25 @@ class Streams:
         """What the generators were seeded with last, also where somebody has put a state back."""
         return torch.default_generator.initial_seed()
 
-    def go_to(self, event: int, host: bool = True) -> int:
+    def go_to(self, event: int, host: bool | None = True) -> int:
         """Inside :meth:`switched`: from here on, draws come from the stream of a place in the pass.
 
         Args:
             event: how many modules with a stream of their own have begun or ended before it.
-            host: whether to switch NumPy and ``random`` too, which costs several times as much.
+            host: whether to switch NumPy and ``random`` too, which costs several times as much;
+                ``None``: as code that nobody has followed needs it.
 
         Returns:
             The seed.
         """
         seed = _mixed(self._bases[-1] + event) >> 1
-        self._seed(seed, host)
+        self._seed(seed, self._switches_host() if host is None else host)
         return seed
 
     def has_drawn_on_host(self) -> bool:
         """Whether anything was drawn from NumPy or ``random`` since they were switched last."""
         has_drawn = self._numpy_places[len(self._bases) - 1].value != _FRESH
         return has_drawn or _place_of_python() != _FRESH
-
-    def host_state(self) -> Any:
-        """What NumPy and ``random`` draw next; to see whether something drew from them."""
-        state: Any = np.random.get_state()
-        return state[1].tolist(), state[2], random.getstate()
 
     def _seed(self, seed: int, host: bool) -> None:
         for generator in self._generators:

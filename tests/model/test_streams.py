@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_pipeshift.model import streams as streams_module
 from lightning_pipeshift.model.streams import (
     Streams,
     global_state,
@@ -125,13 +126,28 @@ def test_going_without_the_host_leaves_numpy_and_random_where_they_are():
         streams.go_to(1)
         torch_there = draw()[0]
     with streams.switched("a"):
-        before = streams.host_state()
         streams.go_to(1, host=False)
-        assert streams.host_state() == before
+        assert not streams.has_drawn_on_host()
         torch_here, *host = draw()
-        assert streams.host_state() != before
+        assert streams.has_drawn_on_host()
     assert torch_here == torch_there
     assert tuple(host) == expected
+
+
+def test_code_that_draws_on_the_host_late_is_noticed(monkeypatch):
+    monkeypatch.setattr(streams_module, "_MOST_LOOKS", 3)
+    streams = Streams(CPU)
+    with streams.switched("a"):
+        for event in range(5):
+            streams.go_to(event, host=None)
+        random.random()
+        with pytest.warns(UserWarning, match="for the first time after many steps"):
+            streams.go_to(5, host=None)
+        expected = random.random()
+        streams.go_to(6, host=None)
+        assert random.random() != expected
+        streams.go_to(5, host=None)
+        assert random.random() == expected
 
 
 def test_the_spare_normal_draw_does_not_reach_the_next_stream():
