@@ -32,8 +32,8 @@ _MASK_32 = (1 << 32) - 1
 _MASK_64 = (1 << 64) - 1
 # Where a Mersenne Twister stands that nobody has drawn from.
 _FRESH = 624
-# After so many places in a pass at which nothing was drawn from NumPy or `random`, code is taken not
-# to draw from them, and they are not switched any more.
+# After so many places in a pass at which nothing was drawn from NumPy or `random`, code is taken
+# not to draw from them, and they are not switched any more.
 _MOST_LOOKS = 1024
 
 
