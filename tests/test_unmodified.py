@@ -339,6 +339,65 @@ class CollectsStates(Habit):
         return self.last(states.mean(-2) + hidden)
 
 
+class Expert(nn.Module):
+    """Scales its input by what a router says, and keeps how much in an attribute."""
+
+    balance: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.inner = nn.Linear(WIDTH, 2), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        share = self.router(x).softmax(-1)
+        self.balance = share.mean(0).square().sum()
+        return self.inner(x) * share[:, :1]
+
+
+class Experts(Habit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second, self.third = Expert(), Expert()  # type: ignore[assignment]
+
+    def blocks(self) -> list[Expert]:
+        return [self.second, self.third]  # type: ignore[list-item]
+
+
+class SumsAttributesOfLayers(Experts):
+    """As mixtures of experts keep their auxiliary losses."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        return result * (1 + sum(block.balance for block in self.blocks()))
+
+
+class CollectsByHooks(Experts):
+    """As `transformers` collects router logits: by hooks on parts of the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collected: list[Tensor] = []
+        for block in self.blocks():
+            block.router.register_forward_hook(self.collect)
+
+    def collect(self, _: nn.Module, args: Any, output: Tensor) -> None:
+        self.collected.append(output * args[0].mean())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.collected.clear()
+        result = super().forward(x)
+        return result + torch.stack(self.collected).logsumexp(-1).mean()
+
+
+class ChangesByHooks(CollectsByHooks):
+    """One of its hooks changes what the part returns, so it cannot wait for the layer's end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks():
+            block.inner.register_forward_hook(lambda _, args, output: output.tanh())
+
+
 class WritesWhereItMayTurn(Habit):
     """A running mean is kept, and used, where the code may take another way."""
 
@@ -414,6 +473,9 @@ HABITS: dict[str, Callable[[], Classifier]] = {
         ScaledParameters,
         AsksWhatLearns,
         CollectsStates,
+        SumsAttributesOfLayers,
+        CollectsByHooks,
+        ChangesByHooks,
         WritesWhereItMayTurn,
         ChannelsLast,
     )

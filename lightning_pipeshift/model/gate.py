@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.reports import Reports
 
 
 class StageDone(BaseException):
@@ -68,8 +69,11 @@ class Gate:
         """Whether what the layer was called with was the same when the last forward was over."""
         self._switch = switch
         self._installed: Callable[..., Any] | None = None
+        self.reports: Reports | None = None
+        """What leaves the layer besides what it returns, if anything was found to."""
         self.had_own_forward = "forward" in layer.__dict__
         self.original: Callable[..., Any] = layer.forward
+        """The layer's own ``forward``."""
 
     def install(self) -> None:
         """Puts the gate in front of the layer."""
@@ -88,6 +92,13 @@ class Gate:
         if current is None:
             return self.original(*args, **kwargs)
         return current.visit(self, args, kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the layer itself."""
+        if self.reports is None:
+            return self.original(*args, **kwargs)
+        with self.reports.collecting():
+            return self.original(*args, **kwargs)
 
     def remove(self) -> None:
         """Gives the layer its own ``forward`` back."""

@@ -135,7 +135,7 @@ class Stopwatch:
                     # A layer may add to what it is given: a cache of keys and values.
                     before = Arguments(args, kwargs)
                     # Counting takes time of its own, which the best of several leaves out.
-                    run: Callable[[], Any] = partial(gate.original, *args, **kwargs)
+                    run: Callable[[], Any] = partial(gate.run, *args, **kwargs)
                     if repeat == 0:
                         table = SavedTable(left_out=self._stand_ins(leaves, made_up))
                         run = LayerCall(gate, args, kwargs, table, observer).run

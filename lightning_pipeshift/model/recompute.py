@@ -82,7 +82,7 @@ class LayerCall:
                 )
             pack = partial(self._pack, origins)
             stack.enter_context(saving(pack, Saved.get))
-            return self.gate.original(*args, **kwargs)
+            return self.gate.run(*args, **kwargs)
 
     def _pack(self, origins: Origins | None, tensor: Tensor) -> Saved:
         number, self._count = self._count, self._count + 1
@@ -222,7 +222,7 @@ class Region(LayerCall):
             self._draw()
             # What this graph would need for a backward is taken out; nobody runs it.
             stack.enter_context(saving(pack, _never))
-            self.gate.original(*args, **kwargs)
+            self.gate.run(*args, **kwargs)
         if len(fresh) != len(self._saved):
             self._fail(f"{len(fresh)} tensors", f"{len(self._saved)}")
         for number, (reference, tensor) in enumerate(zip(self._saved, fresh, strict=True)):

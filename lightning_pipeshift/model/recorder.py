@@ -46,6 +46,7 @@ from lightning_pipeshift.model.placeholder import (
     watching,
 )
 from lightning_pipeshift.model.preserve import Arguments, preserved
+from lightning_pipeshift.model.reports import ChangesOutput, Report, Reports
 from lightning_pipeshift.model.trace import LAST_STAGE, Entry, Place, Template, Trace
 from lightning_pipeshift.model.trees import Rebuild, flatten, leaves_of
 from lightning_pipeshift.plan.flow import Call, Flow, Operation, TensorSpec, Value
@@ -115,6 +116,12 @@ def record(
         try:
             trace = attempt(guesses)
             break
+        except _LeavesALayer as error:
+            if not error.is_new:
+                raise
+            guesses = Guesses()
+        except ChangesOutput:
+            guesses = Guesses()
         except LayerError:
             raise
         except Exception as error:
@@ -129,6 +136,23 @@ def record(
         except Exception:
             guesses.settle(place)
     return attempt(guesses) if unsure else trace
+
+
+def _with_reports(gate: Gate, output: Any) -> tuple[Any, list[Report]]:
+    return output, gate.reports.take() if gate.reports is not None else []
+
+
+class _LeavesALayer(LayerError):
+    """A tensor from the inside of a layer is used outside of it.
+
+    Args:
+        message: for the user.
+        is_new: whether a way was found now in which it has left, which may be followed.
+    """
+
+    def __init__(self, message: str, is_new: bool) -> None:
+        super().__init__(message)
+        self.is_new = is_new
 
 
 _MOST_TRIES = 64
@@ -636,9 +660,14 @@ class _Recorder(Watcher):
                 " from `configure_layers()`, or hold the shared part outside."
             )
         with self._mode.paused():
-            return self._visit(gate, args, kwargs)
+            output, reports = self._visit(gate, args, kwargs)
+        if gate.reports is not None:
+            gate.reports.give(reports, while_following=True)
+        return output
 
-    def _visit(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _visit(
+        self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, list[Report]]:
         call = self._count(gate)
         if self._stopwatch is not None:
             # What is timed is not followed.
@@ -687,7 +716,8 @@ class _Recorder(Watcher):
                 outer.written_by = inside
         self.leave_scope()
         self._events.append(self._event - begun_at)
-        return self._leave(gate, call, output, needs)
+        left: tuple[Any, list[Report]] = self._leave(gate, call, output, needs)
+        return left
 
     def _run_layer(
         self,
@@ -696,12 +726,13 @@ class _Recorder(Watcher):
         inside: _Inside,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> Any:
+    ) -> tuple[Any, list[Report]]:
+        """What a layer returns, and what leaves it besides."""
         stand_ins = self._stand_ins(slots, inside)
         event, before = self._event, Arguments(args, kwargs)
         try:
             with Operations(self), substituted(slots, stand_ins):
-                return gate.original(*args, **kwargs)
+                return _with_reports(gate, gate.run(*args, **kwargs))
         except LayerError:
             raise
         except Exception as error:
@@ -716,8 +747,8 @@ class _Recorder(Watcher):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         error: Exception,
-    ) -> Any:
-        """What a layer returns that needs real values to run on: made-up ones."""
+    ) -> tuple[Any, list[Report]]:
+        """The same of a layer that needs real values to run on: made-up ones."""
         leaves, rebuild = flatten((args, kwargs))
         sources = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
 
@@ -737,7 +768,7 @@ class _Recorder(Watcher):
         real_args, real_kwargs = rebuild(numbers)
         try:
             with substituted(slots, real):
-                output = gate.original(*real_args, **real_kwargs)
+                output = _with_reports(gate, gate.run(*real_args, **real_kwargs))
         except Exception:
             raise error from None
         outputs, rebuild_output = flatten(output, opens_objects=True)
@@ -748,7 +779,8 @@ class _Recorder(Watcher):
                 is_tracked = needs_gradient and leaf.requires_grad
                 leaf = _joined(leaf.detach(), self._device, sources if is_tracked else [])
             found.append(leaf)
-        return rebuild_output(found)
+        made: tuple[Any, list[Report]] = rebuild_output(found)
+        return made
 
     def _count(self, gate: Gate) -> int:
         call = 0
@@ -873,11 +905,13 @@ class _Recorder(Watcher):
                 )
             return
         if isinstance(origin.inside, _Inside):
-            raise LayerError(
+            raise _LeavesALayer(
                 f"A tensor from the inside of the layer {origin.inside.gate.name!r} is used outside"
-                " of it, and not by way of the layer's return value (a hook on a submodule, say,"
-                " or a list that it appends to). On another stage that tensor does not exist. Let"
-                " the layer return it, or name a larger module in `configure_layers()`."
+                " of it, and not by way of the layer's return value, a hook on one of its parts, or"
+                " an attribute of one (but a list that it appends to, say). On another stage that"
+                " tensor does not exist. Let the layer return it, or name a larger module in"
+                " `configure_layers()`.",
+                self._finds_what_leaves(),
             )
         # A tensor from outside that reached the layer by an attribute or a closure: needed like an
         # argument.
@@ -885,6 +919,19 @@ class _Recorder(Watcher):
         values = self._current_all(origin.values)
         self.inside.needs.update(values)
         self._eager |= values
+
+    def _finds_what_leaves(self) -> bool:
+        """Whether there is more by which tensors may leave the layers than was known."""
+
+        def is_inner(value: Any) -> bool:
+            return isinstance(value, Placeholder) and isinstance(value.origin.inside, _Inside)
+
+        found = False
+        for gate in {call.layer: self._gates[call.layer] for call in self.calls}.values():
+            reports = gate.reports or Reports(gate.layer)
+            if reports.extend(is_inner):
+                gate.reports, found = reports, True
+        return found
 
     # --- what the step does besides ---
 

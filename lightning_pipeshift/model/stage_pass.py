@@ -34,6 +34,7 @@ from lightning_pipeshift.model.placeholder import (
     watching,
 )
 from lightning_pipeshift.model.recompute import LayerCall, Region
+from lightning_pipeshift.model.reports import Report
 from lightning_pipeshift.model.saved import Observer, SavedTable
 from lightning_pipeshift.model.streams import Streams
 from lightning_pipeshift.model.timing import Timer
@@ -151,6 +152,8 @@ class StagePass(Watcher):
         self._checkpointed: dict[Value, Tensor] = {}
         """What the model asks for once more, as it checkpoints by itself what asks for it."""
         self._regions: list[Region] = []
+        self._reports: list[Report] = []
+        """What has left the layer that was called last besides its return value."""
         self._where = _Where()
         self._saves = Gap(self.table, self.observer, self.resident)
         self._mode = Operations(self)
@@ -489,7 +492,11 @@ class StagePass(Watcher):
         if self._ended:
             return self._again(gate, args, kwargs)
         with self._mode.paused():
-            return self._visit(gate, args, kwargs)
+            output = self._visit(gate, args, kwargs)
+        if gate.reports is not None:
+            reports, self._reports = self._reports, []
+            gate.reports.give(reports)
+        return output
 
     def _visit(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         position = self._position
@@ -517,7 +524,7 @@ class StagePass(Watcher):
             if self.trace.events[position]:
                 self._event += self.trace.events[position] - 1
                 self.leave_scope()
-            output = self._skip(self.trace, position)
+            output, self._reports = self._skip(self.trace, position)
         else:
             args, kwargs = map_leaves(self.value_of, (args, kwargs))
             output = self._run(gate, position, args, kwargs)
@@ -580,7 +587,9 @@ class StagePass(Watcher):
         self._enter(gate, position)
         begin = self.timer.now() if self.timer is not None else None
         output = self._call(gate, position, args, kwargs)
-        leaves, _ = flatten(output, opens_objects=True)
+        if gate.reports is not None:
+            self._reports = gate.reports.take()
+        leaves, _ = flatten((output, self._reports), opens_objects=True)
         if self.memory is not None:
             self._note_backward(gate.name, leaves)
         if self.timer is not None:
@@ -648,7 +657,7 @@ class StagePass(Watcher):
             return output
         if self._trains:
             self._checkpointed.update(self._values)
-        return gate.original(*args, **kwargs)
+        return gate.run(*args, **kwargs)
 
     def _under_hooks(
         self, gate: Gate, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -665,7 +674,7 @@ class StagePass(Watcher):
             return output
         if self._looks_at_saved:
             return LayerCall(gate, args, kwargs, table, observer).run()
-        return gate.original(*args, **kwargs)
+        return gate.run(*args, **kwargs)
 
     def _is_saved_plainly(self) -> bool:
         """Whether autograd saves what the backward needs, as it is."""
@@ -710,11 +719,11 @@ class StagePass(Watcher):
         (position,) = positions
         with self._mode.paused() if self._mode.is_innermost() else nullcontext():
             if self.trace is not None and position not in self._own:
-                output = self._skip(self.trace, position)
+                output, _ = self._skip(self.trace, position)
             else:
                 self._draw_again(gate, position)
                 args, kwargs = map_leaves(self._value_again, (args, kwargs))
-                output = self._marked(gate.original(*args, **kwargs))
+                output = self._marked(gate.run(*args, **kwargs))
         # What follows is the code behind this call, once more.
         self._position, self._number = position + 1, 0
         self._names = {}

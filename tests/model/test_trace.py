@@ -588,8 +588,7 @@ class ChangesItsInput(nn.Module):
 
 ERRORS = [
     (again_with_others_between, "The layer 'a' is called twice.*other layers \\(b.*in between"),
-    (leaks_by_a_hook, "inside of the layer 'block' is used outside.*Let the layer return it"),
-    (leaks_by_a_list, "inside of the layer 'block' is used outside.*configure_layers"),
+    (leaks_by_a_list, "inside of the layer 'block' is used outside.*Let the layer return it"),
     (leaks_into_another_layer, "inside of the layer 'block' is used outside"),
     (leaks_into_a_log, "inside of the layer 'block' is used outside"),
     (leaks_into_the_result, "inside of the layer 'block' is used outside"),
@@ -603,6 +602,19 @@ def test_what_cannot_be_followed(step, words):
     model = Model(step, **linears("a b"), block=Block(), changes=ChangesItsInput())
     with pytest.raises(LayerError, match=f"(?s){words}"):
         follow(model, X)
+
+
+def test_what_a_hook_is_called_with_is_as_if_the_layer_returned_it():
+    model = Model(leaks_by_a_hook, **linears("a b"), block=Block())
+    assert table(follow(model, X), model) == [
+        "block:",
+        "b: block",
+        "tail: b/2.3",
+        "b/2.1: b",
+        "b/2.2: block.4",
+        "b/2.3: b/2.1 b/2.2",
+        "grad: b b/2.1 b/2.2 b/2.3 block block.4",
+    ]
 
 
 def test_an_input_changed_in_place_and_not_used_again_is_fine():
