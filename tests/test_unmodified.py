@@ -251,6 +251,22 @@ class CallsOneLayerAgain(Habit):
         return self.last(hidden)
 
 
+class TwoViews(Habit):
+    """Calls all layers for one view of the batch, and then again for another, as SimSiam does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def embed(self, x: Tensor) -> Tensor:
+        view = self.first(x + 0.1 * torch.randn_like(x))
+        return self.third(self.norm(F.dropout(self.second(view), 0.1, self.training)).relu())
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = self.embed(x), self.embed(x)
+        return self.last(one) * other.detach().mean() + self.last(other) * one.detach().mean()
+
+
 class FewLayers(Classifier):
     """Opened further on three stages than on one."""
 
@@ -466,6 +482,7 @@ HABITS: dict[str, Callable[[], Classifier]] = {
         Reentrant,
         ReturnsAnObject,
         CallsOneLayerAgain,
+        TwoViews,
         FewLayers,
         TiesFewLayers,
         DropoutOnBothSides,

@@ -93,8 +93,7 @@ def record(
         streams: switched as in a real run.
 
     Raises:
-        LayerError: a layer is called twice with other layers in between, or its inner tensors leave
-            it in another way than by its return value.
+        LayerError: the inner tensors of a layer leave it in a way that other stages cannot follow.
     """
 
     def attempt(guesses: Guesses) -> Trace:
@@ -262,6 +261,8 @@ class _Recorder(Watcher):
         self._written: list[Tensor] = []
         self._events: list[int] = []
         self._event = 0
+        self._ranks: dict[int, int] = {}
+        """By layer, how many others were called for the first time before it."""
         self._streams = streams
         self._parameter_paths = _parameters_of(root)
         self._written_parameters: set[Place] = set()
@@ -384,7 +385,7 @@ class _Recorder(Watcher):
                 # What every stage has is written to on all that come after this, the last included.
                 self.tail |= needs
             return result
-        layer = self._gap_layer
+        layer = self._layer_of(needs)
         returned: list[Any] = []
         outer: list[Any] = []
         results: list[tuple[Value, TensorSpec]] = []
@@ -467,7 +468,7 @@ class _Recorder(Watcher):
         }
         if not made:
             return result
-        layer = self._gap_layer
+        layer = self._layer_of(())
         returned: list[Any] = [None] * len(leaves)
         outer = list(leaves)
         results = []
@@ -783,18 +784,9 @@ class _Recorder(Watcher):
         return made
 
     def _count(self, gate: Gate) -> int:
-        call = 0
-        if any(earlier.layer == gate.index for earlier in self.calls):
-            if self.calls[-1].layer != gate.index:
-                others = {self._gates[c.layer].name for c in self.calls if c.layer != gate.index}
-                raise LayerError(
-                    f"The layer {gate.name!r} is called twice in one forward pass, with other"
-                    f" layers ({', '.join(sorted(others)[:3])} ...) in between. A layer is called"
-                    " once. Give each use a module of its own, or wrap everything from its first"
-                    " call to its last in one module and name that in `configure_layers()`."
-                )
-            call = self.calls[-1].call + 1
-        return call
+        """How many calls of the layer there have been."""
+        self._ranks.setdefault(gate.index, len(self._ranks))
+        return sum(earlier.layer == gate.index for earlier in self.calls)
 
     def _stand_ins(self, slots: Sequence[Any], inside: _Inside) -> Mapping[int, Tensor]:
         stand_ins: dict[int, Tensor] = {}
@@ -826,7 +818,10 @@ class _Recorder(Watcher):
             specs.append(spec_of(new.shadow))
             constants.append(None)
             outer.append(new)
-        self.calls.append(Call(gate.index, call, tuple(specs), frozenset(needs)))
+        # Where user code has looked at a value of a later layer before it calls this one again.
+        rank = self._ranks[gate.index]
+        looked_at = {value for value in self.control if self._ranks[value.layer] > rank}
+        self.calls.append(Call(gate.index, call, tuple(specs), frozenset(needs | looked_at)))
         self.templates.append(Template(tuple(constants), rebuild))
         self._number = 0
         self._is_open = False
@@ -861,9 +856,14 @@ class _Recorder(Watcher):
             # What the code draws next is what it would draw behind real values.
             draw()
 
-    @property
-    def _gap_layer(self) -> int:
-        return self.calls[-1].layer if self.calls else -1
+    def _layer_of(self, needs: Iterable[Value]) -> int:
+        """The layer on whose stage code between layers computes something: the one in front of it;
+        or, where a layer has been called again meanwhile, the last one that it depends on.
+        """
+        layers = [-1, *(value.layer for value in [*needs, *self.control])]
+        if self.calls:
+            layers.append(self.calls[-1].layer)
+        return max(layers, key=lambda layer: self._ranks.get(layer, -1))
 
     def wrote(self, tensor: Tensor) -> None:
         path = self._parameter_paths.get(self._storage_of(tensor))

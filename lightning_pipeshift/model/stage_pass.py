@@ -131,7 +131,7 @@ class StagePass(Watcher):
     order: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._own = self.trace.positions(self.layers) if self.trace is not None else range(0)
+        self._part = self.trace.part(self.layers) if self.trace is not None else None
         self._position = 0
         self._number = 0
         self._event = 0
@@ -202,9 +202,9 @@ class StagePass(Watcher):
 
     @property
     def _runs_user_code(self) -> bool:
-        if self.trace is None or self.is_last or len(self._own) > 0 or self.trace.writes_state:
+        if self.trace is None or self._part is None or self.is_last or self.trace.writes_state:
             return True
-        return any(entry.layer in self.layers for entry in self.trace.entries.values())
+        return bool(self._part.calls or self._part.gaps)
 
     def run(self, step: Callable[[], Any]) -> None:
         """Runs the stage's part of ``step``; a stage without layers only passes its payload on."""
@@ -518,9 +518,10 @@ class StagePass(Watcher):
                 " another layer was called here. Let the step call the same layers in the same"
                 " order for every batch of a shape."
             )
-        if position >= self._own.stop:
+        assert self._part is not None
+        if not self.is_last and self._part.is_over(position):
             raise StageDone
-        if position < self._own.start:
+        if position not in self._part.calls:
             if self.trace.events[position]:
                 self._event += self.trace.events[position] - 1
                 self.leave_scope()
@@ -614,9 +615,9 @@ class StagePass(Watcher):
                 self._computed(value, leaf)
         # At its last layer a stage may have nothing left to do; a region that checkpoints has to be
         # left in good order.
-        ends = not self.is_last and self._position == self._own.stop
-        ends = ends and not self.trace.computes_in(self._position, self.layers)
-        if ends and self._saves.is_undisturbed():
+        assert self._part is not None
+        is_over = self._part.is_over(self._position) and self._position not in self._part.gaps
+        if is_over and not self.is_last and self._saves.is_undisturbed():
             raise StageDone
         return output
 
@@ -718,7 +719,7 @@ class StagePass(Watcher):
             )
         (position,) = positions
         with self._mode.paused() if self._mode.is_innermost() else nullcontext():
-            if self.trace is not None and position not in self._own:
+            if self.trace is not None and position not in self.trace.part(self.layers).calls:
                 output, _ = self._skip(self.trace, position)
             else:
                 self._draw_again(gate, position)

@@ -60,6 +60,28 @@ class Entry:
     draws: bool = False
 
 
+@dataclass(frozen=True)
+class Part:
+    """What of a pass one stage takes part in.
+
+    Args:
+        calls: the positions of its layers' calls.
+        gaps: the gaps with operations that it computes.
+        last_call: the last of these positions; where there is none, that of the last call that
+            comes before all of its layers.
+        last_gap: the last of these gaps; -1 where there is none.
+    """
+
+    calls: frozenset[int]
+    gaps: frozenset[int]
+    last_call: int
+    last_gap: int
+
+    def is_over(self, gap: int) -> bool:
+        """Whether nothing is left to do behind a gap."""
+        return gap > self.last_call and gap >= self.last_gap
+
+
 @dataclass
 class Trace:
     """A recorded flow, and what only this process needs of it.
@@ -112,7 +134,7 @@ class Trace:
     events: list[int] = field(default_factory=list)
     _payloads: dict[int, Payload] = field(default_factory=dict)
     _gradients: dict[int, Payload] = field(default_factory=dict)
-    _positions: dict[tuple[int, int], range] = field(default_factory=dict)
+    _parts: dict[tuple[int, int], Part] = field(default_factory=dict)
     _specs: dict[Value, TensorSpec] = field(default_factory=dict)
     layouts: dict[Any, Any] = field(default_factory=dict)
     """How payloads and gradients lie in memory, as far as neighbours have told each other."""
@@ -149,24 +171,24 @@ class Trace:
                 self._specs.update(operation.results)
         return self._specs[value]
 
-    def positions(self, layers: range) -> range:
-        """The calls of a range of layers."""
+    def part(self, layers: range) -> Part:
+        """What of the pass the stage of a range of layers takes part in."""
         key = layers.start, layers.stop
-        if key not in self._positions:
-            self._positions[key] = self.flow.positions(layers)
-        return self._positions[key]
+        if key not in self._parts:
+            order = [call.layer for call in self.flow.calls]
+            own = frozenset(place for place, layer in enumerate(order) if layer in layers)
+            gaps = frozenset(gap for (gap, _), e in self.entries.items() if e.layer in layers)
+            # A stage without layers goes as far as there are calls of earlier layers.
+            later = (place for place, layer in enumerate(order) if layer >= layers.start)
+            begin = next(later, len(order))
+            self._parts[key] = Part(own, gaps, max(own, default=begin - 1), max(gaps, default=-1))
+        return self._parts[key]
 
     def root(self, value: Value) -> Value:
         """What a value was when it was computed, before its memory was written to."""
         while value in self.roots:
             value = self.roots[value]
         return value
-
-    def computes_in(self, gap: int, layers: range) -> bool:
-        """Whether any operation in front of a call is computed on the stage of these layers."""
-        return any(
-            entry.layer in layers for (place, _), entry in self.entries.items() if place == gap
-        )
 
     def renumbered(self, place_of: Sequence[int]) -> Trace:
         """The same with other numbers for the layers.

@@ -51,8 +51,8 @@ class Call:
 
     Args:
         layer: the layer's index.
-        call: 0 for the layer's first call in the pass. A layer may be called again only directly
-            after itself.
+        call: 0 for the layer's first call in the pass. A layer may be called again, with what
+            layers behind it have computed only where these are on the same stage.
         leaves: one entry for each leaf of the returned structure, ``None`` for a leaf that is no
             tensor.
         needs: the values that the call's inputs were made from, outside of layers.
@@ -102,15 +102,6 @@ class Flow:
     control: frozenset[Value]
     differentiable: frozenset[Value]
     operations: tuple[Operation, ...] = ()
-
-    def positions(self, layers: range) -> range:
-        """The range of calls that belong to a contiguous range of layers (empty for an empty one).
-
-        An empty range stands where its first call would: after every call of an earlier layer.
-        """
-        first = sum(1 for call in self.calls if call.layer < layers.start)
-        stop = sum(1 for call in self.calls if call.layer < layers.stop)
-        return range(first, max(first, stop))
 
     def payload(self, boundary: int) -> tuple[Value, ...]:
         """The values that cross the boundary in front of layer ``boundary``, in a fixed order.

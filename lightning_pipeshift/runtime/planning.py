@@ -321,14 +321,17 @@ def _stages(stages_per_vm: Sequence[int]) -> str:
 
 
 def check_order(flow: Flow, placement: Placement, vm: int, gates: Sequence[Gate]) -> None:
-    """Raises LayerError where a step calls a layer of an earlier stage after one of a later."""
-    for before, after in zip(flow.calls, flow.calls[1:], strict=False):
-        first = placement.stage_of(vm, before.layer)
-        second = placement.stage_of(vm, after.layer)
-        if second < first:
-            raise LayerError(
-                f"The layer {gates[after.layer].name!r} (stage {second}) is called after"
-                f" {gates[before.layer].name!r} (stage {first}): this step calls the layers in"
-                " another order than the one that the plan was made for. Call them in one order in"
-                " training and evaluation, or choose a `partition` that has both in one stage."
-            )
+    """Raises LayerError where a step calls a layer with what a later stage has computed."""
+    for call in flow.calls:
+        stage = placement.stage_of(vm, call.layer)
+        for value in sorted(call.needs):
+            other = placement.stage_of(vm, value.layer) if value.layer >= 0 else 0
+            if other > stage:
+                raise LayerError(
+                    f"The layer {gates[call.layer].name!r} (stage {stage}) is called with what"
+                    f" {gates[value.layer].name!r} (stage {other}) has computed; values do not"
+                    " travel back. Either the step calls a layer several times, with others in"
+                    " between, or it calls the layers in another order than the one that the plan"
+                    " was made for. Choose a `partition` that has both in one stage, or call the"
+                    " layers in one order in training and evaluation."
+                )

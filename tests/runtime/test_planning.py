@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
+from torch import nn
 
+from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.gate import Gate, Switch
 from lightning_pipeshift.plan.cluster import Cluster, Device
+from lightning_pipeshift.plan.flow import Call, Flow, Value
 from lightning_pipeshift.plan.placement import Placement
 from lightning_pipeshift.plan.profile import KindProfile, LayerProfile, Profile
 from lightning_pipeshift.plan.topology import Topology
-from lightning_pipeshift.runtime.planning import Settings, make_plan, stages_without_work
+from lightning_pipeshift.runtime.planning import (
+    Settings,
+    check_order,
+    make_plan,
+    stages_without_work,
+)
 
 
 def counts(seconds: Sequence[float], payload_bytes: Sequence[int]) -> tuple[int, ...]:
@@ -60,3 +70,23 @@ def test_who_has_no_work(partition, counts, called, words) -> None:
     said = stages_without_work(settings, Placement((counts,)), Topology(((1, 0),)), called)
     assert (said is None) == (words is None)
     assert said is None or words in said
+
+
+def test_values_do_not_travel_back() -> None:
+    none: frozenset[Value] = frozenset()
+    # `b` takes what `a` returned; `a` is called again, with what `b` has made of it.
+    calls = (
+        Call(0, 0, (), none),
+        Call(1, 0, (), frozenset([Value(0, 0, 0)])),
+        Call(0, 1, (), frozenset([Value(1, 0, 0)])),
+    )
+    again = Flow(calls, none, none, none)
+    gates = [Gate(name, nn.Linear(1, 1), at, Switch()) for at, name in enumerate("abc")]
+    check_order(again, Placement(((2, 1),)), 0, gates)
+    # As two views of a batch are.
+    check_order(replace(again, calls=(*calls[:2], Call(0, 1, (), none))), ONE_EACH, 0, gates)
+    with pytest.raises(LayerError, match=r"'a' \(stage 0\) is called with what 'b' \(stage 1\)"):
+        check_order(again, ONE_EACH, 0, gates)
+
+
+ONE_EACH = Placement(((1, 1, 1),))
