@@ -396,7 +396,15 @@ class _Recorder(Watcher):
                 returned.append(None)
                 outer.append(leaf)
                 continue
-            if id(leaf) in identities:
+            if (
+                id(leaf) in identities
+                and isinstance(leaf, Placeholder)
+                and (name == "contiguous" or "memory_format" in kwargs)
+            ):
+                # Kernels lay values out as the meta device does not know: behind a real value this
+                # may be a copy.
+                leaf = _linked(leaf, self._device, leaf.origin)
+            elif id(leaf) in identities:
                 returned.append(identities[id(leaf)])
                 outer.append(given[identities[id(leaf)]])
                 is_view = False

@@ -895,3 +895,21 @@ def test_the_stopwatch_times_each_layer_and_nothing_changes():
     assert table(trace, model)[-1] == "grad: a b c c/3.1"
     assert sorted(stopwatch.figures) == [0, 1, 2]
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_what_a_stage_takes_part_in():
+    def step(m, x):
+        one = m.b(m.a(x))
+        two = m.b(m.a(x + 1).relu())
+        return m.c(one + two)
+
+    model = Model(step, **linears("a b c"))
+    trace = follow(model, X)
+    first, second, third = (trace.part(range(at, at + 1)) for at in range(3))
+    assert [set(part.calls) for part in (first, second, third)] == [{0, 2}, {1, 3}, {4}]
+    assert [set(part.gaps) for part in (first, second, third)] == [{3}, {4}, set()]
+    assert [gap for gap in range(6) if not first.is_over(gap)] == [0, 1, 2]
+    assert [gap for gap in range(6) if not second.is_over(gap)] == [0, 1, 2, 3]
+    # Without layers, it goes as far as there are calls of earlier ones.
+    assert trace.part(range(1, 1)).last_call == 0
+    assert trace.part(range(3, 3)).last_call == 4

@@ -67,32 +67,11 @@ def test_each_stage_has_what_it_needs(seed):
     bounds = [0, *cuts, num_layers]
     for start, stop in pairwise(bounds):
         here = set(flow.payload(start))
-        for position in flow.positions(range(start, stop)):
-            call = flow.calls[position]
+        for call in [call for call in flow.calls if start <= call.layer < stop]:
             assert call.needs <= here
             here |= {Value(call.layer, call.call, i) for i, leaf in enumerate(call.leaves) if leaf}
         assert set(flow.payload(stop)) <= here
     assert flow.tail | flow.control <= here
-
-
-@pytest.mark.parametrize("seed", range(50))
-def test_positions_by_brute_force(seed):
-    flow, num_layers = random_flow(random.Random(seed))
-    for start in range(num_layers + 1):
-        for stop in range(start, num_layers + 1):
-            positions = flow.positions(range(start, stop))
-            assert [flow.calls[p] for p in positions] == [
-                call for call in flow.calls if start <= call.layer < stop
-            ]
-            assert positions.start == sum(call.layer < start for call in flow.calls)
-
-
-def test_positions_of_all_splits_fit_together():
-    flow = flow_of([0, 1, 1, 3])
-    splits = [range(1), range(1, 1), range(1, 3), range(3, 4)]
-    assert [list(flow.positions(layers)) for layers in splits] == [[0], [], [1, 2], [3]]
-    assert flow.positions(range(2, 3)) == range(3, 3)
-    assert flow.positions(range(4, 4)) == range(4, 4)
 
 
 def flow_of(layers):
