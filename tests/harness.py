@@ -356,9 +356,8 @@ def _state_of(pid: int | None) -> str:
 
 def _request_stacks(ranks: Sequence[_Rank]) -> None:
     """Have every rank write the stacks of its threads, and wait until they have."""
-    there = [rank for rank in ranks if rank.process.pid is not None]
-    paths = [rank.job.stack_path(rank.rank) for rank in there]
-    written_stacks([rank.process.pid for rank in there], paths, LIMIT_SECONDS)
+    pids = [rank.process.pid for rank in ranks if rank.process.pid is not None]
+    written_stacks(pids, [rank.job.stack_path(rank.rank) for rank in ranks], LIMIT_SECONDS)
 
 
 def _await_exits(ranks: Sequence[_Rank], limit: float) -> None:

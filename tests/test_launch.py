@@ -121,9 +121,8 @@ def test_one_device() -> None:
 @pytest.mark.parametrize(("processes", "devices"), [(2, 3), (3, 2)])
 def test_devices_that_do_not_match_the_processes(processes: int, devices: int) -> None:
     with pytest.raises(LaunchFailed) as caught:
-        launch_torchrun(SCRIPT, processes, json.dumps({"devices": devices}), timeout=90)
+        launch_torchrun(SCRIPT, processes, json.dumps({"devices": devices}))
     launched = caught.value.launched
-    assert launched.seconds < 80
     assert not results_of(launched)
     errors = [
         line for line in launched.output.splitlines() if "Error" in line and "devices" in line
@@ -179,4 +178,3 @@ def test_a_failing_rank_ends_the_script_with_its_reason(launcher: str) -> None:
         launched = launch_torchrun(FAILING, 2, arguments, check=False)
     assert launched.returncode != 0
     assert "the coffee is cold" in launched.output
-    assert launched.seconds < 60

