@@ -340,7 +340,7 @@ def go_by_sleep() -> None:
     # A step without any layers takes a moment, too.
     moments = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: SLEPT["seconds"] + 1e-3 * next(moments))
-    profiling.time = clock  # type: ignore[assignment]
+    profiling.time = clock  # type: ignore[assignment,attr-defined]
 
 
 class Sleeps(torch.autograd.Function):
