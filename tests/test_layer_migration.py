@@ -109,6 +109,7 @@ def test_a_stage_that_gets_slow_gives_layers_away() -> None:
 
 
 def stays_slow() -> Any:
+    go_by_sleep()
     return train([], num_batches=20, slows_down=True)
 
 
