@@ -175,6 +175,15 @@ def test_nobody_answers_in_time(outside: Outside, tmp_path: Path) -> None:
     assert request.moves == (Move(layer="a", stage=0),)
 
 
+def test_what_is_asked_as_the_run_ends_is_answered(outside: Outside, tmp_path: Path) -> None:
+    request = {"moves": [{"layer": "a", "stage": 1}]}
+    # At once: before the run has looked.
+    (tmp_path / FOLDER / "request-1.json").write_text(json.dumps(request))
+    outside.close()
+    answer = Answer(**json.loads((tmp_path / FOLDER / "answer-1.json").read_text()))
+    assert "the run has ended" in answer.text
+
+
 def test_what_was_asked_of_an_earlier_run_is_forgotten(tmp_path: Path) -> None:
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER / "request-1.json").write_text('{"moves": [{"layer": "a", "stage": 1}]}')

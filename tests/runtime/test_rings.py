@@ -114,7 +114,8 @@ class CountsSends:
     def __init__(self, group: Any, rank: int) -> None:
         self._group = group
         self._key = f"sends of {rank}"
-        self._store = dist.distributed_c10d._get_default_store().clone()
+        store: Any = dist.distributed_c10d._get_default_store()
+        self._store = store.clone()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
