@@ -145,10 +145,12 @@ port, script = sys.argv[1:3]
 Path("script.py").write_text(script)
 agents = []
 for node in range(2):
+    # The first one keeps the store, whoever comes first: it stays.
+    settings = f"last_call_timeout=5,read_timeout=300,is_host={int(node == 0)}"
     agents.append(subprocess.Popen([
         sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1",
         "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
-        "--rdzv-id", "job", "--rdzv-conf", "last_call_timeout=5", "script.py",
+        "--rdzv-id", "job", "--rdzv-conf", settings, "script.py",
     ]))
 while not Path("begun").exists() and all(agent.poll() is None for agent in agents):
     time.sleep(0.05)
