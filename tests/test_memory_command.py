@@ -24,6 +24,7 @@ from lightning_pipeshift import (
 from lightning_pipeshift.plan.files import load_cluster, load_profile, save_profile
 from lightning_pipeshift.plan.profile import KindProfile, LayerProfile, Profile
 from lightning_pipeshift.plan.saved_tensors import SavedTensor
+from lightning_pipeshift.testing.workers import free_port
 from tests.harness import run_ranks
 from tests.test_memory_compression import SAMPLES, WIDTH, same_bits, train
 
@@ -57,7 +58,13 @@ def pipeshift(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(
         [sys.executable, "-m", "lightning_pipeshift", *arguments, "--config", "config.yaml"],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": root,
+            "OMP_NUM_THREADS": "1",
+            # Lightning, which launches the ranks, would take one that somebody else may take too.
+            "MASTER_PORT": str(free_port()),
+        },
         capture_output=True,
         text=True,
         timeout=600,
