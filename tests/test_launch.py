@@ -123,7 +123,7 @@ def of_so_many_devices(how: Any, devices: int) -> None:
 
 @pytest.mark.parametrize(("processes", "devices"), [(2, 3), (3, 2)])
 def test_devices_that_do_not_match_the_processes(processes: int, devices: int) -> None:
-    args = (of_so_many_devices, {}, (devices,), {})
+    args: tuple[Any, ...] = (of_so_many_devices, {}, (devices,), {})
     for outcome in run_ranks(on_rank, processes, *args, expect_failure=True):
         assert outcome.error_type == "ConfigurationError", str(outcome)
         for part in ("devices", str(processes), str(devices)):
