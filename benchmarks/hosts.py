@@ -107,7 +107,7 @@ class Hosts:
             "GLOO_SOCKET_IFNAME": CARD,
         }
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> list[Any]:
         """Calls a function as one rank on each host; see :func:`tests.harness.run_ranks`."""
         environments = [self.environment(rank) for rank in range(len(self.namespaces))]
         return run_ranks(
@@ -198,7 +198,7 @@ def _make(made: Hosts) -> None:
 
 
 def _run(command: str) -> None:
-    result = subprocess.run(command.split(), capture_output=True, text=True, timeout=20)
+    result = subprocess.run(command.split(), capture_output=True, text=True, timeout=60)
     if result.returncode != 0:
         raise HostsError(f"`{command}` failed: {result.stderr.strip()}")
 
@@ -214,7 +214,7 @@ def _lives(name: str) -> bool:
 
 def _remove(names: Iterable[str]) -> None:
     for name in names:
-        subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=20)
+        subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=60)
 
 
 def _call_on_host(

@@ -39,11 +39,18 @@ from lightning_pipeshift.testing.workers import (
     STACK_SIGNAL,
     free_port,
     lead_own_group_and_die_with_parent,
+    written_stacks,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
 
 OUTPUT_TAIL_LINES = 40
+
+# What a run may take before it counts as hung. No test goes by it: it is there so that a hang ends,
+# however busy the machine is.
+TIMEOUT_SECONDS = 240.0
+# Likewise for what a rank does at once, unless it hangs.
+LIMIT_SECONDS = 60.0
 
 # What every rank imports before it is forked. Missing ones are skipped (transformers is only a test
 # extra).
@@ -157,8 +164,8 @@ def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 60.0,
-    grace: float = 5.0,
+    timeout: float = TIMEOUT_SECONDS,
+    grace: float = LIMIT_SECONDS,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
     expect_failure: bool = False,
@@ -199,7 +206,7 @@ def run_ranks(
                 raise RanksFailed(headline, outcomes)
             if not expect_failure and any(outcome.failed for outcome in outcomes):
                 raise RanksFailed(f"{_name(function)} failed on {world_size} ranks", outcomes)
-            _await_exits(ranks, limit=10.0)
+            _await_exits(ranks, LIMIT_SECONDS)
             return outcomes if expect_failure else [outcome.value for outcome in outcomes]
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -244,7 +251,7 @@ class _Rank:
                 self.finish(**pickle.loads(self.connection.recv_bytes()))
                 return
         except EOFError:
-            self.process.join(timeout=1.0)
+            self.process.join(timeout=LIMIT_SECONDS)
             died = True
         if died:
             code = self.process.exitcode
@@ -272,7 +279,7 @@ class _Rank:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.kill()  # it may not lead its group yet
-            self.process.join(timeout=10.0)
+            self.process.join(timeout=LIMIT_SECONDS)
         self.connection.close()
 
 
@@ -347,20 +354,10 @@ def _state_of(pid: int | None) -> str:
     return f"process {pid}, {state.split(':')[1].strip()}; {', '.join(threads)}"
 
 
-def _request_stacks(ranks: Sequence[_Rank], limit: float = 3.0) -> None:
-    """Have every rank write the stacks of its threads, and wait until they have stopped writing."""
-    for rank in ranks:
-        if rank.process.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.process.pid, STACK_SIGNAL)
-    deadline = time.monotonic() + limit
-    previous: list[str] = []
-    while time.monotonic() < deadline:
-        time.sleep(0.1)
-        stacks = [rank.stack() for rank in ranks]
-        if all(stacks) and stacks == previous:
-            return
-        previous = stacks
+def _request_stacks(ranks: Sequence[_Rank]) -> None:
+    """Have every rank write the stacks of its threads, and wait until they have."""
+    pids = [rank.process.pid for rank in ranks if rank.process.pid is not None]
+    written_stacks(pids, [rank.job.stack_path(rank.rank) for rank in ranks], LIMIT_SECONDS)
 
 
 def _await_exits(ranks: Sequence[_Rank], limit: float) -> None:
@@ -547,7 +544,7 @@ class Launched:
 def launch_script(
     script: Path | str,
     *argv: str,
-    timeout: float = 120.0,
+    timeout: float = TIMEOUT_SECONDS,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     check: bool = True,
@@ -575,7 +572,7 @@ def launch_torchrun(
     nproc_per_node: int,
     *argv: str,
     options: Sequence[str] = (),
-    timeout: float = 120.0,
+    timeout: float = TIMEOUT_SECONDS,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     check: bool = True,
@@ -624,6 +621,9 @@ def _run_to_the_end(
     python_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = _clean_environment() | {
         mark: "1",
+        # For those whose ranks Lightning launches; by itself it takes one of the kernel's, which
+        # somebody else may have taken when it is needed.
+        "MASTER_PORT": str(free_port()),
         "PYTHONPATH": python_path,
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",  # SIGABRT then prints the stack of every thread
@@ -645,18 +645,22 @@ def _run_to_the_end(
     try:
         with contextlib.suppress(AttributeError, ProcessLookupError):
             resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))
-        try:
-            process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            hung = True
+        deadline = time.monotonic() + timeout
+        while process.poll() is None and not hung:
+            time.sleep(0.02)
+            hung = time.monotonic() > deadline
+        if hung:
             # One after another: each writes its stacks in many small pieces into the same file.
-            _signal_all(process, mark, signal.SIGABRT, pause=0.5)
-            time.sleep(2.0)
+            for pid in _marked(process, mark):
+                _abort(process, mark, pid)
     finally:
         # torchrun gives its workers sessions of their own: look for the mark, not only for the
         # group.
-        deadline = time.monotonic() + 10.0
-        while _signal_all(process, mark, signal.SIGKILL) and time.monotonic() < deadline:
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while (pids := _marked(process, mark)) and time.monotonic() < deadline:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
         process.wait()
     launched = Launched(
@@ -672,22 +676,23 @@ def _run_to_the_end(
     return launched
 
 
-def _signal_all(
-    process: subprocess.Popen[bytes], mark: str, signal_number: int, pause: float = 0.0
-) -> bool:
-    """Signal the process, its group, and all that inherited the mark. True if there were any."""
-    found = process.poll() is None
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal_number)
+def _marked(process: subprocess.Popen[bytes], mark: str) -> list[int]:
+    """The process, if it runs, and all others that inherited the mark and run."""
     needle = mark.encode() + b"="
+    found = [process.pid] if process.poll() is None else []
     for environ in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            marked = needle in environ.read_bytes()
+        with contextlib.suppress(OSError):  # it has ended, or is not ours
+            # Of what has ended and waits to be buried the environment is empty.
             pid = int(environ.parent.name)
-            if marked and pid != process.pid and os.getpgid(pid) != process.pid:
-                time.sleep(pause)
-                os.kill(pid, signal_number)
-        except OSError:  # it has ended, or is not ours
-            continue
-        found = found or marked
+            if needle in environ.read_bytes() and pid != process.pid:
+                found.append(pid)
     return found
+
+
+def _abort(process: subprocess.Popen[bytes], mark: str, pid: int) -> None:
+    """End one of the launched processes, and wait until it has written its stacks and is gone."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGABRT)
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while pid in _marked(process, mark) and time.monotonic() < deadline:
+        time.sleep(0.02)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import random
@@ -12,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as L
@@ -23,8 +25,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_pipeshift import PlanError
+from lightning_pipeshift.model.timing import HostMarker
 from lightning_pipeshift.plan.placement import Placement
-from tests.features_models import built, differences, parameters_of, plain, quiet_trainer
+from lightning_pipeshift.runtime import profiling
+from tests.features_models import (
+    AwaitsPlanning,
+    built,
+    differences,
+    parameters_of,
+    plain,
+    quiet_trainer,
+)
 from tests.harness import run_ranks
 from tests.models import NUM_CLASSES, NUM_FEATURES, ZOO, points
 
@@ -198,7 +209,7 @@ def test_random_moves_change_no_bit(
     runs = []
     for name, wanted, recompute in (("stays", {}, "none"), ("moves", cuts, "full")):
         given = (wanted, optimizer, partition, recompute, machines, accumulate)
-        runs.append(run_ranks(train, ranks, *given, str(tmp_path / name), timeout=60.0))
+        runs.append(run_ranks(train, ranks, *given, str(tmp_path / name)))
     stays, moves = runs
     assert len(set(moves[0]["seen"])) > 1, "something has to move"
     for rank, (one, other) in enumerate(zip(stays, moves, strict=True)):
@@ -224,7 +235,7 @@ def test_weights_that_user_code_changes_between_steps(accumulate: int) -> None:
     """They leave as soon as the optimizer has stepped, and are compared before they are used."""
     cuts = {step: [[4, 3], [2, 5], [0, 7]][step % 3] for step in range(1, 10)}
     runs = [
-        run_ranks(train, 2, wanted, "adam", [3, 4], "none", 1, accumulate, None, True, timeout=60.0)
+        run_ranks(train, 2, wanted, "adam", [3, 4], "none", 1, accumulate, None, True)
         for wanted in ({}, {step: [counts] for step, counts in cuts.items()})
     ]
     for one, other in zip(*runs, strict=True):
@@ -316,11 +327,24 @@ def test_a_plan_that_would_change_what_is_computed_is_refused_and_training_goes_
 SLOW = {"factor": 1.0}
 # How long all layers together have slept here: a clock that no other process slows down.
 SLEPT = {"seconds": 0.0}
+# Where all that counts goes by that clock, nobody has to sleep.
+PRETENDS = {"sleep": False}
 
 
 def sleep(seconds: float) -> None:
-    time.sleep(seconds)
+    if not PRETENDS["sleep"]:
+        time.sleep(seconds)
     SLEPT["seconds"] += seconds
+
+
+def go_by_sleep() -> None:
+    """Lets this process take that clock's word for how long layers and steps take."""
+    PRETENDS["sleep"] = True
+    HostMarker.now = lambda self: SLEPT["seconds"]  # type: ignore[method-assign]
+    # A step without any layers takes a moment, too.
+    moments = itertools.count()
+    clock = SimpleNamespace(perf_counter=lambda: SLEPT["seconds"] + 1e-3 * next(moments))
+    profiling.time = clock  # type: ignore[assignment,attr-defined]
 
 
 class Sleeps(torch.autograd.Function):
@@ -417,11 +441,12 @@ def test_layers_that_no_step_calls_are_no_work() -> None:
 def train_unequally(partition: Any, profile_steps: int) -> dict[str, Any]:
     L.seed_everything(7, verbose=False)
     SLOW["factor"] = 1.0
+    go_by_sleep()
     module = built(Sleeper)
     strategy = {"partition": partition, "microbatches": 4, "profile_steps": profile_steps}
-    trainer = quiet_trainer(
-        {"devices": 2, "pipeshift": strategy}, callbacks=[SlowsDown()], max_epochs=1
-    )
+    how = {"devices": 2, "pipeshift": strategy}
+    callbacks = [SlowsDown(), AwaitsPlanning()]
+    trainer = quiet_trainer(how, callbacks=callbacks, max_epochs=1)
     with hearing() as heard:
         trainer.fit(module, DataLoader(points(22).dataset, batch_size=8))
     plan = trainer.strategy.plan  # type: ignore[attr-defined]

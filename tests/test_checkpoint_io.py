@@ -60,9 +60,11 @@ def an_io(sharded: bool) -> PipeShiftCheckpointIO:
 
 def save_again_and_again(path: Path, sharded: bool, started: Path) -> None:
     io = an_io(sharded)
-    io.save_checkpoint(a_checkpoint(1), path)
+    # A second time, so that one has been replaced by then.
+    for number in (1, 2):
+        io.save_checkpoint(a_checkpoint(number), path)
     started.touch()
-    for number in range(2, 10_000):
+    for number in range(3, 10_000):
         io.save_checkpoint(a_checkpoint(number), path)
 
 
@@ -92,8 +94,7 @@ def killed_while_saving(path: Path, sharded: bool, kills: int) -> list[int]:
 def test_a_kill_leaves_a_whole_checkpoint(sharded: bool, tmp_path: Path) -> None:
     path = tmp_path / "kept.ckpt"
     (found,) = run_ranks(killed_while_saving, 1, path, sharded, 12)
-    assert all(number >= 1 for number in found)
-    assert max(found) > 1, "some kills should come while one is replaced"
+    assert all(number >= 2 for number in found)
     assert number_in(path) == 0
     left = [each.name for each in tmp_path.iterdir() if not each.name.startswith("started")]
     assert left == ["kept.ckpt"], "the next save removes what a kill has left"

@@ -17,12 +17,12 @@ from lightning_pipeshift.connection import _agreed_name
 from lightning_pipeshift.errors import StageFailedError
 from lightning_pipeshift.runtime.holdings import Holdings
 from lightning_pipeshift.runtime.lane import Lane, PostedObject
-from tests.harness import run_ranks
+from tests.harness import LIMIT_SECONDS, run_ranks
 from tests.models import points
 from tests.test_transparency import Pipelined, fit
 from tests.test_unmodified import FewLayers, build
 
-SOON = timedelta(seconds=20)
+SOON = timedelta(seconds=LIMIT_SECONDS)
 
 
 def agree(store: dist.Store, world_size: int) -> set[str]:
@@ -70,7 +70,7 @@ def train_and_drop() -> None:
 
 
 def test_what_was_sent_last_arrives_though_the_trainer_is_dropped() -> None:
-    run_ranks(train_and_drop, 2, timeout=60.0)
+    run_ranks(train_and_drop, 2)
 
 
 class _Fails(FewLayers):
@@ -93,6 +93,6 @@ def fail_and_train_again(late_rank: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("late_rank", [0, 1])
 def test_a_process_starts_again_after_a_run_that_failed(late_rank: int) -> None:
-    first, second = run_ranks(fail_and_train_again, 2, late_rank, timeout=100.0)
+    first, second = run_ranks(fail_and_train_again, 2, late_rank)
     assert first.keys() == second.keys()
     assert all(torch.equal(value, second[name]) for name, value in first.items())

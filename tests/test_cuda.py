@@ -43,15 +43,15 @@ def train(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_stages_that_share_a_gpu(name: str) -> None:
-    (alone,) = run_ranks(train, 1, name, True, timeout=180)
-    for found in run_ranks(train, 2, name, True, timeout=180):
+    (alone,) = run_ranks(train, 1, name, True)
+    for found in run_ranks(train, 2, name, True):
         assert_same(found, alone)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
 def test_precisions_on_a_shared_gpu(precision: str) -> None:
-    (alone,) = run_ranks(train, 1, "dropout", True, precision, timeout=180)
-    for found in run_ranks(train, 2, "dropout", True, precision, timeout=180):
+    (alone,) = run_ranks(train, 1, "dropout", True, precision)
+    for found in run_ranks(train, 2, "dropout", True, precision):
         assert_same(found, alone)
 
 
@@ -60,17 +60,17 @@ def test_precisions_on_a_shared_gpu(precision: str) -> None:
     "policy", [SwapAll(min_bytes=1), SwapAll("device", min_bytes=1), RecomputeAll()]
 )
 def test_saved_tensors_that_move(policy: Any, precision: str) -> None:
-    (plain,) = run_ranks(train, 1, "dropout", True, precision, timeout=180)
+    (plain,) = run_ranks(train, 1, "dropout", True, precision)
     for stages in (1, 2):
-        for found in run_ranks(train, stages, "dropout", True, precision, policy, timeout=180):
+        for found in run_ranks(train, stages, "dropout", True, precision, policy):
             assert_same(found, plain)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("name", NAMES)
 def test_stages_on_a_gpu_each(name: str) -> None:
-    (alone,) = run_ranks(train, 1, name, True, timeout=180)
-    for found in run_ranks(train, 2, name, False, timeout=180):
+    (alone,) = run_ranks(train, 1, name, True)
+    for found in run_ranks(train, 2, name, False):
         assert_same(found, alone)
 
 

@@ -28,7 +28,7 @@ from tests.features_models import (
     plain,
     quiet_trainer,
 )
-from tests.harness import RanksFailed, run_ranks
+from tests.harness import LIMIT_SECONDS, RanksFailed, run_ranks
 from tests.models import (
     NUM_FEATURES,
     ZOO,
@@ -394,7 +394,6 @@ def test_an_evaluation_keeps_no_batches_and_no_results_that_nobody_needs() -> No
 # --------------------------------------------------------------------------------------------------
 
 NUM_BATCHES = 10
-MEETING_SECONDS = 20.0
 
 
 class MeetsTheOneBefore(nn.Module):
@@ -420,7 +419,7 @@ class MeetsTheOneBefore(nn.Module):
         return self.folder / f"layer {layer} has begun batch {batch}"
 
     def _meet(self, other: Path) -> None:
-        deadline = time.monotonic() + MEETING_SECONDS
+        deadline = time.monotonic() + LIMIT_SECONDS
         while not other.exists():
             assert time.monotonic() < deadline, f"should be at the same time: {other.name}"
             time.sleep(0.001)

@@ -44,7 +44,7 @@ def test_two_virtual_machines_of_two_stages_train_as_one_device() -> None:
     strategy = {"virtual_machines": 2, "microbatches": 2}
 
     def over_ranks(precision: str) -> list[Any]:
-        ranks = run_ranks(on_rank, 4, trained_gpt, strategy, (8, precision), {}, timeout=120.0)
+        ranks = run_ranks(on_rank, 4, trained_gpt, strategy, (8, precision), {})
         for rank in ranks[1:]:
             assert not differences(rank, ranks[0], 0, 0), "the same bits everywhere"
         return ranks

@@ -30,27 +30,29 @@ def two_hosts() -> Iterator[Hosts]:
         yield made
 
 
-def sum_of_ranks() -> tuple[torch.Tensor, float]:
+def sum_of_ranks() -> tuple[torch.Tensor, float, float]:
     _, board = connect()
     rings = Rings(make_groups(range(2), "gloo"), dist.get_rank(), board.watched)
     buffer = torch.full((LENGTH,), float(dist.get_rank() + 1))
     rings.start(0, [0, 1], torch.ones(1)).wait()
     begin = time.monotonic()
     rings.start(1, [0, 1], buffer).wait()
-    return buffer, time.monotonic() - begin
+    # All hosts have one clock.
+    return buffer, begin, time.monotonic()
 
 
 def test_a_ring_between_two_hosts_sums_at_the_rate_of_their_link(two_hosts: Hosts) -> None:
-    for buffer, seconds in two_hosts.run(sum_of_ranks, timeout=30):
+    buffers, begins, ends = zip(*two_hosts.run(sum_of_ranks), strict=True)
+    for buffer in buffers:
         assert torch.equal(buffer, torch.full((LENGTH,), 3.0))
-        # A burst, twice, is ahead of the rate.
-        least = (buffer.nbytes - 2 * LINK.burst_bytes) / LINK.bytes_per_second
-        assert seconds > least
+    # A burst, twice, is ahead of the rate.
+    least = (buffers[0].nbytes - 2 * LINK.burst_bytes) / LINK.bytes_per_second
+    assert max(ends) - min(begins) > least
 
 
 def test_a_command_runs_on_a_host(two_hosts: Hosts) -> None:
     argv = ["ip", "-brief", "address", "show", "dev", CARD]
-    shown = subprocess.run(two_hosts.command(1, argv), capture_output=True, text=True, timeout=10)
+    shown = subprocess.run(two_hosts.command(1, argv), capture_output=True, text=True, timeout=60)
     assert f"{two_hosts.address(1)}/24" in shown.stdout
 
 

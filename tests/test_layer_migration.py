@@ -15,11 +15,17 @@ from torch.utils.data import DataLoader
 
 from lightning_pipeshift import ConfigurationError, LayerMigration, Move, PlanError
 from lightning_pipeshift.cli import PipeShiftCLI
-from lightning_pipeshift.model.timing import HostMarker
-from tests.features_models import built, differences, parameters_of, quiet_trainer, read_csv
+from tests.features_models import (
+    AwaitsPlanning,
+    built,
+    differences,
+    parameters_of,
+    quiet_trainer,
+    read_csv,
+)
 from tests.harness import run_ranks
 from tests.models import points
-from tests.test_changing_plans import SLEPT, SLOW, Sleeper, SlowsDown
+from tests.test_changing_plans import SLOW, Sleeper, SlowsDown, go_by_sleep
 
 
 class Seen(L.Callback):
@@ -82,7 +88,9 @@ def test_moves_on_request() -> None:
 
 
 def by_itself() -> Any:
-    found = train([LayerMigration(patience=2)], num_batches=20, slows_down=True)
+    go_by_sleep()
+    callbacks = [LayerMigration(patience=2), AwaitsPlanning()]
+    found = train(callbacks, num_batches=20, slows_down=True)
     rows = read_csv("logs/metrics.csv") if os.environ["RANK"] == "0" else []
     return {**found, "logged": rows}
 
@@ -101,6 +109,7 @@ def test_a_stage_that_gets_slow_gives_layers_away() -> None:
 
 
 def stays_slow() -> Any:
+    go_by_sleep()
     return train([], num_batches=20, slows_down=True)
 
 
@@ -121,8 +130,9 @@ class Swings(L.Callback):
 
 def swings(half: int, num_batches: int) -> Any:
     # What the machine does beside this must not look like a swing.
-    HostMarker.now = lambda self: SLEPT["seconds"]  # type: ignore[method-assign]
-    return train([Swings(half), LayerMigration(patience=5, min_gain=0.3)], num_batches)["counts"]
+    go_by_sleep()
+    callbacks = [Swings(half), LayerMigration(patience=5, min_gain=0.3), AwaitsPlanning()]
+    return train(callbacks, num_batches)["counts"]
 
 
 @pytest.mark.parametrize(("half", "num_batches", "allowed"), [(3, 50, 0), (12, 100, 3)])
@@ -132,7 +142,7 @@ def test_a_stage_that_swings_does_not_make_layers_swing(
     """Fast swings are never there for long enough. Slow ones are, and layers that have to be taken
     back are moved ever more reluctantly: eight times the stage changes its speed here.
     """
-    counts, _ = run_ranks(swings, 2, half, num_batches, timeout=120)
+    counts, _ = run_ranks(swings, 2, half, num_batches)
     moved = sum(a != b for a, b in pairwise(counts))
     assert moved <= allowed
     assert (moved > 0) == (allowed > 0), "what lasts is reacted to"

@@ -24,6 +24,7 @@ from lightning_pipeshift import (
 from lightning_pipeshift.plan.files import load_cluster, load_profile, save_profile
 from lightning_pipeshift.plan.profile import KindProfile, LayerProfile, Profile
 from lightning_pipeshift.plan.saved_tensors import SavedTensor
+from lightning_pipeshift.testing.workers import free_port
 from tests.harness import run_ranks
 from tests.test_memory_compression import SAMPLES, WIDTH, same_bits, train
 
@@ -57,10 +58,16 @@ def pipeshift(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(
         [sys.executable, "-m", "lightning_pipeshift", *arguments, "--config", "config.yaml"],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": root,
+            "OMP_NUM_THREADS": "1",
+            # Lightning, which launches the ranks, would take one that somebody else may take too.
+            "MASTER_PORT": str(free_port()),
+        },
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 
@@ -131,8 +138,8 @@ def test_a_plan_that_moves_tensors_is_made_and_run(tmp_path: Path) -> None:
     assert load_profile(tmp_path / "plan.profile.json").layers[0].tensors
     # A run with it ends with the same bits as one in which everything stays.
     own: dict[str, Any] = {"partition": "auto", "plan": plan, "profile_steps": 0}
-    plain = run_ranks(train, 2, None, partition=[4, 3], timeout=60)
-    found = run_ranks(train, 2, {"budget": "2.4MB"}, timeout=60, **own)
+    plain = run_ranks(train, 2, None, partition=[4, 3])
+    found = run_ranks(train, 2, {"budget": "2.4MB"}, **own)
     for mine, theirs in zip(found, plain, strict=True):
         assert same_bits(mine, theirs)
         assert mine["figures"]["peak_bytes"] <= mine["figures"]["budget_bytes"]
@@ -140,7 +147,7 @@ def test_a_plan_that_moves_tensors_is_made_and_run(tmp_path: Path) -> None:
     if any(plan.swaps):
         assert sum(mine["figures"]["moved_bytes"] for mine in found) > 0
         # Without the plugin nobody would move anything.
-        failed = run_ranks(train, 2, None, timeout=60, expect_failure=True, **own)
+        failed = run_ranks(train, 2, None, expect_failure=True, **own)
         assert failed[0].error_type == "PlanError"
         assert "Add `MemoryCompression(...)`" in failed[0].message
 

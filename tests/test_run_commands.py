@@ -22,7 +22,8 @@ from tests.harness import run_ranks
 from tests.models import points
 from tests.test_changing_plans import Sleeper
 
-MANY = 400
+# More than anybody who asks takes, however slowly; the run ends with the last answer.
+MANY = 4000
 
 
 def said(command: Any, *arguments: str) -> str:
@@ -172,6 +173,15 @@ def test_nobody_answers_in_time(outside: Outside, tmp_path: Path) -> None:
         threading.Event().wait(0.01)
     (request,) = outside.take_requests()
     assert request.moves == (Move(layer="a", stage=0),)
+
+
+def test_what_is_asked_as_the_run_ends_is_answered(outside: Outside, tmp_path: Path) -> None:
+    request = {"moves": [{"layer": "a", "stage": 1}]}
+    # At once: before the run has looked.
+    (tmp_path / FOLDER / "request-1.json").write_text(json.dumps(request))
+    outside.close()
+    answer = Answer(**json.loads((tmp_path / FOLDER / "answer-1.json").read_text()))
+    assert "the run has ended" in answer.text
 
 
 def test_what_was_asked_of_an_earlier_run_is_forgotten(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -37,13 +38,16 @@ from lightning_pipeshift.testing import (
     Split,
     check_model,
 )
+from lightning_pipeshift.testing import workers as workers_module
 from lightning_pipeshift.testing.bits import differences, digest_of
 from lightning_pipeshift.testing.checking import PRELOADED, splits_of
 from lightning_pipeshift.testing.splits import every_split, random_cut, some_splits
 from lightning_pipeshift.testing.workers import JobFailedError, Workers
 from tests.harness import warm_server
 
-LIMIT_SECONDS = 60.0
+LIMIT_SECONDS = 240.0
+# Where a job that hangs says that it does.
+WAITS = Path("waits")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -77,6 +81,7 @@ def dies_on(rank: int) -> None:
 
 
 def waits_on(rank: int) -> None:
+    WAITS.touch()
     while int(os.environ["RANK"]) == rank:
         time.sleep(0.1)
 
@@ -97,8 +102,21 @@ def test_the_same_processes_do_one_job_after_another(workers: Workers) -> None:
     ],
 )
 def test_a_job_that_fails_is_told_and_the_next_one_runs(
-    workers: Workers, job: object, limit_seconds: float, kind: str, line: str
+    workers: Workers,
+    job: object,
+    limit_seconds: float,
+    kind: str,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    begun, waits = time.monotonic(), workers.scratch / WAITS
+
+    def monotonic() -> float:
+        """The limit begins when there is something that hangs."""
+        return time.monotonic() if kind != "hang" or waits.exists() else begun
+
+    clock = SimpleNamespace(monotonic=monotonic, sleep=time.sleep)
+    monkeypatch.setattr(workers_module, "time", clock)
     with pytest.raises(JobFailedError) as caught:
         workers.run(job, 1, world_size=2, limit_seconds=limit_seconds)  # type: ignore[arg-type]
     assert (caught.value.kind, caught.value.first_line) == (kind, line)

@@ -37,7 +37,6 @@ from tests.models import NUM_CLASSES, NUM_FEATURES, ZOO, Classifier, points
 
 SEED = 11
 MICROBATCHES = 4
-TIMEOUT = 60.0
 
 
 class Pipelined(NamedTuple):
@@ -317,7 +316,7 @@ def test_every_split_trains_the_same(name: str) -> None:
     # Taken whole, a batch has to give the very step of plain Lightning; in microbatches too, where
     # nothing looks at more than a row.
     in_one = [Pipelined(), PLAIN, Pipelined(microbatches=1)]
-    (alone,) = run_ranks(train, 1, name, in_one[:1] if specimen.draws else in_one, timeout=TIMEOUT)
+    (alone,) = run_ranks(train, 1, name, in_one[:1] if specimen.draws else in_one)
     expected = alone[0]
     assert_trained(expected, specimen.build())
     if not specimen.draws:
@@ -329,7 +328,7 @@ def test_every_split_trains_the_same(name: str) -> None:
     num_layers, number = len(expected.layers), list(ZOO).index(name)
     for cuts in (cuts_in_two(num_layers), cuts_in_three(num_layers, number)):
         runs = with_schedules(cuts, number)
-        of_each_rank = run_ranks(train, len(cuts[0]), name, runs, timeout=TIMEOUT)
+        of_each_rank = run_ranks(train, len(cuts[0]), name, runs)
         # A model that checkpoints by itself has its own way with what is saved.
         moves = "checkpoint" not in name
         assert_all_same(of_each_rank, runs, expected, specimen.same_bits, moves)
@@ -355,12 +354,12 @@ def train_on_sizes(stages: list[int] | None) -> list[Trained]:
 
 
 def test_batches_of_any_size_in_any_number_of_microbatches() -> None:
-    (plain,) = run_ranks(train_on_sizes, 1, None, timeout=TIMEOUT)
-    (expected,) = run_ranks(train_on_sizes, 1, [5], timeout=TIMEOUT)
+    (plain,) = run_ranks(train_on_sizes, 1, None)
+    (expected,) = run_ranks(train_on_sizes, 1, [5])
     for size, found, wanted in zip(SIZES, expected, plain, strict=True):
         assert_close(found, wanted, f"batch size and microbatches {size}")
     for cut in ([2, 3], [1, 3, 1]):
-        for rank in run_ranks(train_on_sizes, len(cut), cut, timeout=TIMEOUT):
+        for rank in run_ranks(train_on_sizes, len(cut), cut):
             for size, found, wanted in zip(SIZES, rank, expected, strict=True):
                 assert_same_bits(found, wanted, f"batch size and microbatches {size}, {cut}")
 
@@ -380,9 +379,9 @@ def train_twice(cuts: Sequence[Any]) -> list[Trained]:
 
 
 def test_a_trained_module_trains_on_as_if_it_had_been_whole_all_the_time() -> None:
-    (expected,) = run_ranks(train_twice, 1, [[5], [5]], timeout=TIMEOUT)
+    (expected,) = run_ranks(train_twice, 1, [[5], [5]])
     for cuts in ([[2, 3], [4, 1]], [[0, 3, 2], [3, 1, 1]]):
-        for rank in run_ranks(train_twice, len(cuts[0]), cuts, timeout=TIMEOUT):
+        for rank in run_ranks(train_twice, len(cuts[0]), cuts):
             for found, wanted in zip(rank, expected, strict=True):
                 assert_same_bits(found, wanted, str(cuts))
 
@@ -415,8 +414,8 @@ def test_each_parameter_is_held_by_one_stage_only(partition: Any) -> None:
 
 
 def test_shuffled_epochs_come_in_the_order_of_plain_lightning() -> None:
-    (plain,) = run_ranks(train_shuffled, 1, PLAIN, timeout=TIMEOUT)
-    for found in run_ranks(train_shuffled, 2, Pipelined([2, 3]), timeout=TIMEOUT):
+    (plain,) = run_ranks(train_shuffled, 1, PLAIN)
+    for found in run_ranks(train_shuffled, 2, Pipelined([2, 3])):
         assert_close(found, plain, "three shuffled epochs")
 
 
@@ -546,8 +545,8 @@ def train_networks(draws: Sequence[Draw]) -> list[Trained]:
 
 def test_networks_made_by_chance() -> None:
     draws = [Draw(seed) for seed in range(100, 116)]
-    (expected,) = run_ranks(train_networks, 1, draws, timeout=2 * TIMEOUT)
+    (expected,) = run_ranks(train_networks, 1, draws)
     for num_stages in (2, 3):
-        for rank in run_ranks(train_networks, num_stages, draws, timeout=2 * TIMEOUT):
+        for rank in run_ranks(train_networks, num_stages, draws):
             for draw, found, wanted in zip(draws, rank, expected, strict=True):
                 assert_same_bits(found, wanted, f"{draw}, {draw.pipelined(num_stages)}")

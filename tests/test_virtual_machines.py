@@ -96,9 +96,7 @@ def on_ranks(
     """Requires every rank to end with the same bits."""
     strategy = {"microbatches": 2, "partition": "uniform", **strategy}
     folder = Path.cwd() / f"ranks{len(list(Path.cwd().glob('ranks*')))}"
-    found = run_ranks(
-        on_rank, ranks, scenario, strategy, args, dict(arguments or {}), timeout=60.0, cwd=folder
-    )
+    found = run_ranks(on_rank, ranks, scenario, strategy, args, dict(arguments or {}), cwd=folder)
     for mine in found[1:]:
         assert not differences(mine, found[0], 0, 0)
     return found

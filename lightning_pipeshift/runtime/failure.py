@@ -21,8 +21,12 @@ from lightning_pipeshift.errors import StageFailedError
 
 _KEY = "first"
 _READ = "read"
-# How long a rank whose connection broke waits for the reason, and the failing one for its readers.
+# How long a rank whose connection broke waits for the reason.
 _PATIENCE_SECONDS = 3.0
+# How long it waits where it does not know whose connection broke: who knows may be busy, hears of
+# it late, and is patient then. So long does a rank that fails wait for its readers, too, who may be
+# busy as well.
+_LONG_PATIENCE_SECONDS = 15.0
 
 
 class FailureBoard:
@@ -101,7 +105,7 @@ class FailureBoard:
 
     def wait_for_readers(self) -> None:
         """Gives the other ranks time to read, as the board may end with this process."""
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        deadline = time.monotonic() + _LONG_PATIENCE_SECONDS
         while time.monotonic() < deadline:
             try:
                 if self._store.add(_READ, 0) >= self._world_size - 1:
@@ -155,7 +159,7 @@ class FailureBoard:
             if self._failure is not None:
                 raise self._failure from None
             # Who knows which connection broke says so when this patience is over.
-            reason = self.read((1.0 if peer is not None else 1.5) * _PATIENCE_SECONDS)
+            reason = self.read(_LONG_PATIENCE_SECONDS if peer is None else _PATIENCE_SECONDS)
             if reason is not None:
                 raise StageFailedError(reason) from None
             reason = self._ended_without_a_word(peer)

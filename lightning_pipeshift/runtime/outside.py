@@ -105,6 +105,9 @@ class Outside:
         self._is_over.set()
         self._thread.join()
         self._thread = None
+        with suppress(OSError):
+            # What came since the thread has looked: who asked waits.
+            self._read_requests()
         for request in self.take_requests():
             self.answer(request, Answer(False, "nothing moves: the run has ended"))
         with suppress(OSError):

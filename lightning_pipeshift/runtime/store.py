@@ -29,7 +29,7 @@ from lightning_pipeshift.plan.saved_tensors import FRONT, place_in_forward
 from lightning_pipeshift.runtime.copying import Ticket
 from lightning_pipeshift.runtime.places import Parcel, Place
 
-_PATIENCE_SECONDS: Final = 5.0
+_PATIENCE_SECONDS: Final = 20.0
 _PATIENCE_ACTIONS: Final = 5.0
 _PAUSE_SECONDS: Final = 1e-3
 """How long at least, for how many of this stage's longest action so far, and how often, room is

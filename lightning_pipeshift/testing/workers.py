@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
+import itertools
 import logging
 import multiprocessing
 import os
 import pickle
 import random
+import re
 import signal
 import socket
 import sys
@@ -50,6 +53,12 @@ RANK_VARIABLES = (
 
 # How long the other ranks may go on, once one has failed.
 _GRACE_SECONDS = 8.0
+
+# How long to wait for a rank's stacks. It is busy, or it would not be asked.
+_STACKS_SECONDS = 20.0
+
+# Where ports are taken from, and how many by one process.
+_FIRST_PORT, _LAST_PORT, _BLOCK = 20_000, 32_000, 100
 
 
 class JobFailedError(Exception):
@@ -221,16 +230,49 @@ class Workers:
         )
 
     def _stacks(self, world_size: int) -> str:
-        for process in self._processes[:world_size]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, STACK_SIGNAL)
-        time.sleep(1.0)
-        texts = []
-        for rank in range(world_size):
-            stack = self.scratch / f"rank{rank}.stack"
-            text = stack.read_text(errors="replace") if stack.exists() else ""
-            texts.append(f"rank {rank}:\n{text}")
-        return "\n".join(texts)
+        paths = [self.scratch / f"rank{rank}.stack" for rank in range(world_size)]
+        pids = [process.pid for process in self._processes[:world_size]]
+        texts = written_stacks(pids, paths, _STACKS_SECONDS)
+        return "\n".join(f"rank {rank}:\n{text}" for rank, text in enumerate(texts))
+
+
+def written_stacks(pids: Sequence[int], paths: Sequence[Path], limit: float) -> list[str]:
+    """Has processes write the stacks of their threads.
+
+    Args:
+        pids: the processes.
+        paths: where each of them writes.
+        limit: how many seconds to wait until they have.
+
+    Returns:
+        what they have written, as far as they came.
+    """
+    # A thread that answers blocks the signal meanwhile; some threads always do.
+    always = [_threads_with_stack_signal(pid, "SigBlk") for pid in pids]
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, STACK_SIGNAL)
+    deadline = time.monotonic() + limit
+    for pid, before in zip(pids, always, strict=True):
+        while time.monotonic() < deadline and (
+            _threads_with_stack_signal(pid, "ShdPnd")
+            or _threads_with_stack_signal(pid, "SigBlk") - before
+        ):
+            time.sleep(0.02)
+    return [path.read_text(errors="replace") if path.exists() else "" for path in paths]
+
+
+def _threads_with_stack_signal(pid: int, field: str) -> set[str]:
+    """The threads of a process with the request for stacks in a field of their status, which is a
+    set of signals: those that they block, or those on their way to the process.
+    """
+    found = set()
+    for path in Path(f"/proc/{pid}/task").glob("*/status"):
+        with contextlib.suppress(OSError):
+            signals = re.search(rf"^{field}:\s*(\w+)$", path.read_text(), re.MULTILINE)
+            if signals is not None and int(signals[1], 16) >> (STACK_SIGNAL - 1) & 1:
+                found.add(path.parent.name)
+    return found
 
 
 @contextlib.contextmanager
@@ -247,16 +289,46 @@ def _found_by_server() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A free port, below those that the kernel gives to outgoing connections: none takes it."""
-    dice = random.SystemRandom()
-    while True:
-        port = dice.randrange(20_000, 32_000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
+    """A port that nobody takes before it is bound.
+
+    It is below those that the kernel gives to outgoing connections, and out of a block that is this
+    process's for as long as it lives; the block's ports take turns.
+    """
+    _, ports = _own_ports(os.getpid())
+    for _ in range(_BLOCK - 1):
+        port = next(ports)
+        held = _bound(port)
+        if held is not None:
+            held.close()
             return port
+    raise OSError(f"all ports around {port} are taken")
+
+
+@functools.cache
+def _own_ports(process: int) -> tuple[socket.socket, Iterator[int]]:
+    """The first port of a block, bound, which keeps others from the block; and the rest of it.
+
+    Args:
+        process: whose; one that is forked has a block of its own.
+    """
+    blocks = list(range(_FIRST_PORT, _LAST_PORT, _BLOCK))
+    random.SystemRandom().shuffle(blocks)
+    for first in blocks:
+        held = _bound(first)
+        if held is not None:
+            return held, itertools.cycle(range(first + 1, first + _BLOCK))
+    raise OSError(f"all blocks of ports from {_FIRST_PORT} to {_LAST_PORT} are taken")
+
+
+def _bound(port: int) -> socket.socket | None:
+    """A socket that has a port; ``None`` where another has it."""
+    found = socket.socket()
+    try:
+        found.bind(("", port))
+    except OSError:
+        found.close()
+        return None
+    return found
 
 
 def lead_own_group_and_die_with_parent() -> None:

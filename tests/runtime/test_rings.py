@@ -108,31 +108,45 @@ def test_many_rings_in_opposite_orders() -> None:
     assert run_ranks(more_than_anybody_has_threads_for, 2) == [200.0, 200.0]
 
 
-class DiesAtItsSecondSend:
-    """A group whose process dies in the middle of a sum, when all others wait for it. (gloo 2.13
-    forgets what is posted at the very moment at which a connection breaks.) The sum is of one
-    piece: others would go on meanwhile, for as long as the machine takes.
-    """
+class CountsSends:
+    """A group that tells all ranks how much this one has posted."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, rank: int) -> None:
         self._group = group
-        self._num_sends = 0
+        self._key = f"sends of {rank}"
+        store: Any = dist.distributed_c10d._get_default_store()
+        self._store = store.clone()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
 
     def send(self, *args: Any) -> Any:
-        self._num_sends += 1
-        if self._num_sends == 2:
-            time.sleep(1.0)
+        work = self._group.send(*args)
+        self._store.add(self._key, 1)
+        return work
+
+
+class DiesAtItsSecondSend(CountsSends):
+    """A group whose process dies in the middle of a sum, when all others wait for it. (gloo 2.13
+    forgets what is posted at the very moment at which a connection breaks.) The sum is of one
+    piece: others would go on meanwhile, for as long as the machine takes.
+    """
+
+    def send(self, *args: Any) -> Any:
+        if self._store.add(self._key, 0) == 1:
+            # The first rank has its part of the sum and waits for the last one's, who waits for
+            # this one.
+            for rank, num_sends in ((0, 3), (2, 2)):
+                while self._store.add(f"sends of {rank}", 0) < num_sends:
+                    time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
-        return self._group.send(*args)
+        return super().send(*args)
 
 
 def dies_in_the_middle() -> None:
     rings, rank = make_rings()
-    if rank == 1:
-        rings._group = DiesAtItsSecondSend(rings._group)
+    kind = DiesAtItsSecondSend if rank == 1 else CountsSends
+    rings._group = kind(rings._group, rank)
     try:
         rings.start(0, [0, 1, 2], torch.ones(100_000)).wait()
     finally:
@@ -142,5 +156,5 @@ def dies_in_the_middle() -> None:
 
 def test_a_member_that_dies_in_the_middle_of_a_sum() -> None:
     with pytest.raises(RanksFailed, match="Rank 1 ended without a word") as caught:
-        run_ranks(dies_in_the_middle, 3, grace=15)
+        run_ranks(dies_in_the_middle, 3)
     assert not [o for o in caught.value.outcomes if o.error_type == "Killed"]

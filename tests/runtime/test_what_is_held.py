@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from lightning_pipeshift import MemoryCompression, PipeShiftStrategy, Planned, SwapAll
 from lightning_pipeshift.model.stage_pass import StagePass
 from lightning_pipeshift.runtime.channels import Channels, Direction
-from tests.features_models import built, quiet_trainer
-from tests.harness import run_ranks
+from tests.features_models import AwaitsPlanning, built, quiet_trainer
+from tests.harness import LIMIT_SECONDS, run_ranks
 
 WIDTH, SAMPLES, NUM_MICROBATCHES = 64, 128, 8
 
@@ -74,6 +74,13 @@ class Count:
     def living(self) -> int:
         return sum(not one.expired() for one in self._there)
 
+    def come_down_to(self, expected: int, memory: Any) -> None:
+        """Waits for copies that free some of them; not for ever, should they free none."""
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while self.living() > expected and time.monotonic() < deadline:
+            time.sleep(0.005)
+            memory.advance()
+
 
 def count(
     schedule: str, module: type[Trains] = Trains, swaps: bool = False, validates: bool = False
@@ -100,8 +107,7 @@ def count(
     def counted_run(self: Any, step: Any) -> None:
         run(self, step)
         if swaps:
-            time.sleep(0.1)  # copies end
-            self.memory.advance()
+            received.come_down_to(3, self.memory)
         after_forward[0] = max(after_forward[0], received.living())
 
     Channels.send, Channels.post_receive = counted_send, counted_receive  # type: ignore[method-assign]
@@ -128,13 +134,6 @@ def count(
     }
 
 
-class Pauses(L.Callback):
-    """Leaves planning the time that it takes, however short the steps are."""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        time.sleep(0.1)
-
-
 class Between(Trains):
     """Keeps count of what the code between its layers saves, and the next layer too."""
 
@@ -156,12 +155,11 @@ def outputs_that_stay(swaps: bool) -> int:
     def counted_run(self: Any, step: Any) -> None:
         run(self, step)
         if trainer.global_step == num_steps - 1:
-            time.sleep(0.1)  # copies end
             if self.memory is not None:
-                self.memory.advance()
+                Between.outputs.come_down_to(4, self.memory)
             found.append(Between.outputs.living())
 
-    num_steps = 24
+    num_steps = 10
     StagePass.run = counted_run  # type: ignore[method-assign]
     strategy = PipeShiftStrategy(
         microbatches=NUM_MICROBATCHES, partition="uniform", profile_steps=1, schedule="gpipe"
@@ -170,7 +168,7 @@ def outputs_that_stay(swaps: bool) -> int:
     trainer = quiet_trainer(
         {"devices": 1, "strategy": strategy},
         max_epochs=1,
-        callbacks=[Pauses()],
+        callbacks=[AwaitsPlanning()],
         plugins=[compression] if compression is not None else [],
     )
     # What code between layers saves is known when a step has been measured, and planned for soon.
