@@ -1,4 +1,4 @@
-"""How virtual machines delay each other's messages: rings wait for each other, and NICs are shared."""
+"""How virtual machines delay each other's messages: rings wait for each other, NICs are shared."""
 
 from __future__ import annotations
 
