@@ -1,4 +1,4 @@
-"""PipeShift: one model trained across unlike machines, from inside PyTorch Lightning.
+"""PipeShift: trains one model across different machines, from inside PyTorch Lightning.
 
 Importing the package registers the strategy, so that ``Trainer(strategy="pipeshift")`` finds it.
 """

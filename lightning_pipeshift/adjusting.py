@@ -1,7 +1,7 @@
-"""What a run changes of Lightning's own objects, in one place, and puts back when it ends.
+"""All changes that a run makes to Lightning's own objects; they are undone when it ends.
 
-Lightning asks some things of a loop or a callback that only one device can answer. Nothing of it is
-left when the run is over: another strategy may use the same objects then.
+Some code of Lightning's loops and callbacks only works on a single device. All changes are undone
+at the end of the run, as another strategy may use the same objects then.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import nn
 from torch.optim import Optimizer
 
-# Given an optimizer and parameters: those that the optimizer does not have yet.
+# A function of an optimizer and parameters: returns those that the optimizer does not have yet.
 FilterOnOptimizer = Callable[[Optimizer, Iterable[nn.Parameter]], list[nn.Parameter]]
 
 
@@ -32,10 +32,10 @@ NO_LOSS: Final = _NoLoss()
 
 
 class _Result(ClosureResult):
-    """What Lightning's loop makes of a step's result, and of one without a loss on any number of
-    ranks.
+    """The closure result in Lightning's loop, also for a step without a loss.
 
-    Several ranks may not return None: Lightning cannot know that they all do. Here they do.
+    With several ranks Lightning does not allow ``None``, as it cannot know that all of them return
+    it. Here they do.
     """
 
     @classmethod
@@ -51,43 +51,42 @@ class Adjustments:
         self._undo = ExitStack()
 
     def undo(self) -> None:
-        """Puts everything back as it was."""
+        """Undoes all changes."""
         self._undo.close()
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
         """Sets an attribute until the end of the run."""
         own = vars(owner)
         if name in own:
-            # A static method is in its class's dict as such, and stays one.
+            # Restored from the class's dict, so that a static method stays one.
             self._undo.callback(setattr, owner, name, own[name])
         else:
             self._undo.callback(delattr, owner, name)
         setattr(owner, name, value)
 
     def take_steps_without_loss(self, trainer: pl.Trainer) -> None:
-        """Lets a step return :data:`NO_LOSS`: hooks get ``{}``, as on one device."""
+        """Allows a step to return :data:`NO_LOSS`: hooks get ``{}``, as on one device."""
         optimization = trainer.fit_loop.epoch_loop.automatic_optimization
         self._set(optimization, "output_result_cls", _Result)
 
     def notify_of_sigterm(self, trainer: pl.Trainer, notify: Callable[..., None]) -> None:
-        """Has this called on SIGTERM in place of Lightning's own way, which broadcasts."""
+        """Calls ``notify`` on SIGTERM instead of Lightning's own handler, which broadcasts."""
         self._set(trainer._signal_connector, "_sigterm_notifier_fn", notify)
 
     def when_over(self, undo: Callable[[], None]) -> None:
-        """Calls this at the end of the run."""
+        """Calls ``undo`` at the end of the run."""
         self._undo.callback(undo)
 
     def hear_exceptions(self, callback: pl.Callback, hook: Callable[..., None]) -> None:
-        """Has this called in place of a callback's ``on_exception``, with that as its first
-        argument.
-        """
+        """Calls ``hook`` instead of a callback's ``on_exception``, and passes that to it first."""
         self._set(callback, "on_exception", partial(hook, callback.on_exception))
 
     def filter_parameters(self, make: Callable[[FilterOnOptimizer], FilterOnOptimizer]) -> None:
-        """Replaces how finetuning callbacks look for parameters that an optimizer has already.
+        """Replaces the function by which finetuning callbacks look for parameters that an optimizer
+        already has.
 
         Args:
-            make: given Lightning's way, makes the one for this run.
+            make: given Lightning's function, makes the one for this run.
         """
         plain = BaseFinetuning.filter_on_optimizer
         self._set(BaseFinetuning, "filter_on_optimizer", staticmethod(make(plain)))

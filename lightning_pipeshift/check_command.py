@@ -1,5 +1,5 @@
-"""``pipeshift check``: does what a configuration describes train to the same bits on one stage and
-on several?
+"""``pipeshift check``: checks that a configuration trains to the same bits on one stage and on
+several.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_pipeshift.testing.training import Parts
 _MICROBATCHES = 4
 _SEED = 1
 
-# What a configuration says of a run's length, of evaluation and of what watches it.
+# Replaces a configuration's settings for the run's length, evaluation, callbacks and loggers.
 _LEFT_OUT: dict[str, Any] = {
     "profiler": None,
     "fast_dev_run": False,
@@ -148,8 +148,8 @@ def _cli() -> type[LightningCLI]:
 
 
 def _read(arguments: Sequence[str]) -> Namespace:
-    """The configuration of ``pipeshift fit``. Where it cannot be read, the parser says why and
-    raises SystemExit(2).
+    """The configuration of ``pipeshift fit``. If it cannot be read, the parser prints the reason
+    and raises SystemExit(2).
     """
 
     class ReadingCLI(_cli()):  # type: ignore[misc]
@@ -198,12 +198,12 @@ def _strategy_of(config: Namespace) -> tuple[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What the strategy's arguments in a configuration ask for.
+    """The strategy's arguments in a configuration.
 
     Args:
-        microbatches: into how many slices a batch is cut.
+        microbatches: the number of slices of a batch.
         schedule: by its name.
-        cuts: the number of layers of each stage, where it says so, for each virtual machine.
+        cuts: the number of layers of each stage, if it is given, for each virtual machine.
     """
 
     microbatches: int
@@ -235,18 +235,18 @@ def _several(cuts: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class Configured:
-    """A recipe (see :class:`~lightning_pipeshift.testing.training.Recipe`) that is a configuration.
+    """A recipe (see :class:`~lightning_pipeshift.testing.training.Recipe`) from a configuration.
 
     Args:
         arguments: of ``pipeshift fit``.
-        seed: for everything that is drawn.
+        seed: of all random numbers.
     """
 
     arguments: tuple[str, ...]
     seed: int
 
     def build(self, trainer: dict[str, Any], strategy: dict[str, Any]) -> Parts:
-        """Makes what ``fit`` would, without what watches a run."""
+        """Makes the same objects as ``fit``, without callbacks and loggers."""
 
         class BuildingCLI(_cli()):  # type: ignore[misc]
             def before_instantiate_classes(self) -> None:

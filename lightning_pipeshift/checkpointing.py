@@ -1,4 +1,4 @@
-"""Checkpoints that say nothing of who held what, and models that no rank holds whole."""
+"""Checkpoints that do not depend on the placement, and models that no rank holds whole."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ from lightning_pipeshift.runtime.sharded import leaves
 
 log = logging.getLogger(__name__)
 
-# Under this name a checkpoint has what plain Lightning does not keep: what a run's random numbers
-# depend on.
+# The name of a checkpoint's entry for state that Lightning does not save: a run's seed and random
+# state.
 _EXTRA = "pipeshift"
 
 
 class CheckpointingStrategy(PipelinedStrategy):
-    """A rank that has its part in checkpoints, and in making the model."""
+    """The part of the strategy that saves and loads checkpoints, and makes the model."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -64,7 +64,7 @@ class CheckpointingStrategy(PipelinedStrategy):
         self._resumed: dict[str, Any]
         self._checkpoint_group: dist.ProcessGroup | None
         self._home: int | None
-        # By the names that this rank gave to checkpoints, those that they have.
+        # The actual names of checkpoints, by the names that this rank gave to them.
         self._names: dict[str, Any]
 
     def _of_a_run(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class CheckpointingStrategy(PipelinedStrategy):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """How checkpoints are written; a :class:`PipeShiftCheckpointIO` unless another is given."""
+        """The plugin for checkpoints; a :class:`PipeShiftCheckpointIO` unless another is given."""
         if self._checkpoint_io is None:
             self._checkpoint_io = PipeShiftCheckpointIO()
         innermost = _innermost(self._checkpoint_io)
@@ -140,8 +140,8 @@ class CheckpointingStrategy(PipelinedStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Context of ``configure_model``: what is made in it gets its values later, on the stages
-        that hold it.
+        """Context of ``configure_model``: tensors that are made in it get their values later, on
+        the stages that hold them.
         """
         self._deferred = Deferred(self._seed())
         with self._deferred.recording():
@@ -149,7 +149,7 @@ class CheckpointingStrategy(PipelinedStrategy):
         give_attributes_values(self._require_module(), self._deferred)
 
     def _seed(self) -> int:
-        """What the run's random streams depend on; the same on every rank."""
+        """The seed of the run's random streams; the same on every rank."""
         raise NotImplementedError
 
     # --- saving ---
@@ -157,18 +157,17 @@ class CheckpointingStrategy(PipelinedStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        """Writes a checkpoint. After a failure there is none to write where its parts are on
-        several ranks, which no longer talk to each other; with a stage that has every layer, there
-        is.
+        """Writes a checkpoint. After a failure this is impossible if its parts are on several
+        ranks, as these are no longer connected, but still possible on a stage with every layer.
         """
         if self._is_lost():
             self._say_not_saved(str(filepath))
             return
-        # Some draw a name on every rank (`BatchSizeFinder`): the file has that of the first.
+        # Some callers draw a name on every rank (`BatchSizeFinder`): the first rank's is used.
         first, filepath = str(filepath), self.broadcast(filepath)
         if first != str(filepath):
             self._names[first] = filepath
-        # A copy: `on_save_checkpoint` was given the dict, which is somebody else's from then on.
+        # A copy: user code in `on_save_checkpoint` was given the dict, and may keep it.
         checkpoint = {**checkpoint}
         if self._seed_of_run is not None:
             checkpoint[_EXTRA] = {
@@ -185,7 +184,7 @@ class CheckpointingStrategy(PipelinedStrategy):
             )
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes a checkpoint; but not where the one that takes its place could not be saved."""
+        """Removes a checkpoint, unless the one that replaces it could not be saved."""
         if not self._is_lost():
             super().remove_checkpoint(filepath)
 
@@ -202,8 +201,8 @@ class CheckpointingStrategy(PipelinedStrategy):
         )
 
     def _watch_for_exceptions(self, trainer: pl.Trainer) -> None:
-        """Keeps callbacks that save after an exception from it where nothing can be saved: they
-        would say that they did, and let the last checkpoint's link point to nothing.
+        """Prevents callbacks from saving after an exception if nothing can be saved: they would
+        report success, and make the last checkpoint's link point to nothing.
         """
         if self.num_stages == 1 and not self._is_sharded:
             return
@@ -225,19 +224,19 @@ class CheckpointingStrategy(PipelinedStrategy):
     def _random_state(self) -> dict[str, Any]:
         stream = self._shared_stream
         shared, own = stream.state() if stream is not None else (None, None)
-        # Of the other virtual machines nothing is known any more, or nothing yet.
-        everybodys = [] if self._is_alone() else self._require_replicas().gather(own)
-        return {"shared": shared, "own": everybodys}
+        # Without connections, the states of the other virtual machines are not known.
+        gathered = [] if self._is_alone() else self._require_replicas().gather(own)
+        return {"shared": shared, "own": gathered}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole state on rank 0; elsewhere, what is not held is on the meta device. For a
-        sharded checkpoint, the same of what this rank saves.
+        """The whole state on rank 0; on other ranks, tensors that they do not hold are meta
+        tensors. For a sharded checkpoint, the part that this rank saves.
         """
         module = self._require_module()
         if self._is_lost():
             return {}
         holdings = self._pipeline.holdings if self._pipeline is not None else None
-        # The parameters themselves, not copies of them, are what the stages know each other's by.
+        # The parameters themselves, not copies of them, as holders are found by their identity.
         state_dict: dict[str, Any] = module.state_dict(keep_vars=True)
         if holdings is None:
             self._require_values(module)
@@ -258,15 +257,15 @@ class CheckpointingStrategy(PipelinedStrategy):
                 )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state on rank 0, in torch's own format. For a sharded checkpoint, what this
-        rank saves of it.
+        """The whole state on rank 0, in torch's own format. For a sharded checkpoint, the part that
+        this rank saves.
         """
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
         if self._is_lost():
             return {}
-        # An evaluation that came after the training has a plan of its own; the optimizers' state is
-        # where the training left it.
+        # An evaluation after the training has its own plan; the optimizers' state is where the
+        # training left it.
         holdings = self._trained.holdings if self._trained is not None else None
         if holdings is not None and self._is_sharded:
             replicas = self._require_replicas()
@@ -278,10 +277,10 @@ class CheckpointingStrategy(PipelinedStrategy):
     # --- a machine that is taken away ---
 
     def _watch_for_sigterm(self, trainer: pl.Trainer) -> None:
-        """Lets a SIGTERM that any rank gets end the run on all of them, after the same step.
+        """Makes a SIGTERM of any rank end the run on all of them, after the same step.
 
-        Lightning's own handler talks to the other ranks from inside the signal handler, in the
-        middle of whatever they are saying to each other.
+        Lightning's own handler communicates with the other ranks from inside the signal handler, in
+        the middle of other communication.
         """
         self._adjustments.notify_of_sigterm(trainer, self._note_sigterm)
 
@@ -295,13 +294,13 @@ class CheckpointingStrategy(PipelinedStrategy):
             trainer._signal_connector.received_sigterm = True
 
     def _heed_sigterm(self) -> None:
-        """After a step: lets Lightning's loop end it, where some rank got a SIGTERM."""
+        """After a step: makes Lightning's loop end the run, if some rank got a SIGTERM."""
         if self._require_pipeline().is_to_end:
             self._require_module().trainer._signal_connector.received_sigterm = True
 
     def on_exception(self, exception: BaseException) -> None:
-        """After a SIGTERM that all know of, saves ``last.ckpt`` where the ModelCheckpoint saves.
-        After everything else the connections are closed.
+        """After a SIGTERM that all ranks know of, saves ``last.ckpt`` in the ModelCheckpoint's
+        folder. After any other exception, closes the connections.
         """
         if not self._ends_in_order(exception):
             super().on_exception(exception)
@@ -368,7 +367,7 @@ class CheckpointingStrategy(PipelinedStrategy):
         module = self._lightning_module
         trainer = module._trainer if module is not None else None
         trains = trainer is not None and trainer.state.fn == TrainerFn.FITTING
-        # Taken out: hooks are given what Lightning's own checkpoints have.
+        # Removed, as hooks are to see only entries of Lightning's own checkpoints.
         extra = checkpoint.pop(_EXTRA, {})
         self._resumed = extra if trains else {}
         return checkpoint
@@ -387,7 +386,7 @@ class CheckpointingStrategy(PipelinedStrategy):
         )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads the model's state; where there are no values yet, when they are made.
+        """Loads the model's state; tensors without values get theirs when they are made.
 
         Raises:
             CheckpointError: the checkpoint is of another model.
@@ -400,7 +399,7 @@ class CheckpointingStrategy(PipelinedStrategy):
         }
         try:
             with self._deferred.recording(), warnings.catch_warnings():
-                # Torch says of each parameter that another stage holds that it stays as it is.
+                # Torch warns for each parameter of another stage that it is not changed.
                 warnings.filterwarnings("ignore", ".*copying from a non-meta parameter.*no-op")
                 module.load_state_dict(state_dict, strict=strict)
         except PipeShiftError:
@@ -425,7 +424,7 @@ class CheckpointingStrategy(PipelinedStrategy):
             ) from error
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads the whole state, on the CPU; what a stage holds follows the parameters later."""
+        """Loads the whole state, on the CPU; each stage's part follows its parameters later."""
         with self._deferred.recording():
             for optimizer, state in zip(
                 self.optimizers, checkpoint["optimizer_states"], strict=False
@@ -433,7 +432,7 @@ class CheckpointingStrategy(PipelinedStrategy):
                 optimizer.load_state_dict(state)
 
     def _resume_random_state(self) -> None:
-        """Lets what is drawn outside of steps go on where the checkpoint's run was."""
+        """Continues the random state outside of steps from that of the checkpoint's run."""
         state, stream = self._resumed.get("random"), self._shared_stream
         if state is not None and stream is not None and state["shared"] is not None:
             own = state["own"]
@@ -442,7 +441,7 @@ class CheckpointingStrategy(PipelinedStrategy):
 
 
 def _innermost(io: CheckpointIO) -> CheckpointIO:
-    """What plugins are wrapped around; one of these itself, if there is nothing in it yet."""
+    """The plugin inside of all wrappers; a wrapper itself, if it has no inner plugin yet."""
     while isinstance(io, _WrappingCheckpointIO) and io.checkpoint_io is not None:
         io = io.checkpoint_io
     return io

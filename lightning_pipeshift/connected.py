@@ -1,4 +1,4 @@
-"""What every rank of a PipeShift run is: its place, its connections, its part in a failure."""
+"""The base of the strategy: a rank's place, its connections, and its handling of failures."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 class ConnectedStrategy(ParallelStrategy):
-    """A rank among others, without a word of what they train.
+    """The part of the strategy that connects ranks, and does not depend on the training.
 
     Args:
         virtual_machines: see :class:`~lightning_pipeshift.PipeShiftStrategy`, as for the
@@ -80,7 +80,7 @@ class ConnectedStrategy(ParallelStrategy):
         self.num_nodes = 1
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: what was asked for, and nothing of a run."""
+        """For copies and pickles: only the settings, without the state of a run."""
         state: dict[str, Any] = super().__getstate__()
         return {name: value for name, value in state.items() if name not in self._of_a_run()}
 
@@ -88,7 +88,7 @@ class ConnectedStrategy(ParallelStrategy):
         super().__setstate__(self._of_a_run() | state)
 
     def _of_a_run(self) -> dict[str, Any]:
-        """The attributes that belong to a run, as they are before there is one."""
+        """The attributes that belong to a run, with their values before it."""
         return {
             "_board": None,
             "_num_runs": 0,
@@ -99,7 +99,7 @@ class ConnectedStrategy(ParallelStrategy):
             "_adjustments": Adjustments(),
         }
 
-    # --- what is known ---
+    # --- the rank's place ---
 
     @property
     def stage(self) -> int:
@@ -122,12 +122,12 @@ class ConnectedStrategy(ParallelStrategy):
         return self._require_replicas().topology
 
     def _wanted(self) -> VirtualMachinesSpec:
-        """How many virtual machines there are to be, or the ranks of each."""
+        """The requested number of virtual machines, or the ranks of each."""
         return self._virtual_machines
 
     def _depths(self) -> list[int] | None:
-        """How many stages each virtual machine is to have, where something else than the number of
-        ranks says so.
+        """The number of stages of each virtual machine, if it does not follow from the number of
+        ranks.
         """
         return None
 
@@ -158,27 +158,27 @@ class ConnectedStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are several virtual machines: what is logged with ``sync_dist`` is reduced
+        """Whether there are several virtual machines: values logged with ``sync_dist`` are reduced
         over them.
         """
         return self._replicas is not None and self._replicas.count > 1
 
     @property
     def process_group_backend(self) -> str | None:
-        """The backend that was asked for."""
+        """The backend that the user requested."""
         return self._process_group_backend
 
     @property
     def _is_unconnected_alone(self) -> bool:
-        """Whether no run has begun, and this process would be its only rank: what the Trainer asks
-        then (for `estimated_stepping_batches`, say) this process can answer.
+        """Whether no run has begun, and this process would be its only rank: then it can answer the
+        Trainer's queries by itself (for `estimated_stepping_batches`, for example).
         """
         return self._replicas is None and self.world_size == 1
 
     @property
     def global_rank(self) -> int:
         """This process's rank."""
-        # Nobody has to say what the rank of the only process is: SLURM's variables may be missing.
+        # The rank of the only process is 0 in any case: SLURM's variables may be missing.
         return 0 if self._is_only_process else super().global_rank
 
     @property
@@ -213,13 +213,13 @@ class ConnectedStrategy(ParallelStrategy):
             )
 
     def set_world_ranks(self) -> None:
-        """Takes rank and world size from the launcher, and computes them where it gives none."""
+        """Takes rank and world size from the launcher, or computes them if it sets none."""
         assert self.cluster_environment is not None
         world_size = self.num_nodes * self.num_processes
         rank = self.node_rank * self.num_processes + self.local_rank
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        # Environments that know better (torchrun, SLURM) ignore this.
+        # Environments with their own ranks (torchrun, SLURM) ignore this.
         self.cluster_environment.set_global_rank(rank)
         self.cluster_environment.set_world_size(world_size)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
@@ -231,8 +231,8 @@ class ConnectedStrategy(ParallelStrategy):
         check_processes(self.num_processes)
         super().setup_environment()
         if self.num_processes > 1:
-            # The launcher does this for the process that it launches from alone. A process that is
-            # alone has the threads that the user gave it.
+            # The launcher only does this for the process that it launches from. A single process
+            # keeps the number of threads that the user has set.
             _set_num_threads_if_needed(self.num_processes)
         self.set_world_ranks()
         assert self.cluster_environment is not None
@@ -259,8 +259,8 @@ class ConnectedStrategy(ParallelStrategy):
         self._board = FailureBoard(
             store, self.global_rank, self.world_size, self._num_runs, topology.name_of
         )
-        # From here on, no connection of the board is opened any more: those that are opened next
-        # are the channels' own, and are shut down after a failure.
+        # From here on, the board opens no connections: those opened next belong to the channels,
+        # and are shut down after a failure.
         dist.barrier()
         if self._replicas is None or self._replicas.topology != topology:
             self._connect(topology)
@@ -269,8 +269,8 @@ class ConnectedStrategy(ParallelStrategy):
             channels.watched = self._board.watched
         if self._rings is not None:
             self._rings.watched = self._board.watched
-        # Whatever is drawn from here on (a split of the data in `setup`, say) is the same
-        # everywhere, seed or no seed, and as it would be on one device: rank 0's.
+        # Random numbers drawn from here on (for a split of the data in `setup`, for example) are
+        # the same on all ranks, with or without a seed, and as on one device: those of rank 0.
         set_global_state(world.share_object(global_state(), source=0))
 
     def _topology(self) -> Topology:
@@ -282,7 +282,7 @@ class ConnectedStrategy(ParallelStrategy):
         return topology
 
     def _check_devices(self, topology: Topology, devices: Sequence[Device]) -> None:
-        """Raises ConfigurationError where these devices are not those that were asked for."""
+        """Raises ConfigurationError where these devices are not the requested ones."""
 
     def _connect(self, topology: Topology) -> None:
         assert self._board is not None
@@ -293,10 +293,10 @@ class ConnectedStrategy(ParallelStrategy):
         machine = Channels(topology.ranks[vm], stage, device, backend, watched, groups[vm])
         world = machine
         if topology.num_virtual_machines > 1:
-            everybody = range(self.world_size)
-            group = make_groups(everybody, "gloo")
-            world = Channels(everybody, self.global_rank, device, "gloo", watched, group)
-            self._rings = Rings(make_groups(everybody, "gloo"), self.global_rank, watched)
+            all_ranks = range(self.world_size)
+            group = make_groups(all_ranks, "gloo")
+            world = Channels(all_ranks, self.global_rank, device, "gloo", watched, group)
+            self._rings = Rings(make_groups(all_ranks, "gloo"), self.global_rank, watched)
         self._channels = machine
         self._replicas = Replicas(topology, self.global_rank, world, machine)
 
@@ -314,11 +314,11 @@ class ConnectedStrategy(ParallelStrategy):
             )
         return self._channels
 
-    # --- talk between ranks ---
+    # --- communication between ranks ---
 
     def _is_alone(self) -> bool:
-        """Whether there is nobody to talk to: no run has begun, or it has failed. What callbacks
-        ask of all ranks then is answered by this one.
+        """Whether there are no connections to other ranks: no run has begun, or it has failed. Then
+        collective calls of callbacks return this rank's own value.
         """
         return self._has_failed() or self._replicas is None or not dist.is_initialized()
 
@@ -346,8 +346,8 @@ class ConnectedStrategy(ParallelStrategy):
         return replicas.reduce(tensor, name.lower())
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gathers over virtual machines, along a new first dimension. With one of them the tensor
-        is all there is.
+        """Gathers over virtual machines, along a new first dimension. With a single virtual machine
+        it returns the tensor itself.
         """
         if self._has_failed() or self._is_unconnected_alone:
             return tensor
@@ -366,11 +366,11 @@ class ConnectedStrategy(ParallelStrategy):
     # --- a failure ---
 
     def _has_failed(self) -> bool:
-        """Whether the run is over on account of an exception.
+        """Whether the run has ended by an exception.
 
-        Callbacks hear of an exception before the strategy does, and some save a checkpoint then,
-        for which the other ranks would have to be there. A rank that is the only one goes on as if
-        nothing had happened.
+        Callbacks are notified of an exception before the strategy, and some then save a checkpoint,
+        for which the other ranks would be needed. A single rank can still save: for it, only a
+        failure that the strategy has handled counts.
         """
         if self.world_size == 1:
             return self._failed
@@ -381,26 +381,26 @@ class ConnectedStrategy(ParallelStrategy):
         return self._failed
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tells the other ranks why, and closes the connections, so that none of them waits for
-        this one.
+        """Publishes the reason to the other ranks, and closes the connections, so that none of them
+        waits for this one.
         """
         super().on_exception(exception)
         self._fail(exception)
 
     def _settle(self) -> None:
-        """Waits until the other ranks have taken what this one sent. Whoever drops the strategy
-        then drops nothing that is still under way: gloo forgets a send that nobody refers to.
+        """Waits until the other ranks have received all messages of this one: when the caller then
+        drops the strategy, no send is under way. gloo loses a send that no object refers to.
         """
         if self._channels is not None and self._replicas is not None:
             self._channels.settle()
             self._replicas.world.settle()
 
     def _fail_beside(self, exception: BaseException) -> None:
-        """Tells the other ranks of a failure in a thread. They notice where they wait for what
-        moves, and this rank when it communicates next; so nobody waits for somebody who waits.
+        """Publishes a failure in a thread to the other ranks. They notice it when they wait for a
+        move, and this rank when it communicates next; so there is no deadlock.
         """
         channels, board = self._channels, self._board
-        # Whoever waits for a rank that has failed finds that out without being told.
+        # Ranks that wait for a failed rank notice the failure by themselves.
         if channels is None or board is None or isinstance(exception, StageFailedError):
             return
         if not board.is_first(exception):
@@ -424,7 +424,7 @@ class ConnectedStrategy(ParallelStrategy):
             self._rings.close()
         self._channels = self._replicas = self._rings = None
         dist.destroy_process_group()
-        # Rank 0 keeps the board: when it ends, nobody can read any more.
+        # Rank 0 keeps the board: when it ends, other ranks can no longer read it.
         if (first or self.global_rank == 0) and self.world_size > 1 and self._board is not None:
             self._board.wait_for_readers()
 
@@ -432,4 +432,4 @@ class ConnectedStrategy(ParallelStrategy):
         """Waits for checkpoints that are on their way to disk."""
 
     def _let_go(self) -> None:
-        """Gives back what the run took from the model."""
+        """Undoes the run's changes to the model."""

@@ -1,4 +1,4 @@
-"""Which backends carry what between the ranks."""
+"""Chooses the backends for communication between the ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def backends(device: torch.device, asked: str | None) -> str:
 
     Args:
         device: this rank's device.
-        asked: the user's own word: ``"nccl"``, ``"gloo"``, or ``None`` for what the devices allow.
+        asked: the user's choice: ``"nccl"``, ``"gloo"``, or ``None`` for what the devices allow.
     """
     if device.type == "cuda" and asked == "nccl":
         return "cpu:gloo,cuda:nccl"
@@ -40,16 +40,16 @@ def backends(device: torch.device, asked: str | None) -> str:
 def store_of_this_start(
     rank: int, world_size: int, address: str, port: int, timeout: timedelta
 ) -> dist.Store:
-    """A store without anything of earlier starts.
+    """A store without entries of earlier starts.
 
-    Under torchrun the agent hands the same store to the ranks of every restart, and without it a
-    process that starts a second time, after a run has failed, finds its first store. What was left
-    in it (addresses, a failure's reason) would be taken for that of living ranks.
+    Under torchrun the agent gives the same store to the ranks of every restart, and without
+    torchrun a process that starts a second run, after one has failed, finds its first store. Old
+    entries in it (addresses, a failure's reason) would look like those of living ranks.
 
     Args:
-        rank: this process's.
-        world_size: how many there are.
-        address: the store's.
+        rank: that of this process.
+        world_size: the number of ranks.
+        address: that of the store.
         port: likewise.
         timeout: how long to wait for the others.
     """
@@ -68,15 +68,15 @@ def store_of_this_start(
             name = _agreed_name(store, rank, world_size, timeout)
             return dist.PrefixStore(f"pipeshift/{name}", store)
         except dist.DistNetworkError:
-            # It may have been the store of rank 0's earlier start, which has just ended.
+            # This may have been the store of an earlier start of rank 0, which has just ended.
             if rank == 0 or time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
 
 
 def _agreed_name(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """A new name that rank 0 makes up. It gives it to everyone who asks, and waits until every rank
-    has taken it: a question that a dead rank has left is never followed by that.
+    """A new name from rank 0. It answers every request for the name, and waits until every rank has
+    confirmed it: old requests of dead ranks are never confirmed.
     """
     name = uuid.uuid4().hex
     if rank:
@@ -104,9 +104,9 @@ def _agreed_name(store: dist.Store, rank: int, world_size: int, timeout: timedel
 
 
 def device_of(device: torch.device) -> Device:
-    """What other ranks have to know of this one's device."""
-    # Containers have a boot in common and network namespaces of their own; machines that were
-    # cloned have a name in common.
+    """The description of this rank's device for other ranks."""
+    # Containers on one host share the boot id and have different network namespaces; cloned
+    # machines share the name.
     marks = [socket.gethostname()]
     with contextlib.suppress(OSError):
         marks.append(boot_id())
@@ -119,8 +119,8 @@ def device_of(device: torch.device) -> Device:
 
 
 def payload_backend(device: torch.device, asked: str | None, world_size: int) -> str:
-    """NCCL where every rank has a GPU of its own of the same vendor, gloo by way of the host
-    otherwise. Every rank calls this.
+    """NCCL if every rank has its own GPU and all are of the same vendor, otherwise gloo by way of
+    the host. Every rank calls this.
 
     Args:
         device: this rank's device.

@@ -1,15 +1,14 @@
-"""A user's dataloader, shared out over virtual machines.
+"""A user's dataloader, split over virtual machines.
 
-Lightning's way, a ``DistributedSampler`` injected into a loader that is built anew, gives every
-replica as many samples as the others, in another order than one device would see them. Virtual
-machines are unlike, and the promise is that a run computes what one device would have computed. So
-every virtual machine runs the user's own sampler and takes its slice of each *global batch*: the
-batch that one device would have drawn with the batch size of all virtual machines together. Put
-one after the other, the slices are that batch.
+Lightning rebuilds a loader with a ``DistributedSampler``, which gives all replicas equally many
+samples, in a different order than on one device. But virtual machines differ in speed, and a run
+must compute the same as on one device. So every virtual machine runs the user's own sampler and
+takes its slice of each *global batch*: the batch that one device would have drawn with the batch
+size of all virtual machines together. Concatenated, the slices are that batch.
 
 All virtual machines therefore have to draw the same order from the global random generators, while
-the augmentations of a data set draw from the same generators as often as they please:
-:class:`SharedStream` keeps the two apart.
+the augmentations of a data set draw from the same generators any number of times:
+:class:`SharedStream` separates the two.
 """
 
 from __future__ import annotations
@@ -51,28 +50,27 @@ def for_virtual_machine(
     pads: bool,
     stream: SharedStream | None = None,
 ) -> object:
-    """A loader of one virtual machine's part of the data. The user's own loader stays as it was.
+    """A loader of one virtual machine's part of the data. The user's own loader is not changed.
 
     Every virtual machine draws the order of all samples, and takes its share of each global batch.
-    Where batches come ready-made (a custom batch sampler, ``batch_size=None``, a loader that is not
-    a ``DataLoader``), as many of them as there are virtual machines are a global batch. A loader
-    whose sampler says that it serves several replicas is the user's own way of sharing, and is
-    returned unchanged.
+    If batches come ready-made (a custom batch sampler, ``batch_size=None``, a loader that is not a
+    ``DataLoader``), a global batch consists of one of them for each virtual machine. A loader whose
+    sampler is already for several replicas is split by the user, and is returned unchanged.
 
     Args:
-        loader: the user's, or one that this function returned: it is shared out from the start.
+        loader: the user's, or a result of this function, which is then split anew.
         vm: index of the virtual machine.
         shares: one positive number for each virtual machine.
         pads: whether every virtual machine gets the same number of batches, as training needs: a
             global batch of fewer samples than virtual machines is filled up with the first samples
             of the epoch. Otherwise no sample is seen twice, and a virtual machine may get one batch
             fewer.
-        stream: keeps the order of the samples apart from all else that is random; ``None`` leaves
-            the global random state alone.
+        stream: separates the order of the samples from all other random numbers; ``None`` does not
+            change the global random state.
 
     Raises:
         ConfigurationError: unequal shares of batches that come ready-made, or a loader whose order
-            was settled before it got here.
+            is already fixed.
     """
     loader = getattr(loader, "__dict__", {}).get("_before_sharing", loader)
     if len(shares) == 1:
@@ -86,8 +84,8 @@ def for_virtual_machine(
     _check_not_begun(loader)
     changes = _of_stream if isinstance(loader.dataset, IterableDataset) else _of_map
     mine = copy.copy(loader)
-    # Past DataLoader.__setattr__, which forbids most of these: a user's subclass need not be one
-    # that can be built anew from its attributes.
+    # Bypasses DataLoader.__setattr__, which forbids most of these: a user's subclass may not be
+    # rebuildable from its attributes.
     vars(mine).update(
         changes(loader, vm, tuple(shares), pads, stream),
         _before_sharing=loader,
@@ -98,7 +96,7 @@ def for_virtual_machine(
 
 
 class _NoSwitching(SharedStream):
-    """Where the random state is not ours to switch."""
+    """A stream that does not change the random state."""
 
     def _switch(self) -> None:
         pass
@@ -154,8 +152,8 @@ def _of_stream(
     part = Part(vm, shares, size, pads, drops_last=loader.drop_last)
     is_sized = hasattr(loader.dataset, "__len__")
     kind = _SizedIterableDatasetPart if is_sized else _IterableDatasetPart
-    # The data set makes the batches, as only it knows how large the last one is; for the loader
-    # they are ready-made, and go to `collate_fn` as they come.
+    # The data set makes the batches, as only it can determine the size of the last one; for the
+    # loader they are ready-made, and go to `collate_fn` unchanged.
     return {
         "dataset": kind(loader.dataset, part, is_batched, stream),
         "sampler": _Endless(stream),
@@ -165,13 +163,13 @@ def _of_stream(
 
 
 def _is_standard(batch_sampler: object) -> bool:
-    """Whether it only cuts what its sampler gives into pieces: torch's own, or torchdata's."""
+    """Whether a batch sampler only cuts its sampler's indices: it is torch's or torchdata's."""
     library = type(batch_sampler).__module__.partition(".")[0]
     return isinstance(batch_sampler, BatchSampler) and library in ("torch", "torchdata")
 
 
 def _is_shared_out_by_user(loader: DataLoader[Any]) -> bool:
-    """Whether the user shards: a ``DistributedSampler``, or one that has learned from it."""
+    """Whether the user splits the data: by a ``DistributedSampler``, or a similar sampler."""
     batches = loader.batch_sampler
     for sampler in (loader.sampler, batches, getattr(batches, "sampler", None)):
         num_replicas = getattr(sampler, "num_replicas", 1)
@@ -199,11 +197,11 @@ def _require_equal(shares: Sequence[float], found: str) -> None:
         )
 
 
-# --- what stands in for the user's samplers, data sets and loaders ---
+# --- stand-ins for the user's samplers, data sets and loaders ---
 
 
 class _BatchSamplerPart(BatchSampler):
-    """Slices of the global batches that a sampler's samples make up."""
+    """Slices of the global batches that consist of a sampler's samples."""
 
     def __init__(self, sampler: Any, part: Part, stream: SharedStream) -> None:
         super().__init__(sampler, part.num_items, part.drops_last)
@@ -211,7 +209,7 @@ class _BatchSamplerPart(BatchSampler):
         self._stream = stream
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Now and not with the first batch: the loader's next act is to draw its workers' seed.
+        # Now and not with the first batch: next, the loader draws its workers' seed.
         self._stream.to_shared()
         # The sampler begins with the first batch, as in a BatchSampler: it draws after that seed.
         batches = self._part.batches(self.sampler, _length(self.sampler))
@@ -222,21 +220,21 @@ class _BatchSamplerPart(BatchSampler):
 
 
 class _StandIn:
-    """Answers for what it stands in front of: ``set_epoch``, ``state_dict``, a user's own."""
+    """Passes attributes of the original on: ``set_epoch``, ``state_dict``, a user's own."""
 
     _source: Any
     _part: Part
     _stream: SharedStream
 
     def __getattr__(self, name: str) -> Any:
-        # Python's own protocols are not passed on: the stand-in is copied and pickled itself.
+        # Python's own protocols are not passed on, as the stand-in itself is copied and pickled.
         if name.startswith("__") or "_source" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._source, name)
 
 
 class _Turns(_StandIn):
-    """Every m-th item: ready-made batches, or what stands for them."""
+    """Every m-th item: ready-made batches, or the indices for them."""
 
     def __init__(self, source: Any, part: Part, stream: SharedStream) -> None:
         self._source = self._before_sharing = source
@@ -260,10 +258,10 @@ def _turns(source: Any, part: Part, stream: SharedStream) -> _Turns:
 
 
 class _IterableDatasetPart(_StandIn, IterableDataset[Any]):
-    """A stream's slices, as lists where the loader would have made batches of samples.
+    """A stream's slices, as lists if the loader would have made batches of samples.
 
     Every virtual machine reads the whole stream, with the same random numbers: in a worker, those
-    of the worker's seed. A ``collate_fn`` draws its own.
+    of the worker's seed. A ``collate_fn`` draws from the virtual machine's own stream.
     """
 
     _is_batched: bool
@@ -272,13 +270,13 @@ class _IterableDatasetPart(_StandIn, IterableDataset[Any]):
         vars(self).update(_source=source, _part=part, _is_batched=is_batched, _stream=stream)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A `worker_init_fn` tells each worker its range by setting attributes of the data set.
+        # A `worker_init_fn` sets each worker's range by attributes of the data set.
         setattr(self._source, name, value)
 
     def __iter__(self) -> Iterator[Any]:
         stream, num_items = self._stream, _length(self._source)
         if get_worker_info() is not None:
-            # Made once: workers that persist come here again, with their own stream in force.
+            # Made once: persistent workers call this again, with their own stream in force.
             stream = vars(self).setdefault("_worker_stream", type(stream)(self._part.vm))
             num_items = None
         stream.to_shared()
@@ -294,13 +292,13 @@ class _SizedIterableDatasetPart(_IterableDatasetPart):
 
 
 class _Endless(Sampler[None]):
-    """An iterable data set's sampler, which has nothing to say but when to ask."""
+    """An iterable data set's sampler, which yields no indices, only calls for the next item."""
 
     def __init__(self, stream: SharedStream) -> None:
         self._stream = stream
 
     def __iter__(self) -> Iterator[None]:
-        # The loader's next act is to draw its workers' seed.
+        # Next, the loader draws its workers' seed.
         self._stream.to_shared()
         return self._calls()
 
@@ -312,7 +310,7 @@ class _Endless(Sampler[None]):
 
 @dataclass(frozen=True, slots=True)
 class _OwnWorkerSeeds:
-    """A ``worker_init_fn`` that sets a worker apart from its like in other virtual machines.
+    """A ``worker_init_fn`` that gives workers of different virtual machines different seeds.
 
     Args:
         vm: index of the virtual machine.
@@ -329,7 +327,7 @@ class _OwnWorkerSeeds:
 
 
 def _drawn_on(stream: SharedStream, items: Iterator[T]) -> Iterator[T]:
-    """The items, each drawn from the shared random stream; whoever takes one draws from its own."""
+    """Yields items drawn from the shared random stream; the caller's code draws from its own."""
     while True:
         stream.to_shared()
         try:

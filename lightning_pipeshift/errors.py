@@ -1,7 +1,8 @@
 """Every error that PipeShift raises on purpose.
 
-One root, so that a user can catch them all; one type for each kind of remedy, so that a program can
-tell them apart. A message names what was found, what is allowed, and what to change.
+They have one base class, so that a user can catch them all, and one type for each kind of remedy,
+so that a program can distinguish them. A message contains the value found, the allowed values, and
+the remedy.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Evaluation: forward only, the stages working on successive batches at once.
 
-Lightning's loop asks for one batch's result before it fetches the next. Where nobody needs the
-results in between, a stage goes on with the next batch at once, and what the last stage logged and
-returned is fetched at the end of the data.
+Lightning's loop takes one batch's result before it fetches the next. If no code needs the results
+in between, a stage goes on with the next batch at once, and the last stage's logs and results are
+fetched at the end of the data.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_pipeshift.runtime.step_run import UserStep
 
 
 def is_hook_used(trainer: pl.Trainer, hook: str) -> bool:
-    """Whether a hook is more than Lightning's own: its callbacks (progress bars) only count."""
+    """Whether a hook has code other than Lightning's own, whose callbacks only show progress."""
     parts: list[Any] = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
     return any(_is_users_own(part, hook) for part in parts)
 
@@ -32,7 +32,7 @@ def is_hook_used(trainer: pl.Trainer, hook: str) -> bool:
 def _is_users_own(part: Any, hook: str) -> bool:
     """Whether a callback or a LightningModule has a hook that is not Lightning's.
 
-    A hook's own ``__module__`` says nothing: `functools.wraps` copies it from what is wrapped.
+    A hook's own ``__module__`` is not reliable: `functools.wraps` copies it from the wrapped one.
     """
     if hook in vars(part):
         return True  # `LambdaCallback` sets its hooks on the instance
@@ -41,17 +41,17 @@ def _is_users_own(part: Any, hook: str) -> bool:
             function = vars(kind)[hook]
             written_in = getattr(function, "__globals__", {}).get("__name__", "")
             return not (_is_lightnings(kind.__module__) and _is_lightnings(written_in))
-    # An attribute that is made up when it is asked for.
+    # The attribute may be computed by `__getattr__`.
     return callable(getattr(part, hook, None))
 
 
 def _is_lightnings(module: str) -> bool:
-    # Some of its hooks are wrapped by what `lightning_utilities` has.
+    # Some of its hooks are wrapped by decorators of `lightning_utilities`.
     return module.partition(".")[0] in ("lightning", "lightning_utilities")
 
 
-def somebody_looks_at_results(trainer: pl.Trainer, step: str) -> bool:
-    """Whether a hook after each batch is given the step's result by somebody who may use it."""
+def are_results_used(trainer: pl.Trainer, step: str) -> bool:
+    """Whether code other than Lightning's own gets the step's result after each batch."""
     writes = any(
         isinstance(part, BasePredictionWriter) and part.interval.on_batch
         for part in trainer.callbacks  # type: ignore[attr-defined]
@@ -76,8 +76,8 @@ class EvaluationSteps:
     def __init__(self, trainer: pl.Trainer, pipeline: Pipeline) -> None:
         self._trainer = trainer
         self._pipeline = pipeline
-        # Where each result that was not there yet has to go: a list of the predict loop, and the
-        # place in it.
+        # The target of each result that has not been fetched yet: a list of the predict loop, and
+        # the place in it.
         self._awaited: list[tuple[list[Any], int]] = []
 
     def run(self, name: str, batch: Any, rest: tuple[Any, ...], step: UserStep) -> Any:
@@ -86,11 +86,11 @@ class EvaluationSteps:
         Args:
             name: ``"validation_step"``, ``"test_step"`` or ``"predict_step"``.
             batch: the batch.
-            rest: what else the step takes: the batch index, and the index of the dataloader.
+            rest: the step's other arguments: the indices of the batch and of the dataloader.
             step: runs the user's step on a module and the batch.
 
         Returns:
-            the step's result, or ``None`` where it comes later and nobody needs it now.
+            the step's result, or ``None`` if it comes later and is not needed now.
         """
         trainer = self._trainer
         fitting = trainer.state.fn == "fit"
@@ -103,10 +103,10 @@ class EvaluationSteps:
             step,
             f"{name}/{dataloader_idx}",
             batch_idx,
-            # Until the first training step has shown the whole flow, the sanity check lets go of
-            # nothing.
+            # The sanity check releases nothing, as only the first training step shows the whole
+            # flow.
             final=not fitting,
-            wants_result=name == "predict_step" or somebody_looks_at_results(trainer, name),
+            wants_result=name == "predict_step" or are_results_used(trainer, name),
         )
         if name == "predict_step":
             self._await_prediction(loop, dataloader_idx)
@@ -117,17 +117,16 @@ class EvaluationSteps:
         return self._deliver(reports, name)
 
     def run_plainly(self, name: str, batch: Any, rest: tuple[Any, ...], step: UserStep) -> Any:
-        """Runs one evaluation step on one device by itself: its result and its logs are there at
-        once.
+        """Runs one evaluation step on a single device: its result and logs are available at once.
 
         Args:
             name: as for :meth:`run`, as are the others.
             batch: the batch, or Lightning's iterator over them.
-            rest: what else the step takes.
+            rest: the step's other arguments.
             step: runs the user's step.
 
         Returns:
-            what the user's step returned.
+            the result of the user's step.
         """
         batch_idx, dataloader_idx = self._place(rest)
         is_final = self._trainer.state.fn != "fit"
@@ -145,7 +144,7 @@ class EvaluationSteps:
         return batch_idx, rest[1] if len(rest) > 1 else 0
 
     def _is_needed_now(self, name: str, trace: Trace | None, loop: Any) -> bool:
-        # The end of one of several dataloaders cannot be seen coming where its length is unknown.
+        # The end of one of several dataloaders cannot be predicted if its length is unknown.
         loaders = loop._combined_loader.flattened
         unknown_end = len(loaders) > 1 and any(map(_may_end_early, loaders))
         next_hook = f"on_{name.removesuffix('_step')}_batch_start"
@@ -153,14 +152,14 @@ class EvaluationSteps:
             trace is None
             or trace.logs_each_step
             or unknown_end
-            or somebody_looks_at_results(self._trainer, name)
-            # Also where the step returns nothing: hooks may look at what it left on the module.
+            or are_results_used(self._trainer, name)
+            # Even if the step returns nothing: hooks may read attributes that it set on the module.
             or is_hook_used(self._trainer, next_hook)
         )
 
     def require_all_fetched(self, what: str) -> None:
-        """Raises BatchError where the data ended before the dataloader's length said so, so that
-        what the last batches logged has not been looked at.
+        """Raises BatchError if there were fewer batches than the dataloader's length, so that the
+        logs of the last batches have not been fetched.
 
         Args:
             what: the data's name in the message.
@@ -180,10 +179,10 @@ class EvaluationSteps:
     def _deliver(self, reports: list[Report], name: str) -> Any:
         root: Any = self._pipeline.root
         device = self._pipeline.channels.device
-        # The class's own: on the instance stands the recorder, while a step runs.
+        # The class's own method: while a step runs, the recorder replaces it on the instance.
         log = partial(type(root).log, root)
-        # What an epoch's values are over all virtual machines is asked at its end: until then, they
-        # may be at different batches.
+        # An epoch's values are reduced over all virtual machines at its end: until then, they may
+        # be at different batches.
         synchronised = True if self._pipeline.replicas.count > 1 else None
         for report in reports:
             say_again(report.logs, log, root, device, synchronised)

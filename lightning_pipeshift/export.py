@@ -1,4 +1,4 @@
-"""Makes one file of a checkpoint, for use without PipeShift."""
+"""Converts a checkpoint to one file, for use without PipeShift."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lightning_pipeshift.runtime import atomic
 
 
 def pretrained_prefix(root: nn.Module) -> str | None:
-    """Where a LightningModule has its Hugging Face model: ``"model."``; ``None`` if it has none, or
-    several.
+    """The prefix of a LightningModule's Hugging Face model, such as ``"model."``; ``None`` if it
+    has none, or several.
     """
     found: list[str] = []
     for name, module in root.named_modules():
@@ -35,16 +35,15 @@ def export(
     prefix: str | None = None,
     weights_only: bool | None = None,
 ) -> None:
-    """Makes one file of a checkpoint, a folder or a file.
+    """Converts a checkpoint, a folder or a file, to one file.
 
     Args:
         source: the checkpoint.
-        target: ``OUT.safetensors`` takes the model's parameters and buffers alone, under the names
-            that Hugging Face knows if the model is one of theirs; anything else is a Lightning
-            checkpoint, complete.
-        prefix: what names in the safetensors file lose at their beginning, and names without it are
-            left out; by default that of the Hugging Face model in the LightningModule, if there is
-            one.
+        target: ``OUT.safetensors`` gets only the model's parameters and buffers, under Hugging
+            Face's names if the model is one of theirs; any other file is a complete Lightning
+            checkpoint.
+        prefix: removed from the names in the safetensors file; names without it are left out. By
+            default that of the Hugging Face model in the LightningModule, if there is one.
         weights_only: ``False`` if the checkpoint holds more than tensors and plain values, and may
             run code when it is loaded.
 

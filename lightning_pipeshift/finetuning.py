@@ -1,8 +1,9 @@
 """Finetuning callbacks over several stages.
 
-``BaseFinetuning`` adds parameters to an optimizer in the middle of a run, but those that it finds
-there already: it compares them by their values, and a stage has those of its own layers alone. The
-stages tell each other a digest of each, so that all of them get the answer of one device.
+``BaseFinetuning`` adds parameters to an optimizer in the middle of a run, except those that it
+already has: it compares them by their values, and a stage has only the values of its own layers.
+The stages exchange a digest of each parameter, so that all of them get the same result as on one
+device.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lightning_pipeshift.runtime.channels import Channels
 
 
 class SharedComparison:
-    """Looks for parameters that an optimizer has already, over all stages.
+    """Finds the parameters that an optimizer already has, over all stages.
 
     Args:
         root: the LightningModule.
@@ -42,7 +43,7 @@ class SharedComparison:
     def __call__(self, optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """The parameters that the optimizer does not have. Every stage calls this.
 
-        As on one device, one that is equal to another in every value counts as being there.
+        As on one device, a parameter that equals another in every value counts as present.
         """
         params = list(params)
         known: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
@@ -50,14 +51,14 @@ class SharedComparison:
         if self._channels.num_stages == 1 or any(id(p) not in names for p in [*params, *known]):
             return self._plain(optimizer, params)
         identical = set(map(id, known))
-        # Only what is alike in kind can be equal. This depends on no value, so that every stage
-        # asks for the same digests.
+        # Only parameters of the same kind can be equal. This depends on no value, so that every
+        # stage requests the same digests.
         kinds = {_kind_of(p) for p in params} & {_kind_of(p) for p in known}
         compared = [p for p in [*params, *known] if _kind_of(p) in kinds]
         digests = self._digests({names[id(p)]: p for p in compared}) if kinds else {}
 
         def value_of(parameter: nn.Parameter) -> Any:
-            # What has no values anywhere yet equals nothing but itself.
+            # A parameter without values on any stage only equals itself.
             name = names[id(parameter)]
             return _kind_of(parameter), digests.get(name, name)
 
@@ -83,10 +84,10 @@ class SharedComparison:
                 mine[name] = _digest_of(self._deferred.values(parameter))
             elif not parameter.is_meta:
                 mine[name] = _digest_of(parameter)
-        everybody = self._channels.gather_objects(mine)
+        gathered = self._channels.gather_objects(mine)
         merged: dict[str, str] | None = None
-        if everybody is not None:
-            merged = {name: digest for digests in everybody for name, digest in digests.items()}
+        if gathered is not None:
+            merged = {name: digest for digests in gathered for name, digest in digests.items()}
         shared: dict[str, str] = self._channels.share_object(merged, source=0)
         return shared
 
@@ -96,7 +97,7 @@ def _kind_of(parameter: Tensor) -> Any:
 
 
 def _digest_of(parameter: Tensor) -> str:
-    """Equal for tensors for which ``torch.equal`` says so."""
+    """Equal if ``torch.equal`` is true for the tensors."""
     # Zero has two signs, which are equal.
     values = (parameter.detach().cpu() + 0.0).contiguous().reshape(-1)
     return hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()

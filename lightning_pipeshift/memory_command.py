@@ -1,6 +1,4 @@
-"""``pipeshift memory``: measures a model, plans for its memory, and shows where it goes, without
-training.
-"""
+"""``pipeshift memory``: measures a model without training, plans its memory, and shows its use."""
 
 from __future__ import annotations
 
@@ -60,7 +58,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def machines_of(strategy: Any) -> list[MachineMemory] | None:
-    """What there is to say of each virtual machine: on the first rank, once it has measured."""
+    """The memory of each virtual machine: on the first rank, once it has measured."""
     pipeline = strategy._require_pipeline()
     measured, settings = pipeline.planning.measured, pipeline.settings
     if measured is None:

@@ -17,7 +17,7 @@ from lightning_pipeshift.runtime.pipeline import Pipeline
 
 
 class PipelinedStrategy(ConnectedStrategy):
-    """A rank that has its part in a pipeline, without a word of how it got it."""
+    """The part of the strategy that has a pipeline, and does not depend on how it is set up."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -29,7 +29,7 @@ class PipelinedStrategy(ConnectedStrategy):
         own = {"_pipeline": None, "_trained": None, "_outside": Outside()}
         return super()._of_a_run() | own
 
-    # --- what is known ---
+    # --- the plan and the measurements ---
 
     @property
     def plan(self) -> Plan:
@@ -46,8 +46,8 @@ class PipelinedStrategy(ConnectedStrategy):
         return self._pipeline is not None and self._pipeline.planning.is_measured
 
     def predicted(self, plan: Plan) -> Plan:
-        """The same plan with what the simulator says of it, by what has been measured of this run.
-        Every rank calls this.
+        """The same plan with the simulator's prediction, by the figures measured in this run. Every
+        rank calls this.
 
         Args:
             plan: for the virtual machines of this run.
@@ -58,31 +58,31 @@ class PipelinedStrategy(ConnectedStrategy):
         return self._require_pipeline().planning.predicted(plan)
 
     def adopt(self, plan: Plan) -> None:
-        """Lets another plan be in force: the next step prepares it, and runs under the old one.
-        Layers change their owners, and nothing that is computed changes. Every rank calls this,
-        with the same plan, between the same steps (in ``on_train_batch_end``, say).
+        """Puts another plan in force: the next step prepares it, and still runs under the old one.
+        Layers change their owners, and all results stay the same. Every rank calls this, with the
+        same plan, between the same steps (for example in ``on_train_batch_end``).
 
         Raises:
-            PlanError: it is for another model, or would change more than who owns what and what is
-                recomputed.
+            PlanError: it is for another model, or would change more than the owners of layers and
+                the recomputation.
         """
         self._require_pipeline().adopt(plan)
 
     def migrate(self, *moves: Move) -> None:
-        """Lets layers change their owners: the next step prepares that, and runs as it was. Every
-        rank calls this, with the same moves, between the same steps; a second call adds to the
-        first.
+        """Makes layers change their owners: the next step prepares that, and still runs under the
+        old placement. Every rank calls this, with the same moves, between the same steps; a second
+        call adds to the first.
 
         Raises:
-            PlanError: a layer, a stage or a virtual machine that there is not; two moves of one
+            PlanError: a layer, a stage or a virtual machine that does not exist; two moves of one
                 layer; a stage whose layers would not follow each other; or a stage that would have
-                too little memory. Nothing changes then.
+                too little memory. Then nothing changes.
         """
         self._require_pipeline().migrate(moves)
 
     @property
     def steps_left(self) -> float:
-        """For how many steps a change of the plan can pay; infinite where nobody has said."""
+        """Over how many steps a change of the plan can pay off; infinite if it was not set."""
         return self._require_pipeline().planning.steps_left
 
     @steps_left.setter
@@ -91,7 +91,7 @@ class PipelinedStrategy(ConnectedStrategy):
 
     @property
     def decisions(self) -> list[dict[str, float]]:
-        """What was expected of changes of the plan, and what came of them, in their order:
+        """The expected and the measured effects of changes of the plan, in their order:
         ``expected_gain`` and later ``measured_gain`` (how many times as fast a step is), and
         ``step_seconds`` at that time.
         """
@@ -99,18 +99,18 @@ class PipelinedStrategy(ConnectedStrategy):
 
     @property
     def move_seconds(self) -> float:
-        """How long the last change of owners has held this rank up, in seconds: what was not hidden
-        behind its steps.
+        """How long this rank has waited for the last change of owners, in seconds: the part that
+        was not hidden behind its steps.
         """
         return self._require_pipeline().changes.seconds
 
     @property
     def memory_figures(self) -> dict[str, float]:
-        """What :class:`~lightning_pipeshift.MemoryCompression` has done on this rank since the run
+        """Statistics of :class:`~lightning_pipeshift.MemoryCompression` on this rank since the run
         began: ``peak_bytes`` of saved tensors on the device, the ``budget_bytes`` that they may
         take (the device's, less what its layers hold besides), ``moved_bytes``, ``waited_seconds``
-        (how long the compute has waited for tensors to come or to go), ``num_evicted`` (tensors
-        that had to leave though the plan keeps them) and ``host_peak_bytes``. Empty without it.
+        (how long the compute has waited for copies), ``num_evicted`` (tensors that were evicted
+        although the plan keeps them) and ``host_peak_bytes``. Empty without the plugin.
         """
         memory = self._require_pipeline().memory
         return memory.figures() if memory is not None else {}

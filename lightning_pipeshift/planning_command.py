@@ -1,8 +1,8 @@
 """``pipeshift plan``: measures, plans and prints, without training.
 
-What changes no bit of a run (who owns what, what is recomputed) is decided while it runs. What
-does (how many virtual machines, how many microbatches, whose share of the batch) is decided here
-and written down, so that the run can be repeated.
+Settings that change no bit of a run's results (the owners of layers, the recomputation) are chosen
+while it runs. Settings that do (the numbers of virtual machines and microbatches, the shares of the
+batch) are chosen here and saved, so that the run can be repeated.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lightning_pipeshift.strategy import PipeShiftStrategy
 _ENOUGH_STEPS: Final = 100_000
 
 Made = tuple[Plan, Arrangement, Arrangement | None]
-"""A plan, what it was made of, and the uniform split beside it, where that is possible."""
+"""A plan, its arrangement, and the uniform split for comparison, if that is possible."""
 
 
 def make(profile: Profile, cluster: Cluster, wishes: Wishes) -> Made:
@@ -47,8 +47,8 @@ def make(profile: Profile, cluster: Cluster, wishes: Wishes) -> Made:
     machines.
 
     Raises:
-        PlanError: nothing that is allowed fits in memory.
-        BudgetError: nor does it where saved tensors may move.
+        PlanError: no allowed plan fits in memory.
+        BudgetError: no plan with swaps of saved tensors fits either.
     """
     arrange = arrange_all if wishes.policy is None else arrange_compressed
     best = arrange(profile, cluster, wishes, partial(worthwhile_cuts, profile.payload_bytes))
@@ -64,7 +64,7 @@ def make(profile: Profile, cluster: Cluster, wishes: Wishes) -> Made:
 
 
 def report(made: Made, cluster: Cluster) -> str:
-    """What the command prints: the plan's drawing, and its figures beside the uniform split's."""
+    """The command's output: the plan's drawing, and its figures beside the uniform split's."""
     plan, best, even = made
     columns = [("this plan", best)] + ([("uniform split", even)] if even is not None else [])
     rows = [
@@ -110,7 +110,7 @@ def _bytes(number: float) -> str:
     return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.2f} MB"
 
 
-# --- machines that aren't there ---
+# --- machines that aren't available ---
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -155,9 +155,9 @@ def add_budgets(parser: argparse.ArgumentParser) -> None:
 
 
 def plugin_of(options: argparse.Namespace) -> MemoryCompression | None:
-    """What the options of :func:`add_budgets` ask for.
+    """The plugin for the options of :func:`add_budgets`.
 
-    Raises ConfigurationError where they mean nothing."""
+    Raises ConfigurationError for a meaningless combination."""
     if options.budget is None and options.host_budget != "auto":
         raise ConfigurationError(
             f"`--host-budget {options.host_budget}` goes with `--budget`, and there is none. Add"
@@ -204,7 +204,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _measuring_parser() -> argparse.ArgumentParser:
-    """Of what is not for Lightning's parser."""
+    """The parser of options that are not for Lightning's parser."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--out", default="plan.json")
     add_budgets(parser)
@@ -212,9 +212,9 @@ def _measuring_parser() -> argparse.ArgumentParser:
 
 
 def _within(cluster: Cluster, wishes: MemoryWishes) -> Cluster:
-    """The machines, with budgets where there are some.
+    """The machines, with the budgets if there are any.
 
-    Raises PlanError where it is not known what there is, or how fast it is reached."""
+    Raises PlanError where a device's memory, or the bandwidth to its host, is unknown."""
     devices = []
     for device in cluster.devices:
         changed = device
@@ -245,7 +245,7 @@ class Measuring(Callback):
     """Ends a run as soon as its steps have been measured."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Looks whether enough is known."""
+        """Ends the run if enough has been measured."""
         strategy = trainer.strategy
         assert isinstance(strategy, PipeShiftStrategy)
         if strategy.is_measured:
@@ -256,7 +256,7 @@ def _measuring_cli(
     base: type[LightningCLI], command: str, memory: MemoryCompression | None
 ) -> type[LightningCLI]:
     class MeasuringCLI(base):  # type: ignore[valid-type, misc]
-        """Builds what ``fit`` would, without what a run leaves behind."""
+        """Builds the same objects as ``fit``, without loggers and checkpoints."""
 
         def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
             wanted = self._get(self.config_init, "trainer", default={})
@@ -271,7 +271,7 @@ def _measuring_cli(
             trainer: pl.Trainer = super().instantiate_trainer(
                 **kwargs,
                 callbacks=[*callbacks, Measuring()],
-                # Some callbacks insist on one.
+                # Some callbacks require a logger.
                 logger=DummyLogger(),
                 enable_checkpointing=False,
                 limit_val_batches=0,
@@ -304,19 +304,20 @@ def _listed(callbacks: Any) -> list[Any]:
 def measured_strategy(
     arguments: Sequence[str], command: str, memory: MemoryCompression | None = None
 ) -> PipeShiftStrategy:
-    """Runs what ``pipeshift fit`` would, until its steps have been measured; what did so.
+    """Runs the same training as ``pipeshift fit`` until its steps have been measured; returns the
+    strategy.
 
     Args:
         arguments: of ``pipeshift fit``.
-        command: who asks.
+        command: the command, for messages.
         memory: keeps a budget, unless the configuration has its own.
     """
     from lightning_pipeshift.cli import PipeShiftCLI
 
     make = _measuring_cli(PipeShiftCLI, command, memory)
     with warnings.catch_warnings():
-        # The words after `pipeshift` are not those of `fit`, and ranks that Lightning launches need
-        # them as they are.
+        # The command-line arguments are not those of `fit`, and ranks that Lightning launches need
+        # them unchanged.
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")
         strategy = make(args=["fit", *arguments], save_config_callback=None).trainer.strategy
     assert isinstance(strategy, PipeShiftStrategy)

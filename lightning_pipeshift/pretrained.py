@@ -1,4 +1,4 @@
-"""Gives a model the values of files that somebody else saved."""
+"""Loads the values of a pretrained model's files into a model."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class _Stored(NamedTuple):
 
 
 def load_pretrained(module: nn.Module, path: str | Path, strict: bool = True) -> None:
-    """Gives a module the values that files hold under the module's own names.
+    """Gives a module the values that files have under the module's own names.
 
-    In ``configure_model`` nothing is read yet: each rank reads from the mapped files, one tensor at
-    a time, what it is to hold. Anywhere else the values are read at once.
+    In ``configure_model`` nothing is read yet: later each rank reads only what it is to hold, one
+    tensor at a time, from the mapped files. Anywhere else the values are read at once.
 
     Args:
         module: a whole model, or a part of one: ``self.model``.
         path: a safetensors file; a folder with one, or with several and their index, as Hugging
             Face saves them; or a file of ``torch.save`` with a state dict, or a Lightning
             checkpoint.
-        strict: whether every parameter and persistent buffer has to be there, and nothing else.
+        strict: whether the files must have every parameter and persistent buffer, and nothing else.
 
     Raises:
         CheckpointError: a file is damaged, or is of another model.
@@ -45,7 +45,7 @@ def load_pretrained(module: nn.Module, path: str | Path, strict: bool = True) ->
     with unrecorded():
         stored = dict(_safetensors(path) if _is_safetensors(path) else _of_torch(path))
     targets: dict[str, Tensor] = module.state_dict(keep_vars=True)
-    # A tied parameter is often saved under one of its names alone.
+    # A tied parameter is often saved under only one of its names.
     given = {id(value) for name, value in targets.items() if name in stored}
     missing = [n for n, value in targets.items() if n not in stored and id(value) not in given]
     unexpected = [name for name in stored if name not in targets]
@@ -91,7 +91,7 @@ def _safetensors(path: Path) -> Iterator[tuple[str, _Stored]]:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118  it is no dict
                     part = opened.get_slice(name)
-                    # Of an empty part torch says the type.
+                    # The type is that of an empty slice.
                     dtype = part[:0].dtype if part.get_shape() else opened.get_tensor(name).dtype
                     like = torch.empty(part.get_shape(), dtype=dtype, device="meta")
                     yield name, _Stored(like, _reader(file, name))
@@ -105,7 +105,7 @@ def _safetensors(path: Path) -> Iterator[tuple[str, _Stored]]:
 
 def _reader(file: Path, name: str) -> Callable[[], Tensor]:
     def load() -> Tensor:
-        # Opened for each tensor: what was read is in memory until the file is closed.
+        # Opened for each tensor: pages that were read stay in memory until the file is closed.
         with safe_open(file, framework="pt") as opened:
             tensor: Tensor = opened.get_tensor(name)
         return tensor

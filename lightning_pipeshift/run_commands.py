@@ -17,7 +17,7 @@ from lightning_pipeshift.runtime.status import shown
 
 
 def folder_of(run: Path) -> Path:
-    """The folder that a run takes requests in.
+    """The folder in which a run takes requests.
 
     Args:
         run: the run's own folder, or one above it.
@@ -48,7 +48,7 @@ def _status(folder: Path) -> dict[str, Any]:
 
 def _is_alive(status: dict[str, Any]) -> bool:
     if status["host"] != socket.gethostname():
-        return True  # nobody here knows
+        return True  # this cannot be checked from another host
     try:
         os.kill(status["process"], 0)
     except ProcessLookupError:
@@ -79,7 +79,7 @@ def status(arguments: Sequence[str] | None = None) -> None:
 
 
 def move(arguments: Sequence[str] | None = None) -> None:
-    """Runs ``pipeshift move``. Raises SystemExit where nothing moves, or nobody answers."""
+    """Runs ``pipeshift move``. Raises SystemExit where nothing moves, or there is no answer."""
     parser = _parser("move", "Lets layers of a run change their owners, all of them at once.")
     parser.add_argument(
         "moves",

@@ -1,4 +1,4 @@
-"""``PipeShiftStrategy``: where Lightning's hooks meet the pipeline. Each delegates."""
+"""``PipeShiftStrategy``: connects Lightning's hooks with the pipeline. Each hook delegates."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ from lightning_pipeshift.data import for_virtual_machine
 from lightning_pipeshift.errors import BatchError, PlanError
 from lightning_pipeshift.evaluation import (
     EvaluationSteps,
+    are_results_used,
     is_hook_used,
-    somebody_looks_at_results,
 )
 from lightning_pipeshift.finetuning import SharedComparison
 from lightning_pipeshift.model.logs import say_again
@@ -70,12 +70,12 @@ from lightning_pipeshift.synchronising import MetricSync, silence_advice_to_sync
 
 T = TypeVar("T")
 
-# What a LightningModule and a Metric keep on themselves is not the user's state.
+# Attributes of LightningModule and Metric themselves are not the user's state.
 _FRAMEWORK_ATTRIBUTES = frozenset(vars(pl.LightningModule())) | {"log", "log_dict", "_trainer"}
 
 
 def _weighed(result: Any) -> Any:
-    """A step's result; ``None`` where its ``weight`` says that it counts nothing."""
+    """A step's result; ``None`` if its ``weight`` is 0."""
     if isinstance(result, Mapping) and result.get("weight") is not None:
         return result if float(result["weight"]) else None
     return result
@@ -96,22 +96,22 @@ class PipeShiftStrategy(CheckpointingStrategy):
         virtual_machines: how many replicas of the model train in parallel, each a pipeline of its
             own; or the ranks of each in stage order, ``[[0, 2], [1, 3]]``. ``"auto"``: one, or as
             many as ``partition`` or ``plan`` has.
-        microbatches: into how many slices a batch is cut; ``"auto"`` takes four for each stage.
+        microbatches: the number of slices of a batch; ``"auto"``: four for each stage.
         schedule: ``"1f1b"``, ``"gpipe"``, or ``"eager_1f1b"``, which hides the time that messages
             take and holds up to twice the activations.
-        partition: who owns which layers. ``"auto"`` balances the measured forward times,
+        partition: the layers of each stage. ``"auto"`` balances the measured forward times,
             ``"uniform"`` the number of layers, a list gives the number of layers of each stage, and
             a list of lists does so for each virtual machine.
         plan: a :class:`~lightning_pipeshift.Plan`, or the path of one, that overrides the four
             above, ``recompute``, and ``batch_shares`` where it has any.
-        batch_shares: how the samples of a global batch are shared out over the virtual machines,
-            one number for each: ``[3, 1]``. By default equally. A global batch has the
-            DataLoader's batch size times the number of virtual machines.
-        recompute: which layers let go of what they save for their backward, and run again before
-            it: ``"auto"``, as few as the memory of the devices asks for; ``"full"``, all where it
-            frees memory; ``"none"``. It changes no bit. With a ``partition`` of your own,
-            ``"auto"`` is ``"none"``.
-        profile_steps: after how many measured steps the layers are shared out anew, where
+        batch_shares: how the samples of a global batch are divided among the virtual machines, one
+            number for each: ``[3, 1]``. By default equally. A global batch has the DataLoader's
+            batch size times the number of virtual machines.
+        recompute: which layers release the tensors saved for their backward, and run again before
+            it: ``"auto"``, as few as the memory of the devices requires; ``"full"``, all where it
+            frees memory; ``"none"``. It changes no bit of the results. With a ``partition`` of your
+            own, ``"auto"`` means ``"none"``.
+        profile_steps: after how many measured steps the layers are distributed again, if
             ``partition`` is ``"auto"``; 0: never.
         gradient_aggregation: how gradients are summed over the virtual machines: ``"ring"``, a ring
             for each layer that begins as soon as its gradient is there; ``"allreduce"``, torch's
@@ -121,12 +121,13 @@ class PipeShiftStrategy(CheckpointingStrategy):
         timeout: how long a rank waits for another before it gives up.
         accelerator: as in every Lightning strategy; the Trainer's argument is the usual way.
         parallel_devices: this host's devices, likewise.
-        cluster_environment: who tells a process its rank, likewise.
+        cluster_environment: the source of a process's rank, likewise.
         checkpoint_io: how checkpoints are written, likewise.
         precision_plugin: the precision, likewise.
 
     Raises:
-        ConfigurationError: an argument has a value that is not allowed; the message says what is.
+        ConfigurationError: an argument has a value that is not allowed; the message lists those
+            that are.
     """
 
     def __init__(
@@ -192,7 +193,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
             "_evaluation": None,
             "_num_steps": 0,
             "_num_losses": 0,
-            # Whether the step under way is the user's own, and its backward Lightning's.
+            # Whether the step under way runs as without a pipeline, its backward by Lightning.
             "_is_plain_step": False,
         }
 
@@ -226,30 +227,30 @@ class PipeShiftStrategy(CheckpointingStrategy):
     # --- for `LayerMigration` ---
 
     def watch(self, watch: Watch | None) -> None:
-        """Lets the next run move layers by itself, or not."""
+        """Sets whether the next run moves layers without a request."""
         self._watch = watch
 
     def take_requests(self, folder: Path | None) -> None:
-        """Lets the next run take requests for moves in a folder, and show there how it stands; or
-        not.
+        """Makes the next run take requests for moves in a folder, and write its status there;
+        ``None``: neither.
         """
         self._request_folder = folder
 
     # --- for `pipeshift plan` ---
 
     def only_measures(self) -> None:
-        """Lets the next run measure the machines and the model, and change no plan."""
+        """Makes the next run only measure the machines and the model, without changing the plan."""
         self._only_measures = True
         self._profile_steps = self._profile_steps or 20
 
     @property
     def _memory_wishes(self) -> MemoryWishes | None:
-        """What a `MemoryCompression` asks for, if there is one."""
+        """The settings of a `MemoryCompression`, if there is one."""
         return getattr(self.precision_plugin, "memory_wishes", None)
 
     @property
     def measured(self) -> tuple[Profile, Cluster, Wishes] | None:
-        """What was measured, and what the arguments leave to a planner: on the first rank."""
+        """The measured figures, and the settings for a planner: on the first rank."""
         planning = self._require_pipeline().planning
         if planning.measured is None or not planning.is_measured:
             return None
@@ -286,13 +287,13 @@ class PipeShiftStrategy(CheckpointingStrategy):
         check_run(module, is_plain)
         self.accelerator.setup(trainer)
         check_shares(self._batch_shares, replicas.count)
-        # Everything that draws outside of a step (shuffling, workers' seeds) draws the same on
+        # Code that draws outside of a step (shuffling, workers' seeds) draws the same numbers on
         # every stage.
         set_global_state(replicas.world.share_object(global_state(), source=0))
         self._shared_stream = SharedStream(replicas.vm)
         self._metric_sync = MetricSync(replicas)
         self._adjustments.when_over(silence_advice_to_synchronise())
-        # Lightning's own samplers know neither shares nor global batches.
+        # Lightning's own samplers support neither shares nor global batches.
         connector = trainer._accelerator_connector
         if self._shares_data is None:
             self._shares_data = connector.use_distributed_sampler
@@ -307,8 +308,8 @@ class PipeShiftStrategy(CheckpointingStrategy):
             if isinstance(metric, Metric):
                 metric.to(self.root_device)
                 # The states are the same on every stage of a virtual machine: gathering them over
-                # all ranks, as torchmetrics would, would count each several times. After the run
-                # too, while the ranks are there.
+                # all ranks, as torchmetrics would, would count each several times. This also holds
+                # after the run, while the ranks are connected.
                 metric.distributed_available_fn = self._metric_sync.is_possible
                 metric.dist_sync_fn = self._metric_sync.gather
         self._connect_checkpoints()
@@ -366,7 +367,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
         try:
             self._outside.open(folder, partial(status_of, pipeline))
         except OSError as error:
-            _say(f"nobody can ask this run for moves, as its folder cannot be written to: {error}.")
+            _say(f"this run takes no requests for moves, as its folder is not writable: {error}.")
         else:
             _say(f"`pipeshift status --run {folder}` shows how this run stands.")
 
@@ -395,22 +396,22 @@ class PipeShiftStrategy(CheckpointingStrategy):
         """Nothing yet: each stage takes its own layers to its device when the plan is made."""
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Takes this virtual machine's share of the data, and lets workers' seeds depend on the
-        virtual machine, where Lightning would use the rank.
+        """Takes this virtual machine's share of the data, and makes workers' seeds depend on the
+        virtual machine, instead of the rank as in Lightning.
         """
         if (
             isinstance(dataloader, DataLoader)
             and int(os.environ.get("PL_SEED_WORKERS", 0))
             and dataloader.worker_init_fn is None
         ):
-            # The same everywhere: the virtual machine's own part in it comes below.
+            # The same on all ranks: the virtual machine's own part is added below.
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)
         if self._is_unconnected_alone:
             return dataloader
         trainer = self._require_module().trainer
         count = self._require_replicas().count
         if trainer.state.stage == RunningStage.TRAINING:
-            # What comes next is the loader's iterator, whose order may be drawn.
+            # Next, Lightning makes the loader's iterator, whose order may be random.
             self._resume_random_state()
         if count == 1 or not self._shares_data:
             return dataloader
@@ -443,26 +444,26 @@ class PipeShiftStrategy(CheckpointingStrategy):
         self._begin_evaluation(self._require_module().trainer.test_loop, "test")
 
     def on_validation_end(self) -> None:
-        """Sees to it that nothing of the data was left out."""
+        """Checks that no batch of the data was left out."""
         self._end_evaluation("validation")
 
     def on_test_end(self) -> None:
-        """Sees to it that nothing of the data was left out."""
+        """Checks that no batch of the data was left out."""
         self._end_evaluation("test")
 
     def on_predict_end(self) -> None:
-        """Sees to it that nothing of the data was left out."""
+        """Checks that no batch of the data was left out."""
         self._end_evaluation("prediction")
 
     def _end_evaluation(self, what: str) -> None:
         self._require_evaluation().require_all_fetched(what)
-        # After the sanity check Lightning puts the random state back that there was before, which
-        # was everybody's.
-        self._draw_as_everybody()
+        # After the sanity check Lightning restores the earlier random state, which was that of the
+        # shared stream.
+        self._draw_from_shared()
 
     def on_train_end(self) -> None:
-        """Ends what virtual machines kept for themselves: running statistics, random numbers. Says
-        so, if no step has learned anything.
+        """Makes the virtual machines' own states equal: running statistics, random numbers. Warns
+        if no step had a loss.
         """
         if self._num_steps and not self._num_losses:
             rank_zero_warn(
@@ -470,9 +471,9 @@ class PipeShiftStrategy(CheckpointingStrategy):
                 " run, so nothing was learned. Return the loss, or a dict with 'loss'."
             )
         self._require_pipeline().match_replicas(parameters_too=False)
-        self._draw_as_everybody()
+        self._draw_from_shared()
 
-    def _draw_as_everybody(self) -> None:
+    def _draw_from_shared(self) -> None:
         if self._shared_stream is not None:
             self._shared_stream.to_shared()
 
@@ -483,7 +484,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
     def _begin_evaluation(self, loop: Any, what: str) -> None:
         require_same_lengths(loop.max_batches, what, self._require_channels())
         require_data_for_all(loop.max_batches, what, self._require_replicas())
-        # Running statistics are each virtual machine's own until somebody looks at them.
+        # Each virtual machine has its own running statistics until they are used.
         self._require_pipeline().match_replicas(parameters_too=False)
 
     # --- steps ---
@@ -511,7 +512,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
                 number,
                 loss_scale_of(self.precision_plugin) / trainer.accumulate_grad_batches,
                 self.optimizers,
-                wants_result=somebody_looks_at_results(trainer, "train_step"),
+                wants_result=are_results_used(trainer, "train_step"),
                 keeps_gradients=self._keeps_gradients(epoch_loop.batch_idx),
                 is_last_batch=bool(epoch_loop.batch_progress.is_last_batch),
                 accumulation=Accumulation(
@@ -519,7 +520,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
                     goes_on=self._accumulates,
                 ),
             )
-        # They are those of all virtual machines already.
+        # The logged values are those of all virtual machines already.
         synchronised = False if self._require_replicas().count > 1 else None
         say_again(report.logs, module.log, module, self.root_device, synchronised)
         if report.loss is None:
@@ -540,7 +541,9 @@ class PipeShiftStrategy(CheckpointingStrategy):
         return result
 
     def _keeps_gradients(self, batch_idx: int) -> bool:
-        """Whether Lightning will not zero the gradients after the step, or somebody looks first."""
+        """Whether Lightning will not zero the gradients after the step, or user code may read them
+        before.
+        """
         module = self._require_module()
         trainer = module.trainer
         return bool(
@@ -566,8 +569,8 @@ class PipeShiftStrategy(CheckpointingStrategy):
 
     @contextmanager
     def _out_of_memory_for_all(self) -> Generator[None, None, None]:
-        """Context of a step. Where a `BatchSizeFinder` would catch that this rank has run out of
-        memory, and begin anew while the others wait for the step's rest, the run ends instead.
+        """Context of a step. If this rank runs out of memory, a `BatchSizeFinder` would catch that
+        and start again while the other ranks still wait in the step; so the run ends instead.
         """
         try:
             yield
@@ -583,7 +586,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Context of the steps after which the optimizer does not step."""
+        """Context of the steps that no optimizer step follows."""
         self._accumulates = True
         try:
             yield
@@ -593,8 +596,8 @@ class PipeShiftStrategy(CheckpointingStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Hands over the gradients that the step has made, between the hooks that belong to a
-        backward. One device by itself makes them only now.
+        """Adds the step's gradients to the parameters' own, between the hooks that belong to a
+        backward. A single device computes them only now.
         """
         if self._is_plain_step:
             with self._require_pipeline().one_stage.backward(self._require_holdings()):
@@ -607,9 +610,9 @@ class PipeShiftStrategy(CheckpointingStrategy):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
         pipeline = self._require_pipeline()
-        # There are none where the optimizer did not call the step, which Lightning will say.
+        # There are none if the optimizer did not call the step; Lightning raises an error for that.
         if pipeline.holdings is not None:
-            # Hooks look at gradients until they are zeroed.
+            # Hooks may read gradients until they are zeroed.
             pipeline.holdings.show_gradients()
         pipeline.changes.weights_are_final()
         return result
@@ -643,8 +646,8 @@ class PipeShiftStrategy(CheckpointingStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces over virtual machines; all stages of one pass the same.
 
-        While an evaluation runs, in which they may be at different batches, what is logged stays
-        as it is; the epoch's value is reduced at its end.
+        During an evaluation the virtual machines may be at different batches, so logged values are
+        not reduced; the epoch's value is reduced at its end.
         """
         if self._metric_sync is not None and not self._metric_sync.is_open:
             return tensor
@@ -666,7 +669,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
     # --- the end ---
 
     def teardown(self) -> None:
-        """Makes the model whole again on every rank, and gives back what the run took."""
+        """Makes the model whole again on every rank, and undoes the run's changes."""
         pipeline = self._pipeline
         self._adjustments.undo()
         self._outside.close()

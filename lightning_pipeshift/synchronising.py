@@ -1,4 +1,4 @@
-"""Metrics over virtual machines: where Lightning and torchmetrics would ask all ranks."""
+"""Synchronises metrics over virtual machines; Lightning and torchmetrics would use all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_pipeshift.runtime.replicas import Replicas
 
 
 class MetricSync:
-    """How a torchmetrics object gathers its states: one from each virtual machine.
+    """Gathers the states of a torchmetrics object: one from each virtual machine.
 
     Args:
         replicas: the virtual machines.
@@ -22,10 +22,10 @@ class MetricSync:
     def __init__(self, replicas: Replicas) -> None:
         self._replicas: Replicas | None = replicas
         self.is_open = True
-        """Whether all ranks would take part now."""
+        """Whether all ranks take part now."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles of a metric, which are nobody's part of a run."""
+        """For copies and pickles of a metric, which belong to no run."""
         return {"_replicas": None, "is_open": True}
 
     def is_possible(self) -> bool:
@@ -43,7 +43,7 @@ def silence_advice_to_synchronise() -> Callable[[], None]:
     they are in sync already.
 
     Returns:
-        what lets it say so again.
+        a function that enables the advice again.
     """
     before = list(warnings.filters)
     warnings.filterwarnings("ignore", message="It is recommended to use `self.log")
@@ -51,7 +51,7 @@ def silence_advice_to_synchronise() -> Callable[[], None]:
 
     def undo() -> None:
         for entry in added:
-            # Somebody else may have set all filters anew.
+            # Other code may have reset all filters.
             with contextlib.suppress(ValueError):
                 warnings.filters.remove(entry)  # type: ignore[attr-defined]
 

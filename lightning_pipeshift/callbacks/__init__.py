@@ -1,1 +1,1 @@
-"""Callbacks: what a user hangs into a Trainer to let layers change their owners."""
+"""Callbacks for a Trainer, with which layers change their owners."""

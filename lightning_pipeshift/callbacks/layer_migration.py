@@ -1,4 +1,4 @@
-"""``LayerMigration``: layers change their owners while training runs, on request or by themselves.
+"""``LayerMigration``: moves layers to other owners while training runs, on request or by itself.
 
 CN115454655A moves layers between the stages of a running pipeline when devices slow down or other
 jobs come. Here a callback decides when; the change itself is the strategy's, between two steps.
@@ -22,20 +22,20 @@ from lightning_pipeshift.strategy import PipeShiftStrategy
 
 
 class LayerMigration(Callback):
-    """Watches what every layer takes on every stage, and moves layers where that pays.
+    """Watches the time of every layer on every stage, and moves layers where that pays off.
 
     Args:
-        moves: what is to move, and when; besides what is found by watching.
-        min_gain: by how much a step has to get shorter, by the simulator, for layers to move.
-        patience: for how many steps an imbalance has to last, without a break. Moves that take
-            earlier ones back need twice the patience, and twice that the next time: a stage whose
-            speed swings does not make layers swing.
-        watches: whether to watch at all; ``False``: only ``moves`` are done, and what is asked for
-            from outside.
+        moves: moves to make at given steps, besides those found by watching.
+        min_gain: by which fraction a step has to get shorter, by the simulator, for layers to move.
+        patience: for how many consecutive steps an imbalance has to last. Moves that reverse
+            earlier ones need twice the patience, and twice that the next time, so that layers do
+            not move to and fro with a stage whose speed fluctuates.
+        watches: whether to watch at all; ``False``: only ``moves`` and requests from outside are
+            carried out.
 
-    While a run goes on, ``pipeshift move --run DIR LAYER STAGE`` asks it for a move, and
-    ``pipeshift status --run DIR`` shows who owns what. ``DIR`` is the logger's folder, or the
-    Trainer's ``default_root_dir``.
+    While a run goes on, ``pipeshift move --run DIR LAYER STAGE`` requests a move from it, and
+    ``pipeshift status --run DIR`` shows the owners of all layers. ``DIR`` is the logger's folder,
+    or the Trainer's ``default_root_dir``.
 
     Raises:
         ConfigurationError: a value that is not allowed; or, as a run begins, another strategy.
@@ -64,11 +64,11 @@ class LayerMigration(Callback):
         self._num_logged = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Asks the strategy to watch."""
+        """Makes the strategy watch."""
         strategy = _strategy_of(trainer)
         strategy.watch(Watch(self.min_gain, self.patience) if self.watches else None)
         folder = str(trainer.log_dir or trainer.default_root_dir)
-        # Nobody can be asked by way of a bucket.
+        # Requests need a local folder, not a remote one.
         is_here = stage == "fit" and "://" not in folder
         strategy.take_requests(Path(folder) if is_here else None)
         self._num_logged = 0
@@ -76,9 +76,9 @@ class LayerMigration(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Does what was asked for at this step."""
+        """Makes the moves for this step."""
         strategy = _strategy_of(trainer)
-        # The step that begins now prepares it. There is a plan from the end of the first one on.
+        # The step that begins now prepares the move. There is a plan after the first step.
         step = trainer.fit_loop.epoch_loop.total_batch_idx + 1
         due = [move for move in self.moves if max(move.step or 0, 2) == step]
         if not due:
@@ -89,7 +89,7 @@ class LayerMigration(Callback):
             rank_zero_warn(f"PipeShift: nothing moves at step {step}: {error}.")
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Logs what was decided."""
+        """Logs decisions."""
         strategy = _strategy_of(trainer)
         strategy.steps_left = _steps_left(trainer)
         found = strategy.decisions
@@ -112,7 +112,7 @@ def _strategy_of(trainer: pl.Trainer) -> PipeShiftStrategy:
 
 
 def _steps_left(trainer: pl.Trainer) -> float:
-    """How many batches are still to come; infinite where nobody knows."""
+    """The number of remaining batches; infinite if it is not known."""
     done = trainer.fit_loop.epoch_loop.total_batch_idx + 1
     of_steps = math.inf
     if trainer.max_steps is not None and trainer.max_steps >= 0:

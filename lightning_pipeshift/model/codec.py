@@ -1,11 +1,11 @@
-"""Makes saved tensors smaller on their way to the host or to another device, and whole again.
+"""Compresses saved tensors for transfers to the host or to another device, and decompresses them.
 
-The way is what costs: a swap that is over sooner has its tensors back in time more often. What a
-layer saves often says little for its size. A dropout's mask has one bit in each byte, the output of
-a ReLU is zeros for a good part, and most activations are read where eight bits of them would do.
+The transfer is the bottleneck: a shorter one brings tensors back in time more often. Saved tensors
+often carry little information for their size. A dropout's mask has one bit in each byte, the output
+of a ReLU is mostly zeros, and for most activations eight bits are enough.
 
-Two codecs, and none unless the user asks. ``lossless`` returns the same bits. ``8bit`` does not,
-and says by how much an element may be off.
+There are two codecs; none is used unless the user asks for it. ``lossless`` returns the same bits.
+``8bit`` does not; its documentation bounds the error of an element.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ BLOCK = 256
 
 _RAW, _BITS, _NON_ZEROS, _BLOCKS = "raw", "bits", "non-zeros", "blocks"
 
-# Worked on at a time, so that what is needed in between stays in the CPU's cache, and takes little
-# of a GPU's memory. Multiples of 8 and of BLOCK.
+# Elements processed at a time, so that intermediate results stay in the CPU's cache, and take
+# little of a GPU's memory. Multiples of 8 and of BLOCK.
 _SPAN_ON_CPU = 1 << 18
 _SPAN_ELSEWHERE = 1 << 22
 
-# What is made smaller takes time at both ends, for which it has to be smaller by a tenth.
+# Encoding and decoding take time, which pays off only if the tensor gets smaller by a tenth.
 _WORTHWHILE = 0.9
 
-# Integers as wide as an element, to tell bits apart; a complex128 is two.
+# Integers as wide as an element, to compare bits; a complex128 is two of them.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 # See `_packed` and `_unpacked`.
@@ -49,8 +49,8 @@ class Encoded:
     """A tensor as it travels.
 
     Args:
-        parts: what is to be moved: contiguous, of one dimension, and where the tensor was. The
-            tensor itself may be the only one.
+        parts: the vectors to move: contiguous, and on the tensor's device. The tensor itself may be
+            the only one.
         kind: how to decode it.
         dtype: the tensor's.
         numel: likewise.
@@ -63,24 +63,24 @@ class Encoded:
 
     @property
     def num_bytes(self) -> int:
-        """What travels."""
+        """The bytes to move."""
         return sum(part.nbytes for part in self.parts)
 
     def with_parts(self, parts: tuple[Tensor, ...]) -> Encoded:
-        """The same, its parts having travelled."""
+        """The same with other parts: the ones that have been moved."""
         return replace(self, parts=tuple(parts))
 
 
 class Codec(Protocol):
-    """Makes a tensor smaller, and whole again."""
+    """Compresses and decompresses tensors."""
 
     name: str
-    """What the user calls it."""
+    """Its name for the user."""
     is_lossless: bool
-    """Whether the same bits come back."""
+    """Whether decoding returns the same bits."""
 
     def encode(self, flat: Tensor) -> Encoded:
-        """What is moved instead of a contiguous tensor of one dimension; any type, maybe empty."""
+        """Encodes a contiguous vector of any type, which may be empty."""
         ...
 
     def decode(self, encoded: Encoded) -> Tensor:
@@ -88,7 +88,7 @@ class Codec(Protocol):
         ...
 
     def largest_error(self, flat: Tensor) -> float:
-        """By how much any element may be off when it comes back. Waits for the device, if lossy."""
+        """The largest possible error of any decoded element. Waits for the device, if lossy."""
         ...
 
 
@@ -112,8 +112,8 @@ def codec_named(name: str | None) -> Codec | None:
 
 
 def may_look_at(tensor: Tensor) -> bool:
-    """Whether its values can be asked for at once; anywhere but on a CPU that waits for all that
-    the device was told to do before.
+    """Whether its values can be read at once; on any device but a CPU, reading waits for all queued
+    work.
     """
     return tensor.device.type == "cpu"
 
@@ -121,7 +121,7 @@ def may_look_at(tensor: Tensor) -> bool:
 class _Lossless:
     """Bits for booleans; elements that are all zero bits are left out.
 
-    A tensor that does not get a tenth smaller that way is moved as it is.
+    A tensor that does not get smaller by a tenth is moved as it is.
     """
 
     name = "lossless"
@@ -132,11 +132,11 @@ class _Lossless:
         if flat.dtype is torch.bool:
             bits = _bits_for(flat.numel(), flat.device)
             for span in _spans(flat.numel(), flat.device):
-                # Not the booleans themselves: foreign code may leave a 2 in such a byte.
+                # Not the booleans themselves: other libraries may store a 2 in such a byte.
                 bits[_bytes_of(span)] = _packed(_are_set(flat.view(torch.uint8)[span]))
             return Encoded((bits,), _BITS, flat.dtype, flat.numel())
-        # On a GPU the number of non-zeros is not known before the GPU has got there. The forward
-        # would stand still for it, so there only booleans get smaller.
+        # On a GPU the number of non-zeros is not known before the GPU has computed it. The forward
+        # would have to wait for it, so there only booleans are compressed.
         if not may_look_at(flat):
             return _raw(flat)
         words = _words_of(flat)
@@ -195,9 +195,9 @@ class _EightBit:
     second is for two roundings each way, of at most e / 2 each and a little more together, and for
     the one to the tensor's type; the third is for a rounding among the smallest numbers.
 
-    What is not floating, or would not get a tenth smaller, is moved as it is, and so is a tensor
-    with an infinity or a nan. On a GPU that would have to be waited for. There the whole block
-    returns as nan, and not as numbers that look right.
+    A tensor that is not floating, or would not get smaller by a tenth, is moved as it is, and so is
+    one with an infinity or a nan. On a GPU the check for these would have to wait for the device.
+    There the whole block is decoded as nan, and not as numbers that look right.
     """
 
     name = "8bit"
@@ -213,9 +213,9 @@ class _EightBit:
         for span, blocks in _blocks(numel, device):
             values = flat[span].view(blocks.stop - blocks.start, -1).to(scales.dtype)
             largest = torch.maximum(values.amax(1), values.amin(1).neg_())
-            # A nan times any code is a nan, where an infinity would be infinite numbers.
+            # A nan times any code is a nan; an infinity would give infinities.
             scales[blocks] = largest.masked_fill_(largest.isinf(), math.nan)
-            # First the share, then the step: 127 / s is infinite for the smallest s.
+            # First the division by s, then the factor 127: 127 / s is infinite for the smallest s.
             share = values / torch.where(largest > 0, largest, 1.0).unsqueeze(1)
             codes[span] = share.mul_(127).round_().view(-1)
         if may_look_at(flat) and bool(scales.isnan().any()):
@@ -250,7 +250,7 @@ def _raw(flat: Tensor) -> Encoded:
 
 
 def _written_out(flat: Tensor) -> Tensor:
-    # A conjugate shares the memory of what it is one of; its own bits are nowhere yet.
+    # A conjugate view shares its base's memory; its own bits do not exist in memory yet.
     return flat.resolve_conj().resolve_neg()
 
 
@@ -261,7 +261,7 @@ def _spans(numel: int, device: torch.device) -> Iterator[slice]:
 
 
 def _bytes_of(span: slice) -> slice:
-    """Where the bits of some elements are."""
+    """The bytes that hold the bits of a span of elements."""
     return slice(span.start // 8, -(-span.stop // 8))
 
 
@@ -275,24 +275,25 @@ def _are_set(words: Tensor) -> Tensor:
 
 
 def _packed(is_set: Tensor) -> Tensor:
-    """Bits for booleans, the first the lowest of the first byte; bits left over are zero."""
+    """Packs booleans into bits, from the lowest bit of the first byte on; unused bits are zero."""
     if num_left := is_set.numel() % 8:
         is_set = F.pad(is_set, (0, 8 - num_left))
-    # Eight booleans are a word whose bits 8i count, i from 0 to 7. The product with 2^7 + 2^14 +
-    # ... + 2^56 has bit 8i at 56 + i; no two of its other terms meet, so nothing is carried there.
+    # Eight booleans are a word with the values in its bits 8i, i from 0 to 7. The product with 2^7
+    # + 2^14 + ... + 2^56 has bit 8i at 56 + i; its other terms do not overlap, so there is no
+    # carry.
     gathered = is_set.view(torch.int64) * _GATHERS
     return gathered.bitwise_right_shift_(56).to(torch.uint8)
 
 
 def _unpacked(bits: Tensor, span: slice) -> Tensor:
     """The booleans of a span."""
-    # Eight times the same byte; of the i-th, bit i counts.
+    # Each byte eight times; bit i of the i-th copy is the value.
     picked = bits.to(torch.int64).mul_(_REPEATS).bitwise_and_(_PICKS)
     return _are_set(picked.view(torch.uint8)[: span.stop - span.start])
 
 
 def _words_of(flat: Tensor) -> Tensor:
-    """The same memory as integers, among which -0.0 is no zero and a nan is like any other."""
+    """The same memory as integers, so that -0.0 is no zero, and a nan is an ordinary value."""
     return flat.view(_INTEGERS[flat.element_size()])
 
 
@@ -307,7 +308,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _has_blocks(flat: Tensor) -> bool:
-    """Whether ``8bit`` makes it smaller."""
+    """Whether ``8bit`` makes the tensor smaller."""
     if not flat.is_floating_point() or not flat.numel():
         return False
     num_bytes = flat.numel() + -(-flat.numel() // BLOCK) * _wide(flat.dtype).itemsize
@@ -315,7 +316,7 @@ def _has_blocks(flat: Tensor) -> bool:
 
 
 def _blocks(numel: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
-    """Elements, and the blocks that they are; the last comes by itself if it is shorter."""
+    """Yields spans of elements with their blocks; the last block comes separately if shorter."""
     whole = numel - numel % BLOCK
     for span in _spans(whole, device):
         yield span, slice(span.start // BLOCK, span.stop // BLOCK)

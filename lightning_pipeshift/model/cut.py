@@ -1,7 +1,7 @@
 """Where a stage's autograd graph begins: at received payloads, and at shared parameters.
 
-Both hand out a tensor whose gradient goes into a box instead of into a leaf. Such a tensor is no
-leaf, so user code may modify it in place; it is no view and no copy either.
+For both, the stage passes a tensor to user code whose gradient goes into a box instead of a leaf.
+Such a tensor is not a leaf, so user code may modify it in place; it is neither a view nor a copy.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from lightning_pipeshift.model.parameters import ParameterUse
 
 Sums = dict[tuple[str, int], Tensor]
 
-# What makes autograd record the functions below, which take no tensor that needs a gradient.
+# Inputs that make autograd record the functions below, which have no other differentiable input.
 _anchors: dict[torch.device, Tensor] = {}
 
 
 class GradientBox:
-    """Where the gradient of a handed-out tensor is found after the backward."""
+    """Holds the gradient of a tensor that was passed to user code, after the backward."""
 
     __slots__ = ("gradient", "source")
 
@@ -41,7 +41,7 @@ class GradientBox:
         return tensor
 
     def take(self, gradient: Tensor) -> None:
-        """Called by the backward, once for each graph the tensor was used in."""
+        """Called in the backward, once for each graph that uses the tensor."""
         self.gradient = gradient
 
 
@@ -75,17 +75,17 @@ class _SegmentBox(GradientBox):
 
 
 class SharedParameters:
-    """Collects the gradients of shared parameters for each segment apart: for the code between two
-    places where a module with a random stream of its own begins or ends. These are the same on
-    every split.
+    """Collects the gradients of shared parameters separately for each segment. A segment is the
+    code between two places where a module with its own random stream begins or ends; segments are
+    the same on every split.
 
-    A layer finds a stand-in in its own slots. Code between layers is given one for each parameter
-    that it calls a function of torch with.
+    In a layer, the module's slots refer to a stand-in for each shared parameter. For code between
+    layers, a stand-in replaces each shared parameter that it passes to a function of torch.
 
     Args:
         uses: the shared parameters that this stage holds.
-        others: the other parameters that it holds. Code between layers may use them too, where
-            nobody has followed it.
+        others: the other parameters that it holds. Code between layers may use them too, if it is
+            not followed.
     """
 
     def __init__(self, uses: list[ParameterUse], others: Iterable[ParameterUse] = ()) -> None:
@@ -99,13 +99,13 @@ class SharedParameters:
                 self._by_layer.setdefault(layer, []).append(use)
         self._segment = 0
         self._here: Sequence[ParameterUse] = ()
-        """Those that the layer uses in which the forward pass is."""
+        """The shared parameters of the layer under way."""
         self._aliases: dict[int, Tensor] = {}
         self._replaced: list[ParameterUse] = []
         self._last_call: dict[int, int] = {}
         """By layer, the segment in which it was called last."""
         self.was_handed_out = False
-        """Whether anything has a stand-in whose gradients come into :attr:`sums`."""
+        """Whether any stand-in was passed on whose gradients go into :attr:`sums`."""
 
     def enter_layer(self, layer: int) -> None:
         """From here on, the forward pass is inside of a layer."""
@@ -124,7 +124,7 @@ class SharedParameters:
         """From here on, the forward pass is in another segment.
 
         Args:
-            segment: how many modules with a random stream of their own have begun or ended before
+            segment: the number of begins and ends of modules with their own random stream before
                 it.
         """
         self._segment = segment
@@ -144,11 +144,11 @@ class SharedParameters:
                 self._replaced.append(use)
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether it is a parameter that is held here."""
+        """Whether a tensor is a parameter that is held here."""
         return id(tensor) in self._names
 
     def alias(self, parameter: Tensor) -> Tensor:
-        """What code between layers uses for a parameter."""
+        """The stand-in that code between layers uses for a parameter."""
         if not (parameter.requires_grad and torch.is_grad_enabled()):
             return parameter
         alias = self._aliases.get(id(parameter))
@@ -159,12 +159,12 @@ class SharedParameters:
 
     def _opened(self, parameter: Tensor, name: str) -> Tensor:
         self.was_handed_out = True
-        # `detach` shares memory and version counter, so autograd still notices a parameter that
-        # changes.
+        # `detach` shares the memory and the version counter, so autograd still notices changes of
+        # the parameter.
         return _SegmentBox(parameter.detach(), self.sums, (name, self._segment)).open()
 
     def restore(self) -> None:
-        """Lets the model refer to the parameters themselves again."""
+        """Makes the model refer to the parameters themselves again."""
         self._aliases = {}
         for use in self._replaced:
             for slot in use.slots:
@@ -172,13 +172,13 @@ class SharedParameters:
         self._replaced = []
 
     def begin_step(self) -> None:
-        """Forgets what came of the step before."""
+        """Forgets the gradients of the step before."""
         self.sums.clear()
         self.was_handed_out = False
 
     def total(self, use: ParameterUse, start: Tensor | None) -> Tensor | None:
-        """``start`` plus the gradients of this stage's segments, in order; ``None`` where there is
-        neither.
+        """``start`` plus the gradients of this stage's segments, in order; ``None`` without any of
+        these.
         """
         segments = sorted(segment for name, segment in self.sums if name == use.name)
         for segment in segments:
@@ -187,15 +187,15 @@ class SharedParameters:
         return start
 
     def total_with_own(self, use: ParameterUse, start: Tensor | None) -> Tensor | None:
-        """The same, with the gradient that reached a shared parameter itself."""
+        """The same plus the gradient that accumulated in the parameter itself."""
         total, own = self.total(use, start), use.parameter.grad
         if own is None or total is None:
             return own if total is None else total
         return total + own
 
     def add_own(self, uses: Iterable[ParameterUse]) -> None:
-        """Adds the gradients of parameters that nobody knew to be shared to those that their own
-        layer gave them, in the order of the segments.
+        """For parameters that turned out to be shared during the step: adds the gradients of all
+        segments to that from their own layer, in the order of the segments.
 
         Args:
             uses: the parameters that are held here.

@@ -1,14 +1,15 @@
-"""Builds a model without its numbers, and makes later those that a stage owns.
+"""Builds a model without its values, and later makes the values that a stage owns.
 
-Inside :meth:`Deferred.recording` every new tensor is made on the meta device, and what is done to
-it is written down: how it was made, filled, copied to, loaded. :meth:`Deferred.values` does again
-what one tensor needs, and nothing else, so that a rank builds its own layers one tensor at a time
-and never the others. The model's code is run as it is: initialisation by ``reset_parameters``, by
-``self.apply(...)``, by hand, from a checkpoint. (torchdistX had the idea of recording a model's
-construction, for fully sharded models: pytorch.org/torchdistx, "Deferred Module Initialization".)
+Inside :meth:`Deferred.recording` every new tensor is made on the meta device, and the operations on
+it are recorded: how it was made, filled, copied to, loaded. :meth:`Deferred.values` repeats only
+the operations that one tensor needs, so that a rank builds its own layers one tensor at a time, and
+never the others. The model's code runs unchanged: initialisation by ``reset_parameters``, by
+``self.apply(...)``, by hand, from a checkpoint. (The idea of recording a model's construction is
+from torchdistX, for fully sharded models: pytorch.org/torchdistx, "Deferred Module
+Initialization".)
 
-Each operation that draws has a stream of its own, by its place in the record, so a tensor gets the
-same numbers wherever it is made.
+Each random operation has its own stream, by its place in the record, so a tensor gets the same
+values on every rank.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from lightning_pipeshift.model.trees import flatten
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
-# What leaves nothing of the values that were there before, wherever it writes to a whole tensor.
+# Operations that overwrite all values of a tensor they write to.
 _OVERWRITING = frozenset(
     {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "exponential_", "bernoulli_"}
     | {"cauchy_", "geometric_", "log_normal_"}
@@ -41,7 +42,7 @@ _OVERWRITING = frozenset(
 
 
 class _View(NamedTuple):
-    """What a tensor on the meta device is: a part of something that was made in the record."""
+    """Describes a tensor on the meta device: a part of a storage that was made in the record."""
 
     storage: int
     dtype: torch.dtype
@@ -51,7 +52,7 @@ class _View(NamedTuple):
 
 
 class _Real(NamedTuple):
-    """A tensor with values, as it was when it was used."""
+    """A tensor with values, and its version at the time of its use."""
 
     tensor: Tensor
     version: int
@@ -64,7 +65,7 @@ class _Entry:
     Args:
         run: makes its results from its arguments.
         arguments: ``(args, kwargs)``, with :class:`_View` and :class:`_Real` for tensors.
-        results: what it makes that was not there before, by position among its results.
+        results: the new tensors among its results, by position.
         writes: the storages that it makes or changes, and whether it overwrites all of each.
         reads: the storages whose values it needs.
         draws: whether it draws random numbers.
@@ -82,14 +83,14 @@ class Deferred:
     """A record of how the tensors of a model are made.
 
     Args:
-        seed: what random numbers depend on, besides their place in the record.
+        seed: random numbers depend on it, and on their place in the record.
     """
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self._entries: list[_Entry] = []
         # By storage: the entries that write to it, in order. Storages are kept alive, so that their
-        # names are not given to others.
+        # addresses are not reused.
         self._writers: dict[int, list[int]] = {}
         self._alive: list[Any] = []
         # By storage: the version of the tensor when it was lent.
@@ -97,7 +98,7 @@ class Deferred:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Context in which tensors are made without values. Entered again, the record goes on."""
+        """Context in which tensors are made without values. A second one continues the record."""
         _RECORDING.append(self)
         try:
             with _Operations(self), _Appearance(self), _truncated_normals_whole(self):
@@ -122,18 +123,19 @@ class Deferred:
             return _Promised(tensor, self)
 
     def lend(self, tensor: Tensor) -> None:
-        """Says that a tensor's memory is a private mapping of a file, so that what was read of it
-        can be let go of: it would be in memory twice.
+        """Marks a tensor's memory as a private mapping of a file, so that pages can be released
+        once they have been used: otherwise they would be in memory twice.
         """
         storage = _storage_of(tensor)
         if storage is not None:
             self._lent[storage] = tensor._version
 
     def values(self, tensor: Tensor) -> Tensor:
-        """What a tensor would hold had nothing been deferred: on the CPU, in memory of its own.
+        """The values that a tensor would have without deferring: on the CPU, in memory of its own.
 
         Raises:
-            LayerError: nobody knows, or something that went into it has changed since.
+            LayerError: the tensor is not in the record, or an input of its values has changed
+                since.
         """
         if not self.knows(tensor):
             raise LayerError(
@@ -154,7 +156,7 @@ class Deferred:
         return found
 
     def forget(self) -> None:
-        """Lets go of the record, and of what was to be loaded."""
+        """Discards the record, with the tensors that were still to be loaded."""
         self._entries, self._writers, self._alive, self._lent = [], {}, [], {}
 
     # --- the record ---
@@ -176,7 +178,7 @@ class Deferred:
         return made, writes
 
     def _needed(self, storage: int) -> list[int]:
-        """The entries that a storage's values come from, in order."""
+        """The entries that a storage's values depend on, in order."""
         needed: set[int] = set()
         asked = [(storage, len(self._entries))]
         while asked:
@@ -185,7 +187,8 @@ class Deferred:
                 if number >= before:
                     continue
                 entry = self._entries[number]
-                # What makes the storage is needed for its memory, whatever overwrites it later.
+                # The entry that makes the storage is needed for its memory, even if a later one
+                # overwrites it.
                 if number not in needed:
                     needed.add(number)
                     asked += [(other, number) for other in entry.reads]
@@ -200,7 +203,9 @@ class Deferred:
     def _is_handed_on(
         self, number: int, needed: list[int], storages: dict[int, torch.UntypedStorage]
     ) -> bool:
-        """Whether a copy of all that was loaded, for this alone, can do without copying."""
+        """Whether an entry only copies a whole loaded tensor that has no other use, so that the
+        target can take over its memory without a copy.
+        """
         entry = self._entries[number]
         if entry.run is not torch.ops.aten.copy_.default or not all(entry.writes.values()):
             return False
@@ -224,21 +229,21 @@ class Deferred:
         )
         results = pytree.tree_leaves(entry.run(*arguments[0], **arguments[1]))
         for leaf in pytree.tree_leaves(arguments) if self._lent else ():
-            # What somebody has changed is nowhere but in memory.
+            # Changed values exist in memory only, and must not be released.
             if isinstance(leaf, Tensor) and self._lent.get(_storage_of(leaf)) == leaf._version:
                 let_go(leaf)
         for position, view in entry.results.items():
             result = results[position]
             if result.stride() != view.stride or result.storage_offset() != view.offset:
-                # What comes later knows the layout of the record.
+                # Later entries expect the layout of the record.
                 laid_out = torch.empty_strided(view.size, view.stride, dtype=view.dtype)
                 result = laid_out.copy_(result)
             storages[view.storage] = result.untyped_storage()
 
 
 class _Promised(Tensor):
-    """A tensor on the meta device that is loaded when something is done with it outside of the
-    record: by a callback that looks into a checkpoint, say.
+    """A tensor on the meta device that is loaded when it is used outside of the record, for example
+    by a callback that reads a checkpoint.
     """
 
     _deferred: Deferred
@@ -287,13 +292,13 @@ class _Promised(Tensor):
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Context, inside of a record, in which tensors are what they are anywhere else."""
+    """Context, inside of a record, in which tensors are made with values as usual."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
 
 class _Appearance(TorchFunctionMode):
-    """Lets a tensor of the record look as it would had nothing been deferred: it is on the CPU."""
+    """Makes a tensor of the record look as without deferring: it seems to be on the CPU."""
 
     def __init__(self, deferred: Deferred) -> None:
         super().__init__()
@@ -313,7 +318,7 @@ class _Appearance(TorchFunctionMode):
 
 
 def _moved(deferred: Deferred, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    # Each stage brings what it holds to its own device.
+    # Each stage moves what it holds to its own device later.
     copies = kwargs.pop("copy", False)
     device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
     if device == _META:
@@ -345,8 +350,8 @@ _APPEARANCES: dict[Any, Callable[..., Any]] = {
 def _truncated_normals_whole(deferred: Deferred) -> Iterator[None]:
     """Context in which ``nn.init.trunc_normal_`` is one entry.
 
-    It draws until all numbers are inside the bounds, and asks each time whether they are: without
-    this, every rank would make every such tensor to know how often.
+    The function draws until all numbers are inside the bounds, and reads values each time to check
+    that: without this context, every rank would have to make every such tensor.
     """
     name = "_no_grad_trunc_normal_"
     original = getattr(nn.init, name, None)
@@ -387,8 +392,8 @@ class _Operations(TorchDispatchMode):
         elif not any(map(deferred.knows, tensors)):
             return func(*args, **kwargs)
         changed = written_arguments(func, args, kwargs)
-        # Torch itself asks so for numbers, to make a list of them; the user's own `to` and `cpu`
-        # have been seen to before they come here.
+        # Torch itself copies to the CPU in this way to read values, for a list of them; the user's
+        # own `to` and `cpu` are handled before they get here.
         wants_values = func is torch.ops.aten._to_copy.default and kwargs.get("device") == _CPU
         if (
             wants_values
@@ -398,7 +403,7 @@ class _Operations(TorchDispatchMode):
         ):
             args, kwargs = pytree.tree_map_only(Tensor, self._with_values, (args, kwargs))
             return func(*args, **kwargs)
-        # Another generator than the global one would go on differently where more is made.
+        # The state of a generator other than the global one would depend on which tensors are made.
         if kwargs.get("generator") is not None:
             kwargs["generator"] = None
         recorded = pytree.tree_map_only(Tensor, self._recorded, (args, kwargs))
@@ -406,7 +411,7 @@ class _Operations(TorchDispatchMode):
         if "device" in kwargs:
             recorded[1]["device"] = _CPU
             on_meta[1]["device"] = _META
-        # What is written to has to be the tensor itself.
+        # The operation has to write to the tensor itself.
         results = func(*on_meta[0], **on_meta[1])
         leaves = pytree.tree_leaves(results)
         made, writes = deferred._made_by(leaves)
@@ -441,7 +446,7 @@ def _names_device(func: Any) -> bool:
 
 
 def _covers(tensor: Tensor) -> bool:
-    """Whether a tensor is all there is in its storage."""
+    """Whether a tensor covers its whole storage."""
     size = tensor.numel() * tensor.element_size()
     return tensor.is_contiguous() and size == tensor.untyped_storage().nbytes()
 
@@ -493,8 +498,8 @@ def is_whole(module: nn.Module) -> bool:
 
 
 def give_attributes_values(root: nn.Module, deferred: Deferred) -> None:
-    """Gives their values to tensors that modules keep as plain attributes (the states of a metric,
-    a table), which belong to no stage.
+    """Gives values to tensors that modules keep as plain attributes (the states of a metric, a
+    table), which belong to no stage.
     """
     for module in root.modules():
         for name, value in list(vars(module).items()):

@@ -1,10 +1,10 @@
-"""Tensors that are kept on other stages: parameters, copies of them, and what is computed of them.
+"""Tensors on other stages: parameters, copies of them, and values computed from them.
 
-A stage holds its own layers; of the others it has the names. Hooks run on every stage, on all
-parameters: ``average.mul_(0.9).add_(parameter)``. A value lives where its inputs live: on the stage
-that has the parameter this is computed; on the others the parameter, and then the average, are
-tensors of this kind, which have a shape and a type and no values. Torch's own meta tensors would
-not do: many operations, ``add_`` among them, take one for nothing at all, without a word.
+A stage holds its own layers; of the others it knows the names. Hooks run on every stage, on all
+parameters: ``average.mul_(0.9).add_(parameter)``. A value lives where its inputs live: the stage
+that has the parameter computes this; on the others the parameter, and then the average, are tensors
+of this kind, which have a shape and a type but no values. Torch's own meta tensors would not do:
+many operations, ``add_`` among them, silently ignore a meta tensor among their inputs.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _OWN_ATTRIBUTES = frozenset({"_home", "_is_param"})
 
 
 class Whereabouts(Protocol):
-    """Who knows what lives where, while a run is under way."""
+    """Finds the stages that hold tensors, during a run."""
 
     device: torch.device
-    """This stage's."""
+    """The device of this stage."""
 
     def stages_of(self, names: Collection[str]) -> set[int]:
         """The stages that hold all of these parameters and buffers."""
 
     def is_held(self, tensor: Tensor) -> bool:
-        """Whether a tensor's memory is that of something that this stage holds for the model."""
+        """Whether a tensor shares memory with a part of the model that this stage holds."""
 
     def aliases(self, tensor: Tensor, afresh: bool = False) -> list[Tensor]:
-        """The tensors in what user code keeps that have the same memory.
+        """The tensors kept by user code that have the same memory.
 
         Args:
-            tensor: whose memory.
-            afresh: whether to look again, and not to go by an earlier look.
+            tensor: its memory is compared.
+            afresh: whether to search again, instead of using an earlier result.
         """
 
 
@@ -56,12 +56,12 @@ _known: list[Whereabouts | None] = [None]
 
 
 def let_whereabouts_be(known: Whereabouts | None) -> None:
-    """Says who knows what lives where from here on; ``None``: nobody."""
+    """Sets the object that finds tensors from here on; ``None``: no run is under way."""
     _known[0] = known
 
 
 class _Home:
-    """Where a memory's values are; views share it.
+    """The place of the values of a memory; views share it.
 
     Args:
         lives_with: see :class:`Elsewhere`.
@@ -78,13 +78,13 @@ class _Home:
 class Elsewhere(Tensor):
     """A tensor whose values are on other stages.
 
-    It says that it is on the meta device. Operations on it give tensors of its kind. Writing to it
-    does nothing here, as it really happens where the tensor is. Writing it into a tensor that is
-    here makes that one a tensor of its kind as well. Reading it is an error.
+    Its device is the meta device. Operations on it return tensors of this class. Writing to it has
+    no effect on this stage, as the stages that hold the tensor do it. Writing it into a tensor of
+    this stage makes that one a tensor of this class as well. Reading it is an error.
 
     Args:
         data: has its shape and type; on the meta device.
-        home: where its values are.
+        home: the place of its values.
         requires_grad: as for any tensor.
     """
 
@@ -100,12 +100,13 @@ class Elsewhere(Tensor):
     def like(
         cls, tensor: Tensor, lives_with: Iterable[str], is_the_models: bool = False
     ) -> Elsewhere:
-        """One that can take the place of a tensor.
+        """A tensor of this class that can replace a tensor.
 
         Args:
             tensor: the tensor.
             lives_with: see the property.
-            is_the_models: whether it is a parameter or buffer itself, whatever is written to it.
+            is_the_models: whether it is a parameter or buffer itself, and stays one whatever is
+                written to it.
         """
         data = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
         made = cls(data, _Home(frozenset(lives_with), is_the_models), tensor.requires_grad)
@@ -115,8 +116,8 @@ class Elsewhere(Tensor):
 
     @property
     def lives_with(self) -> frozenset[str]:
-        """The names of the parameters and buffers that it is, or was made of: its values are on the
-        stages that hold all of these.
+        """The names of the parameters and buffers that it is or was computed from: its values are
+        on the stages that hold all of these.
         """
         return self._home.lives_with
 
@@ -132,7 +133,7 @@ class Elsewhere(Tensor):
         except PipeShiftError:
             raise
         except RuntimeError as error:
-            # Some of torch's own code (`torch.tensor([x])`) does not ask subclasses.
+            # Some of torch's own code (`torch.tensor([x])`) does not dispatch to subclasses.
             if "meta tensor" not in str(error):
                 raise
             leaves = pytree.tree_leaves((args, kwargs))
@@ -144,11 +145,11 @@ class Elsewhere(Tensor):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(issubclass(kind, Placeholder) for kind in types):
-            # It has a shape for everything that is no placeholder.
+            # The other class, a placeholder's, computes the shape.
             return NotImplemented
         return _dispatch(func, args, kwargs or {})
 
-    # --- what does not come by an operation ---
+    # --- methods that do not dispatch an operation ---
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Elsewhere({tuple(self.shape)}, {self.dtype}, with {_named(self.lives_with)})"
@@ -182,7 +183,7 @@ class Elsewhere(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if _known[0] is None:
-            # Of a model that no rank can hold whole, which stays as it is after the run.
+            # Part of a model that no rank can hold whole, which stays distributed after the run.
             is_parameter = isinstance(self, nn.Parameter)
             like = torch.empty_strided(self.size(), self.stride(), dtype=self.dtype, device=META)
             return _unpickled, (like, self.lives_with, self.requires_grad, is_parameter)
@@ -222,11 +223,11 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _without_values(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], absent: list[Elsewhere]
 ) -> Any:
-    """What an operation gives where its inputs are not."""
+    """The result of an operation on a stage that lacks its inputs."""
     lives_with = _together(func, absent)
     leaves, spec = pytree.tree_flatten((args, kwargs))
     if torch.Tag.nondeterministic_seeded in func.tags:
-        # The stage that has the tensor draws, so that all have to.
+        # The stage that has the tensor draws random numbers, so all stages have to.
         drawn = pytree.tree_unflatten([_some_numbers(leaf) for leaf in leaves], spec)
         if "device" in drawn[1]:
             drawn[1]["device"] = _device()
@@ -253,14 +254,14 @@ def _without_values(
     home = absent[0]._home if is_view else _Home(lives_with)
 
     def standing_for(made: Tensor) -> Tensor:
-        # An operation in place returns what it was given.
+        # An in-place operation returns its argument.
         return before[id(made)] if id(made) in before else Elsewhere(made, home)
 
     return pytree.tree_map_only(Tensor, standing_for, result)
 
 
 def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operation on lists of tensors, of which some may be here: item by item."""
+    """Runs an operation on lists of tensors, of which some may be on this stage, item by item."""
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple) and a]
     length = len(lists[0])
 
@@ -291,7 +292,7 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _together(func: Any, absent: Sequence[Elsewhere]) -> frozenset[str]:
-    """What the result of an operation lives with.
+    """The names that the result of an operation lives with.
 
     Raises:
         LayerError: its inputs are on different stages.
@@ -331,11 +332,11 @@ def _device() -> torch.device:
     return known.device if known is not None else torch.device("cpu")
 
 
-# --- writing to what is here ---
+# --- writing to tensors of this stage ---
 
 
 class _Writing(threading.local):
-    """What the torch functions under way have written to, innermost last."""
+    """The tensors that the torch functions under way have written to, innermost last."""
 
     def __init__(self) -> None:
         self.under_way: list[list[tuple[Tensor, frozenset[str], str]]] = []
@@ -346,8 +347,8 @@ _writes = _Writing()
 
 @contextmanager
 def _writing() -> Iterator[None]:
-    """Context of one torch function. What it has written to follows its new value when the function
-    is over: before, torch itself still refers to it.
+    """Context of one torch function. The tensors it has written to become ``Elsewhere`` when it is
+    over: before that, torch itself still refers to them.
     """
     written: list[tuple[Tensor, frozenset[str], str]] = []
     _writes.under_way.append(written)
@@ -367,7 +368,7 @@ def _note_writing(tensor: Tensor, lives_with: frozenset[str], func: Any) -> None
 
 
 def _send_away(tensor: Tensor, lives_with: frozenset[str], function: str) -> None:
-    """Makes a tensor one of those that are elsewhere, with all that shares its memory."""
+    """Makes a tensor an ``Elsewhere``, with all tensors that share its memory."""
     known = _known[0]
     refusal = _cannot_be_written(lives_with, function)
     if known is not None and known.is_held(tensor):
@@ -378,7 +379,7 @@ def _send_away(tensor: Tensor, lives_with: frozenset[str], function: str) -> Non
             kept = [tensor, *known.aliases(tensor, afresh)]
             aliases = {id(alias): alias for alias in kept}
     if _num_references(tensor) != len(aliases):
-        # Somebody would go on with the old values.
+        # Some other reference would keep the old values.
         raise LayerError(refusal)
     for alias in aliases.values():
         try:
@@ -388,8 +389,8 @@ def _send_away(tensor: Tensor, lives_with: frozenset[str], function: str) -> Non
 
 
 def _num_references(tensor: Tensor) -> int:
-    """How many tensors have the memory of this one; something else that has it counts as well."""
-    # The storage that is asked counts as one.
+    """How many tensors, and other objects, refer to the memory of this one."""
+    # The storage object made here counts as one.
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
 
 
@@ -405,10 +406,10 @@ def _cannot_be_written(lives_with: frozenset[str], function: str) -> str:
 
 
 def _set_data(tensor: Tensor, data: Tensor) -> None:
-    """``tensor.data = data`` for a tensor that is elsewhere: so it is there, and nothing here."""
+    """``tensor.data = data`` for a tensor that is elsewhere: has no effect on values here."""
     assert isinstance(tensor, Elsewhere)
     if not isinstance(data, Elsewhere):
-        # As a write does nothing here; but the shape may be a new one.
+        # A write has no effect here, but the shape may change.
         data = Elsewhere.like(data, tensor.lives_with)
     with torch._C.DisableTorchFunctionSubclass():
         Tensor.data.__set__(tensor, data)  # type: ignore[attr-defined]
@@ -417,14 +418,14 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
 
 
 def swap(tensor: Tensor, fresh: Tensor) -> None:
-    """Lets a tensor have the values, the place and the class of another one. The object stays the
+    """Gives a tensor the values, the device and the class of another one. The object stays the
     same, with its attributes and hooks; so optimizers, schedulers and the user's own references
     stay valid.
     """
     attributes = {name: v for name, v in vars(tensor).items() if name not in _OWN_ATTRIBUTES}
     torch.utils.swap_tensors(tensor, fresh)
     vars(tensor).update(attributes)
-    # Hooks belong to what was swapped away: naming them anew puts them into effect.
+    # The swap moves the hooks to the other object: assigning them again puts them into effect.
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(tensor, name)
         if hooks:

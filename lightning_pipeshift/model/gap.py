@@ -1,9 +1,9 @@
-"""What the code between the layers saves for its backward.
+"""Handles the tensors that the code between layers saves for its backward.
 
-It is the user's, runs on the stage of the layer that it stands in front of, and saves tensors like
-any other: an activation function between two layers its output, a loss the logarithms of all
-probabilities. They count for that layer, and may move as its own do; only, a layer that runs again
-does not make them.
+This is user code. It runs on the stage of the layer that follows it, and saves tensors as layers
+do: an activation function between two layers saves its output, a loss the logarithms of all
+probabilities. They count for that layer, and may be moved like its own saved tensors; but running
+the layer again does not recompute them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from lightning_pipeshift.plan.saved_tensors import BEHIND, FRONT
 
 
 class Gap:
-    """Where the code between the layers is, in one microbatch's forward.
+    """The position of the code between layers, in one microbatch's forward.
 
-    The graph refers to it, so it refers to nothing that holds the graph.
+    The graph refers to this object, so it must not refer to anything that holds the graph.
 
     Args:
-        table: what the microbatch has saved.
-        observer: notes what is saved, where somebody wants to know.
-        resident: addresses of what the model has anyway.
+        table: the microbatch's saved tensors.
+        observer: records saved tensors, if that is needed.
+        resident: addresses of the model's own tensors.
     """
 
     def __init__(self, table: SavedTable, observer: Observer | None, resident: Set[int]) -> None:
@@ -47,17 +47,17 @@ class Gap:
         self._layer, self._number = layer, BEHIND
 
     def watched(self) -> AbstractContextManager[Any]:
-        """Context in which what is saved outside of layers is under our hands."""
+        """Context in which our hooks handle the tensors saved outside of layers."""
         return saving(self._pack, _unpacked)
 
     def is_undisturbed(self) -> bool:
-        """Whether nobody else has to say in what is saved for the backward."""
+        """Whether no other saved-tensor hooks are in force."""
         top = top_hooks()
         return top is None or top[0] == self._pack
 
     def _pack(self, tensor: Tensor) -> Saved | Placeholder:
         if isinstance(tensor, Placeholder):
-            # A model that checkpoints by itself saves what a skipped layer is called with.
+            # Activation checkpointing in the model saves the inputs of a skipped layer.
             return tensor
         number, self._number = self._number, self._number + 1
         if self._observer is not None:

@@ -1,7 +1,7 @@
 """The gate in front of a layer: the only place where PipeShift touches one.
 
-A gate replaces the layer's ``forward``. While a pass is under way it asks the pass what to do;
-outside of one the layer is the user's own, unchanged.
+A gate replaces the layer's ``forward``. While a pass is under way, the pass handles the call;
+otherwise the layer behaves as without a gate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_pipeshift.model.reports import Reports
 class StageDone(BaseException):
     """Ends a stage's part of a step: everything after this point belongs to later stages.
 
-    Not an ``Exception``, so that user code that handles errors lets it through.
+    Not an ``Exception``, so that error handlers in user code do not catch it.
     """
 
 
@@ -29,21 +29,21 @@ class Pass(Protocol):
     """One run of the user's step, as the gates see it."""
 
     def visit(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answers a call of the gate's layer."""
+        """Handles a call of the gate's layer, and returns its result."""
 
 
 class Scoped(Protocol):
-    """One run of the user's step, as modules with a random stream of their own see it."""
+    """One run of the user's step, as modules with their own random stream see it."""
 
     def enter_scope(self) -> None:
-        """Such a module begins."""
+        """Called when such a module begins."""
 
     def leave_scope(self) -> None:
-        """Such a module ends."""
+        """Called when such a module ends."""
 
 
 class Switch:
-    """What the gates of one model have in common: the pass under way, if any."""
+    """State shared by the gates of one model: the pass under way, if any."""
 
     def __init__(self) -> None:
         self.current: Pass | None = None
@@ -64,13 +64,13 @@ class Gate:
         self.layer = layer
         self.index = index
         self.writes_to_buffers: bool | None = None
-        """Whether the layer writes to its buffers when it runs; ``None`` until somebody asks."""
+        """Whether the layer writes to its buffers when it runs; ``None`` until that is known."""
         self.keeps_inputs = False
-        """Whether what the layer was called with was the same when the last forward was over."""
+        """Whether the layer's inputs were unchanged at the end of the last forward."""
         self._switch = switch
         self._installed: Callable[..., Any] | None = None
         self.reports: Reports | None = None
-        """What leaves the layer besides what it returns, if anything was found to."""
+        """The values that leave the layer by other ways than its result, if any were found."""
         self.had_own_forward = "forward" in layer.__dict__
         self.original: Callable[..., Any] = layer.forward
         """The layer's own ``forward``."""
@@ -87,7 +87,7 @@ class Gate:
         self.layer.__dict__["forward"] = self._installed
 
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call of the layer returns."""
+        """Returns the result of a call of the layer."""
         current = self._switch.current
         if current is None:
             return self.original(*args, **kwargs)
@@ -101,7 +101,7 @@ class Gate:
             return self.original(*args, **kwargs)
 
     def remove(self) -> None:
-        """Gives the layer its own ``forward`` back."""
+        """Restores the layer's own ``forward``."""
         if self._installed is None:
             return
         if self.had_own_forward:
@@ -112,7 +112,7 @@ class Gate:
 
 
 class _Forward:
-    """Stands in the place of a module's ``forward``. A copy of the module has its own."""
+    """Replaces a module's ``forward``. A copy of the module gets the original one."""
 
     def __init__(self, gate: Gate) -> None:
         self.__pipeshift__ = gate
@@ -134,12 +134,12 @@ class _Forward:
 
 
 class Scope(Gate):
-    """Stands in front of a module that is no layer and has a random stream of its own: a part of a
-    layer, or something that has layers in it.
+    """Stands in front of a module that is no layer, but has its own random stream: a part of a
+    layer, or a module with layers in it.
     """
 
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call of the module returns."""
+        """Returns the result of a call of the module."""
         current: Any = self._switch.current
         if current is None:
             return self.original(*args, **kwargs)
@@ -156,6 +156,6 @@ def install(gates: Iterable[Gate]) -> None:
 
 
 def remove(gates: Iterable[Gate]) -> None:
-    """Takes all gates away."""
+    """Removes all gates."""
     for gate in gates:
         gate.remove()

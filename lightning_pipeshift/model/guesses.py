@@ -1,4 +1,4 @@
-"""What conditions on values that are not here are taken to be, while a step is followed."""
+"""Guesses for conditions on values that this stage does not have, while a step is followed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-# How often a step is followed at most to find answers that it can go on with.
+# How often a step is followed at most to find answers with which it does not fail.
 _MOST_TRIES = 64
 
 
 class Guesses:
-    """What conditions on placeholders are, by the line of code that asks."""
+    """The guessed conditions on placeholders, by the line of code that evaluates them."""
 
     def __init__(self) -> None:
         self._answers: dict[Any, bool] = {}
@@ -21,13 +21,13 @@ class Guesses:
         self._num_tries = 0
 
     def condition(self) -> tuple[bool, bool]:
-        """The answer for the code that asks now, and whether another one ends in an exception."""
+        """The guess for the calling line of code, and whether the opposite ends in an exception."""
         place = _calling_line()
         return self._answers.setdefault(place, False), place in self._certain
 
     def revise(self) -> bool:
-        """Changes the last answer that can be changed, after an exception. Returns whether there
-        was one.
+        """After an exception: changes the last answer that can be changed. Returns whether there
+        was such an answer.
         """
         self._num_tries += 1
         for place in reversed(self._answers):
@@ -38,19 +38,19 @@ class Guesses:
         return False
 
     def unsure(self) -> list[Any]:
-        """The code whose other answer has not been tried."""
+        """The lines of code whose opposite answer has not been tried."""
         places = [place for place in self._answers if place not in self._certain]
         return places[:_MOST_TRIES]
 
     def with_other(self, place: Any) -> Guesses:
-        """The same guesses but for one."""
+        """The same guesses with the opposite answer at one place."""
         other = Guesses()
         other._answers = {**self._answers, place: not self._answers[place]}
         other._certain = set(self._certain)
         return other
 
     def settle(self, place: Any) -> None:
-        """The other answer for some code ends in an exception."""
+        """Notes that the opposite answer at a place ends in an exception."""
         self._certain.add(place)
 
 
@@ -60,7 +60,7 @@ _DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
 
 
 def _calling_line() -> tuple[str, int]:
-    """The nearest line of code that is not ours nor torch's; checks of distributions count."""
+    """The innermost line of code outside of PipeShift and torch, or in ``torch.distributions``."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

@@ -1,8 +1,8 @@
-"""Our hooks on what autograd saves, and how they get along with ``torch.func``.
+"""Our hooks on tensors that autograd saves, and how they work together with ``torch.func``.
 
-``torch.func.grad`` and its like refuse to run where anybody has such hooks. Ours are not the
-user's, whose code has to run as it would without them. So while ``torch.func`` is at work they
-stand aside, and what is saved meanwhile stays where it is.
+``torch.func.grad`` and similar functions refuse to run while such hooks are in force. User code
+must run as it would without our hooks. So they are removed while ``torch.func`` runs, and tensors
+saved meanwhile stay where they are.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class _Local(threading.local):
 
 
 _OURS = _Local()
-"""In place in this thread, the innermost last."""
+"""The hooks in force in this thread, innermost last."""
 
 
 @contextmanager
 def saving(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> Iterator[None]:
-    """Context in which autograd holds, in the place of a tensor that it saves, what ``pack`` makes
-    of it, and asks ``unpack`` for the tensor.
+    """Context in which autograd saves ``pack(tensor)`` instead of a tensor, and gets the tensor
+    back by ``unpack``.
     """
     with _ASIDE.installed(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         _OURS.hooks.append((pack, unpack))
@@ -42,7 +42,7 @@ def saving(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> Iterator
 
 
 class _StandingAside:
-    """Asked by ``torch.func`` as long as any of our hooks is in place, instead of torch."""
+    """Replaces the function by which ``torch.func`` disables hooks, while ours are in force."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -51,7 +51,7 @@ class _StandingAside:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Context in which it is asked."""
+        """Context in which torch's function is replaced."""
         graph: Any = torch.autograd.graph
         with self._lock:
             self._count += 1
@@ -68,14 +68,14 @@ class _StandingAside:
 
     @contextmanager
     def disable(self, error_message: str) -> Iterator[None]:
-        """Context without our hooks, and in which nobody may have any."""
+        """Context without our hooks, in which no hooks may be set."""
         original = self._original
         assert original is not None
         aside: list[Hooks] = []
         for hooks in reversed(_OURS.hooks):
             top = top_hooks()
             if top is None or top[0] is not hooks[0]:
-                # Somebody else's: torch says that they do not go together.
+                # The user's hooks: torch raises the error that they do not work together.
                 break
             torch._C._autograd._pop_saved_tensors_default_hooks()
             aside.append(hooks)
@@ -91,5 +91,5 @@ _ASIDE = _StandingAside()
 
 
 def top_hooks() -> Any:
-    """The hooks that autograd asks in this thread, ours or not; ``None`` for none."""
+    """The innermost hooks in force in this thread, ours or not; ``None`` for none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)

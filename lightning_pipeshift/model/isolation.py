@@ -1,4 +1,4 @@
-"""Keeps tensors as they are while a step is followed: writes go to copies of them."""
+"""Keeps tensors unchanged while a step is followed: writes go to copies of them."""
 
 from __future__ import annotations
 
@@ -13,29 +13,28 @@ from lightning_pipeshift.model.schema import written_arguments
 
 
 class SeesValues(Protocol):
-    """Who is told of shapes and of reads."""
+    """Receives notifications about shapes and writes."""
 
     def shaped_by_batch(self) -> None:
-        """A shape is made of the values of a real tensor."""
+        """Called when a shape depends on the values of a real tensor."""
 
     def wrote(self, tensor: Tensor) -> None:
-        """A tensor that is really there would have been written to."""
+        """Called before a real tensor would be written to."""
 
 
 class Isolation(TorchDispatchMode):
-    """Context in which writes to tensors that are really there go to copies of them, and whoever
-    reads them reads the copies.
+    """Context in which writes to real tensors go to copies of them, and reads return the copies.
 
     Args:
-        told: who is told where a shape is made of the values of a real tensor: such a flow holds
-            for this batch only. Conditions (``if mask.all():``) are not counted: they seldom
-            change a shape, and a stage notices when they do.
+        told: notified where a shape depends on the values of a real tensor: such a flow holds for
+            this batch only. Conditions (``if mask.all():``) are not counted: they seldom change a
+            shape, and a stage notices when they do.
     """
 
     def __init__(self, told: SeesValues) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._told = told
-        # By identity of a storage: the storage itself, so that its identity stays its own, and the
+        # By identity of a storage: the storage itself, so that its identity is not reused, and the
         # copy.
         self._copies: dict[int, tuple[Any, Tensor]] = {}
         self._own: dict[int, Tensor] = {}
@@ -49,7 +48,7 @@ class Isolation(TorchDispatchMode):
         if not follows and _makes_shape(func, args):
             self._told.shaped_by_batch()
         if follows:
-            # It computes shapes, and tells whoever follows what it would have written to.
+            # A placeholder computes shapes, and notifies the follower about writes.
             return func(*args, **kwargs)
         written = written_arguments(func, args, kwargs)
         for tensor in written:
@@ -62,14 +61,14 @@ class Isolation(TorchDispatchMode):
         )
         result = func(*copied_args, **copied_kwargs)
         if written and isinstance(result, Tensor):
-            # An in-place operation returns what it was called with.
+            # An in-place operation returns its argument.
             for tensor in written:
                 if self._copied(tensor).data_ptr() == result.data_ptr():
                     return tensor
         return result
 
     def assign(self, tensor: Tensor, value: Tensor) -> None:
-        """Does ``tensor.data = value``, to a copy."""
+        """Assigns ``tensor.data = value`` on a copy of the tensor."""
         copy = torch.empty_strided(
             tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
         )

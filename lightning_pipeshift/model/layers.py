@@ -17,13 +17,13 @@ from torchmetrics import Metric
 
 from lightning_pipeshift.errors import LayerError
 
-# Only these themselves are opened. A class of somebody's own that inherits from one has a meaning.
+# Only exactly these classes are opened: a user's subclass may use its parts in its own way.
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-# Like modules that differ more than this in size, and hold like modules, are the stages of a
-# network and not its blocks.
+# Modules of one class that differ by more than this factor in size, and contain modules of one
+# class, are the stages of a network and not its blocks.
 _STAGES_DIFFER = 4
-# Where a model has fewer layers than this, the parts of its layers draw from streams of their own,
-# so that it may be opened further for more stages and still draws the same.
+# In a model with fewer layers than this, the parts of the layers have their own random streams: it
+# may be opened further for more stages, and still draws the same numbers.
 _MOST_OPENED = 8
 
 
@@ -64,8 +64,8 @@ def find_layers(root: nn.Module, at_least: int = 1) -> dict[str, nn.Module]:
 
 
 def require_layers(root: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """Raises LayerError where no layer has parameters. One device needs none: a model may have
-    parameters of its own alone, or a step that only looks at the data.
+    """Raises LayerError where no layer has parameters. A single device needs none: a model may have
+    parameters in no layer, or a step that only reads the data.
 
     Args:
         root: the LightningModule.
@@ -79,8 +79,8 @@ def require_layers(root: nn.Module, layers: Iterable[nn.Module]) -> None:
 
 
 def find_scopes(root: nn.Module) -> list[nn.Module]:
-    """The modules that draw random numbers from streams of their own: the layers, and where there
-    are few of them their parts. They do not depend on the number of stages.
+    """The modules with their own random streams: the layers, and in a model with few layers their
+    parts. They do not depend on the number of stages.
     """
     scopes = {
         id(module): module
@@ -91,8 +91,8 @@ def find_scopes(root: nn.Module) -> list[nn.Module]:
 
 
 def _with_state(found: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
-    """Those that have parameters or persistent buffers; a module that is found under two names
-    counts once, and one that is part of another not at all.
+    """Those that have parameters or persistent buffers; a module with two names counts once, and
+    one that is part of another is left out.
     """
     layers: dict[str, nn.Module] = {}
     for name, module in found:
@@ -133,8 +133,7 @@ class _Blocks:
         self._kinds: set[type] = set()
         queue = deque([root])
         while queue:
-            # Whatever is as deep is looked at first: a stage with a single block has one like those
-            # of the other stages.
+            # Breadth first: a stage with a single block has one like those of the other stages.
             module = queue.popleft()
             if type(module) in self._kinds:
                 continue
@@ -146,14 +145,14 @@ class _Blocks:
             queue.extend(sibling for sibling in siblings if id(sibling) not in self._repeated)
 
     def __contains__(self, module: nn.Module) -> bool:
-        """Whether a module is one of them, or is like them and has none of them in it."""
+        """Whether a module is a block, or of a block's class without blocks in it."""
         if id(module) in self._repeated:
             return True
         inner = (id(part) for part in module.modules() if part is not module)
         return type(module) in self._kinds and self._repeated.isdisjoint(inner)
 
     def are_in(self, module: nn.Module) -> bool:
-        """Whether some of them, or a list of like modules, are somewhere inside of a module."""
+        """Whether a module contains blocks, or a list of modules of one class."""
         return any(
             child in self or _is_list(child) or self.are_in(child) for child in module.children()
         )
@@ -174,8 +173,8 @@ def _open(module: nn.Module, name: str, blocks: _Blocks) -> Iterator[tuple[str, 
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Whether it is a list of like modules: it has no forward of its own, so its elements are
-    called one by one.
+    """Whether a module is a list of modules of one class: it has no forward of its own, so its
+    elements are called one by one.
     """
     kinds = [type(element) for element in module.children() if _num_parameters(element)]
     return type(module) is nn.ModuleList and len(kinds) > len(set(kinds))
@@ -199,8 +198,8 @@ def _by_class(modules: Iterable[nn.Module]) -> dict[type, list[nn.Module]]:
 
 
 def _are_wrappers(parent: nn.Module, alike: Sequence[nn.Module]) -> bool:
-    """Whether like modules are no blocks, but hold some: the stages of a network, whose sizes
-    differ; or an encoder and a decoder, a network and its copy.
+    """Whether modules of one class are no blocks but contain blocks: the stages of a network, whose
+    sizes differ; or an encoder and a decoder, a network and its copy.
     """
     if not any(_holds_alike(module) for module in alike):
         return False

@@ -1,7 +1,7 @@
-"""What a step logs: recorded on the last stage, said again on every rank.
+"""Logged values of a step: recorded on the last stage, logged again on every rank.
 
-Only the last stage runs the code after the last layer. What each microbatch logs there is put
-together as one device would have logged it for the whole batch.
+Only the last stage runs the code after the last layer. The logs of all microbatches are merged into
+what a single device would have logged for the whole batch.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class MetricRef(NamedTuple):
 
 @dataclass
 class LoggedValue:
-    """One ``self.log`` of one microbatch, or what several of them have become.
+    """One ``self.log`` call of one microbatch, or several of them merged.
 
     Args:
         name: as the user gave it.
         value: likewise.
-        options: likewise; in what was merged, ``batch_size`` is that of all parts together.
-        own_size: whether the user gave a ``batch_size``, by which a mean then counts.
+        options: likewise; after merging, ``batch_size`` is that of all parts together.
+        own_size: whether the user gave a ``batch_size``, which is then the weight in a mean.
     """
 
     name: str
@@ -44,7 +44,7 @@ class LoggedValue:
 
 
 class Values(Protocol):
-    """What knows the values that placeholders stand for."""
+    """Has the values that placeholders stand for."""
 
     def kept_value(self, leaf: Any) -> Any:
         """The value that a placeholder stands for, or the placeholder where it is elsewhere."""
@@ -66,10 +66,10 @@ class LogRecorder:
         }
         self.records: list[LoggedValue] = []
         self.current: Values | None = None
-        """Knows the values of the pass that logs."""
+        """Has the values of the pass that logs."""
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Takes what ``LightningModule.log`` takes."""
+        """Records a value; the arguments are those of ``LightningModule.log``."""
         options.update(zip(_LOG_PARAMETERS, args, strict=False))
         if isinstance(value, Metric):
             options.setdefault("metric_attribute", self._metric_names.get(id(value)))
@@ -83,13 +83,13 @@ class LogRecorder:
         self.records.append(LoggedValue(name, value, options, own_size))
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
-        """Takes what ``LightningModule.log_dict`` takes."""
+        """Records values; the arguments are those of ``LightningModule.log_dict``."""
         options.update(zip(_LOG_PARAMETERS, args, strict=False))
         for name, value in dictionary.items():
             self.log(name, value, **options)
 
     def take(self) -> list[LoggedValue]:
-        """What was logged since the last time."""
+        """Returns the values logged since the last call."""
         records, self.records = self.records, []
         return records
 
@@ -105,10 +105,11 @@ def _detached(leaf: Any) -> Any:
 def merge_logs(
     logged: list[list[LoggedValue]], sizes: list[int], weights: list[float]
 ) -> list[LoggedValue]:
-    """What one device would have logged for the whole batch, from what each microbatch logged.
+    """Merges the logs of microbatches into what one device would have logged for the whole batch.
 
-    A mean counts each microbatch with its ``batch_size`` argument, or else with its weight; sums,
-    maxima and minima are taken as such. Values are logged with the batch size of the whole batch.
+    In a mean, each microbatch has its ``batch_size`` argument as its weight, or else its own
+    weight; sums, maxima and minima are computed as such. Merged values have the batch size of the
+    whole batch.
     """
     columns: dict[tuple[str, int], list[tuple[LoggedValue, int, float]]] = {}
     for records, size, weight in zip(logged, sizes, weights, strict=True):
@@ -149,7 +150,7 @@ def _reduce(first: LoggedValue, values: list[Any], weights: Sequence[Any]) -> An
 def _floating(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return float(value)
-    # As Lightning does: at least float32, and no less than was logged.
+    # As in Lightning: at least float32, and at least the precision that was logged.
     return value if value.dtype in (torch.float32, torch.float64) else value.float()
 
 
@@ -163,11 +164,11 @@ def say_again(
     """Logs recorded values with the LightningModule's own ``log``.
 
     Args:
-        logs: what was recorded.
+        logs: the recorded values.
         log: the LightningModule's own.
         root: the LightningModule.
         device: where tensors are to be.
-        sync_dist: what takes the place of the user's own ``sync_dist``, if anything.
+        sync_dist: replaces the user's own ``sync_dist``, if not ``None``.
     """
     for record in logs:
         if isinstance(record.value, MetricRef):

@@ -1,6 +1,6 @@
-"""Measures what each layer takes, before training, on this stage's device.
+"""Measures the time and memory of each layer, before training, on this stage's device.
 
-A first guess, for the plan of the first steps; what the layers take in training is measured there.
+This gives a first guess, for the plan of the first steps. Training itself is measured later.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _REPEATS = 3
 
 
 class Figures(NamedTuple):
-    """What one layer takes for a microbatch.
+    """Time and memory of one layer for a microbatch.
 
     Args:
         forward_seconds: its forward.
-        backward_seconds: its backward, 0 where it was not tried.
-        tensors: what its forward keeps for the backward.
-        input_bytes: what it is called with.
+        backward_seconds: its backward, 0 where it was not measured.
+        tensors: the saved tensors of its forward.
+        input_bytes: the size of its inputs.
     """
 
     forward_seconds: float
@@ -44,7 +44,7 @@ class Figures(NamedTuple):
     input_bytes: int = 0
 
     def plus(self, other: Figures) -> Figures:
-        """Those of two calls together."""
+        """The sum of two calls."""
         return Figures(
             self.forward_seconds + other.forward_seconds,
             self.backward_seconds + other.backward_seconds,
@@ -56,15 +56,15 @@ class Figures(NamedTuple):
 class Stopwatch:
     """Times every layer once while a flow is recorded.
 
-    Each layer runs by itself on made-up inputs of the recorded shapes, so no other layer has to be
-    here, and nothing in the model changes. Layers of the same class, shapes and kinds of inputs are
-    timed once.
+    Each layer runs by itself on synthetic inputs of the recorded shapes, so no other layer has to
+    be on this stage, and nothing in the model changes. Layers of the same class, shapes and kinds
+    of inputs are timed once.
 
     Args:
         device: where to run.
         streams: to keep the random state as it is.
         trains: whether to measure backwards too.
-        held: addresses of what is held anyway, besides parameters and buffers: the batch's.
+        held: addresses of memory that is held anyway, besides parameters and buffers: the batch's.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class Stopwatch:
         self._known: dict[Any, Figures | None] = {}
 
     def observe(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Times the layer on inputs like these; a layer that refuses made-up inputs is left out."""
+        """Times the layer on inputs like these, unless it fails on synthetic inputs."""
         leaves, rebuild = flatten((args, kwargs))
         signature = (
             type(gate.layer),
             tuple((name, tuple(p.shape)) for name, p in gate.layer.named_parameters()),
             tuple(
-                # What comes out of a layer needs a gradient, and then more is saved.
+                # A layer's output requires a gradient, and then more is saved.
                 (tuple(x.shape), x.dtype, isinstance(x, Placeholder))
                 if isinstance(x, Tensor)
                 else repr(x)
@@ -109,7 +109,7 @@ class Stopwatch:
         """Gives the layers other numbers.
 
         Args:
-            place_of: by a layer's number, its new one.
+            place_of: the new number of each layer.
         """
         self.figures = {place_of[layer]: figures for layer, figures in self.figures.items()}
 
@@ -123,8 +123,8 @@ class Stopwatch:
             with (
                 self._streams.switched("measure", gate.index),
                 torch.set_grad_enabled(trains),
-                # What watches the step while it is followed takes longer than small operations do,
-                # and must not take the measuring for the user's code.
+                # The modes that follow the step take longer than small operations, and must not
+                # record the measurement as user code.
                 _disable_current_modes(),
                 torch._C.DisableTorchFunction(),
                 substituted(slots, self._here(slots, trains)),
@@ -132,9 +132,9 @@ class Stopwatch:
                 for repeat in range(_REPEATS):
                     made_up = [self._made_up(leaf, trains) for leaf in leaves]
                     args, kwargs = rebuild(made_up)
-                    # A layer may add to what it is given: a cache of keys and values.
+                    # A layer may add to its arguments: a cache of keys and values.
                     before = Arguments(args, kwargs)
-                    # Counting takes time of its own, which the best of several leaves out.
+                    # Counting takes time; the best of several runs excludes it.
                     run: Callable[[], Any] = partial(gate.run, *args, **kwargs)
                     if repeat == 0:
                         table = SavedTable(left_out=self._stand_ins(leaves, made_up))
@@ -152,7 +152,7 @@ class Stopwatch:
                     backward = min(backward, seconds)
                     observer.end()
         except Exception:
-            # Any error says only that this layer needs real inputs; the planner goes by its
+            # Any error only means that this layer needs real inputs; the planner estimates by its
             # parameters instead.
             return None
         return Figures(
@@ -163,7 +163,7 @@ class Stopwatch:
         )
 
     def _stand_ins(self, leaves: Sequence[Any], made_up: Sequence[Any]) -> Iterator[int]:
-        """Addresses of what stands for something that is held anyway."""
+        """Addresses of stand-ins for memory that is held anyway."""
         for leaf, number in zip(leaves, made_up, strict=True):
             is_real = isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder)
             if is_real and address_of(leaf) in self._held:
@@ -189,7 +189,7 @@ class Stopwatch:
 
     def _stand_in(self, tensor: Tensor, is_buffer: bool) -> Tensor:
         if tensor.is_meta:
-            # Nobody holds the whole model: any numbers take as long as the layer's own.
+            # No rank holds the whole model. Any other numbers take as long as the layer's own.
             return self._numbers(tensor)
         # Buffers are copied: a layer may write to its running statistics.
         return tensor.detach().to(self._device, copy=is_buffer)
@@ -199,7 +199,7 @@ class Stopwatch:
             return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
         numbers = self._numbers(leaf)
         if trains and (numbers.is_floating_point() or numbers.is_complex()):
-            # As what an earlier layer returned: no leaf, so that this one may write to it.
+            # Like the output of an earlier layer: no leaf, so that this one may write to it.
             return GradientBox(numbers).open()
         return numbers
 

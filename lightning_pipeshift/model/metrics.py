@@ -1,4 +1,4 @@
-"""Torchmetrics objects that are called for each microbatch and show what the batch would."""
+"""Torchmetrics objects that are called for each microbatch and show the whole batch's values."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torchmetrics import Metric
 
 
 class BatchMetrics:
-    """Makes a torchmetrics object that is called for each microbatch show what it would for the
-    whole batch.
+    """Makes a torchmetrics object that is called for each microbatch show the value for the whole
+    batch.
 
-    On the last stage. Metrics whose state cannot be merged (``full_state_update=True``) are left
-    alone: the value that they show for a step is the last microbatch's.
+    Used on the last stage. Metrics whose state cannot be merged (``full_state_update=True``) are
+    not changed: the value that they show for a step is the last microbatch's.
     """
 
     def __init__(self, root: nn.Module) -> None:

@@ -1,6 +1,4 @@
-"""Cuts a batch into microbatches, and puts what they gave together as one batch would have given
-it.
-"""
+"""Cuts a batch into microbatches, and merges their results into those of the whole batch."""
 
 from __future__ import annotations
 
@@ -35,9 +33,9 @@ def split(batch: Any, num_microbatches: int) -> list[tuple[Any, int]]:
     """Cuts a batch along its first dimension into at most ``num_microbatches`` slices of nearly
     equal size.
 
-    Tensors are cut, and lists and tuples of strings of the same length; what has no batch dimension
-    goes into every slice. The first slices are one sample larger where the count does not divide;
-    no slice is empty.
+    Tensors are cut, and lists and tuples of strings of the same length; values without a batch
+    dimension go into every slice. The first slices are one sample larger where the count does not
+    divide; no slice is empty.
 
     Args:
         batch: a nested structure of tensors.
@@ -74,7 +72,7 @@ def split(batch: Any, num_microbatches: int) -> list[tuple[Any, int]]:
 
 
 def _is_column(node: Any, size: int) -> bool:
-    """Whether a list holds one plain thing (a name, a number) for each sample."""
+    """Whether a list holds one plain value (a name, a number) for each sample."""
     return (
         isinstance(node, list | tuple)
         and len(node) == size
@@ -85,8 +83,8 @@ def _is_column(node: Any, size: int) -> bool:
 def _pieces(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
     ends = list(accumulate(sizes))
     if isinstance(leaf, Tensor) and leaf.dim():
-        # Each slice has a version counter of its own: a step that writes to its batch in place must
-        # not disturb the backward of another microbatch.
+        # Each slice has its own version counter: a step that writes to its batch in place must not
+        # disturb the backward of another microbatch.
         return [
             (leaf if leaf.requires_grad else leaf.data).narrow(0, end - size, size)
             for size, end in zip(sizes, ends, strict=True)
@@ -97,13 +95,13 @@ def _pieces(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
 
 
 def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
-    """The mean of scalars or equal-shaped tensors, each counted with its weight.
+    """The weighted mean of scalars or equal-shaped tensors.
 
     A single value comes back as it is, with the very same bits.
     """
     if len(values) == 1 or not sum(weights):
         return values[0]
-    # What counts nothing may be anything, even not a number.
+    # A value with weight 0 may be anything, even NaN.
     counted = [(v, w) for v, w in zip(values, weights, strict=True) if w]
     values, weights = [v for v, _ in counted], [w for _, w in counted]
     total = sum(weights)
@@ -114,7 +112,7 @@ def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
 
 
 def merge(results: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
-    """One batch's result out of its microbatches' results.
+    """Merges the results of a batch's microbatches.
 
     Tensors with the samples in their first dimension are joined; scalars are averaged with the
     microbatches' weights; anything else becomes a list with one entry for each microbatch.

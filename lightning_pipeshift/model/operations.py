@@ -24,14 +24,14 @@ Call = Callable[..., Any]
 
 
 class Kind(enum.Enum):
-    """What a function of torch is to somebody who follows values."""
+    """What a function of torch does with values."""
 
     OPERATION = 0
     """Makes tensors, or writes to one."""
     READ = 1
-    """Gives the values to Python."""
+    """Reads values into Python."""
     QUESTION = 2
-    """Asks for something that does not depend on the values."""
+    """Returns something that does not depend on the values."""
 
 
 # Attributes of a tensor that are tensors themselves.
@@ -117,14 +117,14 @@ _kinds: dict[Any, tuple[Kind, str]] = {}
 
 
 def is_transformed() -> bool:
-    """Whether ``torch.func.grad`` or its like is at work. Tensors are wrapped then, and what is
-    computed of them is not what user code gets: nobody numbers it.
+    """Whether ``torch.func.grad`` or a similar function is under way. Then tensors are wrapped, and
+    operations on them do not return what user code gets, so they are not numbered.
     """
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def kind_of(function: Any) -> tuple[Kind, str]:
-    """What a function is, and its name: ``"add"``, ``"data.__set__"``."""
+    """The kind of a function, and its name: ``"add"``, ``"data.__set__"``."""
     found = _kinds.get(function)
     if found is None:
         found = _kinds[function] = _classified(function)
@@ -143,17 +143,18 @@ def _classified(function: Any) -> tuple[Kind, str]:
 
 
 class Told(Protocol):
-    """Who is told of operations."""
+    """Handles operations."""
 
     def operation(self, function: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns what the function returns, or what stands for that."""
+        """Returns the function's result, or a stand-in for it."""
 
 
 class Operations(TorchFunctionMode):
-    """Context in which somebody answers for every function of torch.
+    """Context in which a handler computes the result of every function of torch.
 
     Args:
-        told: who does. The context does not keep it alive: who is told usually has the context.
+        told: the handler. The context does not keep it alive: usually the handler refers to the
+            context.
     """
 
     def __init__(self, told: Told) -> None:
@@ -164,7 +165,7 @@ class Operations(TorchFunctionMode):
     @property
     def _told(self) -> Told:
         told = None if self._is_paused else self._reference()
-        return _NOBODY if told is None else told
+        return _DIRECT if told is None else told
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -188,16 +189,16 @@ class Operations(TorchFunctionMode):
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def is_innermost(self) -> bool:
-        """Whether it is asked before every other mode."""
+        """Whether this is the innermost of all modes."""
         return _get_current_function_mode() is self
 
     def paused(self) -> AbstractContextManager[None]:
-        """Context in which nobody is told: a layer runs, or code of ours."""
+        """Context without the handler: for a layer, or code of ours."""
         # User code may have put a mode of its own (`with torch.device(...)`) around the layer.
-        return _Without(self) if self.is_innermost() else self._deaf()
+        return _Without(self) if self.is_innermost() else self._bypassed()
 
     @contextmanager
-    def _deaf(self) -> Iterator[None]:
+    def _bypassed(self) -> Iterator[None]:
         stack = _Applied.stack()
         stack.append(None)
         before, self._is_paused = self._is_paused, True
@@ -208,15 +209,15 @@ class Operations(TorchFunctionMode):
             stack.pop()
 
     def begin_in_backward(self) -> None:
-        """Begins in the middle of a backward, where a checkpointed region runs again. Autograd
-        gives each of its nodes the modes that were there when the backward began, so this lasts
+        """Enters the context in the middle of a backward, where a checkpointed region runs again.
+        Autograd restores the modes from the begin of the backward for each node, so this lasts
         until the region has run.
         """
         if not self.is_innermost():
             self.__enter__()
 
     def end_backward(self) -> None:
-        """Makes sure that nothing is left of that."""
+        """Leaves the context if :meth:`begin_in_backward` has entered it."""
         while self.is_innermost():
             super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
         _Applied.stack().clear()
@@ -237,17 +238,19 @@ class _Without:
         self._mode.__enter__()
 
 
-class _Nobody:
+class _Direct:
+    """Calls functions directly."""
+
     def operation(self, function: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return function(*args, **kwargs)
 
 
-_NOBODY = _Nobody()
+_DIRECT = _Direct()
 
 
 class _Applied:
-    """Lets ``torch.autograd.Function.apply`` be seen like any other function of torch, which it is
-    not: the mode sees what its ``forward`` does, and not the result with its gradient.
+    """Makes :class:`Operations` handle ``torch.autograd.Function.apply`` as one function. Without
+    this, the mode would see the operations of its ``forward``, but not the differentiable result.
     """
 
     _local = threading.local()
@@ -269,11 +272,12 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     if told is None:
         return _plain_apply(cls, *args, **kwargs)
     if cls is CheckpointFunction:
-        # It hides its gradients until the backward. The other way to checkpoint computes the same.
+        # Reentrant checkpointing hides its graph until the backward. The non-reentrant one computes
+        # the same.
         run, preserve, *rest = args
         return checkpoint(run, *rest, use_reentrant=False, preserve_rng_state=preserve)
     applied = _AppliedFunction.of(cls)
-    # Told of it as of any function: nobody else is while that one answers.
+    # Handled like any function: no other handler is called while this one computes the result.
     stack.append(None)
     try:
         with torch._C.DisableTorchFunction():

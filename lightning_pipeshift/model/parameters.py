@@ -1,11 +1,11 @@
-"""Who uses which parameter, and how a stage lets go of those that it does not need.
+"""Which layers use each parameter, and how a stage releases the parameters that it does not need.
 
 A parameter that exactly one layer uses moves with that layer. All others are *shared*: loose
-parameters (in no layer), tied ones (in several modules with a random stream of their own), and
-those that user code touches directly (``F.linear(h, self.embed.weight)``). The forward pass is cut
-into *segments* where such modules begin and end, which is the same on every split. The gradient of
-a shared parameter is collected for each segment apart and summed in the order of the segments, so
-the sum has the same bits on every split.
+parameters (in no layer), tied ones (in several modules with their own random stream), and those
+that user code uses directly (``F.linear(h, self.embed.weight)``). The forward pass is cut into
+*segments* where modules with their own random stream begin and end, which is the same on every
+split. The gradient of a shared parameter is collected for each segment separately and summed in the
+order of the segments, so the sum has the same bits on every split.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Slot(NamedTuple):
     is_buffer: bool
 
     def put(self, tensor: Tensor | None) -> None:
-        """Lets the place refer to ``tensor``, whatever its type."""
+        """Makes the place refer to ``tensor``, whatever its type."""
         (self.module._buffers if self.is_buffer else self.module._parameters)[self.name] = tensor  # type: ignore[assignment]
 
     def get(self) -> Tensor | None:
-        """What the place refers to."""
+        """The tensor that the place refers to."""
         return (self.module._buffers if self.is_buffer else self.module._parameters)[self.name]
 
 
@@ -51,9 +51,7 @@ def slots_of(module: nn.Module) -> list[Slot]:
 
 @contextmanager
 def substituted(slots: Iterable[Slot], tensor_of: Mapping[int, Tensor]) -> Iterator[None]:
-    """Context in which the places refer to other tensors, chosen by the identity of what they refer
-    to.
-    """
+    """Context in which the places refer to other tensors, chosen by the identity of their own."""
     before = [(slot, slot.get()) for slot in slots]
     try:
         for slot, tensor in before:
@@ -75,9 +73,9 @@ class ParameterUse:
         slots: all places that refer to it.
         layers: the indices of the layers whose modules refer to it.
         used_in: the indices of the layers that use it when they are called: those whose modules
-            refer to it, and others that have a reference of their own.
-        is_tied: whether several modules with a random stream of their own refer to it.
-        everywhere: whether user code touches it, so that every stage has to hold it.
+            refer to it, and others that have another reference to it.
+        is_tied: whether several modules with their own random stream refer to it.
+        everywhere: whether user code uses it, so that every stage has to hold it.
     """
 
     name: str
@@ -90,7 +88,7 @@ class ParameterUse:
 
     @property
     def is_shared(self) -> bool:
-        """Whether its gradient is the sum of several segments', which may be on several stages."""
+        """Whether its gradient is a sum over segments, which may be on several stages."""
         return self.everywhere or self.is_tied or len(self.layers) != 1
 
     def holders(self, stage_of: list[int], num_stages: int) -> list[int]:
@@ -113,9 +111,9 @@ def parameter_uses(
         root: the LightningModule.
         layers: its layers, in call order.
         touched: by the identity of a parameter that is used other than through its own layer, the
-            layers that do so; none where only code between layers does.
+            layers that use it so; empty if only code between layers does.
         called: the indices of the layers that a training step calls; by default all.
-        scopes: the modules with a random stream of their own; by default the layers.
+        scopes: the modules with their own random stream; by default the layers.
     """
     scope_of = _scope_of(root, [*layers, *scopes])
     members = [{id(parameter) for parameter in layer.parameters()} for layer in layers]
@@ -141,15 +139,15 @@ def parameter_uses(
     for copied, original in copies_in(root, uses, called):
         pairs = zip(copied.parameters(), original.parameters(), strict=True)
         for parameter, other in pairs:
-            # What user code computes of the two (an average, a momentum update) is computed where
-            # the copy is.
+            # User code that combines the two (an average, a momentum update) runs where the copy
+            # is.
             use, also = use_of[id(other)], use_of[id(parameter)].layers
             use.layers = tuple(sorted({*use.layers, *also}))
     return uses
 
 
 def _scope_of(root: nn.Module, scopes: Sequence[nn.Module]) -> dict[int, int]:
-    """By the identity of a module, that of the innermost of some modules that it is in."""
+    """For each module, the identity of the innermost of the given modules that contains it."""
     inner = set(map(id, scopes))
     found: dict[int, int] = {}
 
@@ -168,12 +166,12 @@ def _scope_of(root: nn.Module, scopes: Sequence[nn.Module]) -> dict[int, int]:
 def copies_in(
     root: nn.Module, uses: Sequence[ParameterUse], called: Container[int] | None
 ) -> list[tuple[nn.Module, nn.Module]]:
-    """The modules that are copies of others, and those: a teacher and its student, a momentum
-    encoder and its encoder, an average and what is averaged.
+    """The modules that are copies of others, each with its original: a teacher and its student, a
+    momentum encoder and its encoder, an average and the averaged module.
 
     A copy is of the same class and has parameters of the same names and shapes, and no gradient
-    reaches it: its parameters are frozen, or no step calls it. Frozen blocks among like ones that
-    train are no copies, and neither are many small modules that are like one that trains.
+    reaches it: its parameters are frozen, or no step calls it. Frozen blocks among trained blocks
+    of the same class are no copies, and neither are many small modules that resemble a trained one.
 
     Args:
         root: the LightningModule.
@@ -224,9 +222,9 @@ def modules_of_user_code(
     uses: Sequence[ParameterUse],
     called: Container[int] | None,
 ) -> set[int]:
-    """The identities of modules in layers that no step calls and that are no copies: nobody but
-    user code between the steps, which runs on every stage, writes to their buffers (the counter of
-    an average).
+    """The identities of modules in layers that no step calls and that are no copies: only user code
+    between the steps, which runs on every stage, writes to their buffers (the counter of an
+    average).
 
     Args:
         root: the LightningModule.
@@ -248,7 +246,7 @@ def modules_of_user_code(
 
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-# An average for each of some decays, a teacher of some students.
+# Allows an average for each of several decays, or a teacher of several students.
 _MOST_COPIES = 4
 
 
@@ -257,9 +255,7 @@ def _signature(module: nn.Module) -> Any:
 
 
 def hold(tensor: Tensor, data: Tensor) -> None:
-    """Gives a parameter or buffer, of which only the name was here, its values; the object stays
-    the same.
-    """
+    """Gives values to a parameter or buffer that was on another stage. The object is unchanged."""
     if data.device.type == tensor.device.type:
         tensor.data = data
         return
@@ -271,12 +267,12 @@ def hold(tensor: Tensor, data: Tensor) -> None:
 
 
 def release(tensor: Tensor, name: str) -> None:
-    """Lets go of the values of a parameter or buffer; the object, its shape and its type stay, and
-    what is done with it is done where it is held.
+    """Releases the values of a parameter or buffer. The object, its shape and its type stay, and
+    operations on it take effect where it is held.
 
     Args:
         tensor: the parameter or buffer.
-        name: what the whole model knows the parameter or buffer by.
+        name: its name in the whole model.
     """
     if not isinstance(tensor, Elsewhere):
         swap(tensor, Elsewhere.like(tensor, [name], is_the_models=True))
@@ -284,8 +280,8 @@ def release(tensor: Tensor, name: str) -> None:
 
 
 def other_state(layer: nn.Module) -> dict[tuple[str, str], Any]:
-    """What a layer keeps besides parameters: its modules' buffers (``None`` where there is none),
-    and under the name ``""`` what a module adds to a state dict.
+    """A layer's state other than parameters: its modules' buffers (``None`` for an empty one), and
+    under the name ``""`` what a module adds to a state dict.
     """
     found: dict[tuple[str, str], Any] = {}
     for owner, module in layer.named_modules():
@@ -296,7 +292,7 @@ def other_state(layer: nn.Module) -> dict[tuple[str, str], Any]:
 
 
 def take_other_state(layer: nn.Module, state: dict[tuple[str, str], Any]) -> None:
-    """Gives a layer what :func:`other_state` found on another rank."""
+    """Gives a layer the result of :func:`other_state` on another rank."""
     modules = dict(layer.named_modules())
     for (owner, name), value in state.items():
         if name:
@@ -306,8 +302,8 @@ def take_other_state(layer: nn.Module, state: dict[tuple[str, str], Any]) -> Non
 
 
 def give_buffer(module: nn.Module, name: str, value: Tensor | None) -> None:
-    """Gives a module a buffer's new values. One that is still of the same shape and type stays the
-    same object, where it was.
+    """Gives a module a buffer's new values. If shape and type are unchanged, the buffer stays the
+    same object.
     """
     before = module._buffers.get(name)
     if before is None or value is None:
@@ -324,8 +320,8 @@ def give_buffer(module: nn.Module, name: str, value: Tensor | None) -> None:
 class flat_weights_forgotten:
     """Context in which recurrent modules hold no weak references to their parameters.
 
-    ``nn.LSTM`` and its kind keep weak references for a fast path, and a tensor with weak references
-    cannot be swapped.
+    ``nn.LSTM`` and similar modules keep weak references for a fast path, and a tensor with weak
+    references cannot be swapped.
     """
 
     def __init__(self, *roots: nn.Module) -> None:

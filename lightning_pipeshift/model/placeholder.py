@@ -1,10 +1,10 @@
 """Stand-ins for tensors that live on another stage.
 
-A placeholder has the shape, type and device of the tensor it stands for, no memory, and remembers
-which layers' outputs it was made from. User code between layers runs on placeholders as on tensors;
-the results are placeholders. Following the tensors and skipping the layers of other stages are
-therefore the same thing, and a placeholder that turns up where a value is needed is found at once:
-a silent wrong number is impossible.
+A placeholder has the shape, type and device of the tensor it stands for, but no memory, and records
+the layer outputs that it was made from. User code between layers runs on placeholders as on
+tensors; the results are placeholders. So the same mechanism follows the tensors of a step, and
+skips the layers of other stages. Where a value is needed, a placeholder raises an error at once: a
+silent wrong number is impossible.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _INDEXING = frozenset(
 
 
 class Origin:
-    """What the placeholders of one memory were made from; views share it.
+    """The origin of the placeholders of one memory; views share it.
 
     Args:
-        values: the layer outputs that went in.
+        values: the layer outputs that they were made from.
         inside: the call whose forward pass made it, ``None`` for user code between layers.
     """
 
@@ -47,15 +47,16 @@ class Origin:
 
 
 class Watcher:
-    """Who is told what happens to placeholders; while a flow is being recorded, the recorder.
+    """Receives notifications about placeholders; while a flow is being recorded, the recorder.
 
-    The default watcher is a stage that skips layers: nothing may depend on a placeholder's values.
+    The default watcher is for a stage that skips layers: nothing may depend on a placeholder's
+    values.
     """
 
     inside: object = None
 
     def read(self, function: str, values: set[Value]) -> None:
-        """User code reads values on the host, or makes a shape of them."""
+        """Called when user code reads values on the host, or a shape depends on them."""
         raise LayerError(
             f"`{function}` needs the values of {_sources(values)}, which lives on another stage and"
             " was not sent here. The code between the layers took another way than when it was"
@@ -64,22 +65,22 @@ class Watcher:
         )
 
     def condition(self) -> bool:
-        """What a condition on values that are not here is taken to be."""
+        """The assumed result of a condition on values that this stage does not have."""
         return False
 
     def written(self, tensor: torch.Tensor, values: set[Value]) -> None:
-        """Values are written into a tensor that is no placeholder."""
+        """Called when values are written into a tensor that is no placeholder."""
 
     def draws(self, draw: Callable[[], object]) -> None:
-        """A random operation is applied to placeholders; ``draw`` applies it to as many real
-        numbers.
+        """Called when a random operation is applied to placeholders; ``draw`` applies it to as many
+        real numbers.
         """
 
     def shaped_by_batch(self) -> None:
-        """A shape is made of the values of a tensor that is no placeholder."""
+        """Called when a shape depends on the values of a tensor that is no placeholder."""
 
     def used(self, origin: Origin) -> None:
-        """An operation takes a placeholder."""
+        """Called when a placeholder is an input of an operation."""
 
 
 _watcher: list[Watcher] = [Watcher()]
@@ -91,7 +92,7 @@ def watcher() -> Watcher:
 
 
 class watching:
-    """Context in which ``new`` is told what happens to placeholders."""
+    """Context in which ``new`` is the watcher."""
 
     def __init__(self, new: Watcher) -> None:
         self._new = new
@@ -109,18 +110,19 @@ class Placeholder(torch.Tensor):
     Args:
         shadow: a meta tensor, which computes its shape.
         device: the device it claims to be on.
-        origin: what it was made from.
+        origin: its origin.
     """
 
     shadow: torch.Tensor
     origin: Origin
     label: Value | None
-    """Which value of the pass it stands for; ``None`` for something made of several in a way that
-    nobody has followed."""
+    """The value of the pass that it stands for; ``None`` if it was made by operations that were not
+    followed."""
     owner: object
     """The pass."""
     is_tracked: bool
-    """Whether what it stands for needs a gradient, though it has none itself."""
+    """Whether the tensor that it stands for requires a gradient; the placeholder itself has none.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -137,7 +139,7 @@ class Placeholder(torch.Tensor):
             layout=shadow.layout,
             device=device,
             requires_grad=requires_grad,
-            # None of it is there; it bounds what operations on the shape allow.
+            # No memory is allocated; the size bounds the views that operations allow.
             storage_size=shadow.untyped_storage().nbytes(),
         )
         self.shadow = shadow
@@ -151,7 +153,7 @@ class Placeholder(torch.Tensor):
     def of(
         cls, spec: TensorSpec, device: torch.device, values: Iterable[Value], inside: object = None
     ) -> Placeholder:
-        """A placeholder for a tensor that was seen before."""
+        """A placeholder for a tensor with known properties."""
         inner = torch.empty_strided(
             spec.shape, spec.stride, dtype=dtype_named(spec.dtype), device=META
         )
@@ -161,7 +163,7 @@ class Placeholder(torch.Tensor):
     def standing_for(
         cls, value: Value, spec: TensorSpec, device: torch.device, owner: object
     ) -> Placeholder:
-        """A placeholder for one value of a pass, of which ``owner`` is a mark."""
+        """A placeholder for one value of a pass, which ``owner`` identifies."""
         self = cls.of(spec, device, (value,))
         self.label = value
         self.owner = owner
@@ -201,8 +203,8 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             " an operation that returns a new tensor (`reshape`, `new_empty`)."
         )
     if torch.Tag.inplace_view in func.tags:
-        # `unsqueeze_` and its kind change nothing but the shape: the placeholder's own, and that of
-        # what computes it.
+        # `unsqueeze_` and similar operations change only the shape: that of the placeholder, and of
+        # its shadow.
         with no_dispatch():
             func(*args, **kwargs)
         func(args[0].shadow, *args[1:], **kwargs)
@@ -237,8 +239,8 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             told.read(func._schema.name, values)
             result = estimate(torch.device("cpu"))
         else:
-            # Some operations refuse on the meta device what they do on others (`_grouped_mm` does
-            # any type but bfloat16).
+            # Some operations support less on the meta device than on others (`_grouped_mm` only
+            # bfloat16).
             try:
                 result = estimate(seen[0].device)
             except Exception:
@@ -254,7 +256,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         elif told.inside is None:
             told.written(argument, values)
     if written and isinstance(result, torch.Tensor):
-        # An in-place operation returns what it wrote to.
+        # An in-place operation returns the tensor it wrote to.
         return written[0]
     aliased = _aliased_argument(func, args)
     origin = aliased.origin if isinstance(aliased, Placeholder) else Origin(values, told.inside)
@@ -263,7 +265,8 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
-# Computing a shape takes some operations several times as long as computing with small tensors.
+# For some operations, computing a shape takes several times as long as computing with small
+# tensors.
 _shapes: OrderedDict[Any, TensorSpec | None] = OrderedDict()
 _MOST_SHAPES = 4096
 
@@ -271,7 +274,7 @@ _MOST_SHAPES = 4096
 def _shaped(
     func: Any, leaves: list[Any], spec: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """What ``func`` returns for meta tensors; for one new tensor, from memory if it can be."""
+    """The result of ``func`` for meta tensors; a single new tensor may come from the cache."""
     key = None
     if not any(argument.alias_info for argument in func._schema.arguments):
         described = tuple(
@@ -306,9 +309,9 @@ def _plain(leaf: Any, indexing: bool) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if indexing and leaf.dtype in (torch.bool, torch.uint8) and leaf.device != META:
-        # A mask that is really there decides the shape: as an index of integers it does so without
-        # values. `index` takes one index for each dimension of the mask; only one-dimensional masks
-        # stay one argument.
+        # A real mask determines the shape: replaced by indices, it does so without values. `index`
+        # takes one index for each dimension of the mask; only a one-dimensional mask stays one
+        # argument.
         watcher().shaped_by_batch()
         if leaf.dim() == 1:
             return leaf.nonzero()[:, 0].to(META)
@@ -331,8 +334,8 @@ def _reads_values(func: Any) -> bool:
 
 
 def _ones(tensor: torch.Tensor, on: torch.device) -> torch.Tensor:
-    """A guess that upsets little user code: numbers are one (a logarithm, a division), conditions
-    are what the watcher says.
+    """A guess with which little user code fails: numbers are one (for a logarithm, a division),
+    conditions are those of the watcher.
     """
     if not isinstance(tensor, Placeholder):
         if tensor.device == META:
@@ -364,7 +367,7 @@ def _sources(values: Iterable[Value]) -> str:
 
 @lru_cache(maxsize=64)
 def dtype_named(name: str) -> torch.dtype:
-    """The type that ``str(dtype)`` names."""
+    """The type with the name ``str(dtype)``."""
     dtype = getattr(torch, name.removeprefix("torch."))
     assert isinstance(dtype, torch.dtype), name
     return dtype

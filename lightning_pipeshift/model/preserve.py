@@ -1,4 +1,4 @@
-"""Lets a step run without leaving anything behind in Python's objects."""
+"""Undoes a step's changes to Python objects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-# How far from a module's attributes, a class or a user's Python module is looked.
+# How many references deep to search from a module's attributes, a class or a user's Python module.
 _DEPTH = 4
 _LONGEST = 100_000
 _MOST_OBJECTS = 200_000
@@ -37,12 +37,12 @@ _FRAMEWORKS = frozenset(
 
 @contextmanager
 def preserved(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Context after which Python objects are as they were: the modules' attributes, containers and
-    objects that these refer to, the classes of user code among them, and the variables of the
-    Python modules that these classes are written in. The objects themselves stay the same.
+    """Context after which Python objects have their earlier state: the modules' attributes,
+    containers and objects that these refer to, the classes of user code among them, and the
+    variables of the Python modules that define these classes. The objects themselves stay the same.
 
-    Not covered are the values of tensors, which a mode keeps from being written to (see
-    :mod:`~lightning_pipeshift.model.isolation`), and what is outside of the process.
+    The values of tensors are not restored; a mode prevents writes to them (see
+    :mod:`~lightning_pipeshift.model.isolation`). State outside of the process is not restored.
     """
     undo = _Undo()
     modules = list(modules)
@@ -57,8 +57,8 @@ def preserved(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 class Arguments:
-    """What the arguments of a call refer to, to be put back before it is called once more: a cache
-    of keys and values that it has added to, say. Not covered are the values of tensors.
+    """The state of a call's arguments, to be restored before a second call: for example a cache of
+    keys and values that the first call has extended. The values of tensors are not restored.
 
     Args:
         values: the arguments.
@@ -70,7 +70,7 @@ class Arguments:
             self._undo.remember(value, _DEPTH)
 
     def put_back(self) -> None:
-        """Once only."""
+        """Restores the state; may be called once only."""
         self._undo.undo()
 
 
@@ -79,10 +79,10 @@ def _is_framework(name: str) -> bool:
 
 
 class _Undo:
-    """What has to be put back.
+    """The recorded state of objects.
 
     Args:
-        frameworks_too: whether to look into objects of frameworks as into the user's own.
+        frameworks_too: whether to search objects of frameworks like the user's own.
     """
 
     def __init__(self, frameworks_too: bool = False) -> None:
@@ -94,18 +94,18 @@ class _Undo:
     def undo(self) -> None:
         for restore in reversed(self._restore):
             restore()
-        # They refer to this, and this to all that was found: weak references to parameters, say,
-        # which must not outlive the step.
+        # The closures and this object refer to each other, and to all found objects: for example
+        # weak references to parameters, which must not outlive the step.
         self._restore.clear()
         self._seen.clear()
 
     def remember_module(self, module: nn.Module) -> None:
-        """Notes what a module's attributes are, and refer to; its parts are remembered apart."""
+        """Records a module's attributes, and what they refer to, without its submodules."""
         self._seen.update((id(part), part) for part in module.modules())
         self._remember_dict(module.__dict__, _DEPTH)
 
     def remember(self, value: Any, depth: int) -> None:
-        """Notes what a value refers to."""
+        """Records what a value refers to."""
         if (
             depth < 0
             or self._num_left <= 0
@@ -164,12 +164,12 @@ class _Undo:
         self._restore.append(restore)
         if len(before) <= _LONGEST:
             for key, entry in before.items():
-                # Who runs the step is not part of it.
+                # The Trainer that runs the step is not part of it.
                 if key not in ("_trainer", "_fabric"):
                     self.remember(entry, depth - 1)
 
     def remember_class(self, kind: type) -> None:
-        """Notes a class's own attributes, and the variables of the Python module it is from."""
+        """Records a class's own attributes, and the variables of its Python module."""
         if _is_framework(kind.__module__):
             return
         before = {k: v for k, v in vars(kind).items() if not k.startswith("__")}

@@ -1,15 +1,15 @@
-"""Lets go of what a layer saved for its backward, and makes it again by running the layer twice.
+"""Releases the tensors that a layer saved for its backward, and recomputes them by a second run.
 
 Recomputation in a stage's idle time (NUDT, "distributed parallel training method and system for
-heterogeneous computing clusters") needs two things that ``torch.utils.checkpoint`` does not give:
-to run again *before* the backward asks, while the stage waits for a gradient; and to run again with
-the same bits, wherever the layer lives. Both are the layer's own: its random stream is known, and
-its saved tensors are counted as they come, so the n-th of the second run takes the place of the
+heterogeneous computing clusters") needs two properties that ``torch.utils.checkpoint`` lacks: the
+second run happens *before* the backward needs it, while the stage waits for a gradient; and it has
+the same bits, on whatever stage the layer is. For this, the second run uses the layer's own random
+stream, and saved tensors are numbered in their order, so the n-th of the second run replaces the
 n-th of the first.
 
-What a layer saved is let go of when the stage's forward is over, and not before. By then user code
-has done to the layer's inputs what it does (``residual += x``): an input that is no longer what the
-layer saw cannot be run on again, and the layer keeps what it saved.
+Saved tensors are released when the stage's forward is over, not earlier. By then user code has made
+its changes to the layer's inputs (``residual += x``): if an input has changed since the layer ran,
+the layer cannot run again, and keeps its saved tensors.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ Ambient = Callable[[], AbstractContextManager[object]]
 
 
 class LayerCall:
-    """One call of a layer, whose saved tensors are under our hands.
+    """One call of a layer, whose saved tensors our hooks handle.
 
     Args:
-        gate: the layer's.
-        args: what it is called with.
+        gate: that of the layer.
+        args: the arguments of the call.
         kwargs: likewise.
-        table: what the microbatch has saved.
-        observer: notes what the layer saves, where somebody wants to know.
+        table: the microbatch's saved tensors.
+        observer: records what the layer saves, if that is needed.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class LayerCall:
     def run(self) -> Any:
         """Runs the layer as it is called."""
         args, kwargs = self._args, self._kwargs
-        # What it was given is the caller's to hold.
+        # Only the caller decides how long the arguments live.
         self._args, self._kwargs = (), {}
         with ExitStack() as stack:
             origins = None
@@ -100,12 +100,12 @@ class Region(LayerCall):
     """One call of a layer that may run again.
 
     Args:
-        gate: the layer's.
-        args: what it is called with.
+        gate: that of the layer.
+        args: the arguments of the call.
         kwargs: likewise.
-        draw: lets what is drawn from then on come from the beginning of the call's own stream.
-        table: what the microbatch has saved.
-        observer: notes what the layer saves, where somebody wants to know.
+        draw: restarts the call's own random stream.
+        table: the microbatch's saved tensors.
+        observer: records what the layer saves, if that is needed.
     """
 
     def __init__(
@@ -121,13 +121,13 @@ class Region(LayerCall):
         self._draw = draw
         self._ambient = _ambient()
         leaves, self._rebuild = flatten((args, kwargs))
-        # One tensor given twice is one tensor again: attention asks whether `query is key`.
+        # A tensor passed twice must be one tensor again: attention checks whether `query is key`.
         unique = {id(leaf): leaf for leaf in leaves}
         places = {identity: place for place, identity in enumerate(unique)}
         self._places = [places[id(leaf)] for leaf in leaves]
         self._inputs = [_Input(leaf, gate.index, self._table) for leaf in unique.values()]
         self._slots = slots_of(gate.layer)
-        # Its parameters are there anyway; a view of one saves nothing.
+        # Its parameters are held anyway, so a view of one takes no memory.
         self._parameters = {
             address_of(tensor)
             for slot in self._slots
@@ -139,7 +139,7 @@ class Region(LayerCall):
         self._saved: list[weakref.ref[Saved]] = []
         self._is_let_go = False
         self.num_bytes = 0
-        """What it has let go of, as far as anybody counts."""
+        """The bytes that it has released, as far as they were counted."""
 
     def run(self) -> Any:
         """Runs the layer as it is called."""
@@ -151,7 +151,7 @@ class Region(LayerCall):
             slot.get() is not before or _version(before) != version
             for slot, before, version in versions
         ):
-            # Known from the next call on; this one keeps what it saved.
+            # This is known from the next call on; this call keeps its saved tensors.
             self.gate.writes_to_buffers = True
             self._inputs = []
         return output
@@ -167,11 +167,11 @@ class Region(LayerCall):
         return saved
 
     def let_go(self) -> bool:
-        """Lets go of what was saved, if the layer can run again; called when nothing more is done
-        to its inputs. Returns whether it did.
+        """Releases the saved tensors, if the layer can run again; called when user code makes no
+        more changes to its inputs. Returns whether it released them.
 
         Raises:
-            LayerError: it did so before, and its inputs have been written to since.
+            LayerError: earlier calls could run again, but this one's inputs have been written to.
         """
         is_intact = bool(self._inputs) and all(entry.is_intact for entry in self._inputs)
         self.gate.keeps_inputs = is_intact
@@ -200,7 +200,7 @@ class Region(LayerCall):
         return True
 
     def run_again(self) -> None:
-        """Makes what was let go of; nothing to do where it is there."""
+        """Makes the released tensors again; does nothing if they are present."""
         if not self._is_let_go:
             return
         self._is_let_go = False
@@ -220,7 +220,7 @@ class Region(LayerCall):
             inputs = [entry.again() for entry in self._inputs]
             args, kwargs = self._rebuild([inputs[place] for place in self._places])
             self._draw()
-            # What this graph would need for a backward is taken out; nobody runs it.
+            # The saved tensors are taken out of this graph; its backward never runs.
             stack.enter_context(saving(pack, _never))
             self.gate.run(*args, **kwargs)
         if len(fresh) != len(self._saved):
@@ -229,7 +229,7 @@ class Region(LayerCall):
             saved = reference()
             if saved is not None and saved.maker is self:
                 self._table.make_good(saved, tensor, self.gate.index, number)
-        # What nobody needs any more of what was made again needs no room.
+        # Releases the room reserved for recomputed tensors that are no longer needed.
         self._table.make_room(0, self.gate.index)
         self._inputs = []
 
@@ -243,7 +243,7 @@ class Region(LayerCall):
 
 
 class _Input:
-    """A leaf of what a layer was called with, as it was."""
+    """A leaf of a layer's arguments, with its state at the call."""
 
     __slots__ = ("_needs_gradient", "_saved", "_value")
 
@@ -264,12 +264,12 @@ class _Input:
         if self._saved is None:
             return self._value
         alias = self._saved.get().detach()
-        # No leaf, so that the layer may write to it wherever it could the first time.
+        # Not a leaf of the graph, so that the layer may write to it as in the first run.
         return GradientBox(alias).open() if self._needs_gradient else alias
 
 
 class _BuffersBefore:
-    """What a layer's buffers held when it was called, for a layer that writes to them."""
+    """The values of a layer's buffers at its call, for a layer that writes to them."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = [slot for slot in slots if slot.is_buffer]
@@ -281,13 +281,13 @@ class _BuffersBefore:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context in which the layer has those buffers, and leaves its own alone."""
+        """Context in which the layer has these buffers, and does not change its own."""
         with substituted(self._slots, {id(slot.get()): value for slot, value in self._values}):
             yield
 
 
 def _keeps_statistics(layer: nn.Module) -> bool:
-    # Their kernels write without the count of writes going up.
+    # Their kernels write to buffers without raising the version counter.
     return any(
         isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
         for module in layer.modules()
@@ -303,7 +303,7 @@ def _never(_: int) -> Tensor:
 
 
 def _ambient() -> list[Ambient]:
-    """What else the code around the layer has switched: the precision."""
+    """The precision settings that the code around the layer has changed."""
     contexts: list[Ambient] = []
     kinds = ["cpu"] + (["cuda"] if torch.cuda.is_initialized() else [])
     for kind in kinds:

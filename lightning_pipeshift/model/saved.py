@@ -1,10 +1,10 @@
-"""What autograd saves in a forward, under our hands: counted by storage, let go of, moved, brought
-back.
+"""Manages the tensors that autograd saves in a forward: counts them by storage, releases, moves and
+restores them.
 
-Autograd holds a :class:`Saved` in the place of each tensor. Tensors that share memory share a
-:class:`Block`: a tensor and its views are one thing to count and one thing to move. What becomes of
-a block is for others to decide (see ``runtime/store.py``); here is what must be true whatever they
-decide: the backward finds the same bits, and torch's own error if somebody has written to a tensor
+Autograd holds a :class:`Saved` instead of each tensor. Tensors that share memory share a
+:class:`Block`: a tensor and its views are counted once and moved together. Another module decides
+where a block is (see ``runtime/store.py``); this one guarantees, for every decision, that the
+backward gets the same bits, and that torch's own error is raised if a tensor has been written to
 since it was saved.
 """
 
@@ -28,41 +28,41 @@ from lightning_pipeshift.plan.saved_tensors import SavedTensor
 T = TypeVar("T")
 
 GIVEN: Final = -1
-"""In the place of a saved tensor's number: what a layer that runs again was called with."""
+"""The number of saved tensors that are arguments of a layer that may run again."""
 
 
 class Keeper(Protocol):
-    """Who decides where blocks are."""
+    """Decides where blocks are."""
 
     def add(self, block: Block) -> None:
-        """Another block is here."""
+        """Adds a block, which is on the device."""
 
     def also(self, block: Block, layer: int, number: int) -> None:
-        """Another tensor shares a block's memory: it goes by this name, too."""
+        """Gives a block a further name, as another saved tensor shares its memory."""
 
     lock: AbstractContextManager[Any]
     """While it is held, no block leaves or comes back in another thread."""
 
     def fetch(self, block: Block) -> None:
-        """A block is wanted now: returns when it is here, and it stays as long as it is in use."""
+        """Brings a block back; returns when it is here. It stays as long as it is in use."""
 
     def drop(self, place: Any) -> None:
-        """Nobody needs a block any more; what its place was. Called in whatever thread finds that
-        out, in the middle of anything.
+        """Drops a block that is not needed any more, given its ``place``. May be called in any
+        thread, at any time.
         """
 
     def make_room(self, num_bytes: int, layer: int) -> None:
-        """Returns when a layer may save so many bytes again."""
+        """Returns when a layer may save so many recomputed bytes."""
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether it may without more ado."""
+        """Whether there is room for so many bytes without waiting."""
 
 
 class Maker(Protocol):
-    """What can make saved tensors again."""
+    """Can recompute saved tensors."""
 
     def run_again(self) -> None:
-        """Makes them."""
+        """Recomputes them."""
 
 
 class Block:
@@ -70,10 +70,10 @@ class Block:
 
     Args:
         tensor: the first of them.
-        layer: which layer saved it first.
+        layer: the layer that saved it first.
         number: the place of its first tensor among those that the layer has saved.
-        microbatch: whose.
-        keeper: decides where it is; ``None``: it stays.
+        microbatch: its microbatch.
+        keeper: decides where it is; ``None``: it stays on the device.
     """
 
     __slots__ = (
@@ -97,11 +97,11 @@ class Block:
         self.microbatch = microbatch
         self.num_bytes = tensor.untyped_storage().nbytes()
         self.dtype = _dtype_of_all(tensor)
-        """Of the memory as a vector."""
+        """The type of the memory as a vector."""
         self.device = tensor.device
         self.keeper = keeper
         self.place: Any = None
-        """Where it is: the keeper's own note."""
+        """The keeper's own record of the block."""
         self._saved: list[weakref.ref[Saved]] = []
 
     def __del__(self) -> None:
@@ -110,30 +110,30 @@ class Block:
 
     @property
     def tensors(self) -> Iterator[Saved]:
-        """Those that share it and are still needed."""
+        """The tensors that share it and are still needed."""
         for reference in self._saved:
             saved = reference()
             if saved is not None and saved.block is self:
                 yield saved
 
     def join(self, saved: Saved) -> None:
-        """Another tensor that shares the memory."""
+        """Adds a tensor that shares the memory."""
         self._saved.append(weakref.ref(saved))
 
     def memory(self) -> Tensor | None:
-        """All of it, as a vector; ``None`` where it is not here."""
+        """The whole memory as a vector; ``None`` if it is not on the device."""
         for saved in self.tensors:
             if saved.tensor is not None:
                 return whole(saved.tensor)
         return None
 
     def leave(self) -> None:
-        """Lets go of the memory."""
+        """Releases the memory."""
         for saved in self.tensors:
             saved.let_go()
 
     def come_back(self, memory: Tensor) -> None:
-        """Takes the same bits in other memory.
+        """Continues with the same bits in other memory.
 
         Args:
             memory: a vector of the block's type.
@@ -143,31 +143,32 @@ class Block:
 
 
 class Saved:
-    """One tensor that autograd saved: here, or to be made or fetched again."""
+    """One tensor that autograd saved: present, or to be recomputed or fetched."""
 
     __slots__ = ("__weakref__", "_layout", "_version", "_witness", "block", "maker", "tensor")
 
     def __init__(self, tensor: Tensor, block: Block | None = None) -> None:
-        # An output saved as itself would keep its own graph alive; the copy shares the memory and
-        # the count of writes to it.
+        # An output saved directly would keep its own graph alive; the detached tensor shares the
+        # memory and the version counter.
         self.tensor: Tensor | None = tensor.detach()
         self._witness: Tensor = self.tensor
         self._version: int = tensor._version
         self._layout: tuple[Any, ...] = ()
         self.maker: Maker | None = None
-        """Makes it again, if it is to be made again."""
+        """Recomputes the tensor, if it is to be recomputed."""
         self.block = block
         if block is not None:
             block.join(self)
 
     def let_go(self) -> None:
-        """Frees the tensor's memory as far as this goes; the count of writes stays in sight."""
+        """Drops this reference to the tensor's memory, and keeps the version counter."""
         tensor = self.tensor
         if tensor is None:
             return
         self._layout = (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
         self.tensor = None
-        # Its memory alone goes: who else has the tensor counts writes where this one did.
+        # Only the memory is released: writes by other users of the tensor still raise the shared
+        # version counter.
         self._witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def view_of(self, memory: Tensor) -> Tensor:
@@ -177,11 +178,11 @@ class Saved:
         return view.set_(memory.untyped_storage(), offset, size, stride)
 
     def take(self, tensor: Tensor, block: Block | None = None) -> None:
-        """Takes a tensor of the same bits in the place of what was let go of.
+        """Takes a tensor with the same bits as the released one.
 
         Args:
-            tensor: the same in other memory.
-            block: that memory, if it is another one.
+            tensor: the same values in other memory.
+            block: that memory, if it belongs to another block.
         """
         self.tensor = tensor
         if block is not None:
@@ -193,7 +194,7 @@ class Saved:
         if self.tensor is None and self.maker is not None:
             self.maker.run_again()
         elif self.block is not None and self.block.keeper is not None:
-            # Also where it is here: it may be about to leave.
+            # Even if it is on the device: it may be about to leave.
             self.block.keeper.fetch(self.block)
         tensor = self.tensor
         assert tensor is not None
@@ -202,11 +203,11 @@ class Saved:
 
     @property
     def is_unwritten(self) -> bool:
-        """Whether nobody has written to the tensor since it was saved."""
+        """Whether the tensor has not been written to since it was saved."""
         return self._witness._version == self._version
 
     def require_unwritten(self, tensor: Tensor) -> None:
-        """Says what autograd says where no hook stands between."""
+        """Raises autograd's own error if the tensor has been written to since it was saved."""
         if not self.is_unwritten:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an"
@@ -216,11 +217,11 @@ class Saved:
 
 
 class SavedTable:
-    """What one microbatch's layers have saved on this stage.
+    """The tensors that one microbatch's layers have saved on this stage.
 
     Args:
         microbatch: its number.
-        keeper: decides where blocks are; ``None``: here.
+        keeper: decides where blocks are; ``None``: they stay on the device.
         left_out: addresses of memory that is held anyway: the batch's.
     """
 
@@ -230,7 +231,7 @@ class SavedTable:
         self._microbatch = microbatch
         self._keeper = keeper
         self._left_out = frozenset(left_out)
-        # By address, as long as it is here: freed memory comes again under the same address.
+        # By address, as long as the block is here: the address of freed memory is reused.
         self._blocks: dict[int, weakref.ref[Block]] = {}
 
     def save(
@@ -241,14 +242,14 @@ class SavedTable:
         resident: Set[int],
         makes_room: bool = False,
     ) -> Saved:
-        """What autograd is to hold in a tensor's place.
+        """Returns the object that autograd holds instead of a tensor.
 
         Args:
-            tensor: to be saved.
-            layer: which layer saves it.
+            tensor: the tensor to save.
+            layer: the layer that saves it.
             number: its place among those that the layer has saved.
-            resident: addresses of what the layer has anyway: its parameters and buffers.
-            makes_room: whether nobody has made room for it yet.
+            resident: addresses of the layer's parameters and buffers.
+            makes_room: whether no room has been reserved for it yet.
         """
         use = partial(Saved, tensor)
         return self._counted(tensor, layer, number, resident, use, makes_room)
@@ -258,7 +259,7 @@ class SavedTable:
         return address in resident or address in self._left_out
 
     def make_room(self, num_bytes: int, layer: int) -> None:
-        """Returns when there is room for what a layer is about to save again."""
+        """Returns when there is room for what a layer is about to recompute."""
         if self._keeper is not None:
             self._keeper.make_room(num_bytes, layer)
 
@@ -268,11 +269,11 @@ class SavedTable:
 
     @property
     def is_kept(self) -> bool:
-        """Whether somebody decides where blocks are."""
+        """Whether there is a keeper, which decides where blocks are."""
         return self._keeper is not None
 
     def make_good(self, saved: Saved, tensor: Tensor, layer: int, number: int) -> None:
-        """Gives a saved tensor that was let go of what has been made in its place."""
+        """Gives a released saved tensor its recomputed values."""
         self._counted(tensor, layer, number, frozenset(), partial(saved.take, tensor))
 
     def _counted(
@@ -284,7 +285,7 @@ class SavedTable:
         use: Callable[[Block | None], T],
         makes_room: bool = False,
     ) -> T:
-        """Does something with the block of a tensor; a new block is counted then."""
+        """Calls ``use`` with the block of a tensor; counts a new block."""
         keeper = self._keeper
         if keeper is None or tensor.layout is not torch.strided or _is_lazy(tensor):
             return use(None)
@@ -308,10 +309,10 @@ class SavedTable:
 
 
 class Observer:
-    """Notes what the layers of one microbatch save, and the code around them, each tensor's memory
-    once.
+    """Records what the layers of one microbatch save, and the code around them, each tensor's
+    memory once.
 
-    Parameters, buffers and the batch are there anyway and are left out, and so are a layer's inputs
+    Parameters, buffers and the batch are held anyway and are left out, and so are a layer's inputs
     that the layer before it saved: they are counted there.
     """
 
@@ -319,19 +320,19 @@ class Observer:
         self.of_layers: dict[int, list[SavedTensor]] = {}
         self.of_inputs: dict[int, int] = {}
         self._known: set[int] = set()
-        # Storages that were freed could come again under the same address.
+        # Keeps storages alive, as the addresses of freed ones could be reused.
         self._held: list[Tensor] = []
 
     @property
     def bytes_of_layers(self) -> dict[int, int]:
-        """What each layer saves."""
+        """The bytes that each layer saves."""
         return {layer: sum(t.num_bytes for t in found) for layer, found in self.of_layers.items()}
 
     @contextmanager
     def around(
         self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any], table: SavedTable
     ) -> Iterator[Origins]:
-        """Context of a layer's call, in which it is noted who makes what."""
+        """Context of a layer's call, in which the maker of each tensor is recorded."""
         self.of_inputs[gate.index] = bytes_of(
             leaf
             for leaf in leaves_of((args, kwargs))
@@ -347,7 +348,7 @@ class Observer:
             yield origins
 
     def note(self, tensor: Tensor, layer: int, number: int, origin: str, is_resident: bool) -> None:
-        """A layer saves a tensor, or the code around it."""
+        """Records a tensor that a layer saves, or the code around it."""
         address = address_of(tensor)
         num_bytes = 0
         if not is_resident and address not in self._known:
@@ -367,17 +368,17 @@ class Observer:
         )
 
     def begin(self) -> None:
-        """A microbatch begins: what was noted of another one is forgotten."""
+        """Called when a microbatch begins: discards the records of an earlier one."""
         self.of_layers.clear()
 
     def end(self) -> None:
-        """The microbatch is over."""
+        """Called when the microbatch is over."""
         self._held.clear()
         self._known.clear()
 
 
 class Origins(TorchDispatchMode):
-    """Notes of every tensor that operation of which module made it."""
+    """Records for every tensor the operation, and its module, that made it."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -406,17 +407,17 @@ class Origins(TorchDispatchMode):
         name = func.overloadpacket.__name__
         maker = f"{self._inside[-1]}: {name}" if self._inside and self._inside[-1] else name
         for result in leaves_of(results):
-            # A view of what was given, or what was written to, has been made by another.
+            # A view of an argument, and an argument written to, were made by another operation.
             if isinstance(result, Tensor) and address_of(result) not in given:
                 self.note(result, maker)
         return results
 
     def note(self, tensor: Tensor, maker: str) -> None:
-        """What made a tensor."""
+        """Records the maker of a tensor."""
         self._made[address_of(tensor)] = maker
 
     def maker_of(self, tensor: Tensor) -> str:
-        """What made a tensor's memory, in words."""
+        """The maker of a tensor's memory, in words."""
         return self._made.get(address_of(tensor), "unknown")
 
     def _enter_module(self, module: nn.Module, _: Any) -> None:
@@ -427,7 +428,7 @@ class Origins(TorchDispatchMode):
 
 
 def bytes_of(tensors: Iterable[Any]) -> int:
-    """What the tensors among some values take, each by itself; placeholders take nothing."""
+    """The total bytes of the tensors among some values; placeholders take nothing."""
     return sum(
         tensor.numel() * tensor.element_size()
         for tensor in tensors
@@ -436,7 +437,7 @@ def bytes_of(tensors: Iterable[Any]) -> int:
 
 
 def address_of(tensor: Tensor) -> int:
-    """What tells a tensor's memory from others'; a view has that of what it is a view of."""
+    """Identifies a tensor's memory; a view has the address of its base."""
     if tensor.layout is not torch.strided:
         return id(tensor)
     return tensor.untyped_storage().data_ptr()
@@ -448,28 +449,26 @@ def addresses_of(tree: Any) -> list[int]:
 
 
 def resident_in(layer: nn.Module) -> frozenset[int]:
-    """The addresses of what a layer has anyway; a view of it takes no memory."""
+    """The addresses of a layer's parameters and buffers; a view of one takes no memory."""
     return frozenset(address_of(tensor) for tensor in [*layer.parameters(), *layer.buffers()])
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of the memory that a tensor without a gradient is in, as a vector of its type, or of
-    bytes.
-    """
+    """The whole memory of a tensor without a gradient, as a vector of its type, or of bytes."""
     storage, dtype = tensor.untyped_storage(), _dtype_of_all(tensor)
     if dtype is tensor.dtype:
-        # One operation: each lets other threads go first.
+        # A single operation, as other threads may run before each one.
         return tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
     vector = torch.empty(0, dtype=dtype, device=tensor.device)
     return vector.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _dtype_of_all(tensor: Tensor) -> torch.dtype:
-    """The type of the tensor, if all of its memory is so many numbers of it; or bytes."""
+    """The tensor's type, if its whole memory consists of such elements; otherwise bytes."""
     fits = tensor.untyped_storage().nbytes() % tensor.element_size() == 0
     return tensor.dtype if fits else torch.uint8
 
 
 def _is_lazy(tensor: Tensor) -> bool:
-    # What such a bit says is not in the memory.
+    # The effect of these flags is not in the memory.
     return tensor.is_conj() or tensor.is_neg()

@@ -1,4 +1,4 @@
-"""Which of its arguments an operation writes to: what its schema says, and what it leaves out."""
+"""The arguments that an operation writes to, by its schema, and some that schemas leave out."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _KERNELS_WITH_HIDDEN_WRITES: Final = {
     "aten::native_batch_norm",
 }
 _HIDDEN: Final = ("running_mean", "running_var")
-"""The arguments that they write to although their schemas do not say so, and without raising the
-tensors' version counters; those with an argument ``training`` only where that is true."""
+"""The arguments that these operations write to although their schemas do not declare it, and
+without raising the tensors' version counters; those with an argument ``training`` only if it is
+true."""
 
 
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -27,7 +28,7 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
     Args:
         func: the operation, as ``__torch_dispatch__`` gets it.
-        args: what it is called with.
+        args: the arguments of the call.
         kwargs: likewise.
     """
     writes, condition = _writes_of(func)
@@ -39,7 +40,7 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 @lru_cache(maxsize=4096)
 def _writes_of(func: Any) -> tuple[tuple[tuple[int, str], ...], tuple[int, str] | None]:
-    """The arguments that an operation writes to, and the one that has to be true for it."""
+    """The arguments that an operation writes to, and the one that has to be true for writes."""
     schema = func._schema
     hidden = _HIDDEN if schema.name in _KERNELS_WITH_HIDDEN_WRITES else ()
     places = list(enumerate(argument.name for argument in schema.arguments))

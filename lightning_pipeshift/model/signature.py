@@ -1,4 +1,4 @@
-"""What a flow may depend on: steps with equal signatures are followed once."""
+"""Signatures of everything that a flow may depend on: equal ones are followed once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_pipeshift.model.trees import flatten
 def batch_signature(batch: Any) -> Hashable:
     """Structure, shapes and types of a batch, and the plain entries that code branches on."""
     if isinstance(batch, Tensor) or type(batch) in (tuple, list):
-        # The usual batches, without the general way's cost: this is asked for every microbatch.
+        # A fast path for usual batches, as this is called for every microbatch.
         entries = (batch,) if isinstance(batch, Tensor) else batch
         if all(isinstance(entry, Tensor) for entry in entries):
             return type(batch), tuple((entry.shape, entry.dtype) for entry in entries)
@@ -32,7 +32,7 @@ def batch_signature(batch: Any) -> Hashable:
 def module_signature(root: nn.Module) -> Hashable:
     """Which parameters learn, whether the modules train, and whether gradients are recorded.
 
-    A callback that freezes or unfreezes layers changes it, and with it where gradients flow.
+    A callback that freezes or unfreezes layers changes it, as gradients then flow differently.
     """
     learning = tuple(parameter.requires_grad for parameter in root.parameters())
     return learning, root.training, torch.is_grad_enabled()

@@ -1,8 +1,9 @@
 """State that user code keeps on the LightningModule, the same on every stage.
 
-Only the last stage runs the code after the last layer. What that code changes
-(``self.outputs.append(...)``, a metric's state, a counter) is found by comparing before and after,
-and done again on every rank. So hooks at the end of an epoch find the same on all of them.
+Only the last stage runs the code after the last layer. The changes that this code makes
+(``self.outputs.append(...)``, a metric's state, a counter) are found by comparing the state before
+and after, and repeated on every rank. So hooks at the end of an epoch see the same state on all
+ranks.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from lightning_pipeshift.model.trees import map_leaves
 Path = tuple[str, str]
 _DEPTH = 3
 _OWN_TABLES = frozenset({"_modules", "_parameters", "_buffers"})
-# Of longer containers the plain values and tensors are compared by identity: looking into each at
-# every step would take longer than the step's own bookkeeping.
+# In longer containers, plain values and tensors are compared by identity only: inspecting each one
+# at every step would take too long.
 _WIDTH = 256
 # A copy of a larger array at every step would cost more than it is worth.
 _LARGEST_ARRAY_BYTES = 1 << 20
 
 
 class Grown(NamedTuple):
-    """A list that got longer, and is else the same: its length before, and what was added."""
+    """A list that only got longer: its length before, and the added items."""
 
     length: int
     items: list[Any]
@@ -47,13 +48,13 @@ class Entries(NamedTuple):
 
 
 class Replaced(NamedTuple):
-    """A value that is another one now."""
+    """A value that was replaced by another one."""
 
     value: Any
 
 
 class _Mark(NamedTuple):
-    """How a value looked: enough to see that it changed."""
+    """The state of a value, with enough detail to detect changes."""
 
     kind: str
     value: Any
@@ -74,13 +75,11 @@ class TailState:
     _marks: dict[Path, _Mark] = field(default_factory=dict)
 
     def remember(self) -> None:
-        """Notes how everything looks now."""
+        """Records the present state."""
         self._marks = {path: _mark(value, _DEPTH) for path, value in self._attributes()}
 
     def changes(self) -> dict[Path, Any]:
-        """What is different from when it was last remembered; values are on the CPU and may be
-        sent.
-        """
+        """The differences from the last recorded state; values are on the CPU and can be sent."""
         found: dict[Path, Any] = {}
         for path, value in self._attributes():
             change = _change(self._marks.get(path), value, _DEPTH)
@@ -89,7 +88,7 @@ class TailState:
         return found
 
     def apply(self, changes: dict[Path, Any], device: torch.device) -> None:
-        """Makes the changes of the last stage here, from the state that was last remembered."""
+        """Applies the changes of the last stage here, to the last recorded state."""
         for (module_name, name), change in changes.items():
             module = self.modules[module_name]
             table = module._buffers if name in module._buffers else module.__dict__
@@ -107,7 +106,7 @@ class TailState:
                 table[name] = _applied(current, change)
 
     def resolve(self, value_of: Callable[[Any], Any]) -> None:
-        """Puts values where user code has kept placeholders of them.
+        """Replaces placeholders that user code has kept by their values.
 
         Args:
             value_of: the value that a placeholder stands for.
@@ -144,7 +143,7 @@ def _resolved(value: Any, value_of: Callable[[Any], Any], depth: int) -> Any:
 
 def _mark(value: Any, depth: int) -> _Mark:
     if isinstance(value, Tensor):
-        # The tensor itself is kept, so that its identity stays its own.
+        # The tensor itself is kept, so that its identity is not reused.
         version = 0 if value.is_inference() else value._version
         return _Mark("tensor", value, (version, value.clone() if value.is_inference() else None))
     if value is None or isinstance(value, int | float | str | bytes | complex):
@@ -167,7 +166,7 @@ def _mark_item(value: Any, depth: int, width: int) -> _Mark:
 
 
 def _change(mark: _Mark | None, value: Any, depth: int) -> Any:
-    # What lives elsewhere has been changed there: this code runs on that stage as well.
+    # Tensors that live elsewhere have been changed there: this code runs on that stage as well.
     if isinstance(value, Placeholder | Elsewhere):
         return None
     if mark is None:
@@ -204,7 +203,7 @@ def _change(mark: _Mark | None, value: Any, depth: int) -> Any:
 
 
 def _replaced(container: Any) -> Replaced | None:
-    # A shallow copy is of the same kind: a deque keeps its length, a Counter stays one.
+    # A shallow copy keeps the kind: a deque keeps its maximum length, a Counter stays a Counter.
     return Replaced(copy.copy(container)) if _travels(container) else None
 
 
@@ -222,7 +221,7 @@ def _travels(container: Any) -> bool:
 
 
 def _can_be_sent(value: Any) -> bool:
-    """Plain data: what one rank can send to another without running anybody's code."""
+    """Whether a value is plain data, which can be sent without running user code."""
     if isinstance(value, list | tuple | set | frozenset | deque):
         return all(map(_can_be_sent, value))
     if isinstance(value, dict):

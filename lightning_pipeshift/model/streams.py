@@ -1,16 +1,16 @@
-"""Random streams that do not depend on where a layer lives.
+"""Random streams that do not depend on the stage of a layer.
 
-Everything that a step draws comes from a stream per (seed, purpose, step, microbatch, virtual
+All random numbers of a step come from a stream for each (seed, purpose, step, microbatch, virtual
 machine) and place in the forward pass: a layer has its own stream, and so has the user code in
-front of each layer, which runs on every stage. Where a model has few layers, so have their parts:
-how many stages there are, and how finely the model is opened for them, makes no difference. So a
-mask drawn in ``training_step`` is the same everywhere, and dropout is the same on every split and
-across every migration. Covered are torch on the CPU and on the stage's device, NumPy and Python's
-``random``.
+front of each layer, which runs on every stage. In a model with few layers, their parts have their
+own streams too, so the number of stages, and how finely the model is opened for them, have no
+effect. So a mask drawn in ``training_step`` is the same on all stages, and dropout is the same on
+every split and across every migration. This covers torch on the CPU and on the stage's device,
+NumPy and Python's ``random``.
 
 The user code has a stream for each gap between layers, and not one for the whole pass, because a
-stage that runs it on placeholders draws less: what a gap draws must not depend on what was drawn
-before it.
+stage that runs it on placeholders draws fewer numbers: those of a gap must not depend on what was
+drawn before it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from torch import Tensor
 
 _MASK_32 = (1 << 32) - 1
 _MASK_64 = (1 << 64) - 1
-# Where a Mersenne Twister stands that nobody has drawn from.
+# The position of a Mersenne Twister before the first draw.
 _FRESH = 624
-# After so many places in a pass at which nothing was drawn from NumPy or `random`, code is taken
-# not to draw from them, and they are not switched any more.
+# After so many places in a pass without a draw from NumPy or `random`, the code is assumed not to
+# draw from them, and they are not switched any more.
 _MOST_LOOKS = 1024
 
 
@@ -59,20 +59,19 @@ class Streams:
         if device.type == "cuda":
             torch.cuda.init()
             self._generators.append(torch.cuda.default_generators[device.index or 0])
-        # NumPy's global state is 2.5 KB and slow to read and write; its bit generator is one
-        # pointer, so each depth of nesting has a bit generator of its own, which is put in place
-        # and taken away.
+        # NumPy's global state has 2.5 KB and is slow to read and write; its bit generator is one
+        # pointer. So each depth of nesting has its own bit generator, which is swapped in and out.
         self._numpy_generators: list[np.random.MT19937] = []
         self._numpy_places: list[ctypes.c_int] = []
-        """Where each of them stands: :data:`_FRESH` when nobody has drawn from it."""
+        """The position of each of them: :data:`_FRESH` before the first draw."""
         self._bases: list[int] = []
         self._is_host_used = False
-        """Whether code that nobody has followed has been seen to draw from NumPy or ``random``."""
+        """Whether code that is not followed has been seen to draw from NumPy or ``random``."""
         self._num_looks = 0
 
     def _switches_host(self) -> bool:
-        """Whether NumPy and ``random`` are switched for code that nobody has followed; looks
-        whether it has drawn from them since the last time.
+        """Whether NumPy and ``random`` are switched for code that is not followed; checks whether
+        it has drawn from them since the last call.
         """
         if self._is_host_used:
             return True
@@ -88,8 +87,8 @@ class Streams:
 
     @contextmanager
     def switched(self, *key: int | str) -> Iterator[None]:
-        """Draws come from the key's stream inside the context; outside, everything goes on as if
-        nothing happened."""
+        """Context in which draws come from the key's stream; afterwards, the generators continue as
+        if it had not happened."""
         torch_states = [generator.get_state() for generator in self._generators]
         python_state = random.getstate()
         outer = np.random.get_bit_generator()  # type: ignore[attr-defined]
@@ -122,23 +121,23 @@ class Streams:
         self._seed(self._bases[-1], host)
 
     def resume(self, *key: int | str) -> None:
-        """Inside :meth:`switched`: :meth:`go_to` goes to another key's streams from here on. What
-        is drawn before that comes from where it came from.
+        """Inside :meth:`switched`: :meth:`go_to` goes to another key's streams from here on. Until
+        it is called, draws come from the same stream as before.
         """
         self._bases[-1] = stream_seed(*key)
 
     @staticmethod
     def seed_in_force() -> int:
-        """What the generators were seeded with last, also where somebody has put a state back."""
+        """The last seed of the generators, also after user code has restored a state."""
         return torch.default_generator.initial_seed()
 
     def go_to(self, event: int, host: bool | None = True) -> int:
         """Inside :meth:`switched`: from here on, draws come from the stream of a place in the pass.
 
         Args:
-            event: how many modules with a stream of their own have begun or ended before it.
+            event: the number of begins and ends of modules with their own stream before it.
             host: whether to switch NumPy and ``random`` too, which costs several times as much;
-                ``None``: as code that nobody has followed needs it.
+                ``None``: as needed by code that is not followed.
 
         Returns:
             The seed.
@@ -159,23 +158,23 @@ class Streams:
             random.seed(seed)
             numpy_generator: Any = self._numpy_generators[len(self._bases) - 1]
             numpy_generator._legacy_seeding(seed & _MASK_32)
-            # Putting it in place anew also forgets the spare one of NumPy's paired normal draws.
+            # Setting it again also drops the spare number of NumPy's paired normal draws.
             np.random.set_bit_generator(numpy_generator)  # type: ignore[attr-defined]
 
 
 def _place_of(generator: Any) -> ctypes.c_int:
-    """Where a Mersenne Twister stands, in its own memory: to ask for its whole state, at every
-    layer, would take longer than many a layer does.
+    """The position of a Mersenne Twister, in its own memory: to get its whole state at every layer
+    would take longer than many layers.
 
-    It is what NumPy's `mt19937.h` has: 624 words of 4 bytes, and then the place.
+    The memory layout is that of NumPy's `mt19937.h`: 624 words of 4 bytes, and then the position.
     """
     return ctypes.c_int.from_address(generator.ctypes.state_address + 4 * _FRESH)
 
 
 def _python_place() -> Callable[[], int]:
-    """What tells where Python's own generator stands: read from its memory, where CPython's
-    `_randommodule.c` puts it in front of the 624 words. Where that does not give what
-    ``random.getstate`` says, that is asked every time.
+    """A function that returns the position of Python's own generator. It reads the generator's
+    memory, where CPython's `_randommodule.c` has the position in front of the 624 words. If that
+    differs from ``random.getstate``, it calls the latter every time.
     """
     generator = random.Random(0)
     place = ctypes.c_int.from_address(id(generator) + object.__basicsize__)
@@ -211,14 +210,14 @@ def global_state() -> dict[str, Any]:
 
 
 def set_global_state(state: dict[str, Any]) -> None:
-    """Puts back what :func:`global_state` returned, on this or on another process."""
+    """Restores the result of :func:`global_state`, in this or in another process."""
     torch.set_rng_state(state["torch"])
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
 
 
 def _plain_state(state: dict[str, Any]) -> dict[str, Any]:
-    """A state of types that ``torch.load`` takes for harmless."""
+    """The state in types that ``torch.load`` accepts with ``weights_only=True``."""
     kind, keys, *others = state["numpy"]
     version, words, spare = state["python"]
     return {
@@ -250,14 +249,15 @@ def seed_all(seed: int) -> None:
 
 class SharedStream:
     """Switches the global random state between a stream that is the same on all virtual machines,
-    and one of this virtual machine's own.
+    and this virtual machine's own stream.
 
-    What is in force when it is made counts as shared, and has to be the same everywhere. A
-    dataloader that was shared out switches to the shared stream where its iteration begins, and
-    while its sampler draws. All else draws from the own stream: data sets, and the user's code
-    around the steps, which may draw as many numbers as its virtual machine has samples. That stays
-    so when the sampler has run dry, as the last batches are then still under way; whoever has
-    code run after an epoch that must draw the same everywhere calls :meth:`to_shared`.
+    The state in force at construction is the shared stream, and has to be the same everywhere. A
+    dataloader that is split over the virtual machines switches to the shared stream when its
+    iteration begins, and while its sampler draws. All other code draws from the own stream: data
+    sets, and the user's code around the steps, which may draw as many numbers as its virtual
+    machine has samples. The own stream stays in force when the sampler is exhausted, as the last
+    batches are then still under way; for code after an epoch that must draw the same everywhere,
+    the caller has to call :meth:`to_shared`.
 
     Args:
         vm: index of the virtual machine.
@@ -291,7 +291,7 @@ class SharedStream:
         return here, resting
 
     def set_state(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
-        """Goes on, on the shared stream, where :meth:`state` was asked for."""
+        """Continues, on the shared stream, from a result of :meth:`state`."""
         set_global_state(_from_plain(shared))
         self._is_own = False
         self._resting = _from_plain(own) if own is not None else None
@@ -299,7 +299,7 @@ class SharedStream:
     def _switch(self) -> None:
         leaving = global_state()
         if self._resting is None:
-            # A draw from a copy: what the shared stream draws next stays what it was.
+            # A draw from a copy does not change the next draws of the shared stream.
             generator = torch.Generator()
             generator.set_state(leaving["torch"])
             draw = torch.empty((), dtype=torch.int64).random_(generator=generator)

@@ -1,11 +1,11 @@
 """Times every layer, forward and backward, while training runs.
 
 A forward is timed at the gate. A backward is not a call: autograd runs the nodes of all layers one
-after the other, the last first. So a hook on what a layer returned marks the moment at which the
-backward enters the layer, and it lasts until the backward enters the one before it, or ends. What
-user code does between two layers counts with the earlier one.
+after the other, the last first. So a hook on a layer's outputs marks the moment at which the
+backward enters the layer; the layer's backward lasts until the backward enters the layer before it,
+or ends. The user code between two layers counts for the earlier one.
 
-On a GPU the marks are events in the stream, read when they have happened: nothing waits for them.
+On a GPU the marks are events in the stream, read when they have happened: no code waits for them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Marker(Protocol):
     """Marks moments of a device."""
 
     def now(self) -> Any:
-        """The moment at which the device gets here."""
+        """The moment at which the device reaches this point."""
 
     def seconds(self, begin: Any, end: Any) -> float | None:
-        """What lies between two of them; ``None`` while the device has not got there."""
+        """The time between two moments; ``None`` while the device has not reached them."""
 
 
 class HostMarker:
@@ -58,12 +58,12 @@ class CudaMarker:
 
 
 def marker_of(device: torch.device) -> Marker:
-    """What marks the moments of a device."""
+    """The marker of a device."""
     return CudaMarker() if device.type == "cuda" else HostMarker()
 
 
 class Samples:
-    """The latest figures of something that is measured again and again."""
+    """The latest figures of a repeated measurement."""
 
     def __init__(self) -> None:
         self._values: deque[float] = deque(maxlen=_MOST_SAMPLES)
@@ -72,12 +72,12 @@ class Samples:
         return len(self._values)
 
     def add(self, value: float) -> None:
-        """One more; the oldest goes where there are many."""
+        """Adds a figure; drops the oldest one if there are many."""
         self._values.append(value)
 
     def quantile(self, level: float) -> float:
-        """What a part of the figures is below, between two of them where it lies there; at 0.5 the
-        middle, which what disturbs the machine now and then does not move.
+        """A quantile of the figures, interpolated. Occasional disturbances of the machine do not
+        change the median, at 0.5.
         """
         ordered = sorted(self._values)
         place = level * (len(ordered) - 1)
@@ -90,34 +90,34 @@ class Timer:
     """The times of one stage's layers and actions.
 
     Args:
-        device: the stage's.
+        device: that of the stage.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._marker = marker_of(device)
         self._samples: dict[tuple[str, int], Samples] = {}
-        # What has been marked, and not been read yet.
+        # Marked intervals that have not been read yet.
         self._marked: list[tuple[tuple[str, int], Any, Any]] = []
         self._entered: list[tuple[int, Any]] = []
 
     def now(self) -> Any:
-        """The moment at which the device gets here."""
+        """The moment at which the device reaches this point."""
         return self._marker.now()
 
     def add(self, what: str, number: int, begin: Any, end: Any) -> None:
-        """Something lasted from one moment to another.
+        """Adds an interval.
 
         Args:
-            what: names it.
-            number: tells it from others of the name; for ``"forward"`` and ``"backward"`` the
-                layer.
-            begin: what :meth:`now` returned.
+            what: its name.
+            number: distinguishes intervals of the same name; for ``"forward"`` and ``"backward"``
+                the layer.
+            begin: a result of :meth:`now`.
             end: likewise.
         """
         self._marked.append(((what, number), begin, end))
 
     def watch_backward(self, layer: int, outputs: Iterable[Any]) -> None:
-        """From the moment at which a backward reaches any of the outputs, it is in the layer."""
+        """Marks the moment at which a backward reaches the first of a layer's outputs."""
         has_entered: list[bool] = []
 
         def enter(_: Any) -> None:
@@ -130,10 +130,10 @@ class Timer:
                 output.grad_fn.register_prehook(enter)
 
     def end_backward(self, begin: Any) -> None:
-        """A backward is over.
+        """Called when a backward is over.
 
         Args:
-            begin: when it began; until it enters a layer it is in the code behind the last one.
+            begin: its begin; until it enters a layer it is in the code behind the last one.
         """
         end = self._marker.now()
         moments = [(-1, begin), *self._entered]
@@ -142,7 +142,7 @@ class Timer:
         self._entered.clear()
 
     def read(self) -> None:
-        """Takes in what has happened by now."""
+        """Reads the marked intervals that have ended by now."""
         waiting = []
         for entry in self._marked:
             key, begin, end = entry
@@ -154,11 +154,11 @@ class Timer:
         self._marked = waiting
 
     def quantile(self, what: str, number: int = -1, level: float = 0.5) -> float | None:
-        """See :meth:`Samples.quantile`; ``None`` where nothing of it was measured."""
+        """See :meth:`Samples.quantile`; ``None`` if there are no figures."""
         samples = self._samples.get((what, number))
         return samples.quantile(level) if samples else None
 
     def forget(self) -> None:
-        """Begins anew: the first steps warm up."""
+        """Discards all figures, for example those of warm-up steps."""
         self._samples.clear()
         self._marked.clear()

@@ -1,5 +1,5 @@
-"""What is known of a step that has been followed: its flow, and what this process needs to take its
-part in it.
+"""The record of a step that has been followed: its flow, and what this process needs to run its
+part of the step.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ from lightning_pipeshift.plan.flow import Flow, TensorSpec, Value, renumbered
 
 Payload = list[tuple[Value, TensorSpec]]
 Place = tuple[str, str]
-"""A tensor that user code keeps: the name of a module, and of its attribute."""
+"""A tensor that user code keeps: the names of a module, and of its attribute."""
 
 LAST_STAGE = -1
-"""In the place of a layer: the stage that runs all of the step."""
+"""Instead of a layer: the last stage, which runs the whole step."""
 
 
 @dataclass(frozen=True)
 class Template:
-    """What a call returned: the leaves that are no tensors, and how to put a structure together
-    again.
-    """
+    """A call's result without its tensors: the other leaves, and how to rebuild the structure."""
 
     constants: tuple[Any, ...]
     rebuild: Rebuild
@@ -31,21 +29,22 @@ class Template:
 
 @dataclass(frozen=True)
 class Entry:
-    """One operation between layers, as a stage meets it.
+    """One operation between layers, as a stage encounters it.
 
     Args:
-        layer: the layer on whose stage it is computed.
-        name: the function's.
-        returns: what it returns: for each leaf the value that it is, the number of the argument
-            that it is, or ``None`` for what is no tensor.
+        layer: the stage of this layer computes the operation.
+        name: the function's name.
+        returns: for each leaf of its result, the value, the number of the argument that it is, or
+            ``None`` for a leaf that is no tensor.
         specs: of the values among them.
-        template: how to put that together.
-        given: by number of an argument, the value that it is, for tensors that exist on every
-            stage and have been written to on one.
-        renames: the values whose memory it writes to, and what they are called after it.
-        writes: by number of an argument that exists on every stage, what it is called after it.
-        is_view: whether it computes nothing, and every stage that has what it views does it too.
-        draws: whether it draws random numbers that other draws come after.
+        template: rebuilds the result.
+        given: for tensors that exist on every stage and have been written to on one: the value, by
+            the argument's number.
+        renames: the values whose memory it writes to, with their names after it.
+        writes: for arguments that exist on every stage and are written to: the name after it, by
+            the argument's number.
+        is_view: whether it only makes a view, which every stage that has its base makes too.
+        draws: whether it draws random numbers, and others are drawn after it.
     """
 
     layer: int
@@ -84,7 +83,7 @@ class Part:
 
 @dataclass
 class Trace:
-    """A recorded flow, and what only this process needs of it.
+    """A recorded flow, with details that only this process needs.
 
     Args:
         flow: the flow, by index of the layers.
@@ -92,27 +91,27 @@ class Trace:
         entries: the operations between layers by gap and number; a gap is the number of calls in
             front of it.
         touched: by identity of a parameter that is used other than through its own layer, the
-            layers that do so; none where only code between layers does.
+            layers that use it so; empty if only code between layers does.
         logs_each_step: whether anything is logged with ``on_step=True``.
-        is_shaped_by_batch: whether shapes are made of the batch's values (``x[mask]``,
+        is_shaped_by_batch: whether shapes depend on the batch's values (``x[mask]``,
             ``x[:, :lengths.max()]``), so that the flow holds for this batch only.
-        is_drawn: whether random numbers decide what is called, so that the flow holds for this
-            microbatch only.
-        tracked: the values that needed a gradient when they were computed.
-        open_gaps: the gaps in which user code may take another way with other values. What it
-            computes there after it has looked at them is computed on every stage that needs it.
-        eager: the values that a stage which has them hands to user code at once, because something
-            is made of them that has no number.
+        is_drawn: whether calls depend on random numbers, so that the flow holds for this microbatch
+            only.
+        tracked: the values that required a gradient when they were computed.
+        open_gaps: the gaps in which user code may branch on values. Operations after such a branch
+            run on every stage that needs their results.
+        eager: the values that a stage which has them passes to user code at once, because they are
+            inputs of operations that have no number.
         rewritten: the values whose memory is written to after they were computed.
-        roots: by a value that is an older one whose memory was written to, that older one.
+        roots: for a value that is an older one after a write to its memory, that older one.
         keeps: whether user code keeps values on its modules.
-        state: what user code writes to that is on every stage, parameters and what it keeps on its
-            modules, and does not write to everywhere: the layer on whose stage that happens, or
+        state: tensors that are on every stage (parameters, and those that user code keeps on its
+            modules), and that user code writes to on one stage only: the layer of this stage, or
             ``LAST_STAGE``.
         writes_state: whether it writes to parameters, which a stage without layers does too.
         draws_on_host: whether anything draws from NumPy or ``random``.
-        events: by position of a call, how many modules with a random stream of their own begin or
-            end in it, itself counted.
+        events: by position of a call, the number of begins and ends in it of modules with their own
+            random stream, including itself.
     """
 
     flow: Flow
@@ -137,11 +136,11 @@ class Trace:
     _parts: dict[tuple[int, int], Part] = field(default_factory=dict)
     _specs: dict[Value, TensorSpec] = field(default_factory=dict)
     layouts: dict[Any, Any] = field(default_factory=dict)
-    """How payloads and gradients lie in memory, as far as neighbours have told each other."""
+    """The memory layouts of payloads and gradients that neighbours have sent each other."""
 
     @classmethod
     def empty(cls) -> Trace:
-        """The trace of a step that nobody has followed."""
+        """The trace of a step that was not followed."""
         return cls(Flow((), frozenset(), frozenset(), frozenset()), [])
 
     def payload(self, boundary: int) -> Payload:
@@ -152,7 +151,7 @@ class Trace:
         return self._payloads[boundary]
 
     def gradients(self, boundary: int) -> Payload:
-        """Those of them whose gradients come back."""
+        """The values of the payload whose gradients come back."""
         if boundary not in self._gradients:
             differentiable = self.flow.differentiable
             self._gradients[boundary] = [
@@ -185,16 +184,16 @@ class Trace:
         return self._parts[key]
 
     def root(self, value: Value) -> Value:
-        """What a value was when it was computed, before its memory was written to."""
+        """The value's name when it was computed, before its memory was written to."""
         while value in self.roots:
             value = self.roots[value]
         return value
 
     def renumbered(self, place_of: Sequence[int]) -> Trace:
-        """The same with other numbers for the layers.
+        """The same trace with other numbers for the layers.
 
         Args:
-            place_of: by a layer's number, its new one.
+            place_of: the new number of each layer.
         """
 
         def value(old: Value) -> Value:

@@ -1,8 +1,8 @@
-"""Nested structures of tensors: what batches are made of, and what layers return.
+"""Nested structures of tensors, such as batches and the results of layers.
 
-``torch.utils._pytree`` knows dicts, lists, tuples, named tuples and whatever a library registered
-(Hugging Face registers its outputs); dataclasses and dict-like classes that nobody registered are
-opened here.
+``torch.utils._pytree`` handles dicts, lists, tuples, named tuples and classes that a library has
+registered (Hugging Face registers its outputs). This module also opens dataclasses and dict-like
+classes that are not registered.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Rebuild = Callable[[list[Any]], Any]
 def flatten(
     tree: Any, is_leaf: Callable[[Any], bool] | None = None, opens_objects: bool = False
 ) -> tuple[list[Any], Rebuild]:
-    """Returns the leaves of a structure, and a function that makes an equal structure of others.
+    """Returns the leaves of a structure, and a function that builds an equal one of other leaves.
 
     Args:
         tree: the structure.
-        is_leaf: says of a node whether it is to be a leaf, whatever is in it.
-        opens_objects: whether objects of any class whose attributes are tensors are opened too.
+        is_leaf: returns whether to treat a node as a leaf, whatever it contains.
+        opens_objects: whether objects of any class with tensors as attributes are opened too.
     """
     if isinstance(tree, Tensor):
         return [tree], _only
@@ -92,7 +92,7 @@ def _fields(leaf: Any) -> dict[str, Any] | None:
 
 
 def _attributes(leaf: Any) -> dict[str, Any] | None:
-    """An object's attributes, where tensors are among them."""
+    """An object's attributes, if tensors are among them."""
     attributes = getattr(leaf, "__dict__", None)
     if not isinstance(attributes, dict) or isinstance(leaf, Tensor | nn.Module | type):
         return None
@@ -102,8 +102,8 @@ def _attributes(leaf: Any) -> dict[str, Any] | None:
 def _rebuilder(original: Any, rebuild_fields: Rebuild) -> Rebuild:
     def rebuild(values: list[Any]) -> Any:
         fields = rebuild_fields(values)
-        # Copying and then setting fields works for frozen classes and for those with an __init__ of
-        # their own.
+        # Copying and then setting fields also works for frozen classes, and for those with their
+        # own __init__.
         fresh = copy.copy(original)
         if isinstance(fresh, UserDict):
             fresh.data = fields

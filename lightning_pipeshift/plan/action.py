@@ -1,9 +1,9 @@
-"""The words a schedule is written in.
+"""The actions that a schedule consists of.
 
-An action is one thing that a stage does. It has a text form and the inverse, so that a schedule is
+An action is one thing that a stage does. It has a text form and its inverse, so that a schedule is
 a table of strings: it prints, parses, diffs, and is tested without a process. The tables below are
-the only place that says which action needs which: lowering, checker, simulator and executor read
-them from here.
+the only place that defines which action needs which: lowering, checker, simulator and executor use
+them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from lightning_pipeshift.errors import ScheduleError
 class Kind(enum.Enum):
     """What an action does: an arrow on the left receives, one on the right sends, none computes.
 
-    A receive is *posted* by its action and awaited by the compute action that needs it. A send
-    waits for no more than that earlier ones have been taken.
+    A receive is *posted* by its action and awaited by the compute action that needs it. A send only
+    waits until earlier sends have been received.
     """
 
     FORWARD = "F"
@@ -28,8 +28,8 @@ class Kind(enum.Enum):
     BACKWARD = "B"
     """Run the backward. Away from the last stage, waits for its RECEIVE_GRADIENT."""
     RECOMPUTE = "R"
-    """Run forwards again whose saved tensors were let go of, for the backward that follows. Waits
-    for nothing: it fills the time in which a stage waits for a gradient."""
+    """Run forwards again whose saved tensors were released, for the backward that follows. Does not
+    wait: it fills the time in which a stage waits for a gradient."""
     RECEIVE_PAYLOAD = ">F"
     """Post the receive of a payload from the previous stage; pairs with that stage's
     SEND_PAYLOAD."""
@@ -73,7 +73,7 @@ _STEPS_TO_NEIGHBOUR: Final = {
     Kind.RECEIVE_GRADIENT: 1,
 }
 
-# ASCII digits only: int() would also take other scripts' digits, which nobody means.
+# ASCII digits only: int() would also accept the digits of other scripts.
 _TEXT: Final = re.compile(r"(>?[A-Z])([0-9]+)(>?)")
 
 
@@ -122,7 +122,7 @@ class Action:
         return self._communication(_RECEIVE_NEEDED.get(self.kind), stage, num_stages)
 
     def send_caused(self, stage: int, num_stages: int) -> Action | None:
-        """The send of what this action makes on ``stage``, if any."""
+        """The send of this action's result on ``stage``, if any."""
         return self._communication(_SEND_CAUSED.get(self.kind), stage, num_stages)
 
     def _communication(self, kind: Kind | None, stage: int, num_stages: int) -> Action | None:
@@ -133,10 +133,10 @@ class Action:
 
 
 Row = tuple[Action, ...]
-"""What one stage does, in order."""
+"""The actions of one stage, in order."""
 
 Schedule = tuple[Row, ...]
-"""Row s is what stage s does."""
+"""The rows of all stages."""
 
 
 def parse_row(text: str) -> Row:

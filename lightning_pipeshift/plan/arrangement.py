@@ -1,4 +1,4 @@
-"""What a planner is asked for, and what it answers."""
+"""The input of a planner, and its result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Allowed = Callable[[int], frozenset[int] | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """What the user has fixed, and what is left to the planner.
+    """The settings that the user has fixed; all others are left to the planner.
 
     Args:
         virtual_machines: how many, or the ranks of each in stage order.
@@ -30,11 +30,10 @@ class Wishes:
             fit otherwise; ``"none"``.
         partition: ``"auto"``, ``"uniform"``, or for each virtual machine the layers per stage; one
             row is for all of them.
-        batch_shares: how the global batch is shared out; ``None``: as is best.
+        batch_shares: how the global batch is divided; ``None``: in the best way.
         batch_samples: of a virtual machine's DataLoader batch. A global batch has that times the
             number of virtual machines.
-        policy: decides over saved tensors, in a run with ``MemoryCompression``; ``None``: in one
-            without.
+        policy: decides what happens to saved tensors; ``None`` without ``MemoryCompression``.
 
     Raises PlanError where these don't go together.
     """
@@ -67,7 +66,7 @@ class Wishes:
 
     @property
     def num_virtual_machines(self) -> int | None:
-        """How many virtual machines are asked for; ``None``: left to the planner."""
+        """The requested number of virtual machines; ``None``: left to the planner."""
         return next(iter(self._counts.values()), None)
 
     @property
@@ -99,7 +98,7 @@ class Wishes:
 
     @property
     def _counts(self) -> dict[str, int]:
-        """How many virtual machines the settings are for, as far as they say so."""
+        """The number of virtual machines that each of the settings implies, if it implies one."""
         found: dict[str, int] = {}
         if isinstance(self.virtual_machines, int):
             found["virtual_machines"] = self.virtual_machines
@@ -114,17 +113,17 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """An answer, and what is expected of it. Tuples are per virtual machine.
+    """A planner's result, and its prediction. Tuples are per virtual machine.
 
     Args:
         ranks: in stage order.
         cuts: of the layers.
         microbatches: slices of a virtual machine's batch.
         schedule: by name.
-        batch_shares: how the global batch is shared out; ``None``: equally.
+        batch_shares: how the global batch is divided; ``None``: equally.
         prediction: of a step.
         samples_per_second: of all virtual machines together.
-        swaps: saved tensors that are elsewhere for a while; empty where all stay.
+        swaps: saved tensors that are swapped; empty where all stay.
     """
 
     ranks: Groups

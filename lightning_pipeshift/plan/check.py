@@ -1,8 +1,8 @@
-"""Proves before a schedule runs that it does everything once, and neither deadlocks nor leaks.
+"""Proves, before a schedule runs, that it does everything once, and neither deadlocks nor leaks.
 
-A schedule that is wrong would hang a cluster, or train on part of the batch. So every one is
-checked, also those made here: the check takes milliseconds. The message draws the whole grid, with
-an arrow at the culprit.
+A wrong schedule would hang a cluster, or train on part of the batch. So every schedule is checked,
+including those made by PipeShift: the check takes milliseconds. The error message draws the whole
+grid, with an arrow at the wrong action.
 """
 
 from collections import Counter
@@ -40,7 +40,7 @@ def check(schedule: Schedule) -> None:
 def grid(schedule: Schedule, stage: int, index: int) -> str:
     """The schedule, a stage per line and the columns aligned, with an arrow under one action.
 
-    ``index`` may be one past the row's end: there something is missing.
+    ``index`` may be one past the row's end, where an action is missing.
     """
     texts = [[str(action) for action in row] for row in schedule]
     width = max(len(text) for row in texts for text in row)

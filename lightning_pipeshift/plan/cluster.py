@@ -1,8 +1,8 @@
-"""The machines: what is known of each rank's device, and of the ways between them.
+"""The machines: the properties of each rank's device, and of the links between devices.
 
-The general form of the heterogeneous cluster of NUDT's "distributed parallel training method and
-system for heterogeneous computing clusters": kinds, speeds and links are numbers per device, so
-that counts need not be equal and no two devices need be alike.
+This generalises the heterogeneous cluster of NUDT's "distributed parallel training method and
+system for heterogeneous computing clusters": kinds, speeds and links are given per device, so
+counts need not be equal, and all devices may differ.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from lightning_pipeshift.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What is known of one rank's device.
+    """The properties of one rank's device.
 
     Args:
-        host: names the operating system; devices with the same one share a NIC.
+        host: identifies the operating system; devices with the same one share a NIC.
         kind: the model of the device; devices of one kind take equal time at equal ``speed``.
         speed: relative to others of its kind: 0.5 takes twice the time.
-        memory_bytes: what it has; 0 where that is not known, which counts as boundless.
-        free_bytes: what was free when it was looked at, of ``memory_bytes``.
-        host_bytes: what it may take of its host's memory for swapped tensors.
-        host_bandwidth: how fast they get there, and back, in bytes per second; 0: not at all.
+        memory_bytes: its memory; 0 where that is not known, which counts as unlimited.
+        free_bytes: the part of ``memory_bytes`` that was free when it was measured.
+        host_bytes: the memory of its host that it may take for swapped tensors.
+        host_bandwidth: the bandwidth to the host and back, in bytes per second; 0: no swaps.
     """
 
     host: str
@@ -51,13 +51,13 @@ class Device:
 
     @property
     def room_bytes(self) -> float:
-        """What a plan may fill: what is free, or what there is, or without bound."""
+        """The memory that a plan may fill: the free or else the whole memory, or infinity."""
         return float(self.free_bytes or self.memory_bytes or math.inf)
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The way from one device to another, in one direction.
+    """The link from one device to another, in one direction.
 
     Args:
         latency_seconds: until the first byte arrives.
@@ -81,7 +81,7 @@ class Link:
 
 
 FREE: Link = Link()
-"""Where nothing is known of a way: it counts as taking no time."""
+"""A link with unknown properties: transfers count as taking no time."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Cluster:
         inside: between devices of one host.
         outside: between devices of different hosts.
         hosts: between two hosts (either order), or inside of one (``(a, a)``), where it differs.
-        ranks: between two ranks (the lower first), where it was measured; goes before all others.
+        ranks: between two ranks (the lower first), where it was measured; takes precedence.
     """
 
     devices: tuple[Device, ...]
@@ -111,7 +111,7 @@ class Cluster:
         return len(self.devices)
 
     def link(self, one: int, other: int) -> Link:
-        """The way between two ranks' devices; free between a rank and itself."""
+        """The link between two ranks' devices; free between a rank and itself."""
         if one == other:
             return FREE
         found = self.ranks.get((min(one, other), max(one, other)))
@@ -122,7 +122,7 @@ class Cluster:
         return found or (self.inside if a == b else self.outside)
 
     def renumbered(self, ranks: Sequence[int]) -> Cluster:
-        """The same cluster where number ``i`` has become rank ``ranks[i]``."""
+        """The same cluster, in which the device of number ``i`` is that of rank ``ranks[i]``."""
         devices = list(self.devices)
         for number, rank in enumerate(ranks):
             devices[rank] = self.devices[number]
@@ -134,5 +134,5 @@ class Cluster:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds there are, in the order of the ranks."""
+        """All kinds of devices, in the order of the ranks."""
         return tuple(dict.fromkeys(device.kind for device in self.devices))

@@ -1,10 +1,10 @@
-"""Arrangements under ``MemoryCompression``: how many virtual machines, which device is which stage,
-and what becomes of saved tensors there.
+"""Arrangements under ``MemoryCompression``: the number of virtual machines, the device of each
+stage, and the handling of saved tensors.
 
 CN114880130B, after MPress (HPCA 2023), step 3: the mappings of stages to devices are enumerated and
 scored by how well they fill spare memory and links, and the best are compressed and tried on the
-simulator. There all stages take equally long on all devices; here a mapping is also judged by how
-long its step is before anything has moved, which is the least that it takes afterwards.
+simulator. The source assumes that all stages take equally long on all devices; here a mapping is
+also judged by the time of its step without swaps, which is a lower bound.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from lightning_pipeshift.plan.stage_order import (
 from lightning_pipeshift.plan.workload import Cut
 
 _PARTS: Final = (0.0, 0.5, 1.0)
-"""What part of their saved tensors stages are asked to have room for when it is looked for virtual
-machines, cuts and orders: none, where all else goes elsewhere; all, where nothing does."""
+"""The parts of their saved tensors that stages must have room for in searches for virtual machines,
+cuts and orders: 0 if all tensors may be swapped, 1 if none is."""
 
 _MOST_ORDERS: Final = 120
-"""How many orders of a virtual machine's stages are all of them; of more, pairs are swapped."""
+"""Up to so many orders of a virtual machine's stages are all tried; beyond, pairs are swapped."""
 
 _MOST_COMPRESSED: Final = 6
 """How many orders and cuts of a virtual machine are compressed."""
 
 _LIKE_SECONDS: Final = 1.05
-"""Steps that differ by less are as good as each other before it is known what has to move."""
+"""Steps that differ by less count as equal until the swaps are known."""
 
 _PATIENCE: Final = 1.02
 """How much slower a step may be for the sake of the order that was found for the step alone."""
@@ -57,18 +57,18 @@ _PATIENCE: Final = 1.02
 def arrange_compressed(
     profile: Profile, cluster: Cluster, wishes: Wishes, allowed: Allowed | None = None
 ) -> Arrangement:
-    """The arrangement with the most samples per second, by the simulator, whose saved tensors may
-    move.
+    """The arrangement with the most samples per second, by the simulator, with swaps of saved
+    tensors.
 
     Args:
         profile: of the model.
         cluster: the machines.
-        wishes: what is fixed, and the policy that is asked first.
-        allowed: the boundaries that may be cut, where anything fits so.
+        wishes: the fixed settings, and the policy, which is called first.
+        allowed: the boundaries that may be cut, if any such cut fits.
 
     Raises:
-        PlanError: the weights and the optimizer's state alone have no room.
-        BudgetError: nothing keeps what the devices have; it says what would.
+        PlanError: the weights and the optimizer's state alone do not fit.
+        BudgetError: no arrangement fits in memory; the message contains a budget that would.
     """
     return _Mapper(profile, cluster, wishes, allowed).best()
 
@@ -76,11 +76,11 @@ def arrange_compressed(
 def compressed(
     profile: Profile, cluster: Cluster, wishes: Wishes, arrangement: Arrangement
 ) -> Arrangement:
-    """An arrangement of somebody else, on the same stages and with the same layers on each, whose
-    saved tensors may move.
+    """A given arrangement with swaps of saved tensors, on the same stages and with the same layers
+    on each.
 
     Raises:
-        BudgetError: nothing keeps what the devices have; it says what would.
+        BudgetError: it does not fit in memory; the message contains a budget that would.
     """
     return _Mapper(profile, cluster, wishes, None).compressed(arrangement)
 
@@ -91,13 +91,13 @@ class _Option(NamedTuple):
     order: Order
     counts: tuple[int, ...]
     seconds: float
-    """Of the step, with nothing moved."""
+    """Those of the step, without swaps."""
     score: tuple[float, float]
-    """Of the best way to lend, see :func:`~lightning_pipeshift.plan.lenders.mapping_score`."""
+    """That of the best mapping, see :func:`~lightning_pipeshift.plan.lenders.mapping_score`."""
 
     @property
     def promise(self) -> tuple[int, tuple[float, float], float]:
-        """Less is more promising."""
+        """A sort key: lower is more promising."""
         size = round(math.log(self.seconds, _LIKE_SECONDS)) if self.seconds > 0 else 0
         return size, self.score, self.seconds
 
@@ -119,7 +119,7 @@ class _Mapper:
         self._known: dict[Any, tuple[tuple[int, ...], Compressed]] = {}
 
     def best(self) -> Arrangement:
-        """The best of what the planner makes of several ideas of what has to have room."""
+        """The best of the planner's arrangements for several assumptions on the needed memory."""
         found, errors = [], []
         for profile, start in self._starts():
             try:
@@ -142,9 +142,9 @@ class _Mapper:
     # --- where to begin ---
 
     def _starts(self) -> Iterator[tuple[Profile, Arrangement]]:
-        """Arrangements, and the profile by which each is the best.
+        """Arrangements, each with the profile for which it is the best.
 
-        Raises PlanError where not even weights have room."""
+        Raises PlanError where not even the weights fit."""
         seen, errors = set(), []
         for part in _PARTS:
             profile = _with_saved(self._profile, part)
@@ -171,7 +171,8 @@ class _Mapper:
         placed = self._placed(start, start.ranks)
         orders, found = [], []
         for vm, ranks in enumerate(start.ranks):
-            # Those that are alike are asked once, and ordered alike: a ring would pay for it.
+            # Equal virtual machines are solved once and ordered equally: rings would suffer
+            # otherwise.
             problem = self._problem(placed, vm, ranks)
             alike = tuple(self._alike[rank] for rank in ranks)
             key = problem.workload, _hashable(problem.links), problem.rooms, alike
@@ -187,17 +188,17 @@ class _Mapper:
     def _best_order(
         self, profile: Profile, start: Arrangement, placed: Placed, vm: int
     ) -> tuple[Order, Compressed]:
-        """The best order that is found, and what becomes of saved tensors in it."""
+        """The best order that is found, and the handling of saved tensors in it."""
         given = start.ranks[vm]
         options = sorted(self._options(profile, start, placed, vm), key=lambda one: one.promise)
-        # What was the best for the step alone comes first: it may need nothing.
+        # The best order for the step alone comes first: it may need no swaps.
         own = [option for option in options if option.order == given]
         others = [option for option in options if option.order != given]
         best: tuple[float, Order, Compressed] | None = None
         errors = []
         for option in own + others[:_MOST_COMPRESSED]:
             handicap = 1.0 if option.order == given else _PATIENCE
-            # Nothing that moves makes a step shorter.
+            # Swaps can only make a step longer.
             if best is not None and handicap * option.seconds >= best[0]:
                 continue
             try:
@@ -239,7 +240,7 @@ class _Mapper:
         return found
 
     def _orders(self, machine: Order) -> Iterator[Order]:
-        """The orders of a virtual machine's stages that are looked at, its own first."""
+        """The orders of a virtual machine's stages to try, its own first."""
         yield machine
         if self._wishes.ranks is not None:
             return
@@ -255,13 +256,13 @@ class _Mapper:
                 yield tuple(order)
 
     def _problem(self, placed: Placed, vm: int, order: Order) -> Problem:
-        """A virtual machine's, in an order of its stages."""
+        """The problem of a virtual machine with an order of its stages."""
         samples = self._placer.sizes(len(placed.ranks), placed.batch_shares)[vm]
         workload = self._placer.workload(placed.links, order, samples, placed.microbatches)
         recompute = self._wishes.recompute
         return Problem.of(self._profile, workload, placed.links, order, self._policy, recompute)
 
-    # --- the answer ---
+    # --- the result ---
 
     def _arrangement(
         self, start: Arrangement, ranks: Sequence[Order], found: Sequence[Compressed]
@@ -284,7 +285,7 @@ class _Mapper:
 
 
 def _with_saved(profile: Profile, part: float) -> Profile:
-    """The same model, as if layers saved only a part of what they do."""
+    """The same model, as if layers saved only a part of their tensors."""
     if part == 1:
         return profile
     layers = tuple(

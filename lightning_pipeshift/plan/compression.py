@@ -1,11 +1,11 @@
-"""Decides what becomes of every saved tensor, so that each stage keeps its budget and the step
-takes as little longer as can be.
+"""Decides how every saved tensor is handled, so that each stage keeps its budget and the step gets
+as little longer as possible.
 
-CN114880130B, after MPress (HPCA 2023), steps 2 to 4: device-to-device swap where the way is short,
-host swap where there is time for the long one, recomputation where both cost more, whatever fits
-instead where there is no room or no time; the ways to lend room are enumerated and scored; and the
+CN114880130B, after MPress (HPCA 2023), steps 2 to 4: device-to-device swaps where the time is
+short, host swaps where there is time for them, recomputation where both cost more, and any fitting
+alternative where room or time is missing; the ways to lend room are enumerated and scored; and the
 plan is tried on the simulator and improved until it no longer improves. Here the simulator also
-knows which stages have idle time, so a recomputation that fills it costs nothing and is found to.
+models the stages' idle time, so the search finds that a recomputation in it costs nothing.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from lightning_pipeshift.plan.saved_tensors import Choice, Swap
 from lightning_pipeshift.plan.workload import Cut
 
 _CAUTION: Final = 2.0
-"""How many times as long as measured swaps may take for a plan to hold, where there is one that
-does. Ranks that share a host share its memory's bandwidth, and a plan whose every transfer is just
-in time makes the compute wait for most of them."""
+"""A plan is preferred that still works if swaps take so many times as long as measured. Ranks that
+share a host share its memory's bandwidth; and with a plan whose transfers all end just in time, the
+compute would wait for most of them."""
 
 
 def fastest(problem: Problem, cuts: Sequence[Sequence[int]]) -> Compressed:
-    """The fastest of some cuts of a virtual machine, with what becomes of its saved tensors.
+    """The fastest of some cuts of a virtual machine, with the handling of its saved tensors.
 
     Args:
         problem: the virtual machine's.
         cuts: layers per stage.
 
     Raises:
-        BudgetError: nothing fits with any of the cuts; it says what would with the first.
+        BudgetError: no cut fits; the message contains a budget for the first.
     """
     for caution in (_CAUTION, 1.0):
         careful = Compression(replace(problem, links=problem.links.slowed(caution)))
@@ -68,10 +68,10 @@ class Compression:
         self._rooms = problem.rooms
 
     def compressed(self, counts: Sequence[int]) -> Compressed:
-        """The best that is found for a cut.
+        """The best result for a cut.
 
         Raises:
-            BudgetError: nothing fits; it says what would.
+            BudgetError: nothing fits; the message contains a budget that would.
         """
         search = Search(self._problem, Cut(tuple(counts)))
         best = search.best()
@@ -84,11 +84,11 @@ class Compression:
         return Search(self._problem, Cut(tuple(counts))).records()
 
     def follows(self, cut: Cut, swaps: Sequence[Swap]) -> bool:
-        """Whether everything goes where the policy wants it.
+        """Whether all tensors are handled as the policy chooses.
 
         Args:
-            cut: who owns what, and what is recomputed.
-            swaps: what is elsewhere for a while.
+            cut: the owners of the layers, and the recomputed layers.
+            swaps: the swapped tensors.
         """
         search = Search(self._problem, Cut(cut.counts))
         ways: dict[tuple[int, int], Choice] = {

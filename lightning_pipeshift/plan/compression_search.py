@@ -1,8 +1,8 @@
 """Looks for the best assignment of saved tensors to places, for a cut of a virtual machine.
 
-The search is greedy, over groups of tensors (those of one layer that go the same way), and then
-tensor by tensor. Every step of it asks :mod:`footprint`, so what it believes is what is predicted.
-See :mod:`compression` for what it is for.
+The search is greedy, over groups of tensors (those of one layer that are handled in the same way),
+and then tensor by tensor. Every step of it is evaluated by :mod:`footprint`, so the search and the
+prediction agree. See :mod:`compression` for its purpose.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ from lightning_pipeshift.plan.saved_tensors import Choice, Swap
 from lightning_pipeshift.plan.workload import Cut, Workload
 
 SMALLEST_BYTES: Final = 1 << 16
-"""What is smaller is not worth a transfer of its own, unless nothing else fits."""
+"""A smaller tensor is not worth its own transfer, unless nothing else fits."""
 
 _MOST_ROUNDS: Final = 200
 _MOST_IMPROVED: Final = 2
 _MOST_TRIALS: Final = 2000
 
 ROUNDING: Final = 1 + 1e-9
-"""A sum in another order is another sum: what is beyond a budget by less is not."""
+"""Sums depend on their order by rounding: exceeding a budget by less than this factor is allowed.
+"""
 
 _CLOSE: Final = 1.001
-"""What is so close to the best that can be is not improved further."""
+"""A result within this factor of the lower bound is not improved further."""
 
 _LIKE_SECONDS: Final = 1.2
-"""Layers whose forwards differ by less than this factor are taken to be alike."""
+"""Layers whose forwards differ by less than this factor count as equal."""
 
 _LINK_WEIGHT: Final = 1e-3
-"""What a second of a link's time counts, in seconds of the step: of equally fast plans the one that
-moves less."""
+"""The weight of a second of a link's time, in seconds of the step: of equally fast plans, the one
+that moves less is better."""
 
 
 class Room(NamedTuple):
-    """What a stage's device and its host have for it.
+    """The memory of a stage's device, and of its host for it.
 
     Args:
         budget_bytes: of the device.
@@ -60,14 +61,14 @@ class Room(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What is looked for, and in what.
+    """The input of the search.
 
     Args:
         profile: of the model.
         workload: of the virtual machine.
         links: of the virtual machine.
         rooms: of its stages.
-        policy: is asked first.
+        policy: is called first.
         recompute: ``"auto"``, ``"full"`` or ``"none"``.
     """
 
@@ -88,19 +89,19 @@ class Problem:
         policy: Policy,
         recompute: str = "auto",
     ) -> Problem:
-        """That of a virtual machine whose stages are these ranks of a cluster."""
+        """The problem of a virtual machine whose stages are these ranks of a cluster."""
         devices = [cluster.devices[rank] for rank in ranks]
         rooms = tuple(Room(device.room_bytes, device.host_bytes) for device in devices)
         return cls(profile, workload, links_of(cluster, ranks), rooms, policy, recompute)
 
     @cached_property
     def footprints(self) -> Footprints:
-        """Of all plans for it."""
+        """The footprints of all plans for it."""
         return Footprints(self.profile, self.workload, self.links)
 
     @cached_property
     def sizes(self) -> dict[tuple[int, int], float]:
-        """What each saved tensor takes for a microbatch, by layer and number."""
+        """The bytes of each saved tensor for a microbatch, by layer and number."""
         return {
             (layer, number): size
             for layer, sizes in enumerate(self.footprints.sizes)
@@ -114,10 +115,10 @@ class Compressed:
     """A virtual machine's plan for its saved tensors.
 
     Args:
-        cut: who owns what, and what is recomputed.
-        swaps: what is elsewhere for a while.
-        footprint: what that comes to.
-        uncompressed: what it would come to if everything stayed.
+        cut: the owners of the layers, and the recomputed layers.
+        swaps: the swapped tensors.
+        footprint: time and memory of the plan.
+        uncompressed: those if all tensors stayed.
     """
 
     cut: Cut
@@ -127,24 +128,24 @@ class Compressed:
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """The seconds of the step."""
         return self.footprint.timeline.step_seconds + self.footprint.late_seconds
 
 
 class Score(NamedTuple):
-    """How good an assignment is; less is better, the first entry first."""
+    """How good an assignment is; lower is better, compared by the first entry first."""
 
     excess_bytes: float
-    """Beyond the budgets, of all stages."""
+    """The bytes above the budgets, of all stages."""
     seconds: float
-    """Of the step, and what links count."""
+    """The seconds of the step, plus the weighted time of links."""
 
 
 Way = Lenders | None
-"""Where a tensor goes: to these stages; ``()``: to the host. ``None``: it is recomputed."""
+"""The target of a tensor: these stages; ``()``: the host. ``None``: it is recomputed."""
 
 Assigned = Mapping[tuple[int, int], Way]
-"""Where tensors go, by layer and number; those that stay are not named."""
+"""The targets of tensors, by layer and number, without those that stay."""
 
 
 class Search:
@@ -170,14 +171,14 @@ class Search:
         if problem.recompute == "full":
             self._fixed = dict.fromkeys(self._sizes, None)
 
-    # --- what an assignment comes to ---
+    # --- the evaluation of an assignment ---
 
     def footprint(self, assigned: Assigned) -> Footprint:
-        """What it comes to."""
+        """The time and memory of an assignment."""
         return self._evaluated(assigned)[0]
 
     def score(self, assigned: Assigned) -> Score:
-        """How good it is."""
+        """The score of an assignment."""
         return self._evaluated(assigned)[1]
 
     def _evaluated(self, assigned: Assigned) -> tuple[Footprint, Score]:
@@ -196,7 +197,7 @@ class Search:
     def _scored(self, assigned: Assigned, found: Footprint) -> Score:
         excess = 0.0
         for peak, trace, room in zip(found.peak_bytes, found.traces, self._rooms, strict=True):
-            # The last of rounding is forgiven: a sum in another order is another sum.
+            # Rounding errors are ignored, as sums depend on their order.
             excess += max(0.0, peak / ROUNDING - room.budget_bytes)
             excess += max(0.0, trace.host_bytes / ROUNDING - room.host_bytes)
         links = sum(self._way_seconds(key, way) for key, way in assigned.items() if way is not None)
@@ -235,7 +236,7 @@ class Search:
         )
 
     def result(self, assigned: Assigned) -> Compressed:
-        """The answer that an assignment is."""
+        """The result for an assignment."""
         return Compressed(
             self._cut_of(assigned),
             self._swaps(assigned),
@@ -243,11 +244,11 @@ class Search:
             self.uncompressed,
         )
 
-    # --- what policies say ---
+    # --- policies ---
 
     @property
     def asked(self) -> dict[tuple[int, int], Choice]:
-        """What has been answered for which tensor."""
+        """The policy's choice for each tensor."""
         found = dict.fromkeys(self._stays, Choice.KEEP)
         for key, way in self._fixed.items():
             found[key] = Choice.RECOMPUTE if way is None else Choice.DEVICE if way else Choice.HOST
@@ -286,7 +287,7 @@ class Search:
         forwards = {s.action.microbatch: s for s in row if s.action.kind is Kind.FORWARD}
         backwards = [s for s in row if s.action.kind is Kind.BACKWARD]
         own = range(self._cut.bounds[stage], self._cut.bounds[stage + 1])
-        # What of the stage's layers comes between.
+        # The layers of the stage that run in between.
         later = [other for other in own if other > layer]
         between = float(sum(self._workload.forward[stage, later]))
         between += float(sum(self._workload.backward[stage, later]))
@@ -294,10 +295,10 @@ class Search:
         return max(0.0, gap) + between
 
     def _asked(self) -> dict[tuple[int, int], Way]:
-        """What the policy has answered: where tensors go, and (in ``_stays``) which stay.
+        """The policy's choices: the targets of tensors, and (in ``_stays``) which stay.
 
         Raises:
-            PlanError: it asks for a way that there is not.
+            PlanError: it chooses a target that cannot be reached.
         """
         self._stays: set[tuple[int, int]] = set()
         fixed: dict[tuple[int, int], Way] = {}
@@ -321,7 +322,7 @@ class Search:
             if key[0] in again:
                 fixed[key] = None
                 self._stays.discard(key)
-        # Whose layers may not be recomputed: that would take in what goes elsewhere, or stays.
+        # Layers that must not be recomputed, as that includes tensors that are swapped or stay.
         self._bound = {layer for layer, _ in {*fixed, *self._stays} if layer not in again}
         return fixed
 
@@ -335,7 +336,7 @@ class Search:
             )
 
     def _default_lenders(self, stage: int) -> Lenders:
-        """Who takes tensors of a stage, if nothing else is known: the one with most room left."""
+        """The default lender for a stage: the one with most room left."""
         peaks = self.uncompressed.peak_bytes
         others = [s for s in range(self._workload.num_stages) if self._links.rate(stage, s)]
         return (max(others, key=lambda s: (self._rooms[s].budget_bytes - peaks[s], -peaks[s])),)
@@ -351,7 +352,7 @@ class Search:
         for lenders in self._mappings():
             self._lenders = lenders
             found.append(self._relaxed(self._greedy(start)))
-        # Of any size: before nothing fits, what is small goes too.
+        # Tensors of any size: if nothing else fits, small ones are swapped too.
         last_resorts: tuple[Way, ...] = (None, ())
         for way in last_resorts:
             keys = [key for key in self._free() if way in self._ways(key[0])]
@@ -360,7 +361,7 @@ class Search:
         return self._kicked(min((self._improved(one) for one in best), key=self.score))
 
     def _free(self) -> list[tuple[int, int]]:
-        """The tensors of which nobody has said anything."""
+        """The tensors that the policy leaves open."""
         return [key for key in self._sizes if key not in self._fixed and key not in self._stays]
 
     def _groups(self, stage: int | None = None) -> dict[int, list[tuple[int, int]]]:
@@ -372,7 +373,7 @@ class Search:
         return groups
 
     def _ways(self, layer: int) -> list[Way]:
-        """Where tensors of a layer may go."""
+        """The possible targets of a layer's tensors."""
         stage = self._owner[layer]
         found: list[Way] = []
         if self._links.rate(stage, HOST) and self._rooms[stage].host_bytes:
@@ -390,7 +391,7 @@ class Search:
     def _with(
         self, assigned: Assigned, keys: Iterable[tuple[int, int]], way: Way
     ) -> dict[tuple[int, int], Way]:
-        """The same with some tensors going another way; what is too small to move stays."""
+        """The same with another target for some tensors; those too small to move stay."""
         changed = dict(assigned)
         for key in keys:
             changed.pop(key, None)
@@ -399,7 +400,9 @@ class Search:
         return changed
 
     def _greedy(self, start: Assigned) -> Assigned:
-        """Takes the layer and the way that cost least for what they free, until all fits."""
+        """Repeats the choice of the layer and target that cost least per freed byte, until all
+        stages fit.
+        """
         now: Assigned = dict(start)
         score = self.score(start)
         for _ in range(_MOST_ROUNDS):
@@ -441,8 +444,8 @@ class Search:
     def _steps(
         self, now: Assigned, stage: int, one_by_one: bool = False
     ) -> Iterator[dict[tuple[int, int], Way]]:
-        """Assignments one layer of a stage away, or one tensor; of like layers the first and the
-        last.
+        """Assignments that differ in one layer of a stage, or in one tensor; among equal layers
+        only the first and the last are tried.
         """
         groups = self._groups(stage)
         alike: dict[tuple[object, ...], list[int]] = {}
@@ -464,19 +467,19 @@ class Search:
     def _parts(
         self, now: Assigned, keys: Sequence[tuple[int, int]], one_by_one: bool
     ) -> Iterator[tuple[Sequence[tuple[int, int]], Assigned]]:
-        """What of a layer may change its way together, and the assignment in which it does."""
+        """Tensors of a layer that may change their target together, each with its assignment."""
         if not one_by_one:
             yield keys, now
         elif len(keys) > 1:
-            # Nothing of the layer is recomputed then.
+            # Then no tensor of the layer is recomputed.
             rest = {key: way for key, way in now.items() if way is not None or key not in keys}
-            # Of tensors that are alike one.
+            # One of each group of equal tensors.
             alike = {(self._sizes[key], now.get(key, "stays")): key for key in keys}
             for one in alike.values():
                 yield [one], rest
 
     def _improved(self, assigned: Assigned) -> Assigned:
-        """Improves an assignment layer by layer, and tensor by tensor, until nothing does."""
+        """Improves an assignment layer by layer, and tensor by tensor, until no change helps."""
         now, score = dict(assigned), self.score(assigned)
         for _ in range(_MOST_ROUNDS):
             if self._is_good(score):
@@ -495,13 +498,13 @@ class Search:
         return self._relaxed(now)
 
     def _is_good(self, score: Score) -> bool:
-        # Nothing takes less than a step in which all stays.
+        # The step in which all tensors stay is a lower bound.
         least = self.uncompressed.timeline.step_seconds
         return not score.excess_bytes and score.seconds <= _CLOSE * least
 
     def _kicked(self, assigned: Assigned) -> Assigned:
-        """Leaves a place from where no single change is for the better: makes one that is for the
-        worse, mends what it breaks and improves what comes of that, until nothing better does.
+        """Leaves a local optimum: makes a change for the worse, repairs and improves the result,
+        and repeats that until nothing better is found.
         """
         now = assigned
         while not self._is_good(self.score(now)):
@@ -512,7 +515,7 @@ class Search:
         return now
 
     def _detour(self, now: Assigned) -> Assigned | None:
-        """The first such way to something better, if there are trials left to find one."""
+        """The first better result found in this way, if there are trials left."""
         for stage, one_by_one in itertools.product(range(self._workload.num_stages), (False, True)):
             for changed in self._steps(now, stage, one_by_one):
                 if self._num_trials > _MOST_TRIALS:
@@ -523,14 +526,14 @@ class Search:
         return None
 
     def _relaxed(self, assigned: Assigned) -> dict[tuple[int, int], Way]:
-        """Lets as much stay as fits: whole layers first, and then tensors, small ones first."""
+        """Lets as many tensors stay as fit: whole layers first, then tensors, small ones first."""
         now = dict(assigned)
         if self.score(now).excess_bytes:
             return now
         for stage in range(self._workload.num_stages):
             groups = self._groups(stage)
             layers = [[key for key in groups[layer] if key in now] for layer in groups]
-            # The last layer's tensors have the least time to get anywhere.
+            # The last layer's tensors have the least time for transfers.
             now = self._without_most(now, [keys for keys in reversed(layers) if keys])
             tensors = [key for keys in groups.values() for key in keys if now.get(key) is not None]
             tensors.sort(key=lambda key: (self._sizes[key], -key[0]))
@@ -540,7 +543,7 @@ class Search:
     def _without_most(
         self, assigned: Assigned, groups: Sequence[Sequence[tuple[int, int]]]
     ) -> dict[tuple[int, int], Way]:
-        """Leaves as many groups from the first on where they are as fit."""
+        """Lets as many groups stay, from the first on, as fit."""
 
         def without(count: int) -> dict[tuple[int, int], Way]:
             stays = {key for group in groups[:count] for key in group}
@@ -555,11 +558,11 @@ class Search:
                 fewest = middle
         return without(fewest)
 
-    # --- who lends to whom ---
+    # --- lenders ---
 
     def _mappings(self) -> list[dict[int, list[Lenders]]]:
-        """The best ways to share out who lends to whom, by how well they fill spare memory and
-        links (the source's mapping search).
+        """The best mappings of stages to lenders, by how well they fill spare memory and links (the
+        source's mapping search).
         """
         found = self.footprint(self._fixed)
         spare = [
@@ -574,5 +577,5 @@ class Search:
 
 
 def _roughly(seconds: float) -> int | None:
-    """The same for what differs by what measurements do."""
+    """A key that is equal for times that differ only by measurement noise."""
     return round(math.log(seconds) / math.log(_LIKE_SECONDS)) if seconds > 0 else None

@@ -1,6 +1,6 @@
 """Which boundaries are worth cutting.
 
-Inside a residual block more crosses a boundary (the block's input and what has been made of it)
+Inside a residual block more crosses a boundary (the block's input, and values computed from it)
 than between blocks. A cut there costs more on every microbatch, while one in front of the block or
 behind it balances nearly as well.
 """
@@ -11,25 +11,25 @@ from collections.abc import Sequence
 def worthwhile_cuts(payload_bytes: Sequence[int], num_stages: int) -> frozenset[int]:
     """The boundaries to choose the cuts from.
 
-    ``payload_bytes[b]`` crosses boundary b, in front of layer b. A boundary is on a *hill* where
-    one that carries less lies on both its sides. The nearest two such are the hill's feet: all
-    between them carry as much as it does, or more. A hill is not worth cutting: cut at a foot
+    ``payload_bytes[b]`` crosses boundary b, in front of layer b. A boundary is on a *hill* if there
+    are boundaries that carry less on both its sides. The nearest two of these are the hill's feet:
+    all boundaries between them carry at least as much. A hill is not worth cutting: cut at a foot
     instead::
 
         payload      1  2  3  2  1  2  2  1        two residual blocks:
         worthwhile   ^           ^        ^        cut around them, not inside
 
-    Two cases where it is:
+    There are two exceptions:
 
     - The hill is wider than a stage's even share of the layers. Then it is no block inside of a
       stage, but the shape of the model: the skip connections of a U-Net make one hill of the whole
-      of it, and cutting at its feet alone would leave one stage with everything. The blocks on such
-      a hill are hills of their own, and are kept whole.
-    - What remains does not suffice for the stages. Then all boundaries are allowed.
+      model, and cutting at its feet alone would leave one stage with everything. The blocks on such
+      a hill are separate hills, and are kept whole.
+    - The remaining boundaries are too few for the stages. Then all boundaries are allowed.
 
     A payload that only falls (a convnet's) or only grows has no hills. The two ends of the model
-    are no boundaries between stages and count as nobody's foot, or every model were a hill: little
-    goes in, little comes out.
+    are no boundaries between stages, and do not count as feet; otherwise every model would be a
+    hill, as inputs and outputs are small.
     """
     num_layers = len(payload_bytes) - 1
     inner = range(1, num_layers)

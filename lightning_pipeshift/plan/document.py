@@ -1,7 +1,7 @@
-"""Documents that a person may have edited: read with errors that name the field, written whole.
+"""Documents that a user may have edited: read with errors that name the field, written atomically.
 
-Python's own error for a damaged file is a KeyError somewhere; ours says which field, what was
-found, what is allowed.
+Python's own error for a damaged file is a KeyError somewhere; ours contains the field, the value
+found, and the allowed values.
 """
 
 import json
@@ -18,11 +18,11 @@ class Fields:
     """One JSON object's fields: all known, each of its type. Raises PlanError otherwise.
 
     Args:
-        value: what was read.
-        where: names it in errors.
+        value: the value that was read.
+        where: its name in errors.
         known: the fields that it must have.
-        optional: those that it may have besides.
-        instead: what else than adding it helps against a field that is missing.
+        optional: further fields that it may have.
+        instead: an alternative remedy for a missing field.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Fields:
         self._where = where
 
     def __contains__(self, name: str) -> bool:
-        """Whether an optional field is there."""
+        """Whether an optional field is present."""
         return name in self._value
 
     def text(self, name: str) -> str:
@@ -107,17 +107,17 @@ class Fields:
         return dict(value)
 
     def value(self, name: str) -> object:
-        """A field of any type, for a reader of its own."""
+        """A field of any type, which the caller checks."""
         return self._value[name]
 
     def fail(self, name: str, allowed: str) -> NoReturn:
-        """Raises the PlanError for a field that isn't as it must be."""
+        """Raises the PlanError for a wrong field."""
         found = _shown(self._value[name])
         raise PlanError(f"{self._where}: field {name!r} is {found}; it must be {allowed}")
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Writes beside ``path`` first, so that no reader ever finds half of it."""
+    """Writes to a temporary file first, so that no reader ever sees a partial document."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

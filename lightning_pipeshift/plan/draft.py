@@ -1,4 +1,4 @@
-"""Writes down as a plan what the solvers have found, with what the simulator says of it."""
+"""Makes a plan of the solvers' results, with the simulator's prediction."""
 
 from __future__ import annotations
 
@@ -95,14 +95,14 @@ def prediction_of(
     ranks: Sequence[Sequence[int]],
     by_tensor: bool = False,
 ) -> Prediction:
-    """What the simulator says of a plan, by what has been measured.
+    """The simulator's prediction of a plan, by the measured figures.
 
     Args:
-        plan: it.
+        plan: the plan.
         profile: of the model.
         cluster: the machines.
         ranks: of each virtual machine, in stage order.
-        by_tensor: whether saved tensors are looked after one by one (`MemoryCompression`).
+        by_tensor: whether saved tensors are managed one by one (`MemoryCompression`).
     """
     workloads = workloads_of(profile, cluster, ranks, plan.schedule, plan.microbatches)
     cuts = [cut_of(plan, vm) for vm in range(len(workloads))]

@@ -1,8 +1,8 @@
-"""Makes a profile, and the devices' speeds, of what the ranks have measured of the model.
+"""Makes a profile, and the devices' speeds, from the ranks' measurements of the model.
 
 Each rank measures on its own device: before training every layer, for a guess, and in training its
-own layers. What a layer would take on a device that never ran it follows from both: the guess
-there, times how far the device's own layers are from their guesses.
+own layers. The time of a layer on a device that has never trained it follows from both: the guess
+on that device, times the ratio of measured to guessed times of the device's own layers.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ Times = tuple[float, float]
 """Forward and backward, in seconds."""
 
 _ALIKE: Final = 0.03
-"""Devices of a kind whose speeds differ by less are counted as equal: it is noise."""
+"""Devices of a kind whose speeds differ by less count as equal: the difference is noise."""
 
 
 @dataclass(frozen=True)
 class RankFigures:
-    """What one rank has measured. Layers are by index.
+    """The measurements of one rank. Layers are by index.
 
     Args:
         guesses: forward and backward of every layer, tried one by one before training.
         times: those of its own layers in training; empty before.
-        earlier: those of the layers that it owned when it last owned any: what is known of a stage
-            that was drained.
-        extra: what a forward and a backward of its stage take besides layers; ``None`` before
+        earlier: those of the layers that it owned when it last owned any, for a stage that was
+            drained since.
+        extra: the time of a forward and a backward of its stage besides layers; ``None`` before
             training.
         outside_seconds: from the end of its stage's part of a step to the begin of the next one.
-        saved_bytes: what layers save for a microbatch.
-        tensors: the same, one by one.
-        input_bytes: what they are called with.
-        optimizer_bytes: what the optimizer keeps for its own layers.
+        saved_bytes: of the tensors that layers save for a microbatch.
+        tensors: these tensors, one by one.
+        input_bytes: of the layers' inputs.
+        optimizer_bytes: of the optimizer's state for its own layers.
         is_last: whether it runs the code after the last layer.
-        held_bytes: what of its device's memory the model takes already, before it is shared out.
-        budget_bytes: what it may take of its device's memory, if there is a word on that.
-        host_bytes: what it may take of its host's memory for swapped tensors.
-        host_bandwidth: how fast they get there, in bytes per second, and back.
+        held_bytes: the device memory that the model takes before its layers are distributed.
+        budget_bytes: the device memory that it may take, if that is limited.
+        host_bytes: the memory of its host that it may take for swapped tensors.
+        host_bandwidth: the bandwidth to the host and back, in bytes per second.
     """
 
     guesses: Mapping[int, Times] = field(default_factory=dict)
@@ -72,7 +72,7 @@ def profile_of(
     """The profile, and the cluster with each device's speed relative to its kind.
 
     Args:
-        layers: what is known without measuring; bytes that were measured replace those.
+        layers: properties that need no measurement; measured bytes replace those in them.
         cluster: the machines.
         figures: by rank.
         samples: of a microbatch.
@@ -82,7 +82,7 @@ def profile_of(
         kind: _guess(layers, [figures[rank] for rank in _ranks_of(cluster, kind)])
         for kind in cluster.kinds
     }
-    # How many times its guess a device takes, on what it has measured: in training where it has.
+    # The ratio of a device's measured to its guessed times, by measurements in training if any.
     ratios = [
         _ratio(mine.times or mine.earlier or mine.guesses, guessed[device.kind])
         for mine, device in zip(figures, cluster.devices, strict=True)
@@ -113,7 +113,7 @@ def profile_of(
         kinds=kinds,
         samples=samples,
         microbatches=microbatches,
-        # The stage that ends last waits for nobody before it begins anew.
+        # The stage that ends last does not wait for other stages before its next step.
         step_seconds=min(outside) if outside else 0.0,
     )
     devices = tuple(
@@ -121,7 +121,7 @@ def profile_of(
             device,
             speed=speed,
             memory_bytes=mine.budget_bytes or device.memory_bytes,
-            # What the model takes now is there for what it will take.
+            # The memory that the model takes now will be available to the plan.
             free_bytes=device.free_bytes + mine.held_bytes
             if device.free_bytes and not mine.budget_bytes
             else 0,
@@ -138,8 +138,8 @@ def _ranks_of(cluster: Cluster, kind: str) -> list[int]:
 
 
 def _guess(layers: Sequence[LayerProfile], figures: Sequence[RankFigures]) -> list[Times]:
-    """The middle of the ranks' guesses; for a layer that nobody could try, one in proportion to its
-    parameters.
+    """The median of the ranks' guesses; for a layer that no rank could try, one in proportion to
+    its parameters.
     """
     found: dict[int, Times] = {}
     for layer in range(len(layers)):
@@ -168,7 +168,7 @@ def _ratio(times: Mapping[int, Times], guess: Sequence[Times]) -> float | None:
 def _extras(
     figures: Sequence[RankFigures], ranks: Iterable[int], speeds: Sequence[float]
 ) -> tuple[Times, Times]:
-    """What an action takes besides layers, and what the code after the last layer adds to it."""
+    """The time of an action besides layers, and the extra time of code after the last layer."""
     last: list[Times] = []
     others: list[Times] = []
     for rank in ranks:

@@ -1,7 +1,7 @@
 """The two documents that describe machines and models, on disk.
 
-A plan can be made for machines that aren't there: a person writes the cluster by hand, as YAML with
-units, and takes the model's profile, as JSON, from a run that measured it.
+A plan can be made for machines that aren't available: the user writes the cluster by hand, as YAML
+with units, and takes the model's profile, as JSON, from a run that measured it.
 
 A cluster::
 
@@ -18,9 +18,9 @@ A cluster::
         - {ranks: [0, 3], bandwidth: 50 Mbit/s}
 
 Ranks are counted in the order of the devices. Numbers without a unit are bytes, bytes per second
-and seconds. ``host_memory`` is what each of the devices may take of its host's memory for tensors
-that do not fit its own, and ``host_bandwidth`` how fast they get there and back. Of a link in
-``between``, what isn't said is as it is without that entry.
+and seconds. ``host_memory`` is the part of its host's memory that each of the devices may take for
+tensors that do not fit its own, and ``host_bandwidth`` the bandwidth there and back. A field that a
+link in ``between`` leaves out has the value that it has without that entry.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _Dumper: Final = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Reads a cluster that a person or :func:`save_cluster` has written.
+    """Reads a cluster that a user or :func:`save_cluster` has written.
 
     Raises PlanError, naming the file and the field."""
     text = _text(path, "the cluster")
@@ -90,9 +90,7 @@ def load_cluster(path: str | Path) -> Cluster:
 
 
 def save_cluster(cluster: Cluster, path: str | Path) -> None:
-    """Writes a cluster for :func:`load_cluster`, a run of like devices per line, all of the file or
-    nothing of it.
-    """
+    """Writes a cluster for :func:`load_cluster`, a run of equal devices per line, atomically."""
     document: dict[str, Any] = {
         "devices": [
             _device_entry(device, len(list(alike))) for device, alike in groupby(cluster.devices)
@@ -141,7 +139,7 @@ def _cluster(value: object) -> Cluster:
     between = links.items("between") if "between" in links else []
     entries = [_between(item, f"{where}.between[{i}]") for i, item in enumerate(between)]
 
-    # Hosts first: a link between two ranks takes what it doesn't say from that of their hosts.
+    # Hosts first: a link between two ranks takes missing fields from that of their hosts.
     of_hosts: dict[tuple[str, str], Link] = {}
     known = dict.fromkeys(device.host for device in devices).keys()
     for entry in entries:
@@ -223,7 +221,7 @@ def _link(item: object, where: str) -> Link:
 
 
 def _link_of(entry: Fields, otherwise: Link) -> Link:
-    """The link that an entry describes; what it doesn't say is as in another."""
+    """The link that an entry describes; missing fields are taken from ``otherwise``."""
     latency, bandwidth = otherwise.latency_seconds, otherwise.bandwidth
     if "latency" in entry:
         latency = _quantity(entry, "latency", _SECONDS)
@@ -267,7 +265,7 @@ def _quantity(
 
 
 def _device_entry(device: Device, count: int) -> dict[str, Any]:
-    """What is not as an entry has it by itself."""
+    """The fields that differ from an entry's defaults."""
     entry: dict[str, Any] = {"host": device.host, "kind": device.kind}
     if count > 1:
         entry["count"] = count
@@ -312,9 +310,7 @@ def load_profile(path: str | Path) -> Profile:
 
 
 def save_profile(profile: Profile, path: str | Path) -> None:
-    """Writes a profile for :func:`load_profile`, a layer per line, all of the file or nothing of
-    it.
-    """
+    """Writes a profile for :func:`load_profile`, a layer per line, atomically."""
     head = {
         "version": PROFILE_VERSION,
         "samples": profile.samples,

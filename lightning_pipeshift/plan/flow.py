@@ -1,9 +1,9 @@
-"""What one forward pass does, as a value: which layers it calls, which operations the code between
-the layers applies, and which earlier values each of them needs.
+"""The flow of one forward pass, as a value: which layers it calls, which operations the code
+between layers applies, and which earlier values each of them needs.
 
 The payload of every possible boundary follows from it: every value that was computed before the
-boundary and is needed after it. A flow holds no tensor and knows no placement: the same flow serves
-every split, so moving a layer never needs a new one.
+boundary and is needed after it. A flow holds no tensor and does not depend on the placement: the
+same flow serves every split, so moving a layer never needs a new one.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 
 class Value(NamedTuple):
-    """One tensor of a pass, by where it is computed.
+    """One tensor of a pass, identified by the place of its computation.
 
-    Either leaf number ``leaf`` of what the ``call``-th call of ``layer`` returned (``op`` is 0). Or
+    Either leaf number ``leaf`` of the result of the ``call``-th call of ``layer`` (``op`` is 0). Or
     the result of operation number ``op`` in the code in front of the pass's ``call``-th call of any
     layer; then ``layer`` is the last one that its inputs depend on, on whose stage it is computed.
     """
@@ -66,7 +66,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation of the code between layers on values that not every stage has.
+    """One operation of the code between layers, on values that are not on every stage.
 
     Args:
         layer: the last layer that its inputs depend on; the stage of that layer computes it.
@@ -106,8 +106,8 @@ class Flow:
     def payload(self, boundary: int) -> tuple[Value, ...]:
         """The values that cross the boundary in front of layer ``boundary``, in a fixed order.
 
-        Made before it, needed by anything after it. Boundary 0 carries nothing; the boundary after
-        the last layer carries what the tail needs.
+        These are computed before it, and needed after it. Boundary 0 carries nothing; the boundary
+        after the last layer carries the values that the tail needs.
         """
         needed = set(self.tail | self.control)
         for call in self.calls:
@@ -140,7 +140,7 @@ def renumbered(flow: Flow, place_of: Sequence[int]) -> Flow:
 
     Args:
         flow: the flow.
-        place_of: by a layer's number, its new one.
+        place_of: the new number of each layer.
     """
 
     def value(old: Value) -> Value:
@@ -170,11 +170,11 @@ def renumbered(flow: Flow, place_of: Sequence[int]) -> Flow:
 
 
 def call_order(flows: Sequence[Flow], num_layers: int) -> list[int]:
-    """The order of ``num_layers`` layers (numbered as found in the module tree) that the flows call
-    them in.
+    """The order in which the flows call ``num_layers`` layers (numbered as found in the module
+    tree).
 
-    The first flow decides; layers that only a later flow calls come in where that flow calls them,
-    directly after the layer called before them. A layer that no flow calls stays behind its
+    The first flow decides; layers that only a later flow calls are inserted where that flow calls
+    them, directly after the layer called before them. A layer that no flow calls stays behind its
     predecessor in the module tree.
     """
     order: list[int] = []
@@ -191,11 +191,11 @@ def call_order(flows: Sequence[Flow], num_layers: int) -> list[int]:
 
 
 def merged(flows: Sequence[Flow]) -> Flow:
-    """A flow that calls every layer that any of the flows calls, once, in an order that agrees with
-    all of them; where they leave it open, in the order of the numbers. Nothing else is in it.
+    """A flow that only calls layers: each layer that any of the flows calls, once, in an order that
+    agrees with all of them; where they leave it open, in the order of the numbers.
 
-    Steps that skip layers by chance call some of them at a time. Where no order agrees with all,
-    it is that of the first flow.
+    Steps that skip layers by chance call only some of them each time. If no order agrees with all
+    flows, the order is that of the first flow.
     """
     after: dict[int, set[int]] = {}
     for flow in flows:

@@ -1,4 +1,4 @@
-"""What a virtual machine's plan comes to in time and in memory, saved tensors one by one."""
+"""The time and memory of a virtual machine's plan, with each saved tensor separately."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from lightning_pipeshift.plan.simulator import Costs, Timeline, simulate
 from lightning_pipeshift.plan.workload import Cut, Workload
 
 LENDING_SECONDS: Final = 3e-4
-"""What a tensor takes besides the link's own time: threads wake up at both ends, and say what
-comes."""
+"""The time of a swap to another stage besides the link's own: threads wake up at both ends, and
+announce the tensor."""
 
 SENDS_UNDER_WAY: Final = 2
-"""Of how many microbatches a stage's sends of a kind are under way at the most, where nothing else
-says that they are over: gradients, and payloads of an evaluation."""
+"""The largest number of microbatches with a send of one kind under way on a stage, if no later
+action shows that sends are complete: for gradients, and for payloads of an evaluation."""
 
 _MOST_EFFECTS: Final = 1024
 """How many stages' effects are remembered, some 100 KB each."""
@@ -39,13 +39,13 @@ _MOST_EFFECTS: Final = 1024
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a plan comes to. Tuples are per stage.
+    """The time and memory of a plan. Tuples are per stage.
 
     Args:
-        costs: of a microbatch, with what is recomputed.
+        costs: of a microbatch, including recomputation.
         timeline: of the step.
         traces: of the saved tensors.
-        static_bytes: what is held all the time, and what is kept free for what passes.
+        static_bytes: memory held permanently, and memory reserved for messages.
     """
 
     costs: Costs
@@ -63,34 +63,34 @@ class Footprint:
 
     @property
     def late_seconds(self) -> float:
-        """By how much swaps hold the step up."""
+        """By how much swaps delay the step."""
         return max(max(0.0, trace.late_seconds) for trace in self.traces)
 
 
 def tensors_of(layer: LayerProfile) -> tuple[SavedTensor, ...]:
-    """What a layer saves, one by one; in one piece where only that is known."""
+    """The tensors that a layer saves; a single one if only the total size is known."""
     if layer.tensors or not layer.saved_bytes:
         return layer.tensors
     return (SavedTensor(0, layer.saved_bytes),)
 
 
 def passing_bytes(received: float, sent: float) -> float:
-    """What a stage keeps free for what passes between stages: a payload and a gradient whose
-    receives are posted while the compute is busy with those before, and gradients that it sends.
+    """The memory that a stage reserves for messages between stages: a payload and a gradient whose
+    receives are posted during the compute on earlier ones, and gradients that it sends.
 
     Args:
-        received: the payload that it is sent, per microbatch; its gradient takes as much at most.
+        received: the payload that it receives, per microbatch; its gradient is at most as large.
         sent: the payload that it sends on.
     """
     return (1 + SENDS_UNDER_WAY) * received + sent
 
 
 def links_of(cluster: Cluster, ranks: Sequence[int]) -> Links:
-    """The ways that tensors are swapped by, from stage to stage and to each one's host.
+    """The links for swaps, from stage to stage and to each one's host.
 
-    On one host, blocks are copied from device to device directly. How fast is not measured: it is
-    at least as fast as to the host's memory, which is on the way between devices that have no link
-    of their own.
+    On one host, blocks are copied directly from device to device. The bandwidth is not measured: it
+    is at least that to the host's memory, through which copies go between devices without a direct
+    link.
     """
 
     def rate(rank: int, peer: int) -> float:
@@ -112,7 +112,7 @@ def links_of(cluster: Cluster, ranks: Sequence[int]) -> Links:
 
 
 def parts_of(swap: Swap) -> tuple[Part, ...]:
-    """Who takes which part of each tensor."""
+    """Which stage takes which part of each tensor."""
     if not swap.stages:
         return ((HOST, 1.0),)
     shares = swap.shares or (1.0,) * len(swap.stages)
@@ -127,13 +127,13 @@ def with_footprints(
     cuts: Sequence[Cut],
     footprints: Sequence[Footprint],
 ) -> Prediction:
-    """A prediction that looks after saved tensors one by one. Lists are per virtual machine.
+    """A prediction with each saved tensor separately. Lists are per virtual machine.
 
     Args:
-        found: what is predicted without that.
-        workloads: for it.
-        cuts: for it.
-        footprints: of the same cuts, with what is swapped.
+        found: the prediction without that.
+        workloads: those of the prediction.
+        cuts: those of the prediction.
+        footprints: of the same cuts, with swaps.
     """
     plain = max(
         simulate(workload.clock_of(cut), workload.costs(cut)).step_seconds
@@ -149,7 +149,7 @@ def with_footprints(
 
 
 class Footprints:
-    """The footprints of one virtual machine's plans; what they have in common is worked out once.
+    """The footprints of one virtual machine's plans; common parts are computed once.
 
     Args:
         profile: of the model.
@@ -160,17 +160,17 @@ class Footprints:
     def __init__(self, profile: Profile, workload: Workload, links: Links) -> None:
         self._workload = workload
         self._links = links
-        #: What of each layer's output crosses a boundary behind it, if there is one.
+        #: The bytes of each layer's output that cross a boundary behind it, if there is one.
         self._payload_bytes = [
             _fraction(layer, float(saved)) * layer.payload_bytes
             for layer, saved in zip(profile.layers, workload.saved_bytes, strict=True)
         ]
-        #: What each layer saves for a microbatch of the workload: bytes by number.
+        #: The bytes that each layer saves for a microbatch of the workload, by number.
         self.sizes = tuple(
             _sizes(layer, float(saved))
             for layer, saved in zip(profile.layers, workload.saved_bytes, strict=True)
         )
-        #: What of that running the layer again does not make; it is among the layer's input bytes.
+        #: The part that recomputation does not make; it is among the layer's input bytes.
         self._outside = tuple(
             sum(sizes[tensor.number] for tensor in tensors_of(layer) if tensor.is_outside)
             for layer, sizes in zip(profile.layers, self.sizes, strict=True)
@@ -179,7 +179,7 @@ class Footprints:
         self._effects: dict[Any, Effects] = {}
 
     def of(self, cut: Cut, swaps: Sequence[Swap] = ()) -> Footprint:
-        """What a cut, what it recomputes and what it swaps come to."""
+        """The footprint of a cut with its recomputation and swaps."""
         workload = self._workload
         costs, timeline = self._timeline(cut)
         by_layer: dict[int, list[Swap]] = {}
@@ -209,12 +209,12 @@ class Footprints:
         return Footprint(costs, timeline, tuple(traces(found)), tuple(static))
 
     def _crossing(self, boundary: int) -> float:
-        """What crosses the boundary in front of a layer; nothing at either end of the model."""
+        """The bytes across the boundary in front of a layer; 0 at either end of the model."""
         inside = 0 < boundary < len(self._payload_bytes)
         return self._payload_bytes[boundary - 1] if inside else 0.0
 
     def _timeline(self, cut: Cut) -> tuple[Costs, Timeline]:
-        """What the step costs, and how it runs."""
+        """The costs of a microbatch, and the step's timeline."""
         if cut not in self._timelines:
             costs = costs_of(self._workload, cut)
             self._timelines[cut] = costs, simulate(self._workload.clock_of(cut), costs)
@@ -251,12 +251,12 @@ def _sizes(layer: LayerProfile, saved_bytes: float) -> dict[int, float]:
 
 
 def _fraction(layer: LayerProfile, saved_bytes: float) -> float:
-    """How large the workload's microbatches are, relative to those that were measured."""
+    """The size of the workload's microbatches, relative to the measured ones."""
     return saved_bytes / layer.saved_bytes if layer.saved_bytes else 1.0
 
 
 def costs_of(workload: Workload, cut: Cut) -> Costs:
-    """What a microbatch costs, where stages without time to recompute do so in their backward."""
+    """The costs of a microbatch, if stages without idle time recompute in their backward."""
     costs = workload.costs(cut)
     backward = list(costs.backward_seconds)
     for stage, (begin, end) in enumerate(pairwise(cut.bounds)):

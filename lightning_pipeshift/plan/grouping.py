@@ -1,9 +1,9 @@
 """Which devices make a virtual machine: the few ways worth trying.
 
-There are more ways to group ranks than anybody could try. Those that have a reason are few: a
-payload travels for every microbatch and a gradient once a step, so a virtual machine may stay
-inside a host, or lie across hosts so that its gradients stay inside; stages may be of all kinds, so
-that all virtual machines are equally fast, or of one kind, so that nobody waits inside of one.
+There are too many ways to group ranks to try them all, but only few have a reason: a payload
+travels for every microbatch and a gradient once a step, so a virtual machine may stay inside a
+host, or span hosts so that its gradients stay inside; stages may be of all kinds, so that all
+virtual machines are equally fast, or of one kind, so that no stage waits inside of one.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Groups = tuple[tuple[int, ...], ...]
 """The ranks of each virtual machine, in the order of the hosts."""
 
 MOST_STAGES: Final = 64
-"""Deeper pipelines are not tried: one that long is mostly bubble, and takes long to plan."""
+"""Deeper pipelines are not tried: they are mostly idle, and take long to plan."""
 
 _FEW: Final = 8
 """Up to so many ways for a number of virtual machines, all are tried."""
 
 _FEW_RANKS: Final = 6
-"""Of more ranks, not even the number of ways is counted."""
+"""With more ranks, not even the number of ways is counted."""
 
 _MOST_ROUND: Final = 32
-"""Of more virtual machines, the order in rings stays that of the hosts."""
+"""With more virtual machines, the order in rings stays that of the hosts."""
 
 
 def candidate_counts(devices: Sequence[Device]) -> tuple[int, ...]:
@@ -58,7 +58,7 @@ def candidate_counts(devices: Sequence[Device]) -> tuple[int, ...]:
 
 
 def _near(count: float, divisors: Sequence[int]) -> int:
-    """The nearest divisor, if it is near; what isn't divides unevenly."""
+    """The nearest divisor if it is near, otherwise the count, which divides unevenly."""
     nearest = min(divisors, key=lambda divisor: abs(math.log(divisor / count)))
     return nearest if abs(math.log2(nearest / count)) <= 0.5 else math.ceil(count)
 
@@ -80,7 +80,7 @@ def groupings(
     Args:
         cluster: the machines.
         count: how many virtual machines, at most the number of ranks.
-        powers: by rank, how fast it is.
+        powers: the speed of each rank.
         alike: by rank, see :func:`~lightning_pipeshift.plan.stage_order.interchangeable`.
         depths: how many stages each virtual machine has, where that is fixed.
     """
@@ -94,7 +94,7 @@ def groupings(
             if fitting is None:
                 return
             groups = fitting
-        # Virtual machines of interchangeable devices are the same ones, whichever comes first.
+        # Virtual machines of interchangeable devices are the same, in any order.
         key = [tuple(sorted(alike[rank] for rank in ranks)) for ranks in groups]
         found.setdefault(tuple(key if depths is not None else sorted(key)), groups)
 

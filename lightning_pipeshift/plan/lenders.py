@@ -1,7 +1,8 @@
-"""Who lends room to whom: the mapping search of CN114880130B, after MPress (HPCA 2023), step 3.
+"""Which stages lend memory to which: the mapping search of CN114880130B, after MPress (HPCA 2023),
+step 3.
 
-Ways to share out what stages lack among those that have room are enumerated, and scored by how well
-they fill spare memory and links.
+Mappings of the stages that lack memory to those that have room are enumerated, and scored by how
+well they fill spare memory and links.
 """
 
 from __future__ import annotations
@@ -14,27 +15,27 @@ from typing import Final, NamedTuple
 from lightning_pipeshift.plan.memory_trace import Links
 
 _MOST_LENDERS: Final = 3
-"""Of one stage."""
+"""The largest number of lenders for one stage."""
 
 _MOST_ASKED: Final = 6
-"""The emptiest stages, of which a stage's lenders are some."""
+"""A stage's lenders are some of so many stages, those with the most room."""
 
 _MOST_MAPPINGS: Final = 64
 _BEST_MAPPINGS: Final = 3
-"""How many are gone on with from stage to stage, and how many are returned."""
+"""How many mappings are extended from stage to stage, and how many are returned."""
 
 Lenders = tuple[int, ...]
 """Stages that take tensors of another one."""
 
 
 class _Mapping(NamedTuple):
-    """Who takes tensors of whom, and what that comes to.
+    """A mapping of stages to lenders, and its result.
 
     Args:
         lenders: of each stage that lacks room.
-        taken: what each stage takes, in bytes.
-        left_out: what nobody takes, in bytes.
-        seconds: how long the slowest link carries its part.
+        taken: the bytes that each stage takes.
+        left_out: the bytes that no stage takes.
+        seconds: how long the slowest link needs for its part.
     """
 
     lenders: dict[int, Lenders]
@@ -43,14 +44,14 @@ class _Mapping(NamedTuple):
     seconds: float = 0.0
 
     def score(self, spare: Sequence[float]) -> tuple[float, float]:
-        """What has no room, and how long the rest takes."""
+        """The bytes without room, and the seconds that the rest takes."""
         over = sum(
             max(0.0, size - max(0.0, left)) for size, left in zip(self.taken, spare, strict=True)
         )
         return self.left_out + over, self.seconds
 
     def plus(self, stage: int, need: float, lenders: Lenders, links: Links) -> _Mapping:
-        """The same, and what a stage lacks goes to some others, in proportion to the links."""
+        """The same, with lenders for one more stage, in proportion to the links."""
         mapping = {**self.lenders, stage: lenders}
         if not lenders:
             return self._replace(lenders=mapping, left_out=self.left_out + need)
@@ -66,11 +67,11 @@ class _Mapping(NamedTuple):
 def mappings(
     needs: Mapping[int, float], spare: Sequence[float], links: Links
 ) -> list[dict[int, Lenders]]:
-    """Ways to share out who takes tensors of whom, the best first.
+    """Mappings of stages to lenders, the best first.
 
     Args:
         needs: bytes that stages lack.
-        spare: bytes that each stage has left; what is below 0 counts as nothing.
+        spare: bytes that each stage has left; negative values count as 0.
         links: between the stages.
     """
     return [mapping.lenders for mapping in _best(needs, spare, links)[:_BEST_MAPPINGS]]
@@ -79,15 +80,15 @@ def mappings(
 def mapping_score(
     needs: Mapping[int, float], spare: Sequence[float], links: Links
 ) -> tuple[float, float]:
-    """How well the best of these ways fills spare memory and links, less is better: bytes that
-    nobody has room for, and for how many seconds the slowest link carries the others.
+    """How well the best of these mappings fills spare memory and links, lower is better: the bytes
+    that no stage has room for, and the seconds that the slowest link needs for the others.
     """
     return _best(needs, spare, links)[0].score(spare)
 
 
 def _best(needs: Mapping[int, float], spare: Sequence[float], links: Links) -> list[_Mapping]:
     best = [_Mapping({}, (0.0,) * len(spare))]
-    # The neediest first: of what the first ones may have, only the best is kept for the others.
+    # The stages with the largest needs first: only the best mappings of the first ones are kept.
     for stage in sorted(needs, key=lambda stage: (-needs[stage], stage)):
         has_room = [s for s, left in enumerate(spare) if left > 0 and links.rate(stage, s)]
         longer = []

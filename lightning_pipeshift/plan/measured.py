@@ -1,4 +1,4 @@
-"""What has been measured of a run: the model, the machines, and which of them is where."""
+"""The measured figures of a run: the model, the machines, and the ranks of the stages."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Memory = Sequence[Sequence[float]]
 
 @dataclass(frozen=True)
 class Measured:
-    """What there is to plan with.
+    """The measured input of planning.
 
     Args:
         profile: of the model.
         cluster: the machines.
         ranks: of each virtual machine, in stage order.
-        by_tensor: whether saved tensors are looked after one by one.
+        by_tensor: whether saved tensors are managed one by one.
     """
 
     profile: Profile
@@ -32,16 +32,16 @@ class Measured:
     by_tensor: bool = False
 
     def prediction(self, plan: Plan) -> Prediction:
-        """What the simulator says of a plan."""
+        """The simulator's prediction of a plan."""
         return prediction_of(plan, self.profile, self.cluster, self.ranks, self.by_tensor)
 
     def compared(self, plan: Plan, step_seconds: float) -> Measured:
-        """The same, with what a step took beyond what the simulator makes of its parts: the way of
-        a message through the system, the wait for a core. It counts for every plan alike.
+        """The same, plus the time by which a real step exceeded the simulated one: for messages
+        passing through the system, and for waiting for a core. It is added for every plan.
 
         Args:
             plan: under which the step ran.
-            step_seconds: what it took.
+            step_seconds: the time of the step.
         """
         more = step_seconds - self.prediction(plan).step_seconds
         if more <= 0:
@@ -50,7 +50,7 @@ class Measured:
         return replace(self, profile=profile)
 
     def move_seconds(self, old: Plan, new: Plan) -> float:
-        """How long the layers that change their owners are under way, one by one."""
+        """How long the transfers of all layers that change their owners take in sequence."""
         seconds = 0.0
         for vm, ranks in enumerate(self.ranks):
             for index, layer in enumerate(self.profile.layers):
@@ -60,11 +60,11 @@ class Measured:
         return seconds
 
     def fits(self, memory_bytes: Memory) -> bool:
-        """Whether every device has room for that."""
+        """Whether every device has so much memory."""
         return all(held <= room for _, _, held, room in self._places(memory_bytes))
 
     def lacking(self, memory_bytes: Memory) -> str:
-        """In words, where most is missing."""
+        """A message about the stage that lacks the most memory."""
         places = [
             (held - room, vm, stage, held) for vm, stage, held, room in self._places(memory_bytes)
         ]

@@ -1,5 +1,5 @@
-"""Says what a plan does with memory: every saved tensor in a table, and bytes over time as a
-picture in text.
+"""Reports a plan's use of memory: every saved tensor in a table, and bytes over time as a picture
+in text.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _EIGHTHS: Final = " ▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class MachineMemory:
-    """What there is to say of one virtual machine.
+    """The memory of one virtual machine, for a report.
 
     Args:
         profile: of the model.
-        cut: who owns what, and what is recomputed.
-        swaps: what is elsewhere for a while.
+        cut: the owners of the layers, and the recomputed layers.
+        swaps: the swapped tensors.
         links: of the virtual machine.
         records: of all saved tensors.
-        footprint: what the plan comes to.
-        uncompressed: what it would come to if everything stayed.
+        footprint: time and memory of the plan.
+        uncompressed: those if all tensors stayed.
         budget_bytes: of each stage.
     """
 
@@ -51,7 +51,9 @@ class MachineMemory:
 
 @dataclass(frozen=True)
 class _Line:
-    """One row of the table: a tensor. Layers are alike whose lines are, however long they wait."""
+    """One row of the table: a tensor. Layers with equal lines are merged, whatever their idle
+    times.
+    """
 
     tensor: tuple[str, ...]
     choice: str

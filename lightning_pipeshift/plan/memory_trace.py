@@ -1,11 +1,11 @@
-"""Bytes over time: what a step's saved tensors take of each stage's memory, and when each link
-carries what.
+"""Bytes over time: the memory of a step's saved tensors on each stage, and the transfers on each
+link.
 
-The simulator says when each action runs; inside of one, layers take their parts of it. A saved
-tensor is there from the begin of its layer's forward to the end of its layer's backward. One that
-is swapped leaves as soon as it is made, after those before it on the same link, and comes back as
-late as it may, before those after it: the least that it can take. (The runtime brings back earlier
-what there is room for.)
+The simulator gives the times of all actions; inside of an action, each layer takes its part of the
+time. A saved tensor is held from the begin of its layer's forward to the end of its layer's
+backward. A swapped tensor leaves as soon as it is made and earlier ones on the same link have left,
+and comes back as late as possible before those after it: this gives the least memory. (The runtime
+brings tensors back earlier if there is room.)
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Part = tuple[int, float]
 """A stage and the part of a tensor that it takes."""
 
 HOST: Final = -1
-"""In the place of a stage."""
+"""The number of the host among stages."""
 
 HOST_LATENCY: Final = 5e-5
-"""Until a thread has woken up, or a stream has begun; seconds."""
+"""The seconds until a thread has woken up, or a stream has begun."""
 
 Changes = tuple[Numbers, Numbers]
-"""Moments in seconds, and how many bytes more are held from each of them on."""
+"""Times in seconds, and how many bytes more are held from each of them on."""
 
 Link = tuple[int, int]
 """From a stage to another, or to its host."""
@@ -47,7 +47,7 @@ class Moved:
 
     Args:
         num_bytes: of a microbatch.
-        parts: who takes which part of them.
+        parts: the stages that take them, with their parts.
     """
 
     num_bytes: int
@@ -56,18 +56,18 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class LayerLoad:
-    """What a layer means for the memory of its stage, per microbatch.
+    """A layer's use of its stage's memory, per microbatch.
 
     Args:
-        layer: which.
+        layer: the layer.
         forward_seconds: its forward.
         backward_seconds: its backward.
-        kept_bytes: what it saves and keeps.
-        again_bytes: what it saves, lets go of and makes again.
-        input_bytes: what it holds to do so.
-        moved: what is swapped.
-        sent_bytes: what of its output is held until the backward of its stage begins, as it is sent
-            to the next one.
+        kept_bytes: saved tensors that stay.
+        again_bytes: saved tensors that are released and recomputed.
+        input_bytes: inputs held for the recomputation.
+        moved: saved tensors that are swapped.
+        sent_bytes: the part of its output that is sent to the next stage, and held until the
+            backward of its own stage begins.
     """
 
     layer: int
@@ -107,7 +107,7 @@ class Links:
         )
 
     def seconds(self, stage: int, place: int, num_bytes: float) -> float:
-        """What a tensor takes from a stage to another one, or to the host, or back from there."""
+        """The seconds of a tensor's transfer from a stage to another or to the host, or back."""
         rate = self.rate(stage, place)
         latency, _ = self.between.get((stage, place), (HOST_LATENCY, rate))
         return latency + num_bytes / rate if rate else math.inf
@@ -119,11 +119,11 @@ class StageTrace:
 
     Args:
         times: when the amount changes, in seconds since the step began, ascending.
-        held_bytes: what is held from each of them on, what is held for other stages among it.
-        lent_bytes: what is held for others at the most.
-        host_bytes: what is held on the host at the most.
-        late_seconds: by how much the worst transfer misses: it would have to be back before it is
-            gone.
+        held_bytes: the bytes held from each of these times on, including those for other stages.
+        lent_bytes: the peak of the bytes held for other stages.
+        host_bytes: the peak of the bytes held on the host.
+        late_seconds: by how much the latest transfer is too slow: the tensor would have to begin to
+            come back before it has left.
     """
 
     times: Numbers
@@ -140,7 +140,7 @@ class StageTrace:
 
 @dataclass(frozen=True, eq=False)
 class Effects:
-    """What one stage's saved tensors change: here, and elsewhere.
+    """How one stage's saved tensors change the memory of this and other stages.
 
     Args:
         here: on the stage itself.
@@ -155,7 +155,7 @@ class Effects:
     late_seconds: float
 
     def trace(self, lent: Sequence[Changes] = ()) -> StageTrace:
-        """The stage's memory, with what is held for others."""
+        """The stage's memory, including the tensors held for other stages."""
         if not lent:
             return self._alone
         times, held = _summed([self.here, *lent])
@@ -175,22 +175,22 @@ class _Times(NamedTuple):
     """
 
     begun: Numbers
-    """Its forward begins, and they are held."""
+    """Its forward begins: from here on they are held."""
     made: Numbers
-    """It ends: they may leave."""
+    """Its forward ends: they may leave."""
     used: Numbers
     """Its backward begins: they have to be back."""
     freed: Numbers
-    """It ends: they are gone."""
+    """Its backward ends: they are freed."""
     rerun: Numbers
-    """The stage recomputes them in an action of its own; infinite where it does not."""
+    """The stage recomputes them in a separate action; infinite if it does not."""
 
 
 def effects(stage: int, row: Sequence[Span], loads: Sequence[LayerLoad], links: Links) -> Effects:
-    """What one stage's saved tensors change. It depends on no other stage.
+    """The effects of one stage's saved tensors, which depend on no other stage.
 
     Args:
-        stage: which.
+        stage: the stage.
         row: its compute actions.
         loads: its layers, in call order.
         links: what carries swapped tensors.
@@ -215,14 +215,14 @@ def effects(stage: int, row: Sequence[Span], loads: Sequence[LayerLoad], links: 
         made = np.array([times.made for _, times in members])
         used = np.array([times.used for _, times in members])
         out_end = _first_come_first_served(made, seconds)
-        # The way back is the same, looked at from the end: as late as may be.
+        # The transfers back are the same in reversed time: as late as possible.
         back_begin = -_first_come_first_served(-used, seconds)
         late = max(late, float((out_end - back_begin).max(initial=0.0)))
         begin = out_end - seconds[:, None] if np.isfinite(seconds).all() else made
         there = host if to == HOST else _Sum()
         for index, (size, times) in enumerate(members):
             here.add(times.begun, times.freed, size)
-            # Until it has left, and again from when it begins to come back.
+            # Held until it has left, and again from when it begins to come back.
             goes = out_end[index] < back_begin[index]
             here.add(back_begin[index][goes], out_end[index][goes], size)
             there.add(begin[index], np.maximum(times.used, begin[index]), size)
@@ -251,7 +251,7 @@ class _Sum:
         self._goes: list[tuple[Numbers, float]] = []
 
     def add(self, begin: Numbers, end: Numbers, num_bytes: float) -> None:
-        """So much more is held from some moments to others."""
+        """Adds bytes that are held from ``begin`` to ``end``."""
         if num_bytes and begin.size:
             self._comes.append((begin, num_bytes))
             self._goes.append((end, -num_bytes))
@@ -307,7 +307,7 @@ def _first_come_first_served(ready: Numbers, seconds: Numbers) -> Numbers:
         seconds: what each tensor takes; (tensors,).
     """
     order = np.argsort(ready, axis=None, kind="stable")
-    # One by one, and not in sums of them all: what comes out even has to stay even.
+    # One by one and not by cumulative sums, so that equal times stay exactly equal.
     free = -math.inf
     ends = []
     takes = np.repeat(seconds, ready.shape[1])[order].tolist()
@@ -326,7 +326,7 @@ def _summed(found: Sequence[Changes]) -> Changes:
         return moments, sizes
     order = np.argsort(moments, kind="stable")
     moments, held = moments[order], np.cumsum(sizes[order])
-    # What comes at a moment comes when all has gone that goes: of its sums the last counts.
+    # At equal times, releases come before allocations: only the last sum of a time counts.
     last = np.append(moments[1:] != moments[:-1], True)
     return moments[last], held[last]
 

@@ -1,4 +1,4 @@
-"""Moves: one layer each, from its stage to another; and what several together make of a plan."""
+"""Moves: one layer each, from its stage to another; and the placement after several of them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Move:
     Args:
         layer: its name in the model.
         stage: its new stage.
-        step: from which batch of the run on, counted from 0; ``None``: as soon as can be. The
-            first two steps run as they are planned.
-        virtual_machine: in which one; ``None``: in all.
+        step: from which batch of the run on, counted from 0; ``None``: as soon as possible. The
+            first two steps run as planned.
+        virtual_machine: the virtual machine to change; ``None``: all.
     """
 
     layer: str
@@ -31,7 +31,7 @@ class Move:
 
 
 def placement_after(plan: Plan, moves: Iterable[Move]) -> Placement:
-    """Who owns what when all of the moves are done.
+    """The owners of all layers when all of the moves are done.
 
     Raises:
         PlanError: an unknown layer, stage or virtual machine; two moves of one layer; or a stage

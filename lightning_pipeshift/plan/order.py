@@ -1,7 +1,7 @@
-"""Runs a schedule without a clock: in which order can its actions happen, and how far does it get?
+"""Runs a schedule without a clock: finds a possible order of its actions, and how far it gets.
 
-The checker asks how far, the simulator asks in which order; both get the answer from here, so that
-they agree on what waits for what.
+The checker needs how far it gets, the simulator needs the order; both use this module, so that they
+agree on which action waits for which.
 """
 
 from lightning_pipeshift.plan.action import Action, Schedule

@@ -18,18 +18,18 @@ def resolve(
     stages_per_vm: tuple[int, ...],
     idle: Collection[int] = (),
 ) -> Placement:
-    """The placement that a user asked for.
+    """The placement for a user's ``partition``.
 
-    Here, ``"auto"`` is what ``"uniform"`` is: what is measured counts where a run is planned.
+    Here, ``"auto"`` means ``"uniform"``: measured figures are used later, when a run is planned.
 
     Args:
-        spec: what the user asked for.
+        spec: the user's argument.
         num_layers: how many layers the model has.
         stages_per_vm: how many stages each virtual machine has.
         idle: the layers that no step calls; ``"uniform"`` does not count them.
 
     Raises:
-        PartitionError: it says what was found, what is allowed and what to change.
+        PartitionError: with the value found, the allowed values and the remedy.
     """
     if isinstance(spec, str):
         if spec not in ("auto", "uniform"):
@@ -48,7 +48,7 @@ def resolve(
 
 
 def _uniform(working: Sequence[int], num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """As many working layers for each stage; one that does not work goes with the one before it."""
+    """Equal numbers of called layers for each stage; an idle layer goes with the one before it."""
     counts, num_placed, num_begun = [], 0, 0
     for count in uniform(len(working), num_stages):
         num_begun += count

@@ -1,9 +1,8 @@
-"""Who owns a layer.
+"""The owners of layers.
 
-A placement is the answer at one time. Ownership is the answer over a whole run: a function of the
-microbatch, so that a layer can change its owner while microbatches of before the change are still
-in flight (CN115454655A: new forwards take the new structure while backwards in flight take the
-old).
+A placement has the owners at one time. An ownership has them over a whole run, as a function of the
+microbatch, so that a layer can change its owner while earlier microbatches are still in flight
+(CN115454655A: new forwards use the new structure while backwards in flight use the old one).
 """
 
 from __future__ import annotations
@@ -101,11 +100,11 @@ class Ownership:
         return cls(((0, placement),))
 
     def moved(self, placement: Placement, from_microbatch: int) -> Ownership:
-        """Below the cut-over index the old owner, from it on the new one.
+        """Another placement from a microbatch on, the cut-over; below it the present one.
 
         A second change at the same cut-over replaces the first, as no microbatch would lie between
-        them. Raises PartitionError for an earlier one: what has been announced to other stages
-        cannot be taken back.
+        them. Raises PartitionError for an earlier one: changes that have been announced to other
+        stages cannot be withdrawn.
         """
         last = self.history[-1][0]
         if from_microbatch < last:
@@ -131,7 +130,7 @@ class Ownership:
 
 
 def _require_same_shape(old: Placement, new: Placement) -> None:
-    """Layers move between the stages there are; stages don't come and go while training runs."""
+    """Layers move between existing stages; stages are not added or removed during training."""
     shapes = [(p.num_layers, tuple(map(len, p.counts))) for p in (old, new)]
     if shapes[0] != shapes[1]:
         (old_layers, old_stages), (new_layers, new_stages) = shapes

@@ -1,7 +1,7 @@
-"""What follows from a choice of ranks, microbatches and shares: workloads, cuts, and seconds.
+"""Computes the workloads, cuts and seconds of a choice of ranks, microbatches and shares.
 
-A thousand devices of a few kinds are few workloads: what was worked out for one virtual machine is
-kept for those like it.
+A thousand devices of a few kinds give only few workloads: results for one virtual machine are
+cached for equal ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning_pipeshift.plan.traffic import crowded, ring_seconds_per_byte
 from lightning_pipeshift.plan.workload import Cut, Numbers, Workload, workload_of
 
 _HIDDEN: Final = 1.03
-"""What takes less than that much longer with rings than without is as good as hidden."""
+"""If rings make a step longer by less than this factor, they count as hidden."""
 
 Cuts = tuple[Cut, ...]
 """One for each virtual machine."""
@@ -44,21 +44,21 @@ class Placed(NamedTuple):
     microbatches: int
     batch_shares: tuple[float, ...] | None
     links: Cluster
-    """The machines, with what the virtual machines leave each other of their links."""
+    """The machines, with the bandwidth that remains for each virtual machine on shared links."""
     workloads: tuple[Workload, ...]
-    """One for each virtual machine: of those that are alike, the same object."""
+    """One for each virtual machine; equal ones share one object."""
 
 
 class Judge(NamedTuple):
-    """Says what a step takes, in seconds: in closed form, or by the simulator."""
+    """Computes the seconds of a step: in closed form, or by the simulator."""
 
     step: Callable[[Placed, Cuts], float]
     alone: Callable[[Workload, Cut], float]
-    """Of one virtual machine, without the others."""
+    """The seconds of one virtual machine, without the others."""
 
 
 class Placer:
-    """Works out what choices mean, each thing once."""
+    """Evaluates choices, with a cache."""
 
     def __init__(
         self, profile: Profile, cluster: Cluster, wishes: Wishes, allowed: Allowed | None
@@ -96,7 +96,7 @@ class Placer:
         Args:
             ranks: of each virtual machine, in stage order.
             microbatches: of a virtual machine's batch.
-            shares: how the global batch is shared out; ``None``: equally.
+            shares: how the global batch is divided; ``None``: equally.
         """
         groups = tuple(map(tuple, ranks))
         sizes = self.sizes(len(groups), shares)
@@ -110,13 +110,13 @@ class Placer:
     def workload(
         self, links: Cluster, ranks: Sequence[int], samples: float, microbatches: int
     ) -> Workload:
-        """That of one virtual machine.
+        """The workload of one virtual machine.
 
         Args:
             links: see :class:`Placed`.
             ranks: in stage order.
             samples: of its batch.
-            microbatches: into how many slices that is cut.
+            microbatches: the number of slices of the batch.
         """
         devices = [links.devices[rank] for rank in ranks]
         # A batch of fewer samples is cut into as many slices as it has samples.
@@ -155,7 +155,7 @@ class Placer:
     def _named(
         self, shares: Sequence[float] | None, sizes: Sequence[float]
     ) -> tuple[float, ...] | None:
-        """The shares in the smallest numbers that say the same."""
+        """The shares in the smallest numbers with the same ratios."""
         if shares is None:
             return None
         if tuple(shares) == self.wishes.batch_shares:
@@ -166,10 +166,11 @@ class Placer:
     # Cuts.
 
     def cuts(self, placed: Placed, careful: bool = False) -> Cuts:
-        """A cut for each virtual machine: the best in closed form, or with more care.
+        """A cut for each virtual machine: the best in closed form, or by a thorough search.
 
-        Of two: the solvers know nothing of rings. Once they cut as if those were free, and once as
-        if each layer's took its stage some time. Raises PlanError where one doesn't fit in memory.
+        The better of two, as the solvers do not model rings: one cut as if rings were free, and one
+        as if each layer's ring took its stage some time. Raises PlanError where one doesn't fit in
+        memory.
         """
         key = (placed.ranks, placed.microbatches, placed.batch_shares, careful)
         if key not in self._chosen:
@@ -193,11 +194,11 @@ class Placer:
         self, placed: Placed, hindrance: Sequence[tuple[float, ...]] | None, careful: bool
     ) -> Cuts:
         """The solvers' cuts."""
-        nobody = [None] * len(placed.workloads)
+        unhindered = [None] * len(placed.workloads)
         return tuple(
             self._cut(vm, workload, per_byte, careful)
             for vm, (workload, per_byte) in enumerate(
-                zip(placed.workloads, hindrance or nobody, strict=True)
+                zip(placed.workloads, hindrance or unhindered, strict=True)
             )
         )
 
@@ -214,7 +215,7 @@ class Placer:
     def _cut(
         self, vm: int, workload: Workload, per_byte: Sequence[float] | None, careful: bool
     ) -> Cut:
-        """That of one virtual machine, made once for all that are like it."""
+        """The cut of one virtual machine, computed once for all equal ones."""
         counts = self._fixed_counts(vm, workload)
         key = (workload, counts, per_byte, careful)
         if key not in self._cuts:
@@ -228,11 +229,11 @@ class Placer:
         return cut
 
     def _hindrance(self, placed: Placed) -> tuple[tuple[float, ...], ...]:
-        """For how many seconds a byte of gradients keeps each stage from ending its step.
+        """By how many seconds a byte of gradients delays the end of each stage's step.
 
-        Stage 0 ends its backward last, and whatever its rings take comes on top. Each other stage
-        has until then to hide its own: the part of them that it can't hide, if all stages were
-        equally long, is what counts."""
+        Stage 0 ends its backward last, and the time of its rings is added. Each other stage can
+        hide its rings until then: only the part that it can't hide, if all stages were equally
+        long, counts."""
         num_bytes = sum(layer.gradient_bytes for layer in self.profile.layers)
         found = []
         per_byte = ring_seconds_per_byte(self.cluster, placed.ranks)
@@ -252,7 +253,7 @@ class Placer:
         return tuple(found)
 
     def _hindered(self, workload: Workload, per_byte: Sequence[float]) -> Workload:
-        """A workload whose backward takes as much longer as its rings keep it from ending."""
+        """A workload whose backward is longer by the time that its rings delay it."""
         sizes = [layer.gradient_bytes for layer in self.profile.layers]
         longer = np.outer(per_byte, sizes) / workload.microbatches
         return replace(workload, backward=workload.backward + longer)
@@ -279,7 +280,7 @@ class Placer:
         return best_cut(hindered, self.wishes.recompute)
 
     def _quick_cut(self, workload: Workload, hindered: Workload) -> Cut:
-        """The best cut in closed form. What is recomputed doesn't depend on rings."""
+        """The best cut in closed form. The recomputation doesn't depend on rings."""
         recomputation = self._recomputation(workload)
         solutions = Programme.of(hindered, recomputation.seconds).fastest(1, slack=0.0)
         cuts = recomputation.cuts([solution.counts for solution in solutions])
@@ -300,7 +301,7 @@ class Placer:
         return _per_second(self.total(len(cuts)), judge.step(placed, cuts))
 
     def arrangement(self, placed: Placed, cuts: Cuts) -> Arrangement:
-        """The answer that a choice is."""
+        """The arrangement of a choice."""
         prediction = self._predicted(placed, cuts)
         return Arrangement(
             ranks=placed.ranks,

@@ -35,13 +35,13 @@ FORMAT_VERSION: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class LayerRecord:
-    """What is known of a layer, per microbatch. Seconds are 0 until they are measured."""
+    """The properties of a layer, per microbatch. Seconds are 0 until they are measured."""
 
     name: str
     parameter_bytes: int
     forward_seconds: float
     payload_bytes: int
-    """Of the boundary behind the layer."""
+    """The bytes across the boundary behind the layer."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -61,17 +61,17 @@ class Plan:
 
     Args:
         layers: in call order.
-        placement: who owns what.
+        placement: the owners of the layers.
         schedule: by name.
-        microbatches: into how many slices a virtual machine's batch is cut.
-        recompute: for each virtual machine the layers that let go of what they saved, and run again
-            before the backward; empty where none does anywhere.
-        swaps: for each virtual machine, saved tensors that are elsewhere between their forward and
+        microbatches: the number of slices of a virtual machine's batch.
+        recompute: for each virtual machine the layers that release their saved tensors, and run
+            again before the backward; empty if there are none anywhere.
+        swaps: for each virtual machine, saved tensors that are swapped between their forward and
             their backward; empty where all stay.
-        ranks: for each virtual machine its ranks in stage order; empty where any will do.
-        kinds: the kind of each of these ranks' devices; empty where that was not asked.
-        batch_shares: how a global batch is shared out; empty for equally.
-        prediction: what the simulator says of it, where there is enough to say something.
+        ranks: for each virtual machine its ranks in stage order; empty where any ranks will do.
+        kinds: the kind of each of these ranks' devices; empty where they are not required.
+        batch_shares: how a global batch is divided; empty for equally.
+        prediction: that of the simulator, if enough has been measured for it.
 
     Raises PlanError where these don't fit together."""
 
@@ -257,11 +257,11 @@ class Plan:
     # Another plan.
 
     def with_placement(self, placement: Placement) -> Plan:
-        """The same plan with other owners. What was predicted of the old ones is left out."""
+        """The same plan with other owners, without the prediction for the old ones."""
         return replace(self, placement=placement, prediction=None)
 
     def is_like(self, other: Plan) -> bool:
-        """Whether nobody would do anything else under the other plan."""
+        """Whether all ranks would do the same under the other plan."""
         mine, theirs = ((plan.placement, plan.recompute, plan.swaps) for plan in (self, other))
         return mine == theirs
 

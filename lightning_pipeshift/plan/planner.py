@@ -1,9 +1,9 @@
-"""Makes the plan for machines and a model: how many virtual machines, of which devices, in which
-order, with which cuts, microbatches and shares of the batch.
+"""Makes the plan for machines and a model: the number of virtual machines, their devices and the
+order of these, the cuts, the microbatches and the shares of the batch.
 
-Each choice depends on the others, and there are too many of all of them together. So all groupings
-with a reason are looked at in closed form first; the orders of the best are tried on the simulator;
-and the best of those are cut with care, sliced, and given their shares.
+Each choice depends on the others, and there are too many combinations. So all groupings with a
+reason are first evaluated in closed form; the orders of the best are tried on the simulator; and
+for the best of those, cuts, microbatches and shares are searched thoroughly.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def evaluate(
     microbatches: int,
     batch_shares: Sequence[float] | None = None,
 ) -> Arrangement:
-    """What is expected of an arrangement that somebody else has made, whether it fits or not.
+    """A given arrangement with its prediction, whether it fits in memory or not.
 
     Args:
         profile: of the model.

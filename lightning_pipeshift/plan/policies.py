@@ -1,7 +1,7 @@
-"""Who decides what becomes of a saved tensor: a small class that sees its record and answers.
+"""Policies: small classes that decide how a saved tensor is handled, by its record.
 
-Every policy is asked once for every tensor of every layer, whenever a plan is made; the plan then
-says for all ranks what was answered. A policy of your own is a class with a ``choose``::
+A policy is called once for every tensor of every layer, whenever a plan is made; the plan then
+contains its choices for all ranks. To write your own policy, define a class with a ``choose``::
 
     class DropMasks:
         def choose(self, record: TensorRecord) -> Choice | None:
@@ -18,7 +18,7 @@ from lightning_pipeshift.plan.saved_tensors import Choice
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """What is known of a saved tensor. All figures are per microbatch.
+    """The properties of a saved tensor. All figures are per microbatch.
 
     Args:
         layer: the name of the layer that saves it.

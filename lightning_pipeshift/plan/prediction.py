@@ -1,4 +1,4 @@
-"""What the simulator says of a whole plan: all virtual machines, their rings, and the memory."""
+"""The simulator's prediction of a whole plan: all virtual machines, their rings, and memory."""
 
 from __future__ import annotations
 

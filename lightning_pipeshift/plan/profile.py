@@ -1,7 +1,8 @@
-"""The model, in numbers: what each layer costs in time and memory, as it was measured.
+"""The model in numbers: the measured time and memory of each layer.
 
-Measured in the first steps of training itself (NUDT: of l samples, the first a are the profile and
-the other l - a train under the plan; nothing is wasted). All figures are per microbatch.
+They are measured in the first steps of training itself (NUDT: of l samples, the first a are the
+profile and the other l - a train under the plan; no sample is wasted). All figures are per
+microbatch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Cuts and recomputation together, exactly: a mixed integer linear programme.
 
-:mod:`dynamic` and :mod:`recomputation` find the same some hundred times faster, so the planner uses
-them. But they rest on each stage's choice being its own. A memory policy for which stages share
-something (the host's memory, the way there) breaks that, and is a few more variables and rows here.
-Until then each tests the other.
+:mod:`dynamic` and :mod:`recomputation` find the same results some hundred times faster, so the
+planner uses them. But they require that the choices of stages are independent. A memory policy with
+resources that stages share (the host's memory, the link to it) would violate that, and would need
+only a few more variables and rows here. Until then, each implementation tests the other.
 
 Indices: s a stage of S, l a layer of L, b a boundary (in front of layer b). Variables:
 

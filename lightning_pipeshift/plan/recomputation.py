@@ -1,8 +1,8 @@
 """Which layers a stage recomputes, so that it has room for the others' saved tensors.
 
 Recomputation makes a stage slower and its memory smaller, whatever the other stages do. So for a
-range of layers on a stage one choice is best: the layers that take the least time together, among
-those that free enough (a knapsack problem). Who searches for a cut then has to search the cuts
+range of layers on a stage one choice is best: among the sets of layers that free enough memory, the
+one that takes the least time (a knapsack problem). A search for a cut then has to search the cuts
 only.
 """
 

@@ -1,4 +1,4 @@
-"""Says why nothing fits in memory, and what would."""
+"""Explains why no plan fits in memory, and what would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layer's forward saves for its backward, tensor by tensor, and what may become of each."""
+"""The tensors that a layer's forward saves for its backward, and how each may be handled."""
 
 from __future__ import annotations
 

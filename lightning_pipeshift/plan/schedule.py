@@ -1,8 +1,8 @@
-"""Which stage computes what, in which order.
+"""Schedules: the compute actions of each stage, in order.
 
-A schedule is a pure function of the number of stages and of microbatches. It has compute actions
-only: what is sent and received follows from them (``lowering``), and when things happen follows
-from the costs (``simulator``).
+A schedule is a pure function of the numbers of stages and of microbatches. It has compute actions
+only: the sends and receives follow from them (``lowering``), and the times follow from the costs
+(``simulator``).
 
 In every schedule a stage runs its backwards in ASCENDING microbatch order. Gradients accumulate in
 the order of the backwards, and float addition is not associative: one order everywhere is what

@@ -1,11 +1,11 @@
 """The best cut: candidates from the exact solvers, improved on the simulator.
 
-The estimates that :mod:`dynamic` minimises know neither that transfers and computing overlap only
-in part nor how a schedule starts and ends. The simulator does, and is asked about many cuts at
-once. What it says depends most on which stages own layers at all (a slow device, or one behind a
-slow link, may be better drained), where the estimates differ; and then on the last few layers at
-each cut. So there are several candidates, and the best of them are moved by a layer or two until
-that makes none of them faster.
+The estimates that :mod:`dynamic` minimises do not include that transfers and computing overlap only
+in part, nor how a schedule starts and ends. The simulator does, and evaluates many cuts at once.
+Its result depends most on which stages own layers at all (a slow device, or one behind a slow link,
+may be better drained), where the estimates differ; and then on the last few layers at each cut. So
+there are several candidates, and the cuts of the best are shifted by a layer or two until that
+makes none of them faster.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def best_cut(workload: Workload, recompute: str = "auto", start: Sequence[Cut] =
         for drained in chain.from_iterable(combinations(stages, number) for number in stages):
             solutions = programme.fastest(1, frozenset(drained), slack=0.0)
             search.add(solution.counts for solution in solutions)
-    # The even cut, so that nobody is worse off for having asked.
+    # The even cut, so that the result is never worse than that.
     even = Cut(uniform(workload.num_layers, workload.num_stages))
     search.add(cut.counts for cut in [*start, even] if workload.is_allowed(cut))
     search.climb()

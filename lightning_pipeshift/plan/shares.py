@@ -1,4 +1,4 @@
-"""How the samples of a global batch are shared out over virtual machines."""
+"""How the samples of a global batch are divided among virtual machines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def check_shares(shares: Sequence[float] | None, num_virtual_machines: int | None) -> None:
-    """Raises ConfigurationError for shares that nobody could take.
+    """Raises ConfigurationError for impossible shares.
 
     Args:
         shares: one number for each virtual machine, or ``None`` for equal ones.

@@ -1,4 +1,4 @@
-"""Which shares of the batch make virtual machines of unlike speed equally long."""
+"""Shares of the batch with which virtual machines of different speeds take equally long."""
 
 from __future__ import annotations
 

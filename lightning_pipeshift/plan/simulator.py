@@ -1,12 +1,12 @@
-"""Runs a schedule against a clock, to know what a plan costs before it is tried.
+"""Runs a schedule against a clock, to predict the time of a plan before it runs.
 
-The same actions that the executor runs, and the same rules of what waits for what. A stage computes
-one action at a time. A transfer starts when its send does (directly after the compute action that
-made it), or when the link is free: each boundary has one link per direction, which carries one
-transfer after the other. Links and compute overlap.
+It uses the same actions as the executor, and the same rules for which action waits for which. A
+stage computes one action at a time. A transfer starts when its send does (directly after the
+compute action that makes its data), or when the link is free: each boundary has one link per
+direction, which carries one transfer after the other. Links and compute overlap.
 
-A planner asks about many costs of one schedule: a :class:`Clock` works out once in which order the
-actions happen, and then adds numbers, or vectors of numbers, one entry for each of many costs.
+A planner needs the times of one schedule for many costs: a :class:`Clock` computes the order of the
+actions once, and then adds numbers, or vectors with one entry for each of many costs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Into how many microbatches a batch is cut.
+"""Chooses the number of microbatches of a batch.
 
-More of them keep the stages busy for more of the step, and hold less memory each; but every one
-costs what an action takes besides its layers, and a message's latency.
+With more of them, stages are busy for more of the step, and each takes less memory; but each adds
+the time of an action besides its layers, and a message's latency.
 """
 
 from __future__ import annotations

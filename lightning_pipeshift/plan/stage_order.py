@@ -1,4 +1,4 @@
-"""In which order a virtual machine's devices are its stages."""
+"""Chooses the order in which a virtual machine's devices are its stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws what a stage does over a step as one line of text.
+"""Draws a stage's actions over a step as one line of text.
 
 A block begins with its microbatch's number; a thin line is a forward, a heavy one a backward, dots
 are idle time, waves run a forward again::

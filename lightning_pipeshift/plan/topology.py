@@ -1,4 +1,4 @@
-"""Which rank is where: the ranks of every virtual machine, in stage order.
+"""The topology: the ranks of every virtual machine, in stage order.
 
 A virtual machine holds one replica of the model. Where the counts allow it has one device of each
 kind (NUDT, "distributed parallel training method and system for heterogeneous computing clusters"),

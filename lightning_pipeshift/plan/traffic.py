@@ -1,6 +1,4 @@
-"""What the virtual machines do to each other's messages: rings wait for each other, and NICs are
-shared.
-"""
+"""How virtual machines delay each other's messages: rings wait for each other, NICs are shared."""
 
 from __future__ import annotations
 

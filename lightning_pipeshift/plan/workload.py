@@ -1,7 +1,7 @@
-"""One virtual machine's pipeline before it is cut: what every layer would cost on every stage.
+"""One virtual machine's pipeline before it is cut: the costs of every layer on every stage.
 
-Profile, cluster and order of the ranks go in; what comes out knows none of them, only numbers per
-stage and layer. All solvers take this, so that they can be compared with each other.
+A workload is made from profile, cluster and order of the ranks, but contains only numbers per stage
+and layer. All solvers take it as their input, so that they can be compared with each other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``PipeShiftCheckpointIO``: how checkpoints get to disk and back."""
+"""``PipeShiftCheckpointIO``: writes and reads checkpoints."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ Wrap = Callable[[Tensor, Callable[[], Tensor]], Tensor]
 
 
 class PipeShiftCheckpointIO(TorchCheckpointIO):
-    """Writes checkpoints that are whole or not there, and reads no more of them than is needed.
+    """Writes checkpoints atomically, and reads only the needed parts of them.
 
     A checkpoint is one file, Lightning's own, that rank 0 writes; or, with ``sharded``, a folder
-    that all ranks write at once, each what it holds. Either loads on any other number of stages and
-    of virtual machines. ``pipeshift export`` makes one file of a folder.
+    that all ranks write at the same time, each the part that it holds. Both load on any other
+    number of stages and of virtual machines. ``pipeshift export`` converts a folder to one file.
 
-    What is written appears under its name when it is complete: a run that is killed leaves the
-    checkpoint that was there before. What is read is compared with its checksums.
+    A checkpoint appears under its name when it is complete: after a run that is killed, the earlier
+    checkpoint still exists. All bytes that are read are compared with their checksums.
 
     Args:
         sharded: whether a checkpoint is a folder; its file system has to be shared by all hosts.
-        asynchronous: whether training goes on while the bytes go to disk. What this rank saves is
-            copied first, to host memory, which is kept for the next time. One checkpoint is under
-            way at a time: a second one, and the removal of older ones, wait for it. A failure to
-            write is raised at the next save, or at the end of the run.
+        asynchronous: whether training goes on while the bytes go to disk. The part that this rank
+            saves is first copied to host memory, which is kept for the next time. One checkpoint is
+            under way at a time: a second one, and the removal of older ones, wait for it. A failure
+            to write is raised at the next save, or at the end of the run.
 
     Raises:
-        CheckpointError: a checkpoint cannot be written, or what is to be read is none.
+        CheckpointError: a checkpoint cannot be written, or the file to read is no checkpoint.
     """
 
     def __init__(self, sharded: bool = False, asynchronous: bool = False) -> None:
@@ -60,8 +60,8 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
         self._staging = Staging()
 
     def connect(self, group: dist.ProcessGroup | None) -> None:
-        """Takes the connections over which a sharded checkpoint is agreed upon: all ranks, on gloo,
-        and nobody else's.
+        """Takes the group over which the ranks coordinate a sharded checkpoint: all ranks, on gloo;
+        nothing else may use it.
         """
         self._group = group
 
@@ -115,7 +115,7 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
         copies: dict[int, Tensor] = {}
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
-                # What is tied stays tied.
+                # Tied tensors stay tied.
                 if id(leaf) not in copies:
                     copies[id(leaf)] = self._staging.copy(str(number), leaf)
                 leaves[number] = copies[id(leaf)]
@@ -184,8 +184,8 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
         Args:
             path: its name.
             weights_only: see :meth:`load_checkpoint`.
-            wrap: what stands for a tensor of a folder, given one like it on the meta device, and a
-                function that reads it. Those of a file are mapped.
+            wrap: makes the stand-in of a folder's tensor, given a meta tensor like it, and a
+                function that reads it. The tensors of a file are mapped.
             turn: ``(1, 4)`` compares the second, sixth, ... entry of a file with its checksum, and
                 leaves the others to three more ranks.
         """

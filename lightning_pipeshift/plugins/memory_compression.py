@@ -18,10 +18,10 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?b)?\s*", re.IGNORECASE)
 
 
 class MemoryCompression(Precision):
-    """Keeps what a device holds under a budget: tensors that layers, and the code between them,
-    save for their backward stay, are made again, or move to the host's memory or to another device
-    and back, as is predicted to cost least. Under every policy, and with every compression but
-    ``"8bit"``, gradients are the same bits.
+    """Keeps a device's memory within a budget: tensors that layers, and the code between them, save
+    for their backward stay, are recomputed, or move to the host's memory or to another device and
+    back, whichever is predicted to cost least. Under every policy, and with every compression but
+    ``"8bit"``, gradients have the same bits.
 
     CN114880130B; the paper: MPress, HPCA 2023.
 
@@ -31,21 +31,22 @@ class MemoryCompression(Precision):
         Trainer(plugins=[MemoryCompression(MyPrecision(), budget="20GB")], ...)
 
     Args:
-        precision: another precision plugin, which goes on as it would alone.
-        budget: bytes of each device for weights, gradients, the optimizer's state, what passes
-            between stages, and saved tensors: a number, or text like ``"20GB"`` or ``"16 GiB"``.
-            ``"auto"``: what the device has free, less a tenth. On a CPU it stands for a device's
-            memory.
+        precision: another precision plugin, which works as without this one.
+        budget: bytes of each device for weights, gradients, the optimizer's state, messages between
+            stages, and saved tensors: a number, or text like ``"20GB"`` or ``"16 GiB"``.
+            ``"auto"``: the free memory of the device, less a tenth. On a CPU it simulates a
+            device's memory.
         host_budget: bytes of the host's memory that each rank may move tensors to; ``"auto"``: half
-            of what is free, shared out over the host's ranks; 0: none.
-        policy: decides over saved tensors; ``None``: the planner. See
+            of the free memory, divided among the host's ranks; 0: none.
+        policy: decides how saved tensors are handled; ``None``: the planner. See
             :class:`~lightning_pipeshift.Policy`.
-        compression: makes what moves smaller on its way. ``"lossless"`` packs masks into bits and
-            leaves zeros out; ``"8bit"`` keeps 8 bits of each number, with an error of up to 1/254
-            of the largest of its 256 neighbours.
+        compression: of tensors that move. ``"lossless"`` packs masks into bits and leaves zeros
+            out; ``"8bit"`` keeps 8 bits of each number, with an error of up to 1/254 of the largest
+            of its 256 neighbours.
 
     Raises:
-        ConfigurationError: an argument has a value that is not allowed; the message says what is.
+        ConfigurationError: an argument has a value that is not allowed; the message lists those
+            that are.
     """
 
     def __init__(
@@ -82,8 +83,8 @@ class MemoryCompression(Precision):
         self.memory_wishes = wishes
 
     def _wrap(self, inner: Precision) -> None:
-        """Becomes a plugin of the other's kind, too: whoever asks ``isinstance``, and the name that
-        a checkpoint keeps its state under, find what they would without this one.
+        """Makes this plugin an instance of the other's class as well, so that ``isinstance``
+        checks, and the name of its state in a checkpoint, are the same as without this one.
         """
         kind = type(inner)
         mine = next(base for base in type(self).__mro__ if not base.__dict__.get("_is_mixed"))
@@ -135,8 +136,8 @@ def bytes_of_text(name: str, size: float | str, least: float = 1.0) -> float | N
 
 
 def allow_beside_precision(connector: Any) -> None:
-    """Lets ``Trainer(precision=...)`` stand beside the plugin, which wraps what Lightning makes of
-    it. Lightning takes one of the two only, before anybody else is asked.
+    """Allows ``Trainer(precision=...)`` together with the plugin, which then wraps Lightning's
+    precision plugin. Lightning itself only allows one of the two.
 
     Args:
         connector: Lightning's class that makes a Trainer's parts.

@@ -1,4 +1,4 @@
-"""Makes any precision plugin see all stages where it decides: one gradient norm, one overflow
+"""Makes any precision plugin decide over all stages: with one gradient norm, and one overflow
 decision.
 """
 
@@ -13,12 +13,12 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
-# Given the optimizer's parameters and the kind of norm: the norm of each parameter of the model,
-# over all stages.
+# A function of the optimizer's parameters and the kind of norm: returns the norm of each parameter
+# of the model, over all stages.
 GradientNorms = Callable[[list[Tensor], float], Tensor]
-# The context in which user code may look at gradients.
+# The context in which user code may read gradients.
 GradientHooks = Callable[[], AbstractContextManager[None]]
-# Given a flag tensor of this stage: whether any stage raised it.
+# A function of a flag tensor of this stage: returns whether it is set on any stage.
 AnyStage = Callable[[Tensor], Tensor]
 
 
@@ -31,12 +31,12 @@ class _OverStages(Precision):
     gradient_hooks: GradientHooks
 
     def post_backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Lets `on_after_backward` see that there are gradients elsewhere."""
+        """Makes `on_after_backward` see that parameters of other stages have gradients."""
         with self.gradient_hooks():
             return super().post_backward(*args, **kwargs)
 
     def _after_closure(self, *args: Any, **kwargs: Any) -> None:
-        # The hooks before an optimizer's step, the one that clips among them.
+        # The hooks before an optimizer's step, including the one that clips.
         with self.gradient_hooks():
             super()._after_closure(*args, **kwargs)
 
@@ -107,7 +107,7 @@ def by_itself(plugin: Precision) -> None:
 
 
 def loss_scale_of(plugin: Precision) -> float:
-    """What the plugin multiplies a loss with before its backward."""
+    """The factor by which the plugin multiplies a loss before its backward."""
     scaler = getattr(plugin, "scaler", None)
     if scaler is None or not scaler.is_enabled():
         return 1.0

@@ -1,8 +1,8 @@
 """Sums the gradients of every layer over its owners in the virtual machines.
 
 A layer's sum begins when the last microbatch's backward has passed the layer, and goes on behind
-the backwards of the layers in front of it. Whether a parameter has a gradient at all travels along
-with the gradients, so nothing else has to be asked.
+the backwards of the layers in front of it. Whether a parameter has a gradient at all is sent along
+with the gradients, so no separate exchange is needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Sum(Protocol):
     """A sum under way."""
 
     def wait(self) -> None:
-        """Returns when the sum is there."""
+        """Returns when the sum is complete."""
 
 
 # Given a number, the members' ranks and a vector: begins to sum it in place.
@@ -37,7 +37,7 @@ class GradientGroup:
     """Parameters whose gradients are summed together: those of one layer.
 
     Args:
-        number: tells it from the others; the same on every rank.
+        number: identifies the group; the same on every rank.
         parameters: in the same order on every owner.
         members: the ranks of the owners, one for each virtual machine.
         is_hooked: whether the gradients are whole as soon as the last backward made them.
@@ -57,7 +57,7 @@ class GradientGroup:
         return [parameter for parameter in self.parameters if parameter.requires_grad]
 
     def start(self, start_sum: StartSum, device: torch.device) -> None:
-        """Begins to sum the gradients that are there."""
+        """Begins to sum the gradients that exist."""
         by_type: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in self.trained:
             by_type.setdefault(parameter.dtype, []).append(parameter)
@@ -81,7 +81,7 @@ class GradientGroup:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Waits for the sums, and gives them to the parameters."""
+        """Waits for the sums, and makes them the parameters' gradients."""
         for parameters, buffer, under_way in self._sums:
             under_way.wait()
             there = buffer[len(buffer) - len(parameters) :].tolist()
@@ -109,8 +109,8 @@ class Aggregation:
         groups: one for each layer that this rank owns, in call order.
         start_sum: begins a sum.
         device: where the sums are made.
-        in_order: whether sums have to begin in one order on all ranks; then it is that in which
-            backwards pass the layers, the last first.
+        in_order: whether sums have to begin in the same order on all ranks; that order is then the
+            one in which backwards pass the layers, the last layer first.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Aggregation:
         self._ready: set[int] = set()
         self.exposed_seconds = 0.0
         """How long the last step has waited for its sums, in seconds."""
-        # By identity of the parameter. One that is frozen takes no hook until it is trained.
+        # By identity of the parameter. A frozen one gets no hook until it is trained.
         self._handles: dict[int, Any] = {}
 
     def close(self) -> None:
@@ -150,7 +150,7 @@ class Aggregation:
                     self._handles[id(parameter)] = hook
 
     def notice(self, index: int) -> None:
-        """One of a group's parameters has its gradient."""
+        """Called when one of a group's parameters has its gradient."""
         if not self._is_armed:
             return
         group = self._groups[index]
@@ -182,7 +182,7 @@ class Aggregation:
 
 @dataclass
 class _Noticed:
-    """A hook of a parameter. Not a closure, so that what it refers to can be seen."""
+    """A hook of a parameter. Not a closure, so that the objects it refers to can be inspected."""
 
     aggregation: Aggregation
     index: int
@@ -196,8 +196,8 @@ class AllReduce:
     one, with the same sets.
 
     Args:
-        owners: the owners' ranks, all that there are.
-        backend: the groups'.
+        owners: the owners' ranks; all sets that exist.
+        backend: that of the groups.
         watched: the context to communicate in.
     """
 

@@ -1,9 +1,9 @@
 """Files and folders that appear under their names only when they are complete.
 
-What is written goes to a temporary name in the same folder (a rename is atomic inside a file
-system, not across two), is flushed to disk and renamed. A folder has a marker besides, which is
-written last, and names the subfolder that its data is in: to replace a folder that exists, the new
-data is put beside the old, and the marker is exchanged.
+Data is written under a temporary name in the same folder (a rename is atomic inside a file system,
+not across two), flushed to disk, and the file is renamed. A folder also has a marker, which is
+written last and names the subfolder that holds the data: to replace an existing folder, the new
+data is written beside the old, and then the marker is replaced.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TEMPORARY = ".tmp"
 
 
 def temporary_beside(path: Path) -> Path:
-    """A new name in the same folder, hidden, that tells what it is."""
+    """A new hidden name in the same folder, recognisable as a temporary one."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{_TEMPORARY}")
 
 
@@ -33,8 +33,8 @@ def remove_leftovers(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a link or a folder, if it is there. A folder loses its marker first, so that
-    half of it never looks like a checkpoint.
+    """Removes a file, a link or a folder, if it exists. A folder's marker is removed first, so that
+    a half-removed folder never looks like a checkpoint.
     """
     if path.is_dir() and not path.is_symlink():
         (path / MARKER).unlink(missing_ok=True)
@@ -44,7 +44,7 @@ def remove(path: Path) -> None:
 
 
 def advice(path: Path) -> str:
-    """What to say where ``path`` could not be written."""
+    """The advice in an error message when ``path`` could not be written."""
     told = "What was there before is as it was."
     with suppress(OSError):
         free = shutil.disk_usage(path.parent).free / 1e6
@@ -64,7 +64,7 @@ def flush(path: Path) -> None:
 @contextmanager
 def appearing(path: Path) -> Iterator[Path]:
     """Context that gives a temporary name to write a file to, and renames it at the end; after an
-    exception the file is gone, and what was there before is as it was.
+    exception the temporary file is removed, and the earlier file is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_beside(path)
@@ -82,8 +82,8 @@ def appearing(path: Path) -> Iterator[Path]:
 
 
 def write_marker(folder: Path, data: str, content: dict[str, Any]) -> None:
-    """Declares a folder complete: what is in its subfolder ``data`` is on disk, and is to be used
-    from now on.
+    """Declares a folder complete: its subfolder ``data`` is on disk, and is the one to read from
+    now on.
     """
     sizes = {file.name: file.stat().st_size for file in sorted((folder / data).iterdir())}
     with appearing(folder / MARKER) as temporary:
@@ -91,16 +91,16 @@ def write_marker(folder: Path, data: str, content: dict[str, Any]) -> None:
 
 
 def publish(temporary: Path, path: Path, data: str, content: dict[str, Any]) -> None:
-    """Lets a folder appear, or replaces what is in it.
+    """Makes a folder appear under its name, or replaces its content.
 
     Args:
         temporary: a folder beside ``path``, with everything in its subfolder ``data``.
         path: the folder's name.
-        data: the subfolder's.
-        content: what the marker says besides.
+        data: the subfolder's name.
+        content: further entries of the marker.
     """
     flush(temporary / data)
-    # A link may lead to another checkpoint, which stays what it is.
+    # A link may lead to another checkpoint, which must not change.
     if path.is_symlink() or not path.is_dir():
         write_marker(temporary, data, content)
         path.unlink(missing_ok=True)

@@ -1,9 +1,9 @@
 """Memory of this process that another one on the same host can write to and read from directly.
 
-A tensor that goes to a device beside this one is copied once, by the process that needs the room,
-over whatever joins the two devices: no message carries it, and nobody else has to do anything. On a
-GPU the memory is shared by CUDA's means; on a CPU, which stands for a device in tests and trains
-small models, as a file that is nowhere but in memory.
+A tensor that goes to another device of the same host is copied once, by the process that needs the
+room, over the link between the two devices: no message carries it, and no other process takes part.
+On a GPU the memory is shared by CUDA IPC; on a CPU, which stands for a device in tests and trains
+small models, as a file in memory only.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Address:
     """Where a process is: two with equal addresses can share memory.
 
     Args:
-        host: the running system, the user, and what tells processes apart there.
-        devices: which GPUs the process numbers, in which order; empty on a CPU.
-        kind: of device.
+        host: the running system, the user, and the namespace of process numbers.
+        devices: the GPUs that the process sees, in its order; empty on a CPU.
+        kind: the kind of device.
     """
 
     host: str
@@ -51,12 +51,12 @@ def address_here(device: torch.device) -> Address | None:
 
 
 class Opening(NamedTuple):
-    """What another process is told of a room.
+    """What is sent to another process about a room.
 
     Args:
-        number: names it.
-        handle: what it is opened by; ``None`` where that has been said before.
-        gone: rooms that are not there any more.
+        number: identifies the room.
+        handle: opens the room; ``None`` where it has been sent before.
+        gone: numbers of rooms that no longer exist.
     """
 
     number: int
@@ -74,16 +74,16 @@ class SharedRooms(Rooms):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, float("inf"), is_tight=True)
         self.is_shared = False
-        """Whether the other process is going to open what is made from here on."""
-        # By the address of their memory: the number that the other process knows them by, and what
-        # keeps them open until it does.
+        """Whether the other process is going to open the rooms that are made from here on."""
+        # By the address of a room's memory: the number by which the other process knows it, and the
+        # object that keeps it open until then.
         self._numbers: dict[int, int] = {}
         self._files: dict[int, int] = {}
         self._next_number = itertools.count()
         self._gone: list[int] = []
 
     def opening(self, room: Tensor) -> Opening | None:
-        """What the other process has to know of a room; ``None`` where it cannot be shared."""
+        """What to send to the other process about a room; ``None`` where it cannot be shared."""
         handle: Any = None
         number = self._numbers.get(room.data_ptr())
         if number is None:
@@ -103,7 +103,7 @@ class SharedRooms(Rooms):
         return None if file is None else (os.getpid(), file, room.numel())
 
     def was_opened(self, room: Tensor) -> None:
-        """The other process needs the handle no more."""
+        """Called when the other process no longer needs the handle."""
         file = self._files.pop(room.data_ptr(), None)
         if file is not None:
             os.close(file)
@@ -133,7 +133,7 @@ def _mapped(process: int, file: int, num_bytes: int) -> Tensor:
 
 
 def opened(handle: Any, device: torch.device) -> Tensor:
-    """The room that a handle of another process stands for, as a vector of bytes.
+    """The room that another process's handle refers to, as a vector of bytes.
 
     Args:
         handle: that of its :class:`Opening`.
@@ -158,7 +158,7 @@ def copy(target: Tensor, source: Tensor) -> None:
         if target.device.type != "cuda":
             target.copy_(source)
             return
-        # Of the device that this process computes on, beside whatever it computes.
+        # A stream of the device that this process computes on, beside the compute.
         own = source.device if source.device.type == "cuda" else target.device
         stream = torch.cuda.Stream(own)
         with torch.cuda.stream(stream):

@@ -1,4 +1,4 @@
-"""Plans that take the place of the one in force: wanted, prepared for a step, and then in force."""
+"""Plans that replace the one in force: first wanted, then prepared during a step, then in force."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Changes:
 
     Args:
         vm: its virtual machine.
-        follower: knows what the steps call.
+        follower: has the layers that steps call.
         threads: where to wait for others.
     """
 
@@ -39,16 +39,16 @@ class Changes:
         self._threads = threads
         self._prepared: _Prepared | None = None
         self.wanted: Plan | None = None
-        """What the next step is to prepare."""
+        """The plan that the next step is to prepare."""
         self.migration: Migration | None = None
         """The layers that change their owners in the step under way."""
         self.seconds = 0.0
-        """How long the last change has held this stage up."""
+        """How long this stage has waited because of the last change."""
 
     @property
     def last(self) -> Plan | None:
-        """The plan that will be in force when all that was asked for is done; ``None`` where that
-        is the one in force.
+        """The plan that will be in force when all requested changes are done; ``None`` where that
+        is the present one.
         """
         if self.wanted is not None:
             return self.wanted
@@ -62,7 +62,7 @@ class Changes:
     # --- a step, in the order of the calls ---
 
     def objection(self) -> str:
-        """What stands in the way of the wanted plan, in words; empty for nothing."""
+        """Why the wanted plan is impossible, in words; empty where it is possible."""
         if self.wanted is None:
             return ""
         try:
@@ -73,7 +73,7 @@ class Changes:
         return ""
 
     def cut_over(self, keeps_gradients: bool) -> Plan | None:
-        """The plan that is in force from here on, if it is another one.
+        """The plan that is in force from here on, if it differs from the present one.
 
         Args:
             keeps_gradients: whether gradients from before the step are still needed.
@@ -85,7 +85,7 @@ class Changes:
         return plan
 
     def prepare(self, holdings: Holdings, optimizers: Sequence[Optimizer]) -> None:
-        """Begins what can be begun while the old plan is in force."""
+        """Begins the preparations that are possible while the old plan is in force."""
         plan, self.wanted = self.wanted, None
         if plan is None:
             return
@@ -94,7 +94,7 @@ class Changes:
         self._prepared = _Prepared(plan, Migration(holdings, stage_of, optimizers, self._threads))
 
     def finish(self, deferred: Deferred) -> bool:
-        """Returns when all layers have arrived, and whether any were on their way."""
+        """Waits until all layers have arrived; returns whether any were on their way."""
         if self.migration is None:
             return False
         self.migration.finish(deferred)
@@ -103,19 +103,19 @@ class Changes:
         return True
 
     def weights_are_final(self) -> None:
-        """The weights are as the next step will find them."""
+        """Called when the weights are those with which the next step begins."""
         if self._prepared is not None:
             self._prepared.migration.start()
 
-    # --- what comes to nothing ---
+    # --- changes that are given up ---
 
     def abandon(self) -> None:
-        """Nothing changes any more: see :meth:`Migration.abandon`."""
+        """Gives all changes up: see :meth:`Migration.abandon`."""
         if self._prepared is not None:
             self._prepared.migration.abandon()
 
     def cancel(self) -> None:
-        """Does so on all stages, and waits for what is under way."""
+        """Gives all changes up on all stages, and waits for transfers under way."""
         if self._prepared is not None:
             self._prepared.migration.cancel()
             self._prepared = None

@@ -2,8 +2,8 @@
 
 Payloads and their gradients travel in two directions between neighbours. On gloo, one group carries
 everything and tags keep the tensors apart. NCCL has no tags and matches by order, and an operation
-that waits would block the ones behind it; so each direction between two neighbours has a
-communicator of its own, on which both ends go in microbatch order. Everything else goes by a lane.
+that waits would block the ones behind it; so each direction between two neighbours has its own
+communicator, on which both ends proceed in microbatch order. Everything else goes by a lane.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class Direction(enum.IntEnum):
 class Layout:
     """How the tensors of one payload, or their gradients, lie in memory.
 
-    A shape is known without being told, but which order kernels give the dimensions is not. So the
-    sender tells it once, in front of the first payload of a kind, and values arrive as they left.
+    The receiver knows the shape without a message, but not the order in which kernels lay out the
+    dimensions. So the sender sends the strides once, in front of the first payload of a kind, and
+    values arrive with the layout they had.
     """
 
     __slots__ = ("_header", "strides")
@@ -53,17 +54,17 @@ class Layout:
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing has been told yet, nor is about to be."""
+        """Whether no strides have been received, and no receive of them is posted."""
         return self.strides is None and self._header is None
 
     def expect(
         self, header: Tensor, work: Any, watched: Watched, peer: int, specs: Sequence[TensorSpec]
     ) -> None:
-        """Lets it be read from a message whose receive is posted."""
+        """Takes the layout from a message whose receive is posted."""
         self._header = (header, work, watched, peer, specs)
 
     def known(self) -> list[tuple[int, ...]]:
-        """The strides of each tensor, once they are there."""
+        """The strides of each tensor; waits for them."""
         if self.strides is None:
             assert self._header is not None
             header, work, watched, peer, specs = self._header
@@ -89,7 +90,7 @@ class Receipt:
     staging: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The tensor, once it is there."""
+        """The tensor; waits for it."""
         if self.work is not None:
             with self.watched(self.peer):
                 self.work.wait()
@@ -107,7 +108,7 @@ class PostedSum:
     watched: Watched
 
     def wait(self) -> Tensor:
-        """The sum, once it is there."""
+        """The sum; waits for it."""
         if self.work is not None:
             with self.watched(None):
                 self.work.wait()
@@ -116,13 +117,14 @@ class PostedSum:
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups that a virtual machine's stages talk in.
+    """The process groups in which a virtual machine's stages communicate.
 
     Args:
-        control: what has to arrive soon.
-        bulk: what may take its time: on connections of its own, where nothing waits behind it.
-        neighbours: what payloads travel on, where ``control`` does not carry them too.
-        sockets: those of all of them.
+        control: for messages that have to arrive soon.
+        bulk: for large transfers that are not urgent: separate connections, so that they delay no
+            other message.
+        neighbours: for payloads, where ``control`` does not carry them too.
+        sockets: those of all groups.
         bulk_sockets: those of ``bulk``.
     """
 
@@ -180,16 +182,16 @@ class Channels(Lane):
         self._sockets = groups.sockets
         self._bulk_sockets = groups.bulk_sockets
         self._neighbours = dict(groups.neighbours)
-        # Sums that have begun, and may not have ended.
+        # Sums that have begun and may be under way still.
         self._sums: list[Any] = []
         self._open_communicators()
 
     def _open_communicators(self) -> None:
         """Sends one byte over every communicator, from the first stage to the last.
 
-        NCCL makes a communicator at its first use, and both ends wait for each other there: a stage
-        that first sends a payload, and one that first posts the receive of a gradient, would wait
-        for ever.
+        NCCL makes a communicator at its first use, and both ends wait for each other there: if one
+        stage first sends a payload and the other first posts the receive of a gradient, both would
+        wait for ever.
         """
         for (left, direction), group in self._neighbours.items():
             if self.stage not in (left, left + 1):
@@ -202,11 +204,11 @@ class Channels(Lane):
                 transfer([byte], self._line(neighbour, direction)[1], 0).wait()
 
     def bulk(self, number: int = 0) -> Lane:
-        """A lane for what may take its time; one thread at a time may use it with a stage, in a
-        direction.
+        """A lane for large transfers that are not urgent. Only one thread at a time may use it for
+        the same stage and direction.
 
         Args:
-            number: of several lanes that don't wait for each other.
+            number: which of several lanes; they don't wait for each other.
         """
         return Lane(self.ranks, self.stage, self._bulk, self.watched, number)
 
@@ -215,7 +217,7 @@ class Channels(Lane):
         shut_down(self._bulk_sockets)
 
     def close(self) -> None:
-        """Lets go of the connections; peers that wait on them see an error at once."""
+        """Closes the connections; peers that wait on them see an error at once."""
         self._object_sends.clear()
         self._neighbours.clear()
         shut_down(self._sockets)
@@ -238,8 +240,8 @@ class Channels(Lane):
             tensors: what to send.
             specs: their shapes and types.
             direction: where to.
-            layout: how they lie in memory, as far as the neighbour has been told; by default it is
-                told.
+            layout: their layout in memory as last sent to the neighbour; by default it is sent with
+                these tensors.
         """
         layout = layout or Layout()
         to = self.stage + 1 if direction is Direction.PAYLOAD else self.stage - 1
@@ -345,7 +347,7 @@ class Channels(Lane):
         return vector
 
     def post_sum(self, vector: Tensor) -> PostedSum:
-        """Begins what :meth:`sum` does, beside whatever comes next."""
+        """Begins :meth:`sum` without waiting for it."""
         work = None
         if self.num_stages > 1:
             with self.watched(None):
@@ -383,7 +385,7 @@ def _flat(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
 
     Args:
         tensor: the tensor.
-        strides: those that the other side has been told.
+        strides: those that have been sent to the other side.
     """
     tensor = tensor.detach()
     if not is_dense(tuple(tensor.shape), strides):
@@ -397,9 +399,9 @@ def _flat(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def _as_it_was(flat: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    """A tensor with strides as it had them where it was sent."""
+    """A tensor with the strides that it had at the sender."""
     if is_dense(shape, strides):
-        # Not a view of the vector, which autograd would have more to say about.
+        # Not a view of the vector: autograd treats views specially.
         return flat.new_empty(0).set_(flat.untyped_storage(), 0, shape, strides)
     whole = flat.view(shape)
     sizes = [1 if step == 0 else size for size, step in zip(shape, strides, strict=True)]
@@ -408,7 +410,7 @@ def _as_it_was(flat: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -
     ordered = sorted((step, size) for step, size in zip(strides, sizes, strict=True) if size > 1)
     for (step, size), (larger, _) in pairwise(ordered):
         if larger < step * size:
-            # Its elements overlap: nobody may write to it anyway.
+            # Its elements overlap, so no code may write to it anyway.
             return flat.view(shape)
     with_gaps = torch.empty_strided(sizes, strides, dtype=flat.dtype, device=flat.device)
     return with_gaps.copy_(whole).expand(shape)

@@ -15,8 +15,8 @@ from lightning_pipeshift.model.trees import leaves_of
 from lightning_pipeshift.runtime.channels import Channels
 from lightning_pipeshift.runtime.replicas import Replicas
 
-# The first batches of an epoch show a shuffle that differs; a later one, a stream that drifts
-# apart.
+# The first batches of an epoch show whether shuffles differ; a later batch shows whether random
+# streams drift apart.
 _FIRST_BATCHES = 2
 _EVERY = 100
 
@@ -71,7 +71,7 @@ def require_same_lengths(lengths: Sequence[float], what: str, channels: Channels
         BatchError: the stages have different numbers of dataloaders, or of batches.
     """
     counts = [len(lengths), *(-1 if math.isinf(length) else int(length) for length in lengths)]
-    # First the number of dataloaders: it says how many comparisons follow.
+    # First the number of dataloaders, which determines how many comparisons follow.
     for number, count in enumerate(counts):
         found = channels.gather_int(count)
         if len(set(found)) > 1:
@@ -100,7 +100,7 @@ def require_same_lengths_over_replicas(length: float, replicas: Replicas) -> Non
 
 
 def require_data_for_all(lengths: Sequence[float], what: str, replicas: Replicas) -> None:
-    """Sees to it that every virtual machine has a batch of each dataloader. Every rank calls this.
+    """Checks that every virtual machine has a batch of each dataloader. Every rank calls this.
 
     Raises:
         BatchError: one has none, while others have some.
@@ -115,7 +115,7 @@ def require_data_for_all(lengths: Sequence[float], what: str, replicas: Replicas
 
 
 def require_same_end(mine: bool, theirs: bool, batch_idx: int) -> None:
-    """Compares what this stage and the last one take for the end of the epoch.
+    """Compares whether this stage and the last one see the end of the epoch at the same batch.
 
     Raises:
         BatchError: they differ.

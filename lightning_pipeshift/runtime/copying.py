@@ -22,31 +22,32 @@ Done = Callable[[], None]
 
 
 class Ticket(Protocol):
-    """Something that is under way."""
+    """A copy under way."""
 
     def is_done(self) -> bool:
-        """Whether it is over."""
+        """Whether the copy is complete."""
 
     def wait(self) -> None:
-        """Lets the compute go on only when it is over."""
+        """Makes the compute wait until the copy is complete."""
 
 
 class Copier(Protocol):
-    """Carries out copies in the order in which they are asked for, in each direction."""
+    """Makes copies in the order in which they are submitted, in each direction."""
 
     def out(self, work: Callable[[], Any], done: Done) -> Ticket:
-        """Does something with memory of the device when the compute so far is done.
+        """Copies from the device when the compute submitted so far is done.
 
         Args:
             work: copies from the device.
-            done: called afterwards where nobody else finds out; may be called in another thread.
+            done: called afterwards, possibly in another thread, by copiers that use threads; with
+                others the caller checks the ticket.
         """
 
     def back(self, work: Callable[[], Any], done: Done) -> Ticket:
         """The same for copies to the device."""
 
     def close(self) -> None:
-        """Ends it, when what is under way is over."""
+        """Closes the copier when the copies under way are complete."""
 
 
 class _Promise:
@@ -87,7 +88,8 @@ class ThreadCopier:
                 work()
 
         future = line.submit(run)
-        # In the thread itself, before those who wait for the future go on, or after: both will do.
+        # Called in the thread itself, before or after threads that wait for the future continue:
+        # both orders are correct.
         future.add_done_callback(lambda done_one: done() if not done_one.exception() else None)
         return _Promise(future)
 
@@ -112,7 +114,7 @@ class _Marked:
 
 
 class StreamCopier:
-    """Copies by streams of a GPU. Who asks has to call from the thread that computes.
+    """Copies by streams of a GPU. Copies have to be submitted from the thread that computes.
 
     Args:
         device: the GPU.
@@ -132,7 +134,7 @@ class StreamCopier:
 
     def _submit(self, name: str, work: Callable[[], Any]) -> Ticket:
         stream = self._streams[name]
-        # What is copied has been computed by then, and what is written to is no longer in use.
+        # By then the source has been computed, and the target is no longer in use.
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream), torch.no_grad():
             work()
@@ -149,19 +151,19 @@ class StreamCopier:
 def copier_of(
     device: torch.device, on_error: Callable[[BaseException], None] | None = None
 ) -> Copier:
-    """What copies from a device and back."""
+    """The copier for a device."""
     return StreamCopier(device) if device.type == "cuda" else ThreadCopier(on_error)
 
 
 class Rooms:
-    """Memory that copies are put in, used again and again.
+    """Memory blocks that hold copies, and are used again.
 
     Args:
         device: whose memory.
         limit_bytes: how much of it may be taken.
         pinned: whether a GPU is to read and write it beside its compute.
-        say: told once if memory cannot be pinned.
-        is_tight: whether all that is there never takes more than was in use at one time.
+        say: called once with a message if memory cannot be pinned.
+        is_tight: whether used and unused rooms together never exceed the peak of what was in use.
     """
 
     def __init__(
@@ -180,12 +182,12 @@ class Rooms:
         self._say = say
         self._is_tight = is_tight
         self._lock = threading.Lock()
-        # Unused rooms by their size, and what they take together.
+        # Unused rooms by their size, and their total size.
         self._free: dict[int, list[Tensor]] = {}
         self._free_bytes = 0
 
     def claim(self, num_bytes: int) -> bool:
-        """Sets so many bytes aside; returns whether there are any."""
+        """Reserves so many bytes; returns whether that was possible."""
         with self._lock:
             if self.used_bytes + num_bytes > self.limit_bytes:
                 return False
@@ -194,17 +196,17 @@ class Rooms:
             return True
 
     def unclaim(self, num_bytes: int) -> None:
-        """They are not set aside any more."""
+        """Undoes :meth:`claim`."""
         with self._lock:
             self.used_bytes -= num_bytes
 
     def take(self, num_bytes: int) -> Tensor:
-        """Room that was set aside, as a vector of bytes."""
+        """Reserved room, as a vector of bytes."""
         with self._lock:
             return self._taken(num_bytes)
 
     def give(self, room: Tensor) -> None:
-        """The room is free again."""
+        """Frees a room, for later use."""
         with self._lock:
             self.used_bytes -= room.numel()
             self._free_bytes += room.numel()
@@ -216,14 +218,14 @@ class Rooms:
             room = unused.pop()
             self._free_bytes -= num_bytes
             return room
-        # Rooms of other sizes make place.
+        # Rooms of other sizes are released to make place.
         limit = self.peak_bytes if self._is_tight else self.limit_bytes
         while self._free_bytes and self.used_bytes + self._free_bytes > limit:
             self._give_one_back()
         return self._made(num_bytes)
 
     def clear(self) -> None:
-        """Gives back what is not in use."""
+        """Releases the unused rooms."""
         with self._lock:
             while self._free_bytes:
                 self._give_one_back()
@@ -234,7 +236,7 @@ class Rooms:
         self._free_bytes -= size
 
     def _drop(self, room: Tensor) -> None:
-        """A room is not used again."""
+        """Called with a room that will not be used again."""
 
     def _made(self, num_bytes: int) -> Tensor:
         if self._pinned:

@@ -23,14 +23,14 @@ MIN_GAIN: Final = 0.05
 
 @dataclass(frozen=True)
 class Decision:
-    """What the first rank has decided, for all.
+    """A decision of the first rank, for all ranks.
 
     Args:
         plan: as a document.
-        is_new: whether it is another than the one in force.
-        message: what the user is told; empty for nothing.
-        expected_gain: how many times as fast a step is to get.
-        took: seconds of a step when it was decided.
+        is_new: whether it differs from the plan in force.
+        message: a message to the user; empty for none.
+        expected_gain: how many times as fast a step is expected to be.
+        took: seconds of a step at the time of the decision.
     """
 
     plan: str
@@ -42,14 +42,14 @@ class Decision:
 
 @dataclass(frozen=True)
 class Window:
-    """What some steps in a row have shown.
+    """What was measured in some consecutive steps.
 
     Args:
-        num_steps: how many they were.
-        took: seconds of the middle one.
-        middle: by the middle of all figures.
-        extremes: by the low ones, and by the high ones. What does not last is not in both.
-        steps_left: for how many steps a change can pay.
+        num_steps: the number of steps.
+        took: seconds of the median step.
+        middle: the medians of all figures.
+        extremes: their low quantiles, and their high ones. A short disturbance is not in both.
+        steps_left: over how many steps a change can pay off.
     """
 
     num_steps: int
@@ -60,7 +60,7 @@ class Window:
 
 
 class Decider:
-    """The first rank's mind.
+    """Decides on the first rank whether the plan changes.
 
     Args:
         settings: what the user asked for.
@@ -76,14 +76,14 @@ class Decider:
         # to be worth it: a device whose speed swings does not make layers swing.
         self._num_reversals = 0
         self._insistence = 0
-        # Whether a policy of the user's has been asked what it makes of what was measured.
+        # Whether the user's policy has been called with the measured figures.
         self._has_asked = False
 
     def decide(self, plan: Plan, window: Window) -> Decision:
-        """Whether there is a plan that is worth it.
+        """Decides whether to change to a better plan.
 
         Args:
-            plan: the one in force.
+            plan: the plan in force.
             window: what was measured under it.
         """
         kept = replace(plan, prediction=window.middle.prediction(plan))
@@ -100,7 +100,7 @@ class Decider:
             new in self._left.get((vm, layer), ())
             for vm, layer, _, new in changes(plan.placement, best.placement)
         )
-        # Each time that an earlier decision is taken back, twice as much patience.
+        # Each reversal of an earlier decision doubles the patience.
         if self._insistence < 2 ** (self._num_reversals + takes_back):
             return stays
         self._insistence = 0
@@ -124,7 +124,7 @@ class Decider:
         if not measured.fits(now.memory_bytes):
             return best
         if not self._has_asked and not follows_policy(settings, measured, plan):
-            # Once: an answer may depend on what is measured, and that swings.
+            # Only once: the policy's answer may depend on measured figures, which fluctuate.
             self._has_asked = True
             return best
         # Over what is left of the run, the move included.
@@ -153,7 +153,7 @@ def follows_policy(settings: Settings, measured: Measured, plan: Plan) -> bool:
 
 
 def _always(old: Plan, new: Plan, window: Window) -> bool:
-    """Whether a plan was better all of the time."""
+    """Whether a plan was better by the low figures and by the high ones."""
     return all(
         measured.prediction(new).step_seconds < measured.prediction(old).step_seconds
         for measured in window.extremes

@@ -1,8 +1,8 @@
 """The rings of :mod:`lightning_pipeshift.runtime.rings` on NCCL.
 
 NCCL has no tags and matches by order, so all members have to begin their rings in one order. They
-do without talk: in that in which backwards pass the layers, the last first. The transfers and the
-additions are queued on a stream of their own, and the host goes on.
+need no messages for that: it is the order in which backwards pass the layers, the last layer first.
+The transfers and the additions are queued on a separate stream, and the host does not wait.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class DeviceSum:
         self._event = event
 
     def wait(self) -> None:
-        """What is queued from here on comes after the sum."""
+        """Makes all work that is queued from here on run after the sum."""
         torch.cuda.current_stream().wait_event(self._event)
 
 
@@ -37,7 +37,7 @@ class DeviceRings:
     """One rank's part in all rings, on NCCL. Every rank makes one, with the same sets of owners.
 
     Args:
-        owners: the owners' ranks, all sets that there are.
+        owners: the owners' ranks; all sets that exist.
         rank: this rank.
         device: its GPU.
         watched: the context to communicate in.

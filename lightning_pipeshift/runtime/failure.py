@@ -1,8 +1,8 @@
 """Ends the run on every rank when one fails, with the first failure's reason.
 
-The failing rank writes its reason on a board that all ranks can read, and closes its connections.
-Whoever waits on one gets an error at once, looks at the board, and shows what is written there
-instead of the broken connection.
+The failing rank writes its reason on a board that all ranks can read, and closes its connections. A
+rank that waits on one of these gets an error at once, reads the board, and raises an error with
+that reason instead of the broken connection.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class FailureBoard:
         name_of: Callable[[int], str] = "rank {}".format,
     ) -> None:
         self.name_of = name_of
-        # On rank 0 the board itself, which ends with it, lives in this one.
+        # On rank 0 this object holds the board itself, which ends with it.
         self._server = store
-        # A clone, because the timeout of a store is that of everything that is built on it.
+        # A clone, because all stores built on one store share its timeout.
         self._store = dist.PrefixStore(f"pipeshift/failure/{run}", store.clone())
         self._store.set_timeout(timedelta(seconds=_PATIENCE_SECONDS))
         self._rank = rank
         self._has_signed = False
         self._world_size = world_size
-        # What ended this rank, if a thread of it was the first to know.
+        # The error that ended this rank, if it was raised in a thread.
         self._failure: BaseException | None = None
 
     @property
@@ -72,7 +72,7 @@ class FailureBoard:
         return self._write(reason, self._rank)
 
     def publish_beside(self, error: BaseException) -> None:
-        """Does the same in a thread. When this rank communicates next, that raises the error."""
+        """:meth:`publish` for a thread. This rank's next communication raises the error."""
         self._failure = error
         self.publish(self.own_name, error)
 
@@ -85,16 +85,16 @@ class FailureBoard:
         try:
             written = self._store.compare_set(_KEY, "", entry).decode()
             if written != entry:
-                # This rank has a reason of its own to end, and will not come to read.
+                # This rank ends for a reason of its own, and will not read the board.
                 self._sign()
         except Exception:
-            # The store is gone: so is the rank that kept it, and the others notice that by
+            # The store is gone, and with it the rank that kept it. The other ranks notice that by
             # themselves.
             return False
         return bool(written == entry)
 
     def _sign(self) -> None:
-        """Says that this rank needs the board no more, once."""
+        """Notes, once, that this rank no longer needs the board."""
         if not self._has_signed:
             self._has_signed = True
             self._store.add(_READ, 1)
@@ -129,7 +129,7 @@ class FailureBoard:
             entry: dict[str, Any] = json.loads(self._store.get(_KEY))
             self._sign()
         except Exception:
-            # Rank 0 keeps the board, and lets nobody down who still reads it.
+            # Rank 0 keeps the board, and waits for its readers before it ends: it must have died.
             return self._ended_without_a_word(0)
         return None if entry["rank"] == self._rank else str(entry["reason"])
 
@@ -158,12 +158,12 @@ class FailureBoard:
         except RuntimeError as error:
             if self._failure is not None:
                 raise self._failure from None
-            # Who knows which connection broke says so when this patience is over.
+            # A rank that knows which connection broke publishes that before this wait is over.
             reason = self.read(_LONG_PATIENCE_SECONDS if peer is None else _PATIENCE_SECONDS)
             if reason is not None:
                 raise StageFailedError(reason) from None
             reason = self._ended_without_a_word(peer)
-            # For those who wait for this rank, and cannot know for whom it has waited.
+            # For ranks that wait for this one, and cannot know which rank it has waited for.
             if self._write(reason, peer) and peer is not None:
                 self._sign_for_the_dead()
             raise StageFailedError(reason) from error

@@ -1,4 +1,4 @@
-"""Follows the user's steps, each kind and shape of them once."""
+"""Follows the user's steps, once for each kind of step and shape of batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_pipeshift.runtime.checksum import checksum
 from lightning_pipeshift.runtime.step_run import UserStep
 
 _MOST_TRACES = 256
-# In how many microbatches a layer is looked for that steps skip by chance.
+# How many microbatches are followed to find the place of layers that steps skip by chance.
 _MOST_DRAWS = 16
 
 Key = tuple[int | str, ...]
@@ -33,7 +33,7 @@ class Follower:
         root: the LightningModule.
         gates: one for each layer, installed.
         switch: the gates' switch.
-        streams: the random generators; following draws what running would draw.
+        streams: the random generators; following draws the same numbers as running.
         device: the stage's device.
     """
 
@@ -86,7 +86,7 @@ class Follower:
         trace = self.follow(key, step, batch, stopwatch)
         flows = [trace.flow]
         while trace.is_drawn and len(flows) < _MOST_DRAWS:
-            # Layers that this microbatch skips by chance have their place in others.
+            # Other microbatches show the place of layers that this one skips by chance.
             called = {call.layer for flow in flows for call in flow.calls}
             if len(called) == len(self.gates):
                 break

@@ -1,5 +1,5 @@
-"""What a stage holds: the parameters and buffers of its own layers, and the shared ones; and their
-gradients.
+"""The tensors that a stage holds: the parameters and buffers of its own layers, the shared ones,
+and their gradients.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Holdings:
         self._of_user_code = frozenset(of_user_code)
         self._has_let_go = False
         self._aliases: dict[int, list[Tensor]] | None = None
-        # By identity of a parameter that is elsewhere: what is shown as its gradient.
+        # By identity of a parameter held elsewhere: the gradient that user code sees.
         self._shown: dict[int, Tensor] = {}
         self.place(stage_of)
         self._fresh: dict[int, tuple[nn.Parameter, Tensor]] = {}
@@ -78,9 +78,9 @@ class Holdings:
         self._replaces = False
 
     def place(self, stage_of: Sequence[int]) -> None:
-        """Names the stage of each layer; nothing goes there by that."""
+        """Sets the stage of each layer, without moving anything."""
         self.layers = list(zip(self._modules, stage_of, strict=True))
-        # By identity of a parameter: the stages that hold it, lowest first.
+        # The stages that hold a parameter, lowest first, by the parameter's identity.
         self._holders = {
             id(use.parameter): holders
             for use, holders in zip(self.uses, self.all_holders(stage_of), strict=False)
@@ -102,11 +102,11 @@ class Holdings:
         }
 
     def knows(self, value: Any) -> bool:
-        """Whether it is one of the model's parameters."""
+        """Whether a value is one of the model's parameters."""
         return id(value) in self._holders
 
     def holders_of(self, parameter: Tensor) -> list[int]:
-        """The stages that hold a parameter, lowest first; one added later is held by all."""
+        """The stages that hold a parameter, lowest first; all stages, if it was added later."""
         return self._holders.get(id(parameter), list(range(self.channels.num_stages)))
 
     def _buffers(self) -> list[tuple[Tensor, bool]]:
@@ -131,14 +131,14 @@ class Holdings:
         ]
         return parameters + self._buffers()
 
-    # --- what is elsewhere ---
+    # --- tensors on other stages ---
 
     def stages_of(self, names: Collection[str], stage_of: Sequence[int] | None = None) -> set[int]:
         """The stages that hold all of these parameters and buffers.
 
         Args:
-            names: as the whole model knows them; what it does not know is everywhere.
-            stage_of: the stage of each layer, if it is not to be the one it has now.
+            names: as in the whole model; a name that it does not have counts as held by all stages.
+            stage_of: the stage of each layer, if it differs from the present one.
         """
         stages = [stage for _, stage in self.layers] if stage_of is None else list(stage_of)
         found = set(range(self.channels.num_stages))
@@ -167,11 +167,11 @@ class Holdings:
         return any(one is not None and one.untyped_storage()._cdata == memory for one in own)
 
     def aliases(self, tensor: Tensor, afresh: bool = False) -> list[Tensor]:
-        """The tensors in what user code keeps that have the same memory.
+        """The tensors kept by user code that have the same memory.
 
         Args:
-            tensor: whose memory.
-            afresh: whether to look again at all that is kept, and not only once in a step.
+            tensor: its memory is compared.
+            afresh: whether to search again, instead of once in a step.
         """
         if self._aliases is None or afresh:
             self._aliases = {}
@@ -181,7 +181,7 @@ class Holdings:
         return self._aliases.get(tensor.untyped_storage()._cdata, [])
 
     def _own(self) -> set[int]:
-        """The identities of the model's parameters, and of what its layers keep besides."""
+        """The identities of the model's parameters, and of the other tensors of its layers."""
         own = {id(use.parameter) for use in self.uses}
         for layer, _ in self.layers:
             for module in layer.modules():
@@ -195,14 +195,14 @@ class Holdings:
         return {node.path: node.value for node in nodes if isinstance(node.value, Tensor)}
 
     def _changing_kept(self) -> flat_weights_forgotten:
-        """Context in which what user code keeps may change its place."""
+        """Context in which tensors kept by user code may change their memory."""
         nodes = kept_by_user(self.root, self._own())
         modules = [node.value for node in nodes if isinstance(node.value, nn.RNNBase)]
         return flat_weights_forgotten(*modules)
 
     def _let_go_of_copies(self) -> None:
-        """Of copies that user code made while the whole model was here, keeps those of what this
-        stage holds: what it makes of them is made where the originals are.
+        """Drops the copies that user code made while the whole model was here, except copies of
+        what this stage holds: values computed from copies are computed where the originals are.
         """
         originals = Originals(self.root)
         for node in kept_by_user(self.root, self._own()):
@@ -215,8 +215,8 @@ class Holdings:
                     log.warning("PipeShift: a copy of %s stays on this stage: %s", name, error)
 
     def pass_copies_on(self, stage_of: Sequence[int]) -> None:
-        """Gives what user code keeps of parameters to the stages that will hold those, and lets go
-        of it elsewhere. Every stage calls this.
+        """Sends the copies of parameters that user code keeps to the stages that will hold these
+        parameters, and drops them elsewhere. Every stage calls this.
 
         Args:
             stage_of: the new stage of each layer.
@@ -239,8 +239,8 @@ class Holdings:
     # --- where the values are ---
 
     def obtain(self, deferred: Deferred) -> None:
-        """Gets the values that this stage is to hold and has not: from the stage that has them
-        since an earlier run, or by making them. Every stage calls this.
+        """Gets the values that this stage is to hold and lacks: from a stage that has them from an
+        earlier run, or by making them. Every stage calls this.
 
         Raises:
             LayerError: no stage has them, and how to make them is not known.
@@ -282,17 +282,17 @@ class Holdings:
                 self._pass(number, sources[0], to)
 
     def all_holders(self, stage_of: Sequence[int] | None = None) -> list[list[int]]:
-        """The stages that hold each parameter, and then what each layer keeps besides.
+        """The stages that hold each parameter, and then those that hold each layer's other state.
 
         Args:
-            stage_of: the stage of each layer, if it is not to be the one it has now.
+            stage_of: the stage of each layer, if it differs from the present one.
         """
         stages = [stage for _, stage in self.layers] if stage_of is None else list(stage_of)
         holders = [use.holders(stages, self.channels.num_stages) for use in self.uses]
         return holders + [[stage] for stage in stages]
 
     def _pass(self, number: int, source: int, to: int) -> None:
-        """Sends one thing of those that :meth:`all_holders` lists to another stage."""
+        """Sends one entry of the list of :meth:`all_holders` to another stage."""
         channels = self.channels
         if number < len(self.uses):
             parameter = self.uses[number].parameter
@@ -308,7 +308,7 @@ class Holdings:
             take_other_state(layer, dict(channels.receive_values(source)))
 
     def settle(self, optimizers: Iterable[Optimizer], final: bool, deferred: Deferred) -> None:
-        """Brings what is held to this stage's device; with ``final``, lets go of the rest."""
+        """Moves what is held to this stage's device; with ``final``, releases the rest."""
         device = self.channels.device
         names = {id(use.parameter): use.name for use in self.uses}
         names |= {id(buffer): name for name, buffer in self.root.named_buffers()}
@@ -329,15 +329,14 @@ class Holdings:
                 for parameter in list(optimizer.state):
                     if self.stage not in self.holders_of(parameter):
                         del optimizer.state[parameter]
-                # What was restored from a checkpoint, or made by the optimizer's constructor.
+                # State restored from a checkpoint, or made by the optimizer's constructor.
                 optimizer_to_device(optimizer, device, deferred)
 
     def _release(self, tensor: Tensor, name: str) -> None:
         try:
             release(tensor, name)
         except RuntimeError as error:
-            # Torch refuses while somebody holds a weak reference to it. What stays costs memory,
-            # and nothing else.
+            # Torch refuses while there is a weak reference to the tensor. That only costs memory.
             log.warning("PipeShift: a tensor of another stage stays here: %s", error)
 
     def make_whole(self) -> None:
@@ -358,7 +357,7 @@ class Holdings:
         self.to_cpu()
 
     def to_cpu(self) -> None:
-        """Brings what is held to the CPU. Nobody holds anything from here on."""
+        """Moves what is held to the CPU, and stops tracking which stage holds which tensor."""
         let_whereabouts_be(None)
         self._aliases = None
         for slot in slots_of(self.root):
@@ -385,14 +384,14 @@ class Holdings:
     # --- gradients ---
 
     def put_gradient_aside(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Takes in what a parameter's gradient was before the step, if that comes later."""
+        """Takes a parameter's gradient from before the step, if it arrives during the step."""
         self._aside.append((parameter, gradient))
 
     def set_gradients_aside(self, keep: bool) -> None:
         """Makes room for a step's gradients.
 
         Args:
-            keep: whether those that are there are needed any more.
+            keep: whether the present gradients are still needed.
         """
         self._aside = []
         self._aliases = None
@@ -405,17 +404,16 @@ class Holdings:
     def collect_gradients(
         self, correction: float, sum_over_replicas: Callable[[], None] | None, joins: bool
     ) -> None:
-        """Takes the step's gradients, and puts those back that were there before.
+        """Takes the step's gradients, and restores those from before the step.
 
         Shared parameters get the sum over all stages. Every stage calls this.
 
         Args:
-            correction: what to multiply with; 0 where the whole step counts nothing, so that no
-                gradient remains.
-            sum_over_replicas: sums what is there over the virtual machines, that of a shared
+            correction: a factor; 0 where the whole step has no weight, so that no gradient remains.
+            sum_over_replicas: sums the gradients over the virtual machines, that of a shared
                 parameter on its last holder.
-            joins: whether the sum over the virtual machines is that of all steps since the last
-                optimizer step, which each of them has added up for itself.
+            joins: whether the sum over the virtual machines covers all steps since the last
+                optimizer step; each virtual machine has accumulated these steps itself.
         """
         self._sum_shared()
         self._replaces = joins
@@ -459,7 +457,7 @@ class Holdings:
 
     @contextmanager
     def stand_ins(self) -> Iterator[None]:
-        """Context in which gradients are shown; see :meth:`show_gradients`."""
+        """Context for :meth:`show_gradients` and :meth:`hide_gradients`."""
         try:
             self.show_gradients()
             yield
@@ -467,10 +465,10 @@ class Holdings:
             self.hide_gradients()
 
     def show_gradients(self) -> None:
-        """Gives parameters that are held elsewhere a gradient, which is elsewhere as well.
+        """Gives parameters that are held elsewhere a gradient whose values are elsewhere as well.
 
-        Where user code looks at gradients, those of other stages must not look as if there were
-        none: what adds them up would get a wrong sum. Optimizers must not see them.
+        User code that reads gradients must not see ``None`` for those of other stages: it would,
+        for example, compute a wrong sum. Optimizers must not see these gradients.
         """
         if self.channels.num_stages == 1:
             return
@@ -538,14 +536,14 @@ class Holdings:
         return self.channels.receive_tensor(use.parameter, source).to(self.channels.device)
 
     def gradient_norms(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
-        """The norm of every parameter's gradient, in the model's order, with the same bits on every
-        stage.
+        """The norms of all parameters' gradients, in the model's order, bitwise equal on all
+        stages.
 
         A parameter that several stages hold counts once; one without a gradient has norm 0. Every
         stage calls this.
 
         Args:
-            parameters: which count; the others have norm 0.
+            parameters: those to include; the others have norm 0.
             norm_type: the order of the norm.
 
         Returns:
@@ -579,7 +577,7 @@ class Holdings:
 
 def optimizer_to_device(optimizer: Optimizer, device: torch.device, deferred: Deferred) -> None:
     """Moves an optimizer's state, and makes what is deferred. Step counters stay where torch made
-    them: on the CPU, unless the optimizer wants them elsewhere.
+    them: on the CPU, unless the optimizer needs them on the device.
     """
     for entry in optimizer.state.values():
         if isinstance(entry, MutableMapping):

@@ -1,8 +1,8 @@
-"""What user code keeps of the model besides the model: averages, copies, what is computed of them.
+"""Tensors that user code keeps outside the model: averages and copies of parameters, and the like.
 
-It is found by walking through the attributes of the LightningModule and of the callbacks. Every
-stage keeps the same things under the same paths, as it runs the same code; which of them have
-values differs. So the stages know each other's copies by their paths.
+They are found by walking through the attributes of the LightningModule and of the callbacks. Every
+stage keeps the same tensors under the same paths, as it runs the same code; which of them have
+values differs. So a path identifies the same copy on all stages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_pipeshift.errors import some_of
 from lightning_pipeshift.model.elsewhere import Elsewhere
 from lightning_pipeshift.runtime.channels import Channels
 
-# How many containers and plain objects deep it is looked.
+# How many containers and plain objects deep the search goes.
 _DEPTH = 6
 # Of longer containers only those whose first item is a tensor or a container are looked through.
 _WIDTH = 1024
@@ -31,20 +31,20 @@ _FRAMEWORKS = ("lightning.", "pytorch_lightning.", "torch.", "lightning_pipeshif
 
 
 class Node(NamedTuple):
-    """Something that user code keeps: a tensor, or what has some in it."""
+    """Something that user code keeps: a tensor, or an object with tensors in it."""
 
     path: str
     value: Any
 
 
 def walk(path: str, value: Any, seen: set[int], depth: int = _DEPTH) -> Iterator[Node]:
-    """A value and everything in it that may hold tensors, from the outside to the inside; each
-    thing once, under its first path.
+    """Yields a value and everything in it that may hold tensors, outer before inner; each object
+    once, under its first path.
 
     Args:
         path: the value's name.
         value: what to look through.
-        seen: by identity, what is to be left out; what is found is added.
+        seen: identities of objects to leave out; those found are added.
         depth: how many containers and plain objects deep to look; modules don't count.
     """
     if id(value) in seen or not _may_hold_tensors(value):
@@ -64,7 +64,7 @@ def walk(path: str, value: Any, seen: set[int], depth: int = _DEPTH) -> Iterator
 def _may_hold_tensors(value: Any) -> bool:
     if isinstance(value, Tensor | nn.Module | dict | list | tuple | deque):
         return True
-    # What comes with a framework (a Trainer, a logger) leads to all that there is.
+    # Objects of a framework (a Trainer, a logger) refer to nearly everything.
     return hasattr(value, "__dict__") and not (
         isinstance(value, type)
         or inspect.isroutine(value)
@@ -74,7 +74,7 @@ def _may_hold_tensors(value: Any) -> bool:
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, dict):
-        # Whatever else the keys are, the stages have them in the same order.
+        # Keys of other types may differ by stage, but their order does not.
         has_names = all(isinstance(key, str | int) for key in value)
         return list(value.items()) if has_names else list(enumerate(value.values()))
     if isinstance(value, list | tuple | deque):
@@ -88,11 +88,11 @@ def kept_by_user(root: nn.Module, known: Collection[int]) -> Iterator[Node]:
 
     Args:
         root: the LightningModule.
-        known: by identity, what is the model's own.
+        known: identities of the model's own tensors.
     """
     seen = set(known)
     yield from walk("module", root, seen)
-    # Of a LightningModule that no Trainer has, there are no callbacks.
+    # Without a Trainer there are no callbacks.
     trainer = root.__dict__.get("_trainer")
     for number, callback in enumerate(getattr(trainer, "callbacks", ())):
         for name, value in vars(callback).items():
@@ -103,7 +103,7 @@ def kept_by_user(root: nn.Module, known: Collection[int]) -> Iterator[Node]:
 
 
 class Originals:
-    """Finds of which parameters and buffers of a model something is a copy: by names and shapes.
+    """Finds which parameters and buffers of a model an object is a copy of, by names and shapes.
 
     Args:
         root: the LightningModule.
@@ -134,8 +134,8 @@ class Originals:
                     self._by_shapes.setdefault(shapes, []).append(prefix)
 
     def of(self, value: Any) -> list[tuple[Tensor, str]]:
-        """The tensors in a copy, each with the name of its original; none if it is no copy, or may
-        be one of several modules.
+        """The tensors in a copy, each with the name of its original; none if it is no copy, or if
+        several modules may be its original.
         """
         if isinstance(value, nn.Module):
             return self._of_module(value) if id(value) not in self._own else []
@@ -182,8 +182,8 @@ class Originals:
         return [(item, prefix + name) for item, (name, _) in zip(value, named, strict=True)]
 
     def _only(self, prefixes: list[str]) -> str | None:
-        """The outermost of modules that are each the only content of the other; ``None`` where they
-        are different ones.
+        """The outermost of modules of which each is the only content of the next; ``None`` where
+        they are not nested in this way.
         """
         prefixes = list(dict.fromkeys(prefixes))
         if not prefixes:
@@ -218,12 +218,12 @@ class Lacking(NamedTuple):
 
 @dataclass
 class Exchanged:
-    """What came of an exchange.
+    """The outcome of an exchange.
 
     Args:
-        asked: what some stage has not, by path.
-        received: the values that this stage was given.
-        nowhere: the paths of what no stage has.
+        asked: tensors that some stage lacks, by path.
+        received: the values that this stage received.
+        nowhere: the paths of tensors that no stage has.
     """
 
     asked: dict[str, Lacking]
@@ -236,13 +236,13 @@ def exchange(
     found: Mapping[str, Tensor],
     wanted_by: Callable[[frozenset[str]], Collection[int]],
 ) -> Exchanged:
-    """Gives stages values that they have not, from the lowest stage that has them under the same
+    """Sends stages the values that they lack, from the lowest stage that has them under the same
     path. Every stage calls this.
 
     Args:
         channels: this stage's connections.
-        found: by path, what there is on this stage, with and without values.
-        wanted_by: says what lives with some parameters on which stages it is to be.
+        found: the tensors of this stage, with and without values, by path.
+        wanted_by: returns the stages that need a copy, given the parameters it lives with.
     """
     lacking = {
         path: Lacking(
@@ -253,7 +253,7 @@ def exchange(
         for path, tensor in found.items()
         if tensor.is_meta
     }
-    of_all = _everybodys(channels, lacking)
+    of_all = _all_gathered(channels, lacking)
     asked = {path: what for of_stage in reversed(of_all) for path, what in of_stage.items()}
     if not asked:
         return Exchanged({}, {}, [])
@@ -264,7 +264,7 @@ def exchange(
         and not found[path].is_meta
         and (tuple(found[path].shape), found[path].dtype) == (what.shape, what.dtype)
     }
-    have = _everybodys(channels, here)
+    have = _all_gathered(channels, here)
     received, nowhere = {}, []
     for path, what in asked.items():
         sources = [stage for stage, paths in enumerate(have) if path in paths]
@@ -283,18 +283,18 @@ def exchange(
     return Exchanged(asked, received, nowhere)
 
 
-def _everybodys(channels: Channels, mine: Any) -> list[Any]:
-    everybodys: list[Any] = channels.share_object(channels.gather_objects(mine), source=0)
-    return everybodys
+def _all_gathered(channels: Channels, mine: Any) -> list[Any]:
+    gathered: list[Any] = channels.share_object(channels.gather_objects(mine), source=0)
+    return gathered
 
 
 def with_values(tree: Any, value_of: Mapping[int, Tensor]) -> Any:
-    """The same structure of dicts, lists and tuples with other tensors in it. What does not change
-    is the same object; what does is a copy, as the structure may be the user's own.
+    """The same structure of dicts, lists and tuples with some tensors replaced. Unchanged parts are
+    the same objects; changed parts are copies, as the structure may be the user's own.
 
     Args:
         tree: the structure.
-        value_of: what takes the place of a tensor, by the tensor's identity.
+        value_of: the replacement of a tensor, by the tensor's identity.
     """
     if isinstance(tree, Tensor):
         return value_of.get(id(tree), tree)
@@ -315,7 +315,7 @@ def with_values(tree: Any, value_of: Mapping[int, Tensor]) -> Any:
 
 
 def nowhere(paths: Sequence[str]) -> str:
-    """What to say of values in a checkpoint that no stage has."""
+    """The error message for values in a checkpoint that no stage has."""
     return (
         f"No stage has the values of {some_of(paths)}: each is made of parameters that are on"
         " different stages. Keep one value for each parameter, beside it, and put them together"

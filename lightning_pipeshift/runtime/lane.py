@@ -1,8 +1,7 @@
-"""What travels on one process group, from any member to any other: objects, and tensors by way of
-the CPU.
+"""A lane sends objects, and tensors by way of the CPU, between any two members of a process group.
 
-Payloads are the channels' own; everything else (results, plans, checkpoints' parts, layers that
-move) goes by one of these.
+Payloads go by the channels; everything else (results, plans, parts of checkpoints, layers that
+move) goes by a lane.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Line = tuple[Any, int]
 
 _FIRST_TAG = 1 << 20
 _HEADER_BYTES = 8
-# What fits in the first message of an object, so that a step's usual report takes one.
+# The size of an object's first message: a step's usual report needs no second one.
 _INLINE_BYTES = 4096
 
 
@@ -60,7 +59,7 @@ class PostedObject:
 
 
 class _Head(NamedTuple):
-    """What is said of a tensor before it is sent."""
+    """A tensor's description, sent before the tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -78,7 +77,7 @@ class Lane:
         stage: this stage.
         control: the process group.
         watched: the context to communicate in.
-        number: tells what goes by it from what goes by other lanes of the group.
+        number: distinguishes its messages from those of the group's other lanes.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class Lane:
 
     def _post_send(self, flat: Tensor, to: int, line: Line, tag: int) -> Any:
         group, peer = line
-        # Where the peer is gone already, posting fails.
+        # Posting fails if the peer has already ended.
         with self.watched(self.ranks[to]):
             return group.send([as_bytes(flat)], peer, tag)
 
@@ -147,8 +146,8 @@ class Lane:
         return pickle.loads(data.numpy().tobytes())
 
     def send_tensor(self, tensor: Tensor, to: int) -> None:
-        """Sends one tensor to stage ``to`` by way of the CPU, and waits until it is on its way out
-        of memory.
+        """Sends one tensor to stage ``to`` by way of the CPU, and waits until its memory may be
+        reused.
         """
         flat = (
             tensor.detach()
@@ -170,14 +169,14 @@ class Lane:
         return tensor
 
     def receive_into(self, tensor: Tensor, source: int) -> None:
-        """Waits for a tensor; takes it into the memory of a contiguous one on the CPU."""
+        """Waits for a tensor, and receives it into a contiguous tensor on the CPU."""
         flat = tensor.detach().reshape(-1).view(torch.uint8)
         if flat.numel():
             self._receive(flat, source, self._tensor_tag)
 
     def send_values(self, values: Mapping[Any, Any], to: int) -> None:
-        """Sends what is found under some names: tensors, whose shapes the receiver need not know,
-        one at a time, and other picklable things. Waits as :meth:`send_tensor` does.
+        """Sends named values: tensors, whose shapes the receiver need not know, one at a time, and
+        other picklable objects. Waits as :meth:`send_tensor` does.
         """
         heads = {
             name: _Head(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
@@ -190,8 +189,8 @@ class Lane:
                 self.send_tensor(value, to)
 
     def receive_values(self, source: int) -> Iterator[tuple[Any, Any]]:
-        """Waits for what :meth:`send_values` sends, name by name; tensors are on the CPU. Has to be
-        run through to its end.
+        """Yields what :meth:`send_values` sends, name by name; tensors are on the CPU. The caller
+        has to exhaust the iterator.
         """
         for name, head in self.receive_object(source).items():
             if isinstance(head, _Head):
@@ -204,12 +203,12 @@ class Lane:
             dist.recv(buffer, self.ranks[source], group=self.control, tag=tag)
 
     def settle(self) -> None:
-        """Waits for the objects that are still under way."""
+        """Waits for the sends of objects that are still under way."""
         sends, self._object_sends = self._object_sends, []
         for sent in sends:
             sent.wait()
 
 
 def as_bytes(flat: Tensor) -> Tensor:
-    """NCCL does not know every type; gloo copies memory and asks for none."""
+    """A vector's bytes. NCCL does not know every type; gloo copies memory whatever its type."""
     return flat if flat.device.type == "cpu" else flat.reshape(-1).view(torch.uint8)

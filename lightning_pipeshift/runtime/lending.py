@@ -1,8 +1,8 @@
-"""Blocks of saved tensors at other ranks, which have room for them.
+"""Blocks of saved tensors in the memory of other ranks that have room.
 
 CN114880130B, after MPress (HPCA 2023): a tensor is cut into blocks in proportion to the bandwidth
-of the links to those that take it. A rank on the same host makes room and lets this one copy; what
-goes elsewhere is sent.
+of the links to the ranks that take them. A rank on the same host makes room, and this rank copies a
+block there; blocks for other hosts are sent.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from lightning_pipeshift.runtime.places import Parcel, claim_all
 from lightning_pipeshift.runtime.staging import room_for
 from lightning_pipeshift.runtime.threads import InOrder, Threads
 
-# The lanes that blocks travel by: to those that take them, and back. What asks for one and what
-# comes back go in opposite directions. By the third, lenders answer to what is to come.
+# The lanes of blocks: to the lenders, and back. Requests for a block and the returned blocks go in
+# opposite directions on the second. On the third, lenders answer announcements of blocks.
 _THERE, _BACK, _ROOMS = 1, 2, 3
 
 _CPU = torch.device("cpu")
 
 Key = tuple[int, int]
-"""Names a block's part at the rank that has it: whose it is, and a number."""
+"""Identifies a block's part at its lender: the stage that owns it, and a number."""
 
 
 class _Put(NamedTuple):
-    """What is said of a block that comes."""
+    """Announces a block."""
 
     key: Key
     num_bytes: int
     address: Address | None
-    """Of a process that would rather put it there itself."""
+    """That of the sending process, if it wants to copy the block there directly."""
 
 
 class Lender:
-    """Keeps blocks of other stages, in room that the plan has promised them.
+    """Keeps blocks of other stages, in memory that the plan reserves for them.
 
     Args:
-        lanes: makes a lane of a number.
-        device: where to put them.
-        threads: where to wait for others.
-        take_room: called with what comes to be held for others (and, negative, with what goes).
-        address: where this process is; ``None`` to have everything sent.
+        lanes: makes the lane with a number.
+        device: where to put the blocks.
+        threads: their threads wait for other stages.
+        take_room: called with the bytes of a block that arrives, and, negative, of one that leaves.
+        address: that of this process; ``None`` to have every block sent.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Lender:
         self._lanes = lanes
         self._device = device
         self._address = address
-        # Of each stage that borrows: it alone writes there, one block after the other.
+        # By borrowing stage: only that stage writes there, one block after the other.
         self.rooms: dict[int, SharedRooms] = {}
         self._threads = threads
         self._take_room = take_room
@@ -74,7 +74,7 @@ class Lender:
         self._changed = threading.Condition()
 
     def serve(self, stage: int) -> None:
-        """From here on, takes what a stage sends, and gives it back when asked."""
+        """From here on, takes the blocks that a stage sends, and returns them on request."""
         if stage not in self.rooms:
             self.rooms[stage] = SharedRooms(self._device)
             self._threads.submit(partial(self._receive, stage))
@@ -86,7 +86,7 @@ class Lender:
         while True:
             put = lane.receive_object(stage)
             if last is not None:
-                # Whoever says what comes next has opened it.
+                # The borrower announces its next block only after opening the last room.
                 rooms.was_opened(last)
             if put is None:
                 break
@@ -134,16 +134,16 @@ class Lender:
 
 
 class Borrower:
-    """This stage's end of the lanes to one that keeps blocks for it.
+    """This stage's end of the lanes to a stage that keeps blocks for it.
 
     Args:
-        stage: the one that has room.
-        lanes: makes a lane of a number.
-        limit_bytes: how much it has promised.
+        stage: the lender.
+        lanes: makes the lane with a number.
+        limit_bytes: how much the lender has reserved for this stage.
         on_error: called in a thread that has failed.
-        device: this stage's.
-        address: where this process is; ``None`` to send everything.
-        say: told once why what could go directly cannot.
+        device: that of this stage.
+        address: that of this process; ``None`` to send every block.
+        say: called once with the reason if direct copies fail.
     """
 
     def __init__(
@@ -161,24 +161,24 @@ class Borrower:
         self.used_bytes = 0
         self._lanes = lanes
         self._numbers = itertools.count()
-        # Guards all that follows, and the bytes above.
+        # Guards all attributes below, and the bytes above.
         self._changed = threading.Condition()
         self._device = device
         self._address = address
         self._say = say
-        # Rooms over there that this process has opened, by their numbers.
+        # The lender's rooms that this process has opened, by their numbers.
         self._opened: dict[int, Tensor] = {}
-        # What has arrived, and the room that it is in; ``None`` where that is the other's business.
+        # The blocks that have arrived, with their rooms; ``None`` where only the lender knows it.
         self._arrived: dict[Key, Tensor | None] = {}
         self._forgotten: set[Key] = set()
         self._failure: BaseException | None = None
         self.num_direct = 0
-        """How many blocks have gone directly."""
+        """How many blocks were copied directly."""
         self.there = InOrder(f"to stage {stage}", on_error)
         self.back = InOrder(f"from stage {stage}", on_error)
 
     def claim(self, num_bytes: int) -> bool:
-        """Sets room aside there; returns whether there is any."""
+        """Reserves room at the lender; returns whether that was possible."""
         with self._changed:
             if self.used_bytes + num_bytes > self.limit_bytes:
                 return False
@@ -186,16 +186,16 @@ class Borrower:
             return True
 
     def unclaim(self, num_bytes: int) -> None:
-        """It is not needed any more."""
+        """Undoes :meth:`claim`."""
         with self._changed:
             self.used_bytes -= num_bytes
 
     def key(self) -> Key:
-        """A name that no other block of this stage has."""
+        """A new key, which no other block of this stage has."""
         return self._lanes(_THERE).stage, next(self._numbers)
 
     def send(self, key: Key, block: Tensor) -> None:
-        """Brings a block's part there, and returns when it has left."""
+        """Sends or copies a block's part to the lender; returns when its memory may be reused."""
         with self._changed:
             if key in self._forgotten:
                 self._forgotten.remove(key)
@@ -221,7 +221,7 @@ class Borrower:
         self.back.submit(partial(self._ask, key, is_wanted=False))
 
     def _room(self, key: Key, num_bytes: int) -> Tensor | None:
-        """Says what comes; returns where to put it, or ``None`` if it is to be sent."""
+        """Announces a block; returns the room to copy it to, or ``None`` if it is to be sent."""
         lane = self._lanes(_THERE)
         lane.send_object(_Put(key, num_bytes, self._address), self.stage)
         lane.settle()
@@ -242,12 +242,12 @@ class Borrower:
                     f"memory of stage {self.stage} cannot be written to directly ({error}), so"
                     " what is swapped there goes by the network."
                 )
-                # It has room for it already.
+                # The lender has room for the block already, and finds that room by the key.
                 return self._room(key, num_bytes)
         return self._opened[opening.number]
 
     def take(self, key: Key, block: Tensor) -> None:
-        """Takes a part back, which may be on its way there."""
+        """Brings a part back, which may still be on its way to the lender."""
         with self._changed:
             while key not in self._arrived:
                 if self._failure is not None:
@@ -265,10 +265,10 @@ class Borrower:
             copy(block, lane.receive_tensor(block, self.stage))
 
     def forget(self, key: Key) -> None:
-        """Lets the other stage let go of a part, which may be on its way there."""
+        """Lets the lender release a part, which may still be on its way there."""
         with self._changed:
             if key not in self._arrived:
-                # Whoever sends it finds out.
+                # The thread that sends it sees this, and does not send it or releases it.
                 self._forgotten.add(key)
                 return
             del self._arrived[key]
@@ -287,7 +287,7 @@ class Borrower:
 
     def _leave(self) -> None:
         self._say_goodbye(_THERE)
-        # Only now is it known what has yet to be said.
+        # Only now have all requests for the other lane been submitted.
         self.back.submit(partial(self._say_goodbye, _BACK))
         self.back.close()
 
@@ -298,11 +298,11 @@ class Borrower:
 
 
 class _Together:
-    """A ticket for what several threads do.
+    """A ticket for work of several threads.
 
     Args:
-        submits: each lets a thread do its part, and then call what it is given.
-        done: called when all have.
+        submits: each submits a part of the work to a thread, which then calls the argument.
+        done: called when all parts are done.
     """
 
     def __init__(self, submits: Sequence[Callable[[Callable[[], None]], Any]], done: Done) -> None:
@@ -333,8 +333,8 @@ class RemotePlace:
 
     Args:
         borrowers: this stage's ends of the lanes to them.
-        shares: how large the part of each is, relative to the others.
-        codec: makes blocks smaller on their way.
+        shares: the relative sizes of their parts.
+        codec: compresses blocks for the transfer.
     """
 
     def __init__(
@@ -345,7 +345,7 @@ class RemotePlace:
         self._split = Swap(0, (0,), tuple(self.borrowers), tuple(shares))
 
     def sizes(self, num_bytes: int) -> list[tuple[Borrower, int]]:
-        """How many of a block's bytes go where."""
+        """How many of a block's bytes go to each rank."""
         return [(self.borrowers[stage], size) for stage, size in self._split.parts(num_bytes)]
 
     def put(self, memory: Tensor, done: Done) -> Parcel | None:
@@ -355,7 +355,7 @@ class RemotePlace:
 
 
 def _event_now(device: torch.device) -> Any:
-    """What is over when the compute so far is; ``None`` where it is already."""
+    """An event after the compute so far; ``None`` on a device that computes synchronously."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -392,7 +392,7 @@ class _RemoteParcel:
         act: Callable[[Borrower, Key, Tensor], None],
         done: Done,
     ) -> Ticket:
-        """Lets a thread of each rank's act on its block, once the compute so far is over."""
+        """Lets a thread for each rank process that rank's part, after the compute so far."""
         event = _event_now(whole.device)
 
         def submit(borrower: Borrower, key: Key, block: Tensor, then: Callable[[], None]) -> Any:
@@ -430,7 +430,7 @@ class _RemoteParcel:
                 self._unpack(whole, memory)
             done()
 
-        # Whatever has used this memory before is done with it by then.
+        # By then, earlier uses of this memory are complete.
         return self._each(whole, lambda to: to.back, take, finish)
 
     def _unpack(self, whole: Tensor, memory: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Which parameters belong together over the virtual machines, and how they get the same values."""
+"""Which parameters correspond across the virtual machines, and how they get the same values."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def match_replicas(
     outside: Mapping[str, nn.Module],
     uses: Sequence[ParameterUse],
 ) -> None:
-    """Gives every holder in the other virtual machines what the first one holds. Every rank calls
+    """Gives the holders in all other virtual machines the values of the first one. Every rank calls
     this.
 
     Args:
         replicas: the virtual machines.
         placement: who owns what.
-        layers: the layers, in call order; what they keep besides parameters is matched.
-        outside: the modules around them by name, whose own buffers are matched.
+        layers: the layers, in call order; their state other than parameters is matched.
+        outside: the modules around them by name; their own buffers are matched.
         uses: the parameters to match.
     """
     world, topology = replicas.world, replicas.topology

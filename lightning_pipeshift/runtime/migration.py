@@ -1,17 +1,17 @@
-"""Layers on their way to new owners, beside the steps.
+"""Sends layers to their new owners while steps run.
 
-CN115454655A announces a move, prepares it, and lets the weights of moving layers travel in threads
-and on connections of their own, while both stages compute. In a synchronous schedule:
+CN115454655A announces a move, prepares it, and sends the weights of moving layers in threads and on
+connections of their own, while both stages compute. In a synchronous schedule:
 
-1. The move is prepared during a whole step: what goes where, and room for it.
-2. As soon as a stage has taken its optimizer step, the weights leave: the stages before it are
+1. The move is prepared during a whole step: the targets of all tensors, and memory for them.
+2. As soon as a stage has taken its optimizer step, it sends the weights: the stages before it are
    still at their last backwards.
-3. With the next step the new owner owns: a gate waits for the weights of its own layer alone, and
-   those come in the order in which they are needed. The old owner compares first what it has sent
-   with what is there now, as user code may have run in between.
-4. What optimizers keep, of which the patent is silent, and gradients that are being accumulated are
-   not needed before that step's end: they travel behind its compute. The old owner lets go of
-   nothing before the new one says that it has everything.
+3. The new owner owns the layer from the next step on: a gate waits only for the weights of its own
+   layer, and they arrive in the order in which they are needed. The old owner first compares what
+   it has sent with the present values, as user code may have run in between.
+4. Optimizer states, which the patent does not mention, and gradients that are being accumulated are
+   not needed before the end of that step: they travel behind its compute. The old owner releases
+   nothing before the new owner has acknowledged that it has everything.
 """
 
 from __future__ import annotations
@@ -42,31 +42,31 @@ from lightning_pipeshift.runtime.staging import room_for
 from lightning_pipeshift.runtime.threads import Threads
 
 _GRADIENT = (-1, "gradient")
-# The lane by which new owners answer: two stages may each own something new of the other's.
+# The lane of the new owners' acknowledgements: two stages may each get layers of the other.
 _ANSWERS = 4
 
 
 class _News(enum.Enum):
-    """What the old owner tells the new one before anything else."""
+    """A message of the old owner to the new one, before the values."""
 
-    EARLY = "a parameter comes, and may still change"
-    SETTLED = "the new owners own"
-    CANCELLED = "they never will"
+    EARLY = "a parameter follows, and may still change"
+    SETTLED = "the new owners own their layers"
+    CANCELLED = "the move is cancelled"
 
 
 @dataclass
 class _Parcel:
-    """A parameter, or what a layer keeps besides, on its way.
+    """A parameter, or a layer's state other than parameters, on its way.
 
     Args:
         layers: those that need it at the new owner, in call order.
-        parameter: the parameter; ``None`` for what a layer keeps besides.
-        values: of a parameter, at the old owner what was sent, and at the new one where it is put;
-            else what the layer keeps, by name.
-        state: what the new one needs at the end of the step: the gradient, and what optimizers
-            keep, each under the optimizer's index and a name.
-        is_early: whether ``values`` may have changed since it was sent.
-        has_arrived: done when ``values`` is there.
+        parameter: the parameter; ``None`` for a layer's other state.
+        values: for a parameter, the copy that the old owner has sent, or the memory that the new
+            owner receives it into; otherwise the layer's state, by name.
+        state: needed by the new owner at the end of the step: the gradient and the optimizer state,
+            each under the optimizer's index and a name.
+        is_early: whether the parameter may have changed since ``values`` was sent.
+        has_arrived: done when ``values`` has arrived.
     """
 
     layers: list[int]
@@ -78,8 +78,8 @@ class _Parcel:
 
 
 class _Parcels(NamedTuple):
-    """What leaves a stage, by where it goes, and what comes, by where it comes from; in the order
-    in which it is needed.
+    """The parcels that leave a stage, by target, and those that arrive, by source; in the order in
+    which they are needed.
     """
 
     outgoing: dict[int, list[_Parcel]]
@@ -97,7 +97,7 @@ class Migration:
         holdings: what the stage holds.
         stage_of: the new stage of each layer.
         optimizers: the same ones on every stage.
-        threads: where to wait for others.
+        threads: their threads wait for other stages.
     """
 
     def __init__(
@@ -116,16 +116,16 @@ class Migration:
         self._is_ready: Any = None
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)
-        # The new owner owns, or never will.
+        # Set when the new owner owns the layers, or the move is cancelled.
         self._is_settled = threading.Event()
         self._is_cancelled = False
         self._work: list[Future[None]] | None = None
         self._awaited: dict[int, list[_Parcel]] = {}
         self.exposed_seconds = 0.0
-        """How long this stage has been held up so far."""
+        """How long training has waited for the move on this stage so far."""
         self._prepared = threads.submit(self._prepare)
 
-    # --- beside the step before ---
+    # --- during the step before ---
 
     def _prepare(self) -> _Parcels:
         holdings, here, new_stages = self._holdings, self._holdings.stage, self._stage_of
@@ -147,7 +147,7 @@ class Migration:
         return parcels
 
     def _layers_of(self, number: int, stage: int) -> list[int]:
-        """The layers of a stage that need a thing, under the new placement."""
+        """The layers of a stage that need an entry under the new placement."""
         uses = self._holdings.uses
         if number >= len(uses):
             return [number - len(uses)]
@@ -165,7 +165,7 @@ class Migration:
     # --- in threads ---
 
     def _beside(self) -> AbstractContextManager[Any]:
-        """Context of copies on the device, after what it was told so far."""
+        """Context of copies on the device, ordered after the work at the last :meth:`_mark`."""
         if self._stream is None:
             return nullcontext()
         self._stream.wait_event(self._is_ready)
@@ -205,7 +205,7 @@ class Migration:
         self._holdings.channels.bulk(_ANSWERS).receive_object(to)
 
     def _copied(self, parcel: _Parcel) -> Tensor:
-        """What a parameter is now, for later."""
+        """A copy of a parameter's present value."""
         assert parcel.parameter is not None
         copied: Tensor = self._room(parcel.parameter)
         return copied.copy_(parcel.parameter.detach())
@@ -258,13 +258,15 @@ class Migration:
 
     @contextmanager
     def _exposed(self) -> Iterator[None]:
-        """Context of what training waits for."""
+        """Context that counts its duration as time that training waits."""
         begin = time.perf_counter()
         yield
         self.exposed_seconds += time.perf_counter() - begin
 
     def start(self) -> None:
-        """The weights are as the next step will find them, if nobody touches them."""
+        """Begins to send the weights. Called when they are those of the next step, unless user code
+        changes them.
+        """
         if self._work is not None:
             return
         with self._exposed():
@@ -283,13 +285,13 @@ class Migration:
         ]
 
     def _mark(self) -> None:
-        """From here on, threads may read what the device has been told to write."""
+        """Marks the work queued so far as that whose results threads may read."""
         if self._stream is not None:
             self._is_ready = torch.cuda.Event()
             self._is_ready.record()
 
     def cut_over(self, keeps_gradients: bool) -> None:
-        """The new owners own from here on.
+        """Makes the new owners own their layers from here on.
 
         Args:
             keeps_gradients: whether gradients from before the step are still needed.
@@ -300,7 +302,7 @@ class Migration:
 
     def _cut_over(self, keeps_gradients: bool) -> None:
         holdings, parcels = self._holdings, self._prepared.result()
-        # The step may use them from its first line on.
+        # The step may use the copies from its first line on.
         holdings.pass_copies_on(self._stage_of)
         holdings.place(self._stage_of)
         for parcel in (parcel for leaving in parcels.outgoing.values() for parcel in leaving):
@@ -308,7 +310,7 @@ class Migration:
         with torch.no_grad(), flat_weights_forgotten(holdings.root):
             for parcel in self._arriving():
                 if parcel.parameter is not None:
-                    # Nothing but its values is missing.
+                    # Only its values are missing.
                     hold(parcel.parameter, parcel.values)
                     parcel.parameter.grad = None
                 for layer in parcel.layers:
@@ -333,25 +335,25 @@ class Migration:
         if parameter.grad is not None and keeps_gradients:
             parcel.state[_GRADIENT] = parameter.grad
         if self._holdings.stage not in self._holdings.holders_of(parameter):
-            # It is under way from here on.
+            # The gradient is on its way from here on.
             parameter.grad = None
 
     def abandon(self) -> None:
-        """Nobody will ever own anything else. What has been sent is forgotten."""
+        """Cancels the move: no layer changes its owner. Values already sent are discarded."""
         self._is_cancelled = True
         self._is_settled.set()
 
     def cancel(self) -> None:
-        """Does so on all stages, and returns when nothing is under way any more."""
+        """Cancels the move on all stages, and returns when no transfer is under way."""
         self.abandon()
         for work in self._work or ():
             work.result()
 
     def await_layer(self, layer: int) -> None:
-        """Returns when a layer has what it needs to run.
+        """Returns when a layer has arrived and can run.
 
         Raises:
-            StageFailedError: the old owner ended before it had sent it.
+            StageFailedError: the old owner ended before it had sent the layer.
         """
         if layer not in self._awaited:
             return
@@ -364,8 +366,7 @@ class Migration:
                         take_other_state(module, parcel.values)
 
     def finish(self, deferred: Deferred) -> None:
-        """Returns when everything has arrived, here and at the new owners; lets go of what has
-        left.
+        """Returns when everything has arrived, here and at the new owners; releases what has left.
 
         Args:
             deferred: see :meth:`Holdings.settle`.
@@ -374,7 +375,7 @@ class Migration:
             StageFailedError: another stage ended before that.
         """
         for layer in list(self._awaited):
-            # One that this step has not called.
+            # A layer that this step has not called.
             self.await_layer(layer)
         with self._exposed():
             self._finish(deferred)
@@ -394,11 +395,11 @@ class Migration:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two contiguous tensors are the same bits; a NaN is equal to itself."""
+    """Whether two contiguous tensors are bitwise equal; a NaN is equal to itself."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
     if flat[0].numel() % 8 == 0:
-        # Eight at a time.
+        # Eight bytes at a time.
         flat = [tensor.view(torch.int64) for tensor in flat]
     return torch.equal(*flat)

@@ -1,10 +1,11 @@
 """The steps of one device by itself: the user's own, run where Lightning runs them.
 
-There is nothing to send, to share out or to put together. So the forward runs in Lightning's
-``training_step`` and the backward in its ``backward``, with everything that belongs to these: what
-``training_step`` logs and returns, an overridden ``backward``, an optimizer that calls its closure
-several times. What is left of a pipeline are the random streams of the layers, and the order in
-which gradients of shared parameters are summed: both make the numbers those of every split.
+There is nothing to send, to split or to merge. So the forward runs in Lightning's ``training_step``
+and the backward in its ``backward``, with everything that belongs to these: what ``training_step``
+logs and returns, an overridden ``backward``, an optimizer that calls its closure several times.
+Only two parts of a pipeline remain: the random streams of the layers, and the order in which
+gradients of shared parameters are summed. With them, the results equal those on any number of
+stages.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lightning_pipeshift.runtime.step_run import UserStep
 
 
 class OneStage:
-    """Runs steps of a model that is on one device, whole.
+    """Runs steps of a model that is whole on one device.
 
     Args:
         root: the LightningModule.
@@ -42,11 +43,11 @@ class OneStage:
         self._streams = streams
         self._device = device
         self._pass: StagePass | None = None
-        """The forward whose backward has not come yet."""
+        """The forward whose backward has not run yet."""
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether a training step has run that has not had its backward."""
+        """Whether a training step's forward has run, and not yet its backward."""
         return self._pass is not None
 
     def forward(
@@ -56,7 +57,7 @@ class OneStage:
 
         Args:
             step: runs it on a module and the batch.
-            batch: the whole batch, or whatever else Lightning gives the step.
+            batch: the whole batch, or whatever Lightning passes to the step instead.
             key: what the step's random streams depend on.
             holdings: the model's parameters.
             num_layers: how many layers the model has.
@@ -87,19 +88,20 @@ class OneStage:
 
     @contextmanager
     def backward(self, holdings: Holdings) -> Iterator[None]:
-        """Context in which the backward of the last forward runs, by whatever means. Its gradients
-        are added to those that are there.
+        """Context in which user code or Lightning runs the backward of the last forward. Its
+        gradients are added to the existing ones.
         """
         current, self._pass = self._pass, None
         if current is None:
-            yield  # of a step before, once more
+            yield  # a second backward of an earlier step
             return
         sums_apart = holdings.shared.was_handed_out
         if sums_apart:
             holdings.set_gradients_aside(keep=True)
         self._switch.current = current
         try:
-            # Layers that run again, as the model checkpoints them, draw what they drew before.
+            # Layers that run again, as the model uses activation checkpointing, draw the same
+            # random numbers as before.
             with self._streams.switched(*current.key):
                 yield
         finally:

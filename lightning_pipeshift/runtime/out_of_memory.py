@@ -1,4 +1,4 @@
-"""Says of a device that has run out of memory where it was, and what budget would have helped."""
+"""Explains out-of-memory errors: in which layer they occur, and which budget would have helped."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def explained(
     Args:
         error: torch's.
         where: the stage, in words.
-        action: what it did, as a schedule has it.
+        action: the action that failed, as text of a schedule.
         current: the pass under way.
-        budget_bytes: the device's, where there is one.
-        total_bytes: what the device has; 0 where that is not known.
+        budget_bytes: that of the device, if there is one.
+        total_bytes: the device's memory; 0 where that is not known.
     """
     layer = f"in the layer {current.layer_under_way!r}" if current is not None else "between layers"
     asked = _ASKED.search(str(error))
@@ -39,7 +39,7 @@ def explained(
     known = budget_bytes if budget_bytes is not None else total_bytes
     advice = "`MemoryCompression(budget=...)` with less than the device has"
     if known:
-        # What was asked for is missing, and what the allocator loses between its blocks.
+        # The failed allocation's size is missing, and what the allocator loses by fragmentation.
         enough = max(known - _MARGIN * lacking, 0.5 * known) if lacking else 0.9 * known
         advice = f"`MemoryCompression(budget={enough / 1e9:.2f}e9)`"
         if budget_bytes is not None:

@@ -1,8 +1,8 @@
-"""How a run is asked for moves from outside, and how it shows how it stands: files in a folder.
+"""How another process requests moves from a run and reads the run's status: files in a folder.
 
-Files, because they need no port, no password beyond the folder's own, and work wherever the folder
-is mounted. The first rank reads and writes them, in a thread beside the steps; the steps learn of a
-request by the vote that they hold anyway.
+Files, because they need no port and no password beyond the folder's permissions, and work wherever
+the folder is mounted. The first rank reads and writes them, in a thread beside the steps; the other
+ranks learn of a request from a sum over all ranks that each step computes anyway.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_pipeshift.plan.document import Fields, write_text
 from lightning_pipeshift.plan.moves import Move
 
 FOLDER: Final = "pipeshift"
-"""In a run's own folder."""
+"""The name of the files' folder, in the run's own folder."""
 
 STATUS: Final = "status.json"
 _REQUEST, _ANSWER = "request", "answer"
@@ -35,11 +35,11 @@ _STATUS_SECONDS: Final = 1.0
 
 @dataclass(frozen=True)
 class Request:
-    """Moves that somebody asks for.
+    """A request for moves.
 
     Args:
-        id: what the answer is found by.
-        moves: all at once.
+        id: identifies the answer.
+        moves: carried out together.
     """
 
     id: str
@@ -51,11 +51,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a request.
+    """The answer to a request.
 
     Args:
         is_done: whether the layers move.
-        text: for the one who asked.
+        text: a message for the requester.
     """
 
     is_done: bool
@@ -71,7 +71,7 @@ def _in_words(move: Move) -> str:
 
 
 class Outside:
-    """The run's side; without a folder nobody asks for anything."""
+    """The run's side; without a folder there are no requests."""
 
     def __init__(self) -> None:
         self._folder: Path | None = None
@@ -81,15 +81,15 @@ class Outside:
         self._thread: threading.Thread | None = None
 
     def open(self, folder: Path, describe: Callable[[], dict[str, Any]]) -> None:
-        """Begins to look for requests, and to show how the run stands.
+        """Begins to look for requests, and to write the run's status.
 
         Args:
             folder: the run's own.
-            describe: what is shown of the run; called in a thread.
+            describe: returns the status; called in a thread.
         """
         self._folder = folder / FOLDER
         self._folder.mkdir(parents=True, exist_ok=True)
-        # What was asked of an earlier run there was not meant for this one.
+        # Requests to an earlier run in the same folder are not for this one.
         for path in self._folder.glob(f"{_REQUEST}-*.json"):
             path.unlink(missing_ok=True)
         self._describe = describe
@@ -99,7 +99,7 @@ class Outside:
         self._thread.start()
 
     def close(self) -> None:
-        """Answers nothing any more."""
+        """Stops answering requests."""
         if self._thread is None:
             return
         self._is_over.set()
@@ -115,16 +115,16 @@ class Outside:
 
     @property
     def has_requests(self) -> bool:
-        """Whether somebody waits for an answer."""
+        """Whether a request waits for its answer."""
         return not self._requests.empty()
 
     def take_requests(self) -> list[Request]:
-        """Those that wait for an answer, in their order."""
+        """Takes the requests that wait for an answer, oldest first."""
         return [self._requests.get() for _ in range(self._requests.qsize())]
 
     def answer(self, request: Request, answer: Answer) -> None:
-        """Tells the one who asked."""
-        # A folder that is gone for a while, or full, is no reason to end the run.
+        """Writes the answer to a request."""
+        # The run must not end because the folder is unavailable for a while, or full.
         with suppress(OSError):
             if self._folder is not None:
                 _write(self._folder / f"{_ANSWER}-{request.id}.json", asdict(answer))
@@ -183,19 +183,19 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     write_text(path, json.dumps(content))
 
 
-# --- on the side of the one who asks ---
+# --- on the side of the requester ---
 
 
 def ask(folder: Path, moves: Iterable[Move], timeout: float) -> Answer | None:
-    """Asks a run for moves, and waits for its answer.
+    """Requests moves from a run, and waits for its answer.
 
     Args:
         folder: the run's :data:`FOLDER`.
-        moves: all at once.
+        moves: carried out together.
         timeout: how many seconds to wait.
 
     Returns:
-        ``None`` where none came in time: the run will do it when its next step ends.
+        ``None`` if none came in time: the run will handle the request when its next step ends.
     """
     id = f"{time.time_ns()}-{uuid.uuid4().hex[:8]}"
     entries = []

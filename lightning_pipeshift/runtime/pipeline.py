@@ -78,11 +78,11 @@ _AHEAD = 4
 
 
 class Accumulation(NamedTuple):
-    """A step's place among those between two optimizer steps.
+    """A step's place among the steps between two optimizer steps.
 
     Args:
-        has_begun: whether earlier steps' gradients are to be added to.
-        goes_on: whether the optimizer does not step after this one.
+        has_begun: whether this step's gradients are added to those of earlier steps.
+        goes_on: whether no optimizer step follows this step.
     """
 
     has_begun: bool
@@ -112,12 +112,12 @@ class Pipeline:
         channels: this stage's connections.
         replicas: the virtual machines.
         rings: this rank's part in their rings, where there are several.
-        settings: what the user asked for.
-        here: what is known of this rank's device.
-        deferred: how the tensors of the model are made that are on the meta device.
+        settings: the user's settings.
+        here: this rank's device.
+        deferred: makes the tensors of the model that are on the meta device.
         ignored: names of attributes that belong to the framework.
-        say: tells the user something at once.
-        outside: what others ask of the run; of the first rank alone.
+        say: shows a message to the user at once.
+        outside: requests from other processes; used on the first rank only.
         fail_beside: called in a thread that fails.
     """
 
@@ -138,7 +138,7 @@ class Pipeline:
         self.root = root
         self._outside = outside
         self._deferred = deferred
-        # A rank that owns every layer may have all values while others have not.
+        # A rank that owns every layer may have all values while other ranks lack some.
         lacking = replicas.world.sum(torch.tensor([0.0 if is_whole(root) else 1.0]))
         self._was_whole = not lacking
         self.channels = channels
@@ -148,7 +148,7 @@ class Pipeline:
         self._aggregation: Aggregation | None = None
         self._denominators: Denominators | None = None
         self._has_agreed = False
-        # What was decided and the user may want to know.
+        # Messages about decisions, for the user.
         self.news: list[str] = []
         self.settings = settings
         self._threads = Threads("beside", fail_beside)
@@ -176,14 +176,14 @@ class Pipeline:
         install([*gates, *self._scopes])
         self._follower = Follower(root, gates, self._switch, self.streams, channels.device)
         self.one_stage = OneStage(root, self._switch, self.streams, channels.device)
-        """Runs what one device by itself runs: see :meth:`plain_training_step`."""
+        """Runs the steps of a single device: see :meth:`plain_training_step`."""
         self.changes = Changes(self.vm, self._follower, self._threads)
         self._recorder = LogRecorder(root)
         self._tail = TailState(self._modules_outside_layers(), ignored)
         self._metrics = BatchMetrics(root)
         self._touched: dict[int, set[int]] = {}
         self._called: set[int] = set()
-        """The layers that a training step calls, as far as is known."""
+        """The layers known to be called by a training step."""
         self._said_of_work: str | None = None
         self._plan: Plan | None = None
         self._ownership: Ownership | None = None
@@ -204,14 +204,14 @@ class Pipeline:
         self._is_final = False
         self._num_microbatches_done = 0
         self.num_steps_done = 0
-        """How many batches of the run are behind it."""
+        """How many batches of the run are done."""
         self.step_seconds: float | None = None
-        """From the last step's begin but one to the last one's."""
+        """The seconds between the begins of the last two steps."""
         self._begun: float | None = None
-        # Whether this rank wants the run to end, and whether all know by now that some rank does.
+        # Whether this rank requests the end of the run, and whether all ranks know that one does.
         self.asks_to_end = False
         self.is_to_end = False
-        # The outcomes and the sizes of the evaluation's batches that nobody has asked for yet.
+        # The outcomes and sizes of evaluation batches whose reports have not been fetched yet.
         self._pending: list[tuple[list[Outcome], int]] = []
         self._under_way: list[Sent] = []
 
@@ -239,8 +239,8 @@ class Pipeline:
 
     @property
     def traces(self) -> list[Trace]:
-        """What is known of the steps that have been followed, in that order; empty where nobody
-        had to.
+        """The traces of the steps that have been followed, in that order; empty where no step had
+        to be followed.
         """
         return self._follower.traces()
 
@@ -264,10 +264,10 @@ class Pipeline:
         final: bool,
         trains: bool = False,
     ) -> None:
-        """Makes the plan on the first batch, and takes this stage's place in it.
+        """Makes the plan on the first batch, and prepares this stage for it.
 
-        The sanity check before training makes a provisional plan of what validation calls; the
-        first training batch makes the final one, and only then does a stage let go of what it does
+        The sanity check before training makes a provisional plan from the calls of validation; the
+        first training batch makes the final one, and only then does a stage release what it does
         not own.
         """
         if self._plan is not None and (self._is_final or not final):
@@ -283,7 +283,7 @@ class Pipeline:
         if trains and trace.flow.calls and not trace.is_drawn:
             # Otherwise a layer that was not called now may be called in the next step.
             called = {call.layer for call in trace.flow.calls}
-        # A copy that nobody calls, a head that is switched off: no work.
+        # Layers that no step calls (a copy, a head that is switched off) are no work.
         idle = set(range(len(follower.gates))) - called if called is not None else set()
         if stopwatch is not None:
             stopwatch.figures |= dict.fromkeys(idle, Figures(0.0))
@@ -299,10 +299,10 @@ class Pipeline:
             self.memory if trains else None,
             idle,
         )
-        # What the sanity check's validation steps touched stays touched: every stage holds it.
+        # Parameters used outside of layers in the sanity check stay so: every stage holds them.
         touched = {key: trace.touched.get(key, set()) for key in self._touched | trace.touched}
         named = {n: touched[id(p)] for n, p in self.root.named_parameters() if id(p) in touched}
-        # Every rank followed its own batch; one of them decides.
+        # Every rank followed its own batch; the result of rank 0 counts.
         named, called = self.replicas.world.share_object((named, called), source=0)
         touched = {id(p): named[n] for n, p in self.root.named_parameters() if n in named}
         plan.require_layers([gate.name for gate in follower.gates])
@@ -368,16 +368,16 @@ class Pipeline:
 
     @property
     def coming_plan(self) -> Plan:
-        """The plan that will be in force when all that was asked for is done."""
+        """The plan that will be in force when all requested changes are done."""
         return self.changes.last or self.plan
 
     def adopt(self, plan: Plan) -> None:
-        """Lets another plan be in force after the next step. Every rank calls this, with the same
+        """Puts another plan in force after the next step. Every rank calls this, with the same
         plan, between the same steps.
 
         Raises:
             PlanError: it is for another model, other virtual machines, or another way to train:
-                only who owns what, and what is recomputed, can change.
+                only the owners of layers and the recomputation can change.
         """
         now = self.plan
         plan.require_layers([gate.name for gate in self._follower.gates])
@@ -392,11 +392,11 @@ class Pipeline:
         self.changes.wanted = plan
 
     def migrate(self, moves: Iterable[Move]) -> None:
-        """Lets layers change their owners after the next step. Every rank calls this, with the same
-        moves, between the same steps.
+        """Makes layers change their owners after the next step. Every rank calls this, with the
+        same moves, between the same steps.
 
         Raises:
-            PlanError: a move that cannot be. Nothing changes then.
+            PlanError: a move is impossible. Then nothing changes.
         """
         plan = self.coming_plan
         plan = plan.with_placement(placement_after(plan, moves))
@@ -425,8 +425,8 @@ class Pipeline:
             )
 
     def match_replicas(self, parameters_too: bool) -> None:
-        """Gives all virtual machines what the first one holds: what layers keep besides parameters
-        (running statistics), and the parameters as well. Every rank calls this.
+        """Gives all virtual machines the values of the first one: the state of layers other than
+        parameters (running statistics), and optionally the parameters. Every rank calls this.
         """
         if self.replicas.count == 1 or self.holdings is None:
             return
@@ -471,8 +471,8 @@ class Pipeline:
 
     @property
     def _follows(self) -> bool:
-        """Whether anybody has to know what a step does before it is done: one stage by itself runs
-        the step as it is.
+        """Whether steps have to be followed before they run. A single stage runs them as they are,
+        unless they are measured.
         """
         return self.replicas.topology.num_ranks > 1 or self.planning.measures
 
@@ -502,15 +502,15 @@ class Pipeline:
 
     @property
     def is_by_itself(self) -> bool:
-        """Whether this device is the only one, and its steps are not followed."""
+        """Whether this is the only device, and its steps are not followed."""
         return not self._follows
 
     def begins_plain_step(
         self, batch: Any, step: UserStep, step_number: int, optimizers: Sequence[Optimizer]
     ) -> bool:
-        """Whether the coming training step is the user's own, and nothing is done beside it: on one
-        device, where the batch is not cut, and nothing is measured, runs again or goes elsewhere.
-        Makes the plan on the first batch, which may say that layers run again.
+        """Whether the coming training step is the user's own, without additions: on one device,
+        where the batch is not cut, nothing is measured, and no layer runs again or moves. Makes the
+        plan on the first batch, as the plan decides whether layers run again.
 
         Args:
             batch: as for :meth:`training_step`, as are the others.
@@ -526,8 +526,8 @@ class Pipeline:
         return not self.plan.recomputed(self.vm) and self.changes.last is None
 
     def plain_training_step(self, batch: Any, step: UserStep, step_number: int) -> Any:
-        """Runs the forward of a training step of which :meth:`begins_plain_step` says yes. Its
-        backward comes in ``one_stage.backward``.
+        """Runs the forward of a training step, after :meth:`begins_plain_step` returned ``True``.
+        Its backward runs in ``one_stage.backward``.
 
         Returns:
             what the user's step returned.
@@ -544,14 +544,14 @@ class Pipeline:
     def plain_evaluation_step(
         self, batch: Any, step: UserStep, purpose: str, step_number: int, final: bool
     ) -> Any:
-        """Runs an evaluation step on one device by itself, and returns what it returned.
+        """Runs an evaluation step on a single device, and returns its result.
 
         Args:
             batch: as for :meth:`evaluation_step`, as are the others.
             step: runs the user's step.
             purpose: which of the user's steps, and of which dataloader.
             step_number: counts its batches.
-            final: whether a plan that is made now is to stay.
+            final: whether a plan that is made now is final.
         """
         key = self._key(purpose, step_number, 0)
         self._settle(key, step, batch, (), final)
@@ -590,15 +590,15 @@ class Pipeline:
             batch_idx: its index in the epoch.
             step: runs the user's ``training_step`` on a module and a slice.
             step_number: counts batches over the whole run; the random streams depend on it.
-            loss_scale: what the losses are multiplied with.
-            optimizers: whose state follows the parameters.
-            wants_result: whether anybody needs more of the step's result than the loss.
+            loss_scale: a factor of the losses.
+            optimizers: their state follows the parameters.
+            wants_result: whether more of the step's result than the loss is needed.
             keeps_gradients: whether the gradients from before the step are still needed.
             is_last_batch: whether this stage's data ends with the batch.
-            accumulation: what is to become of the gradients of this step and of earlier ones.
+            accumulation: how gradients of this step and of earlier ones are accumulated.
         """
         self._note_begin()
-        # What was told in the last step has been heard by now: this waits for nobody in particular.
+        # The objects sent in the last step have been received by now: this hardly waits.
         self.channels.settle()
         objection = self.changes.objection()
         has_mail = self.planning.has_decided or self._outside.has_requests
@@ -618,8 +618,8 @@ class Pipeline:
         self.changes.prepare(self.holdings, optimizers)
         total = sum(size for _, size in slices)
         again = self.plan.recomputing_stages(self.vm)
-        # Without time of its own for it, a layer runs again in the middle of the backward; that
-        # frees memory only where each tensor is looked after.
+        # Where the schedule has no recompute action, a layer runs again in the middle of the
+        # backward; that saves memory only if a store manages each saved tensor.
         is_mine = self.channels.stage in again or self.memory is not None
         recompute = self.plan.recomputed(self.vm) if is_mine else frozenset()
         state = module_signature(self.root)
@@ -666,7 +666,7 @@ class Pipeline:
         require_same_end(is_last_batch, report.is_last_batch, batch_idx)
         if self.changes.finish(self._deferred):
             self._say_who_has_no_work()
-            # Neither the steps under the old plan nor this one say anything of the new plan.
+            # Times under the old plan, and of this step, do not hold for the new plan.
             profiler.begin_anew(for_good=profiler.is_over)
         self.holdings.collect_gradients(
             report.correction,
@@ -674,8 +674,8 @@ class Pipeline:
             joins=sums is not None and accumulation.has_begun,
         )
         if sums is not None:
-            # A sum that is complete here may still be under way elsewhere. Nobody steps before all
-            # have all they need to.
+            # A sum that is complete here may still be under way elsewhere. No rank takes its
+            # optimizer step before all ranks have all their sums.
             self.replicas.world.sum(torch.zeros(1))
         asked_to_end, had_mail, is_objected_to = votes.wait().tolist()
         self.is_to_end = bool(asked_to_end)
@@ -683,7 +683,7 @@ class Pipeline:
         self._share_state(report, microbatches)
         own = self.plan.placement.layers_of(self.vm, self.channels.stage)
         if is_objected_to:
-            # What one virtual machine has seen another may not have.
+            # The reason may have been found on another virtual machine.
             self.news.append(f"the new plan was left alone. {objection}")
             self.changes.cancel()
         if accumulation.goes_on:
@@ -696,9 +696,9 @@ class Pipeline:
         return report
 
     def _share_state(self, report: Report, microbatches: Sequence[Microbatch]) -> None:
-        """Gives all stages what user code keeps on its modules: as it is on the last stage, which
-        runs all of it; and tensors that it has written to with values that one stage has, as they
-        are there. Every stage calls this.
+        """Gives all stages the state that user code keeps on its modules: that of the last stage,
+        which runs all of the user code; and, for tensors that it has written values of one stage
+        to, that stage's values. Every stage calls this.
         """
         written: dict[tuple[str, str], int] = {}
         for microbatch in microbatches:
@@ -723,7 +723,7 @@ class Pipeline:
                     tensor.copy_(values)
 
     def _open_mail(self) -> None:
-        """Does what was asked for from outside, and what the first rank has decided."""
+        """Carries out requests from outside, and decisions of the first rank."""
         has_decided = self.planning.has_decided
         asked = (self._outside.take_requests(), has_decided)
         requests, has_decided = self.replicas.world.share_object(asked, source=0)
@@ -781,7 +781,7 @@ class Pipeline:
         return self._denominators
 
     def _agree(self, outcome: Outcome) -> Denominators:
-        """On the last stage, once in a run: looks at what a microbatch weighs elsewhere."""
+        """On the last stage, once in a run: agrees on denominators with other virtual machines."""
         assert self._denominators is not None
         weights = [w for w in self.replicas.exchange(outcome.weight) if w]
         if weights:
@@ -867,17 +867,17 @@ class Pipeline:
         final: bool,
         wants_result: bool,
     ) -> Trace | None:
-        """Runs this stage's part of a forward-only step. What it gave is fetched by
+        """Runs this stage's part of a forward-only step. Its report is fetched by
         :meth:`fetch_reports`.
 
         A stage does not wait for the later ones: while they work on this batch it goes on to the
-        next. Until then only what the user's step returned is kept, in host memory, and that only
-        where ``wants_result`` says so.
+        next. Until the reports are fetched, only the result of the user's step is kept, in host
+        memory, and only if ``wants_result``.
         """
         if self.channels.num_stages > 1 and is_checked(batch_idx):
             require_same_batch(batch, batch_idx, self.channels)
         key = self._key(purpose, step_number, 0)
-        # What an optimizer knows from a training before stays where it is.
+        # Optimizer state from an earlier training stays where it is.
         self._settle(key, step, batch, (), final)
         microbatch = self._microbatch(key, step, batch, module_signature(self.root), 1, 1.0)
         if not self._pending:
@@ -916,13 +916,13 @@ class Pipeline:
 
     @property
     def num_pending(self) -> int:
-        """How many evaluation steps nobody has fetched the reports of."""
+        """The number of evaluation steps whose reports have not been fetched."""
         return len(self._pending)
 
     # --- the end ---
 
     def release_gates(self) -> None:
-        """Gives the layers their own ``forward`` back."""
+        """Restores the layers' own ``forward``."""
         self.changes.abandon()
         if self._aggregation is not None:
             self._aggregation.close()
@@ -933,9 +933,7 @@ class Pipeline:
         self._switch.current = None
 
     def make_whole(self) -> None:
-        """Gives every rank the whole model again, where it had it before. Every stage calls
-        this.
-        """
+        """Gives every rank the whole model again, if it had it before. Every stage calls this."""
         if self.holdings is None:
             return
         self.changes.cancel()

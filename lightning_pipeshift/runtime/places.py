@@ -1,8 +1,8 @@
-"""Where saved tensors are while they are not on their device: here the host, or GPUs that this
-process copies to. What other ranks take is in :mod:`lending`.
+"""Places for saved tensors that are not on their device: here the host, or GPUs that this process
+copies to. Places on other ranks are in :mod:`lending`.
 
 CN114880130B, after MPress (HPCA 2023): a tensor is cut into blocks in proportion to the bandwidth
-of the links to those that take it, and a table says where each block is.
+of the links to the devices that take it, and a table has the place of each block.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_pipeshift.runtime.copying import Copier, Done, Rooms, Ticket
 
 
 class Parcel(Protocol):
-    """A block that is elsewhere, or on its way there."""
+    """A block at another place, or on its way there."""
 
     leaving: Ticket
 
@@ -34,7 +34,7 @@ class Parcel(Protocol):
         """
 
     def forget(self) -> None:
-        """It is not needed there any more; what is on its way may arrive yet."""
+        """Releases the block at its place; copies under way may still complete."""
 
 
 class Place(Protocol):
@@ -44,23 +44,23 @@ class Place(Protocol):
         """Begins to take a block; ``None`` where there is no room.
 
         Args:
-            memory: the block's, a vector. It is not written to until the parcel has left.
+            memory: the block, as a vector. The caller must not write to it until it has left.
             done: see :class:`~lightning_pipeshift.runtime.copying.Copier`.
         """
 
 
 class _Claimable(Protocol):
-    """Has room that can be set aside."""
+    """Has room that can be reserved."""
 
     def claim(self, num_bytes: int) -> bool:
-        """Sets so many bytes aside; returns whether there are any."""
+        """Reserves so many bytes; returns whether that was possible."""
 
     def unclaim(self, num_bytes: int) -> None:
-        """They are not needed any more."""
+        """Undoes :meth:`claim`."""
 
 
 def claim_all(parts: Sequence[tuple[_Claimable, int]]) -> bool:
-    """Sets room aside for all parts of a block, or for none; returns which."""
+    """Reserves room for all parts of a block, or for none; returns whether it did."""
     for index, (room, size) in enumerate(parts):
         if not room.claim(size):
             for other, claimed in parts[:index]:
@@ -73,10 +73,10 @@ class LocalPlace:
     """Memory that this process can copy to: the host's, or that of GPUs beside its own.
 
     Args:
-        rooms: each a part of every block.
-        shares: how large the part of each is, relative to the others.
+        rooms: each takes a part of every block.
+        shares: the relative sizes of these parts.
         copier: makes the copies.
-        codec: makes blocks smaller on their way.
+        codec: compresses blocks for the transfer.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class LocalPlace:
         self._split = Swap(0, (0,), tuple(range(len(self.rooms))), tuple(shares))
 
     def sizes(self, num_bytes: int) -> list[tuple[Rooms, int]]:
-        """How many of a block's bytes go where."""
+        """How many of a block's bytes go to which rooms."""
         return [(self.rooms[index], size) for index, size in self._split.parts(num_bytes)]
 
     def put(self, memory: Tensor, done: Done) -> Parcel | None:
@@ -124,7 +124,7 @@ class _LocalParcel:
                 room.copy_(block, non_blocking=True)
                 self._rooms.append((rooms, room))
                 claimed[id(rooms)] -= size
-        # What was encoded takes less than was set aside.
+        # The encoded block is smaller than the reserved room.
         for rooms in place.rooms:
             rooms.unclaim(claimed.get(id(rooms), 0))
 
@@ -154,7 +154,7 @@ class _LocalParcel:
 
     def forget(self) -> None:
         """See :class:`Parcel`."""
-        # Behind what is under way with these rooms.
+        # Queued behind the copies that use these rooms.
         self._place.copier.out(self._give_back, _nothing)
 
     def _give_back(self) -> None:
@@ -166,4 +166,4 @@ class _LocalParcel:
 
 
 def _nothing() -> None:
-    """Nobody waits for what is done."""
+    """The callback of copies whose end needs no handling."""

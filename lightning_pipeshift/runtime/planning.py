@@ -1,4 +1,4 @@
-"""Makes the plan of a run from what was asked for and what was measured."""
+"""Makes the plan of a run from the user's settings and the measured figures."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _PATIENCE: Final = 1.1
 
 @dataclass(frozen=True)
 class Watch:
-    """When layers are to change their owners by themselves.
+    """When layers change their owners without a request.
 
     Args:
-        min_gain: by how much a step has to get shorter.
-        patience: for how many steps in a row what is measured has to be as it is.
+        min_gain: by which fraction a step has to get shorter.
+        patience: for how many consecutive steps the gain has to be found.
     """
 
     min_gain: float
@@ -46,20 +46,20 @@ class Watch:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked for.
+    """The user's settings.
 
     Args:
         microbatches: slices of a batch; ``"auto"``: four for each stage.
         schedule: the name of the training schedule.
         partition: see :func:`lightning_pipeshift.plan.partition.resolve`.
         plan: a plan to use instead of all that.
-        seed: what all random streams depend on.
+        seed: the seed of all random streams.
         gradient_aggregation: ``"ring"``, ``"allreduce"`` or ``"auto"``.
         recompute: ``"auto"``, ``"full"`` or ``"none"``.
         profile_steps: after how many steps to plan anew.
-        only_measures: whether the run is there to be measured, and for nothing else.
-        watch: when layers change their owners by themselves, besides after ``profile_steps``.
-        memory: what is asked for saved tensors.
+        only_measures: whether the only purpose of the run is to measure it.
+        watch: when layers change their owners without a request, besides after ``profile_steps``.
+        memory: settings for saved tensors.
     """
 
     microbatches: int | str
@@ -76,12 +76,12 @@ class Settings:
 
     @property
     def is_free(self) -> bool:
-        """Whether it is left to PipeShift who owns what."""
+        """Whether PipeShift chooses the owners of the layers."""
         return self.plan is None and self.partition == "auto"
 
     def let_free(self, plan: Plan) -> Settings:
-        """The same with nobody's word on who owns what, to look for something better than a plan
-        that does the same in microbatches of the same kind.
+        """The same settings, with PipeShift choosing the owners, to look for a better plan with the
+        same schedule and microbatches.
         """
         return replace(
             self,
@@ -92,17 +92,17 @@ class Settings:
         )
 
     def num_microbatches(self, stages_per_vm: Sequence[int]) -> int:
-        """Into how many slices a virtual machine's training batch is cut."""
+        """The number of slices of a virtual machine's training batch."""
         if self.plan is not None:
             return self.plan.microbatches
         if isinstance(self.microbatches, int):
             return self.microbatches
-        # Enough that filling and draining costs a fifth at most, with slices that are still worth
-        # computing.
+        # Enough that filling and draining the pipeline costs a fifth at most, while slices are
+        # still large enough to compute efficiently.
         return 4 * max(stages_per_vm) if max(stages_per_vm) > 1 else 1
 
     def leaves_steps_whole(self, stages_per_vm: Sequence[int]) -> bool:
-        """Whether one device by itself has nothing to do beside the user's own steps."""
+        """Whether a single device has nothing to do besides the user's own steps."""
         return (
             self.num_microbatches(stages_per_vm) == 1
             and self.recompute != "full"
@@ -138,12 +138,12 @@ class Settings:
         Args:
             backend: that of the devices.
             num_owner_sets: how many different sets of owners the layers have.
-            placement: who owns what.
+            placement: the owners of the layers.
         """
         if self.gradient_aggregation != "auto":
             return self.gradient_aggregation, "you asked for it"
-        # NCCL's own collectives are rings already, inside of the GPU; gloo's wait for each other in
-        # one order.
+        # NCCL's own collectives are rings already, on the GPU; those of gloo have to run in the
+        # same order on all ranks, and wait for each other.
         kind = "ring" if backend == "gloo" else "allreduce"
         why = f"the backend is {backend}"
         if num_owner_sets > max(map(len, placement.counts)):
@@ -162,10 +162,10 @@ def make_plan(
     current: Plan | None = None,
     idle: Collection[int] = (),
 ) -> Plan:
-    """The plan for a model, on the virtual machines that there are.
+    """The plan for a model on the given virtual machines.
 
     Args:
-        settings: what the user asked for.
+        settings: the user's settings.
         profile: of the model.
         cluster: the machines.
         topology: the virtual machines.
@@ -173,7 +173,7 @@ def make_plan(
         idle: the layers that no step calls.
 
     Raises:
-        PlanError: nothing that is allowed fits in memory.
+        PlanError: no allowed plan fits in memory.
     """
     if settings.plan is not None:
         return settings.plan
@@ -226,7 +226,7 @@ def _compressed(
     workloads: Sequence[Workload],
     idle: Collection[int],
 ) -> list[Compressed]:
-    """For each virtual machine the fastest of some cuts, with what becomes of its saved tensors."""
+    """For each virtual machine the fastest of some cuts, with the handling of saved tensors."""
     return [
         fastest(
             Problem.of(profile, workload, cluster, ranks, wishes.policy, settings.recompute),
@@ -244,7 +244,7 @@ def _candidates(
     vm: int,
     idle: Collection[int],
 ) -> list[tuple[int, ...]]:
-    """Cuts worth a try: the best if memory were no matter, and the best by recomputation alone."""
+    """Candidate cuts: the best with unlimited memory, and the best with recomputation only."""
     if settings.partition != "auto" or workload.num_stages == 1:
         placement = resolve(
             settings.partition,
@@ -264,8 +264,8 @@ def _candidates(
 def _chosen_cut(
     settings: Settings, profile: Profile, workload: Workload, start: Sequence[Cut]
 ) -> Cut:
-    """The best cut at worthwhile boundaries, unless one elsewhere is faster by more than those save
-    in work that no figure shows (more tensors to send, more to clone).
+    """The best cut at worthwhile boundaries, unless a cut elsewhere is faster by more than the cost
+    that the figures do not include (more tensors to send, more to clone).
     """
     anywhere = best_cut(workload, settings.recompute, start)
     allowed = worthwhile_cuts(profile.payload_bytes, workload.num_stages)
@@ -282,12 +282,12 @@ def _chosen_cut(
 def stages_without_work(
     settings: Settings, placement: Placement, topology: Topology, called: Collection[int]
 ) -> str | None:
-    """A sentence on the devices that a cut leaves without work, with the reason and what to do;
-    ``None`` where there are none.
+    """A message about devices that a cut leaves without work, with the reason and a remedy;
+    ``None`` if all have work.
 
     Args:
-        settings: what the user asked for.
-        placement: who owns what.
+        settings: the user's settings.
+        placement: the owners of the layers.
         topology: the virtual machines.
         called: the layers that a step calls.
     """

@@ -1,9 +1,9 @@
-"""What the devices and the links between them can do, measured as a run starts.
+"""Measures devices, and the links between them, at the start of a run.
 
-Nobody has to describe the machines in hand: a fraction of a second of matrix products, a look at
-the memory and a few megabytes over each link give a cluster to plan for. Short measurements are
-noisy, and the order and grouping of devices depend on what they give; so figures that are close
-become the same figure, and two like machines don't look different because one was interrupted.
+Users need not describe their machines: a fraction of a second of matrix products, a look at the
+memory and a few megabytes over each link give a cluster to plan for. Short measurements are noisy,
+and the order and grouping of devices depend on them; so close figures are made equal, and two equal
+machines don't look different because one of them was interrupted.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ SAME_SPEED: Final = 0.75
 
 SAME_BANDWIDTH: Final = 1 / 1.5
 SAME_LATENCY: Final = 1 / 3
-"""The same for links. What two processes measure on one busy host varies by nearly so much."""
+"""The same for links. Measurements of two processes on one busy host vary by nearly that much."""
 
 UNSTEADY: Final = 3.0
-"""A median this many times the best says that something else ran."""
+"""A median of at least this many times the best means that something else ran."""
 
 SLOW: Final = 0.5
 """Below this part of its kind's median rate, a device is worth a note."""
 
 _SLICES_SECONDS = 0.06
 _FEWEST_SLICES, _MOST_SLICES = 3, 64
-# A product takes 1 to 2 ms on a CPU core of today, and about as long on a GPU. One size for all
-# devices of a type: a larger one gives a higher rate.
+# A product takes 1 to 2 ms on a CPU core of today, and about as long on a GPU. All devices of a
+# type use the same size, as larger sizes give higher rates.
 _CPU_SIZE, _GPU_SIZE = 448, 2048
 
 _ALL_PAIRS_RANKS = 8
@@ -56,18 +56,18 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one rank has found of its own device, as it was measured.
+    """What one rank has measured of its own device.
 
     Args:
         device: its host and kind.
-        processor: names what computes. Ranks with the same one are equally fast, whatever each
-            of them sees in a short while.
+        processor: identifies the processor. Ranks with the same one count as equally fast, even if
+            their short measurements differ.
         operations: floating-point operations in a slice.
-        best_seconds: what the fastest slice took.
-        median_seconds: what slices took in the median.
-        pool: names the memory that it draws on. Ranks with the same one share it.
-        memory_bytes: what the pool has.
-        free_bytes: what is free of that.
+        best_seconds: seconds of the fastest slice.
+        median_seconds: seconds of the median slice.
+        pool: identifies the memory that the device uses. Ranks with the same one share it.
+        memory_bytes: the size of the pool.
+        free_bytes: the free part of it.
     """
 
     device: Device
@@ -87,14 +87,14 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the ranks have found together.
+    """What the ranks have measured together.
 
     Args:
         cluster: the devices and their links. A device's speed is relative to the fastest of its
-            kind: how kinds compare is for the layers themselves to say, measured on each.
-        rates: floating-point operations per second, by rank; a first guess until then. Equal for
-            devices of equal kind and speed.
-        notes: what a person may want to look into, in words.
+            kind: kinds are compared by the layers' own times, measured on each.
+        rates: floating-point operations per second, by rank; a first guess until layers have been
+            measured. Equal for devices of equal kind and speed.
+        notes: observations that a user may want to look into, in words.
     """
 
     cluster: Cluster
@@ -144,14 +144,14 @@ def probe(
     same.
 
     All devices compute at the same time, as in training: ranks that share a host's cores are as
-    slow here as they will be there. Tensors travel as :meth:`Channels.send_tensor` sends them, by
-    way of the CPU.
+    slow here as in training. Tensors travel as :meth:`Channels.send_tensor` sends them, by way of
+    the CPU.
 
     Args:
         world: connections between all ranks; nothing else is under way in them.
         device: this rank's.
         here: its host and kind.
-        report: is told, in words, how far this is, where it takes longer than a second.
+        report: called with messages about the progress, if it takes longer than a second.
         slices: times a computation on the device; for tests.
     """
     _together(world)
@@ -161,7 +161,7 @@ def probe(
         device=here,
         processor=_processor(device, here),
         operations=2.0 * _size(device) ** 3,
-        # No clock is so fine that a slice took nothing.
+        # A coarse clock may measure 0 seconds.
         best_seconds=max(seconds[0], 1e-9),
         median_seconds=max(statistics.median(seconds), 1e-9),
         pool=_pool(device, here.host),
@@ -177,11 +177,11 @@ def probe(
     return assess(found, links)
 
 
-# --- what the figures say ---
+# --- conclusions from the figures ---
 
 
 def assess(found: Sequence[Found], links: Mapping[Pair, Link]) -> Measured:
-    """What every rank's figures come to.
+    """Puts all ranks' figures together.
 
     Args:
         found: by rank.
@@ -204,11 +204,12 @@ def assess(found: Sequence[Found], links: Mapping[Pair, Link]) -> Measured:
     devices = []
     for each, speed in zip(found, speeds, strict=True):
         sharers = pools[each.pool]
-        # The least: ranks that share it see a little more or less, one after the other.
+        # The minimum: ranks that share a pool see slightly different sizes, as they look at
+        # different times.
         memory_bytes = min(found[rank].memory_bytes for rank in sharers) // len(sharers)
         free_bytes = min(found[rank].free_bytes for rank in sharers) // len(sharers)
         devices.append(
-            # A device with 0 free bytes would be one of which nothing is known.
+            # 0 free bytes would mean that the memory is unknown.
             replace(
                 each.device,
                 speed=speed,
@@ -228,8 +229,8 @@ def _ranks_by(names: Sequence[str]) -> dict[str, list[int]]:
 
 
 def levelled(values: Sequence[float], ratio: float) -> list[float]:
-    """Each value as the highest of its level. A level reaches from the highest value that is in
-    none yet down to ``ratio`` of it: interruptions only make a figure lower than it should be.
+    """Replaces each value by the highest of its level. A level reaches from the highest value that
+    has no level yet down to ``ratio`` of it: interruptions can only lower a figure.
     """
     level: dict[float, float] = {}
     top = 0.0
@@ -241,7 +242,7 @@ def levelled(values: Sequence[float], ratio: float) -> list[float]:
 
 
 def _cluster(devices: tuple[Device, ...], measured: Mapping[Pair, Link]) -> Cluster:
-    """A cluster that says of each link no more than how it differs from the usual."""
+    """A cluster that lists only the links that differ from the usual ones."""
     hosts = [device.host for device in devices]
     links: dict[Pair, Link] = {}
     usual: dict[bool, Link] = {}
@@ -278,7 +279,8 @@ def _notes(
 ) -> Iterator[str]:
     for ranks in processors.values():
         device = found[ranks[0]].device
-        # The rest of the host's name tells containers and clones apart, and no person.
+        # The rest of the host's name distinguishes containers and clones, and means nothing to
+        # users.
         name = f"{'ranks' if len(ranks) > 1 else 'rank'} {some_of([str(rank) for rank in ranks])}"
         name += f" on host {device.host.partition('/')[0]} ({device.kind})"
         best = min(found[rank].best_seconds for rank in ranks)
@@ -302,14 +304,14 @@ def _notes(
 
 
 def _processor(device: torch.device, here: Device) -> str:
-    """The same for ranks that compute on the same GPU, or on any of the same cores, as the
-    operating system likes, and on equal terms.
+    """Identifies a rank's processor: the same for ranks on the same GPU, and for ranks that the
+    operating system may run on the same set of cores with equal priority.
     """
     if device.type != "cpu":
         return _pool(device, here.host)
     terms = [here.host, here.kind, f"{torch.get_num_threads()} threads"]
     with suppress(OSError):
-        # Containers are hosts of their own and may have their cores in common.
+        # Containers count as different hosts, and may share their cores.
         terms[0] = boot_id()
         terms.append(_OWN_CGROUPS.read_text())
     with suppress(AttributeError, OSError):  # not every system has these
@@ -325,7 +327,7 @@ def _pool(device: torch.device, host: str) -> str:
 
 
 def _memory(device: torch.device) -> tuple[int, int]:
-    """What the memory that this rank draws on has, and what is free of it, in bytes."""
+    """The size of the memory that this rank uses, and its free part, in bytes."""
     if device.type != "cuda":
         return host_memory()
     free, total = torch.cuda.mem_get_info(device)
@@ -337,11 +339,11 @@ _OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def host_memory(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> tuple[int, int]:
-    """What memory this host, or this container of it, has, and what is free of it, in bytes.
+    """The memory of this host, or of this container, and its free part, in bytes.
 
     Args:
         cgroups: where control groups are mounted.
-        own: the file that names this process's.
+        own: the file that names the control groups of this process.
     """
     seen = psutil.virtual_memory()
     total, free = int(seen.total), int(seen.available)
@@ -351,12 +353,12 @@ def host_memory(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> tuple[int
 
 
 def memory_limits(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> Iterator[tuple[int, int]]:
-    """The limits of the control groups that this process is in, with what is used of each, in
-    bytes. All of them hold. Nothing where there are no control groups.
+    """Yields the memory limits of the control groups of this process, each with the used part, in
+    bytes. All of these limits apply. Yields nothing where there are no control groups.
 
     Source: the Linux kernel's Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
     """
-    # In a container, the mount is often the container's own, whatever the file says.
+    # In a container, the mount is often the container's own group, whatever the file contains.
     groups = {cgroups: _VERSION_2, cgroups / "memory": _VERSION_1}
     with suppress(OSError, ValueError):
         for line in own.read_text().splitlines():
@@ -368,7 +370,7 @@ def memory_limits(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> Iterato
             if version is None:
                 continue
             group = mount / path.lstrip("/")
-            # A group's ancestors limit it, too: a batch system sets its limit on the job.
+            # The limits of a group's ancestors apply as well: a batch system limits the whole job.
             while group != mount and group != group.parent:
                 groups[group] = version
                 group = group.parent
@@ -380,12 +382,12 @@ def memory_limits(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> Iterato
                 stat = dict(
                     line.split() for line in (group / "memory.stat").read_text().splitlines()
                 )
-                # Files that nobody reads now give way at once.
+                # Cached files that are not in use are evicted at once when memory is needed.
                 used = max(used - int(stat.get(cache_name, 0)), 0)
             yield limit, used
 
 
-# The names of the limit and of what is used, and that of unread files in memory.stat.
+# The names of the limit, of the used bytes, and of inactive cached files in memory.stat.
 _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
@@ -394,11 +396,12 @@ _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_
 
 
 def rounds_of(hosts: Sequence[str]) -> list[list[Pair]]:
-    """Which pairs of ranks are measured, in rounds: in one round no host has two pairs, so that no
-    pair shares a NIC with another.
+    """The pairs of ranks to measure, in rounds: in one round no host has two pairs, so that no pair
+    shares a NIC with another.
 
-    One pair of each pair of hosts, and one inside each host, where all go the same way, through
-    memory. Between hosts all pairs for few ranks, which may each have a NIC of their own.
+    One pair for each pair of hosts, and one inside each host, as all pairs inside a host use the
+    same path, through memory. With few ranks, all pairs between hosts, as each rank may have its
+    own NIC.
 
     Args:
         hosts: by rank.
@@ -426,7 +429,7 @@ def rounds_of(hosts: Sequence[str]) -> list[list[Pair]]:
 def _measure_links(
     world: Channels, rounds: Sequence[Sequence[Pair]], report: Callable[[str], None] | None
 ) -> dict[Pair, Link]:
-    """The links of which this rank is the lower end."""
+    """Measures this rank's links; returns those of which it is the lower rank."""
     found: dict[Pair, Link] = {}
     total, done = sum(map(len, rounds)), 0
     reported = time.monotonic()
@@ -445,8 +448,8 @@ def _measure_links(
 
 
 def _measure_link(world: Channels, other: int) -> Link:
-    """Measures with the help of :func:`_echo` on the other side: both directions in turn, as a
-    payload takes the one and its gradient the other, and half of that.
+    """Measures a link while the other rank runs :func:`_echo`: half of the time there and back, as
+    a payload uses one direction and its gradient the other.
     """
 
     def one_way(num_bytes: int, times: int) -> list[float]:
@@ -462,7 +465,7 @@ def _measure_link(world: Channels, other: int) -> Link:
         return seconds
 
     first = min(one_way(1, 2))
-    # The least: what comes between makes it longer.
+    # The minimum: interruptions can only make it longer.
     latency = min(one_way(1, min(max(int(0.01 / first), 5), 20)))
     # Large enough that the latency, and TCP's slow start with it, hardly count; but a few megabytes
     # over a link around the world are not worth seconds of every start.
@@ -472,11 +475,11 @@ def _measure_link(world: Channels, other: int) -> Link:
     while seconds < enough and num_bytes < _MOST_BYTES:
         growth = min(max(enough / seconds, 2), 16)
         num_bytes = min(int(num_bytes * growth), _MOST_BYTES)
-        # What goes over a fast link takes so little that one interruption doubles it.
+        # Over a fast link the transfer is so short that one interruption doubles its time.
         seconds = min(one_way(num_bytes, 4 if num_bytes == _MOST_BYTES else 1))
     world.send_object(None, other)
     world.settle()
-    # Noise may make the latency more than all of it.
+    # By noise, the measured latency may exceed the whole time.
     return Link(latency, num_bytes / max(seconds - latency, seconds / 10))
 
 
@@ -489,11 +492,11 @@ def _echo(world: Channels, other: int) -> None:
             world.send_tensor(world.receive_tensor(like, other), other)
 
 
-# --- talk ---
+# --- communication ---
 
 
 def _together(world: Channels) -> None:
-    """Returns when every rank is here."""
+    """Returns when every rank has called this."""
     world.sum(torch.zeros(1))
 
 

@@ -1,7 +1,7 @@
-"""What one rank measures of its run, and how all ranks' figures come together on the first.
+"""Measures the run on one rank, and gathers the figures of all ranks on the first.
 
-Training itself is measured: a guess before its first step, the layers' own times in its first
-steps (NUDT: the first samples train and are the profile at once).
+Training itself is measured: a guess before its first step, then the layers' own times in its first
+steps (NUDT: the first samples are used for training and for the profile at once).
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from lightning_pipeshift.runtime.stage_memory import RankRoom
 T = TypeVar("T")
 
 _WARM_UP_STEPS: Final = 3
-"""Steps that are not measured: memory is taken, kernels are chosen, optimizers make their state."""
+"""Steps that are not measured, as memory is allocated, kernels are chosen, and optimizer state is
+made."""
 
 _MEASURED_MICROBATCHES: Final = 2
-"""Of a step, about."""
+"""Approximate number of measured microbatches in a step."""
 
 _FORWARDS: Final = (Kind.RECEIVE_PAYLOAD, Kind.FORWARD, Kind.SEND_PAYLOAD)
 _BACKWARDS: Final = (Kind.RECEIVE_GRADIENT, Kind.BACKWARD, Kind.SEND_GRADIENT)
@@ -51,9 +52,9 @@ class Profiler:
         self.observer = Observer()
         self.num_steps = 0
         self.held_bytes = 0
-        """What of the device's memory the model took before it was shared out."""
+        """The device memory that the model took before its layers were distributed."""
         self.room: RankRoom | None = None
-        """What the rank has for saved tensors, where they have a budget."""
+        """The rank's memory for saved tensors, if they have a budget."""
         self._is_last = is_last
         self._guesses: dict[int, Figures] = {}
         self._earlier: dict[int, Times] = {}
@@ -62,14 +63,14 @@ class Profiler:
         self._begun: float | None = None
         self._ended: float | None = None
         self.is_over = False
-        """Whether nobody needs to know any more."""
+        """Whether no more measurements are needed."""
 
     def take_guesses(self, guesses: dict[int, Figures]) -> None:
-        """What a stopwatch found before training."""
+        """Takes the figures of a stopwatch from before training."""
         self._guesses = guesses
 
     def timers(self, num_microbatches: int) -> dict[int, Timer]:
-        """Who measures which microbatches of a step: a few, others in each step."""
+        """The timer of each microbatch to measure in a step: a few, different ones in each step."""
         stride = max(1, num_microbatches // _MEASURED_MICROBATCHES)
         measured = range(self.num_steps % stride, num_microbatches, stride)
         return dict.fromkeys(measured, self.timer)
@@ -77,7 +78,7 @@ class Profiler:
     # --- step by step ---
 
     def begin_step(self) -> None:
-        """The stage's part of a step begins."""
+        """Called when the stage's part of a step begins."""
         if self.is_over:
             return
         now = time.perf_counter()
@@ -87,7 +88,7 @@ class Profiler:
         self._begun = now
 
     def end_step(self) -> None:
-        """The stage's part of a step is over."""
+        """Called when the stage's part of a step is over."""
         if self.is_over:
             return
         self._ended = time.perf_counter()
@@ -97,7 +98,7 @@ class Profiler:
             self.begin_anew()
 
     def begin_anew(self, for_good: bool = False) -> None:
-        """Forgets what was measured of other circumstances; how many steps there were stays.
+        """Forgets all measurements, as circumstances have changed, but not the number of steps.
 
         Args:
             for_good: whether to measure nothing from here on.
@@ -107,21 +108,21 @@ class Profiler:
         self._begun = self._ended = None
 
     def next_window(self) -> None:
-        """Measures anew without a break."""
+        """Forgets all measurements, and goes on measuring without a break."""
         self.timer.forget()
         self._outside, self._steps = Samples(), Samples()
 
     @property
     def step_seconds(self) -> float | None:
-        """From one step's begin to the next one's, usually."""
+        """The median time from one step's begin to the next one's."""
         return self._steps.quantile(0.5) if len(self._steps) else None
 
     @property
     def num_measured(self) -> int:
-        """How many steps that is known of."""
+        """How many steps have been measured so."""
         return len(self._steps)
 
-    # --- what comes of it ---
+    # --- results ---
 
     def figures(
         self,
@@ -129,12 +130,12 @@ class Profiler:
         gates: Sequence[Gate],
         optimizers: Iterable[Optimizer],
     ) -> RankFigures:
-        """What this rank has measured, by the middle of all figures of one thing.
+        """The figures of this rank: for each quantity, the median of its measurements.
 
         Args:
             layers: those that its stage owns.
             gates: of all layers.
-            optimizers: that keep something for them.
+            optimizers: those with state for these layers.
         """
         times = self._times(layers, 0.5)
         earlier, self._earlier = self._earlier, times or self._earlier
@@ -170,8 +171,8 @@ class Profiler:
         )
 
     def _observed_inputs(self) -> dict[int, int]:
-        """What layers are called with, and what the code around them saves: both stay where a layer
-        runs again.
+        """Bytes of the layers' inputs, and of what the code around them saves: both are kept even
+        where a layer is recomputed.
         """
         return {
             layer: num_bytes
@@ -181,16 +182,16 @@ class Profiler:
 
     @property
     def expected_bytes(self) -> dict[int, int]:
-        """What layers save for a microbatch."""
+        """The bytes that layers save for a microbatch."""
         found = {layer: guess.tensors for layer, guess in self._guesses.items()}
         return {layer: sum(t.num_bytes for t in tensors) for layer, tensors in found.items()}
 
     def at_level(self, figures: RankFigures, level: float) -> RankFigures:
-        """The same by low or by high figures.
+        """The same with low or high quantiles instead of medians.
 
         Args:
-            figures: what :meth:`figures` has just said.
-            level: what part of the figures of one thing is below.
+            figures: the result of :meth:`figures`, just computed.
+            level: the quantile, 0 to 1.
         """
         times = self._times(figures.times, level)
         return replace(
@@ -233,12 +234,12 @@ def _state_of(optimizer: Optimizer, parameter: Tensor) -> Iterable[Any]:
 def layers_of(
     gates: Sequence[Gate], trace: Trace, optimizers: Iterable[Optimizer]
 ) -> tuple[LayerProfile, ...]:
-    """What is known of the layers without measuring anything.
+    """The layers' properties that need no measurement.
 
     Args:
         gates: in call order.
         trace: of one microbatch.
-        optimizers: by whose kind it is guessed what they will keep.
+        optimizers: the size of their future state is guessed from their kind.
     """
     copies = max(map(_copies, optimizers), default=0)
     found = []
@@ -260,8 +261,8 @@ def layers_of(
 
 
 def _copies(optimizer: Optimizer) -> int:
-    """How many numbers for each parameter an optimizer is likely to keep; none are there before its
-    first step.
+    """The likely number of state values for each element of a parameter; an optimizer makes them in
+    its first step only.
     """
     defaults = optimizer.defaults
     if "betas" in defaults:
@@ -270,8 +271,8 @@ def _copies(optimizer: Optimizer) -> int:
 
 
 def gather_figures(mine: T, replicas: Replicas) -> list[T] | None:
-    """All ranks' figures, by rank, for the one that decides; ``None`` elsewhere. Every rank calls
-    this.
+    """All ranks' figures, by rank, on the rank that decides; ``None`` on the others. Every rank
+    calls this.
     """
     world = replicas.world
     found = world.gather_objects(mine)

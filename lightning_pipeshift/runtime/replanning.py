@@ -1,8 +1,9 @@
 """Plans a run at its first batch, and once more when its first steps have been measured.
 
 NUDT, "distributed parallel training method and system for heterogeneous computing clusters", trains
-on the first samples to measure every layer, and on the others under the plan made of that. Here
-nothing stops in between: the second plan is a change of owners at a step's boundary.
+on the first samples to measure every layer, and on the others under the plan made from these
+measurements. Here training does not stop in between: the second plan takes over at a step's
+boundary, by changes of owners.
 """
 
 from __future__ import annotations
@@ -35,20 +36,20 @@ from lightning_pipeshift.runtime.stage_memory import StageMemory
 from lightning_pipeshift.runtime.threads import Threads
 
 _EXTREMES: Final = (0.1, 0.9)
-"""What nearly all that was measured of a thing is above, and below."""
+"""The quantiles that nearly all measurements of a quantity lie between."""
 
 
 class Replanning:
     """One rank's part in planning.
 
     Args:
-        settings: what the user asked for.
+        settings: the user's settings.
         replicas: the virtual machines.
         here: this rank's device.
-        device: likewise, as torch names it.
-        news: what the user is told after the step.
-        say: tells the user at once.
-        threads: where the first rank looks for a better plan, while training goes on.
+        device: the same device, as torch names it.
+        news: messages that the user sees after the step.
+        say: shows a message to the user at once.
+        threads: the first rank looks for a better plan in one of them, while training goes on.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Replanning:
         threads: Threads,
     ) -> None:
         self.profiler = Profiler(device, is_last=replicas.is_last_stage)
-        # On the first rank: what is known, as soon as anything is.
+        # On the first rank: all figures, as soon as there are any.
         self.measured: Measured | None = None
         self._cluster = Cluster((Device(here.host, here.kind),) * replicas.topology.num_ranks)
         self._settings = settings
@@ -72,21 +73,21 @@ class Replanning:
         self._news = news
         self._say = say
         self._threads = threads
-        # On the first rank: what it thinks about, and which plan was in force when it began.
+        # On the first rank: the decision being made, and the plan in force when that began.
         self._thought: tuple[Future[Decision], Plan] | None = None
         self._decider = Decider(settings, replicas.topology)
-        # Whether the first rank thinks about what has been measured.
+        # Whether the first rank is making a decision.
         self._is_thinking = False
         self._layers: tuple[LayerProfile, ...] = ()
         self._samples = 1.0
-        # What a step took before the plan changed, and how many times as fast it was to get.
+        # The seconds of a step before the plan changed, and the expected speedup.
         self._before: tuple[float, float] | None = None
         self.is_measured = False
         """Whether the first steps have been measured."""
         self.steps_left = math.inf
-        """For how many steps a change can pay."""
+        """Over how many steps a change can pay off."""
         self.decisions: list[dict[str, float]] = []
-        """What was expected of changes of the plan, and what came of them."""
+        """The expected and the measured speedups of changes of the plan."""
 
     @property
     def measures(self) -> bool:
@@ -99,7 +100,7 @@ class Replanning:
 
     @property
     def _window(self) -> int:
-        """How many steps to measure before they are looked at; 0: none are."""
+        """How many steps to measure before a decision; 0 if nothing is measured."""
         watch = self._settings.watch
         if watch is not None and (self.is_measured or not self._settings.is_free):
             return watch.patience
@@ -117,22 +118,23 @@ class Replanning:
         memory: StageMemory | None = None,
         idle: Collection[int] = (),
     ) -> Plan:
-        """The plan for the first steps: the first rank's, on all. Every rank calls this.
+        """The plan for the first steps, made on the first rank. Every rank calls this.
 
         Args:
             gates: of the layers, in call order.
             trace: of a microbatch.
-            guesses: what a stopwatch found.
+            guesses: the figures of a stopwatch.
             optimizers: those of the run.
-            samples: of a microbatch.
-            held_bytes: what the model takes of this device's memory now.
+            samples: their number in a microbatch.
+            held_bytes: the device memory that the model takes now.
             trains: whether the plan is for training.
-            memory: this stage's, where saved tensors have a budget.
+            memory: this stage's memory, if saved tensors have a budget.
             idle: the layers that no step calls.
         """
         if self.measures and trains:
             probed = probe(self._replicas.world, self._device, self._here, self._say)
-            # It counts places in the connections, which need not be in the order of the ranks.
+            # The probe numbers devices by their place in the connections, which may differ from
+            # their rank.
             self._cluster = probed.cluster.renumbered(self._replicas.world.ranks)
             self._news.extend(probed.notes)
         self.profiler.take_guesses(guesses)
@@ -168,11 +170,11 @@ class Replanning:
         return Measured(profile, cluster, topology.ranks, by_tensor)
 
     def static_bytes(self) -> dict[int, float]:
-        """What each layer takes all the time."""
+        """The bytes that each layer takes permanently."""
         return {index: layer.static_bytes for index, layer in enumerate(self._layers)}
 
     def predicted(self, plan: Plan) -> Plan:
-        """A plan with what the simulator says of it. Every rank calls this."""
+        """A plan with the simulator's prediction. Every rank calls this."""
         text = None
         if self.measured is not None and self.is_measured:
             text = replace(plan, prediction=self.measured.prediction(plan)).to_json()
@@ -185,8 +187,8 @@ class Replanning:
         return Plan.from_json(text)
 
     def require_room(self, plan: Plan) -> None:
-        """Raises PlanError where a stage would have too little memory, by what has been measured.
-        Every rank calls this; while nothing has been measured, it raises nothing.
+        """Raises PlanError where a stage would have too little memory by the measured figures, if
+        there are any. Every rank calls this.
         """
         problem = ""
         if self.measured is not None and self.is_measured:
@@ -201,14 +203,14 @@ class Replanning:
 
     @property
     def has_decided(self) -> bool:
-        """On the first rank: whether there is a decision that the others have not heard."""
+        """On the first rank: whether there is a decision that the others have not received."""
         return self._thought is not None and self._thought[0].done()
 
     def after_step(
         self, plan: Plan, own: Iterable[int], gates: Sequence[Gate], optimizers: Sequence[Optimizer]
     ) -> None:
-        """Lets the first rank think when enough has been measured. Every rank calls this, with the
-        same plan.
+        """Lets the first rank begin a decision when enough has been measured. Every rank calls
+        this, with the same plan.
 
         Args:
             plan: the one in force.
@@ -238,7 +240,7 @@ class Replanning:
             self.measured = usual.compared(plan, took)
             self._cluster = usual.cluster
             if self._is_thinking:
-                # Planning takes longer than a small step does.
+                # Planning takes longer than a small step.
                 window = Window(steps, took, self.measured, extremes, self.steps_left)
                 think = partial(self._decider.decide, plan, window)
                 self._thought = self._threads.submit(think), plan
@@ -246,7 +248,7 @@ class Replanning:
             self.profiler.next_window()
 
     def announce(self, plan: Plan) -> Decision:
-        """What the first rank has decided, on all. Every rank calls this, when the first one
+        """Gives all ranks the first rank's decision. Every rank calls this, when the first one
         :attr:`has_decided`.
 
         Args:
@@ -257,7 +259,7 @@ class Replanning:
             (thought, before), self._thought = self._thought, None
             decision = thought.result()
             if not before.is_like(plan):
-                # The layers have changed their owners on request in the meantime.
+                # Layers have changed their owners by a request in the meantime.
                 decision = Decision(plan.to_json(), False, "")
         found: Decision = self._replicas.world.share_object(decision, source=0)
         self._is_thinking = False

@@ -1,4 +1,4 @@
-"""What the virtual machines say to each other, besides gradients: little, and without a centre."""
+"""The few messages between virtual machines besides gradients. There is no central rank."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_pipeshift.runtime.channels import Channels
 class Replicas:
     """One rank's view of all virtual machines.
 
-    A virtual machine's *speaker* is its last stage, which knows what a step gave. Speakers talk to
-    each other directly.
+    A virtual machine's *speaker* is its last stage, which has a step's result. Speakers exchange
+    messages with each other directly.
 
     Args:
-        topology: which rank is where.
+        topology: the place of each rank.
         rank: this rank.
         world: connections between all ranks.
         machine: connections between the stages of this rank's virtual machine.
@@ -44,7 +44,7 @@ class Replicas:
         return self.topology.num_virtual_machines
 
     def exchange(self, mine: Any) -> list[Any]:
-        """What each virtual machine's speaker passed, in their order. Speakers call this."""
+        """The value that each virtual machine's speaker passed, in order. Speakers call this."""
         if self.count == 1:
             return [mine]
         assert self.rank in self._speakers
@@ -58,7 +58,7 @@ class Replicas:
         ]
 
     def gather(self, mine: Any) -> list[Any]:
-        """What each virtual machine's speaker passed, in their order. Every rank calls this."""
+        """The value that each virtual machine's speaker passed, in order. Every rank calls this."""
         if self.count == 1:
             return [mine]
         is_speaker = self.rank in self._speakers
@@ -67,13 +67,14 @@ class Replicas:
         return found
 
     def gather_tensor(self, tensor: Tensor) -> list[Tensor]:
-        """Each virtual machine's tensor, on the device of this one. Every rank calls this."""
+        """Each virtual machine's tensor, on the device of ``tensor``. Every rank calls this."""
         if self.count == 1:
             return [tensor]
         return [part.to(tensor.device) for part in self.gather(tensor.detach().cpu())]
 
     def reduce(self, tensor: Tensor, operation: str) -> Tensor:
-        """One value of all virtual machines', with the same bits on each. Every rank calls this.
+        """Reduces a value over the virtual machines, with the same bits on each. Every rank calls
+        this.
 
         Args:
             tensor: this virtual machine's, the same on each of its stages.

@@ -1,4 +1,4 @@
-"""What the last stage knows of a step when it is over, and what the virtual machines make of it."""
+"""The last stage's report of a step, and how the virtual machines merge their reports."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lightning_pipeshift.model.trees import map_leaves
 
 @dataclass
 class Report:
-    """What the last stage knows of a step, for every rank.
+    """The last stage's report of a step, for every rank.
 
     Args:
         result: the step's result.
-        logs: what it logged.
-        changes: what it changed on the LightningModule.
+        logs: the values that it logged.
+        changes: its changes to the LightningModule.
         is_last_batch: whether the epoch ends with this step.
-        loss: the batch's loss, ``None`` where no microbatch gave one.
-        counted: what the losses count together: see :meth:`StepRun.counted`.
-        divided: what they have been divided by.
+        loss: the batch's loss, ``None`` if no microbatch returned one.
+        counted: the total weight of the losses: see :meth:`StepRun.counted`.
+        divided: the denominator by which they have been divided.
         size: how many samples the batch had.
     """
 
@@ -39,7 +39,7 @@ class Report:
 
     @property
     def correction(self) -> float:
-        """What the gradients still have to be multiplied with; 0 where the step counts nothing."""
+        """The factor still missing in the gradients; 0 if the step has no weight."""
         return self.divided / self.counted if self.counted else 0.0
 
 
@@ -48,7 +48,7 @@ def merge_reports(reports: list[Report], vm: int) -> Report:
 
     Args:
         reports: one for each virtual machine.
-        vm: whose result and changes count.
+        vm: the virtual machine whose result and changes are used.
     """
     mine = reports[vm]
     if len(reports) == 1:
@@ -70,7 +70,7 @@ def merge_reports(reports: list[Report], vm: int) -> Report:
         logs=merge_logs([report.logs for report in reports], sizes, counted),
         loss=loss,
         counted=sum(counted),
-        # Whoever had a loss knows by which of the denominators it was divided.
+        # A virtual machine that had a loss knows the denominator by which it was divided.
         divided=next((r.divided for r in reports if r.counted), mine.divided),
     )
 

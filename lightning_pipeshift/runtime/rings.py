@@ -1,12 +1,12 @@
 """Sums of gradients over the owners of a layer, without a coordinator (CN112528108B).
 
-Every layer has a ring of its own, over its owners in the virtual machines. A member that has its
-own gradient and its upstream neighbour's partial sum adds the two and passes the sum on, at once:
-nobody reports that it is ready, nobody gives a go, and layers come in any order. The gradient is
-cut into as many chunks as the ring has members and each chunk starts at another member, so a member
-sends and receives 2 (m - 1) / m of the gradient, the bandwidth bound (Patarasuk and Yuan 2009,
-section 3). Chunk c is summed in the order of the members c, c + 1, ..., so all members hold the
-same bits, in every run.
+Every layer has its own ring, over its owners in the virtual machines. A member that has its own
+gradient and its upstream neighbour's partial sum adds the two and passes the sum on at once: no
+rank reports that it is ready or gives a start signal, and layers are summed in any order. The
+gradient is cut into as many chunks as the ring has members and each chunk starts at another member,
+so a member sends and receives 2 (m - 1) / m of the gradient, the bandwidth bound (Patarasuk and
+Yuan 2009, section 3). Chunk c is summed in the order of the members c, c + 1, ..., so all members
+hold the same bits, in every run.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class RingSum:
         self._pieces = pieces
 
     def wait(self) -> None:
-        """Returns when the sum is there.
+        """Returns when the sum is complete.
 
         Raises:
-            StageFailedError: a member of the ring ended before it was complete.
+            StageFailedError: a member of the ring ended before that.
         """
         for piece in self._pieces:
             piece.result()
@@ -62,15 +62,15 @@ class Rings:
         self._sockets = groups.sockets
         self._rank = rank
         self.watched = watched
-        # One for every piece under way: with fewer, two members that have begun other rings first
-        # could wait for each other. A thread that waits costs nothing but its stack.
+        # One for every piece under way: with fewer threads, two members that have begun rings in
+        # different orders could wait for each other. A waiting thread costs only its stack.
         self._threads = Threads("ring")
 
     def start(self, number: int, members: Sequence[int], buffer: Tensor) -> RingSum:
         """Sums a vector over the members of a ring, in place, without waiting.
 
         Args:
-            number: tells rings that are under way at the same time apart; 0 to 8191.
+            number: distinguishes rings that are under way at the same time; 0 to 8191.
             members: the ranks, in the same order on each; this rank is one of them.
             buffer: a contiguous vector on the CPU, of the same length and type on every member. Its
                 values are undefined until the sum has been waited for.
@@ -110,7 +110,7 @@ class Rings:
                 with self.watched(peer):
                     work.wait()
 
-        # In turn, so that the next partial sum is on its way while this one is added.
+        # Two buffers in turn, so that the next partial sum travels while this one is added.
         landing = [torch.empty_like(chunks[0]) for _ in range(2)]
 
         def receive_partial(step: int) -> tuple[Tensor, Any]:
@@ -126,8 +126,8 @@ class Rings:
                 coming = receive_partial(step + 1)
             finish(arriving, upstream)
             chunks[received_at(step, place, count)] += partial_sum
-        # Each member has the complete sum of one chunk; the complete ones go round. What is
-        # overwritten now has been sent on `count - 1` steps ago.
+        # Each member has the complete sum of one chunk; these go round the ring. A chunk that is
+        # overwritten now was sent on `count - 1` steps ago.
         for step in range(count - 1, 2 * count - 2):
             finish(sent[step - count + 1], downstream)
             arriving = receive(step, chunks[received_at(step, place, count)])
@@ -144,8 +144,8 @@ def chunks_of(buffer: Tensor, count: int) -> list[Tensor]:
 
 
 def sent_at(step: int, place: int, count: int) -> int:
-    """Which chunk a member sends on, in each of the ``2 (count - 1)`` steps: first the partial sums
-    go round, and then, each behind the other, the complete ones.
+    """Which chunk a member sends on in a step. There are ``2 (count - 1)`` steps: first the partial
+    sums go round the ring, and then the complete ones.
 
     Args:
         step: from 0.

@@ -1,4 +1,4 @@
-"""What goes from the stages into a checkpoint: all of it to one rank, or to each rank its part."""
+"""Collects the state of all stages for a checkpoint: all of it on one rank, or a part on each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_pipeshift.model.placeholder import META
 from lightning_pipeshift.runtime.holdings import Holdings
 from lightning_pipeshift.runtime.kept import exchange, nowhere, walk, with_values
 
-# How deep a checkpoint is looked through for what has to be fetched from other stages.
+# How deep to search a checkpoint for values that have to be fetched from other stages.
 _DEPTH = 12
 
 
@@ -23,10 +23,9 @@ def gather_state(holdings: Holdings, state_dict: dict[str, Any], home: int) -> d
 
     Args:
         holdings: what this stage holds.
-        home: the stage.
-        state_dict: the LightningModule's own, with the parameters themselves in it
-            (``keep_vars=True``). The stages may have different names in it: a layer may make
-            a buffer when it first runs.
+        home: the stage that gets the state.
+        state_dict: the LightningModule's own, made with ``keep_vars=True``. The stages may have
+            different names in it: a layer may make a buffer when it first runs.
     """
     source_of = _sources(holdings, home)
     there = {}
@@ -40,7 +39,8 @@ def gather_state(holdings: Holdings, state_dict: dict[str, Any], home: int) -> d
     for source in range(holdings.channels.num_stages):
         if source != home:
             there.update(holdings.channels.receive_values(source))
-    # In the model's order; what a layer made later comes last, what it gave up is gone.
+    # In the model's order; entries that a layer made later come last, and deleted ones are left
+    # out.
     for name in list(state_dict):
         if name in there:
             state_dict[name] = there.pop(name)
@@ -56,8 +56,8 @@ def _source_of(holdings: Holdings, parameter: Tensor, home: int) -> int:
 
 
 def _sources(holdings: Holdings, home: int) -> Callable[[str, Any], int | None]:
-    """Says of an entry of the model's state dict which stage it is taken from: the stage
-    ``home`` wherever it has it, and ``None`` for what is in no layer.
+    """Returns a function that gives the stage from which an entry of the model's state dict is
+    taken: ``home`` if that has the entry, and ``None`` for entries of no layer.
     """
     stage_of = {id(layer): stage for layer, stage in holdings.layers}
     prefixes = {
@@ -77,8 +77,8 @@ def _sources(holdings: Holdings, home: int) -> Callable[[str, Any], int | None]:
 def part_of_state(
     holdings: Holdings, state_dict: dict[str, Any], vm: int, num_virtual_machines: int
 ) -> dict[str, Any]:
-    """What this rank saves of the model's state: every entry is one rank's, parameters by turns
-    those of each virtual machine, as they are the same in all.
+    """The part of the model's state that this rank saves: one rank saves each entry. The virtual
+    machines take turns with the parameters, which are the same in all of them.
 
     Args:
         state_dict: see :meth:`gather_state`.
@@ -86,8 +86,8 @@ def part_of_state(
         num_virtual_machines: how many there are.
 
     Returns:
-        The dict itself, with something on the meta device for what others save; the same thing
-        for the same parameter.
+        The dict itself, with meta tensors for entries that other ranks save; one meta tensor for
+        all names of a parameter.
     """
     source_of = _sources(holdings, home=0)
     of_others: dict[int, Tensor] = {}
@@ -95,7 +95,7 @@ def part_of_state(
         source = source_of(name, value)
         turn = number % num_virtual_machines if holdings.knows(value) else 0
         if source is None and isinstance(value, Tensor):
-            # User code's own, which may be on any stage; where several have it, one is written.
+            # An entry of user code, which may be on any stage; if several have it, one is written.
             source = holdings.stage
         if (vm, holdings.stage) != (turn, source or 0):
             like = value if isinstance(value, Tensor) else torch.empty(0)
@@ -106,13 +106,13 @@ def part_of_state(
 
 
 def complete(holdings: Holdings, checkpoint: dict[str, Any], home: int) -> None:
-    """Gives a checkpoint the values that are on other stages: those of averages and other copies
-    that callbacks and the LightningModule have put into it. Every stage calls this.
+    """Fills in values in a checkpoint that are on other stages: averages and other copies that
+    callbacks and the LightningModule have put into it. Every stage calls this.
 
     Args:
         holdings: what this stage holds.
         checkpoint: this stage's own; the entries of the dict itself are replaced.
-        home: the stage whose checkpoint has to be whole.
+        home: the stage whose checkpoint has to be complete.
 
     Raises:
         CheckpointError: no stage has a value.

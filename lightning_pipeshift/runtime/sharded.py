@@ -1,9 +1,9 @@
 """A checkpoint as a folder: every rank writes what it holds, and reads what it is to hold.
 
-In the folder are the marker (see :mod:`lightning_pipeshift.runtime.atomic`) and a subfolder. In
-that are the tensors, as ``torch.distributed.checkpoint`` writes them, and ``checkpoint.pt``:
-Lightning's own dict, as in a file, but with tensors on the meta device where the numbers are
-elsewhere. Names are the user's own, and say nothing of who held what.
+The folder holds the marker (see :mod:`lightning_pipeshift.runtime.atomic`) and a subfolder. The
+subfolder holds the tensors, as ``torch.distributed.checkpoint`` writes them, and ``checkpoint.pt``:
+Lightning's own dict, as in a file, but with meta tensors in place of those tensors. Names are the
+user's own, and do not depend on which rank held which tensor.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from lightning_pipeshift.runtime.stored import StoredFile
 REST = "checkpoint.pt"
 _FORMAT = {"format": "pipeshift sharded checkpoint", "version": 1}
 _ALIASES = "tied_names"
-# Lightning's state dicts, which are the model's and the optimizers', and what anybody else adds.
+# Lightning's state dicts, those of the model and the optimizers; and all other entries.
 _STATES = ("state_dict", "optimizer_states")
 _REST = "rest"
-# What the index of torch.distributed.checkpoint is made of. Nothing else is unpickled.
+# The classes in the index of torch.distributed.checkpoint. No other class is unpickled.
 _INDEX_NAMES = {
     *(
         ("torch.distributed.checkpoint.metadata", name)
@@ -64,9 +64,9 @@ _INDEX_NAMES = {
 
 
 def leaves(checkpoint: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """The entries of the state dicts in a checkpoint, and whatever tensors callbacks and user code
-    have put into it besides: a key that is unique in it, the dict or list that has the entry, and
-    its name there.
+    """Yields the entries of the state dicts in a checkpoint, and all other tensors that callbacks
+    and user code have put into it: a unique key, the dict or list that has the entry, and its name
+    there.
     """
     for name in list(checkpoint.get("state_dict", ())):
         yield f"state_dict/{name}", checkpoint["state_dict"], name
@@ -88,7 +88,7 @@ def _tensors_in(key: str, owner: Any, name: Any, value: Any) -> Iterator[tuple[s
 
 
 def _unshared(value: Any) -> Any:
-    """The same dicts and lists, whose entries may be replaced."""
+    """A copy of the dicts and lists, whose entries may be replaced."""
     if not isinstance(value, dict | list):
         return value
     copied = copy.copy(value)
@@ -104,12 +104,12 @@ class Writing:
     """A checkpoint on its way to disk: made by every rank at the same time, from what it holds.
 
     Args:
-        checkpoint: Lightning's dict. Of the state dicts, a rank passes what it is to save; what
-            others save is left out, or is a tensor on the meta device. Rank 0 passes all names of
-            the model's state.
+        checkpoint: Lightning's dict. In the state dicts, a rank passes what it is to save; entries
+            that others save are left out, or are meta tensors. Rank 0 passes all names of the
+            model's state.
         path: the folder's name.
-        group: all ranks, on gloo; nothing else goes over it.
-        staging: takes copies of what is to be saved, so that it may change while it is written.
+        group: a gloo group of all ranks, which nothing else uses.
+        staging: holds copies of the tensors to save, so that these may change meanwhile.
 
     Raises:
         CheckpointError: not all ranks see the folder, or it cannot be made.
@@ -211,13 +211,13 @@ class Writing:
             elif isinstance(state_dict[name], Elsewhere):
                 raise CheckpointError(nowhere([key]))
             else:
-                # A layer has given up a buffer, on the rank that runs it.
+                # A layer has deleted a buffer, on the rank that runs it.
                 del state_dict[name]
         states = [{**state, "state": {}} for state in checkpoint.get("optimizer_states", ())]
         for key, value in known.items():
             kind, _, name = key.partition("/")
             if kind == "state_dict":
-                # What is not there yet, a layer has made later, on the rank that runs it.
+                # A missing entry was made later by a layer, on the rank that runs it.
                 state_dict.setdefault(name, value)
                 continue
             if kind == _REST:
@@ -232,10 +232,11 @@ class Writing:
         return rest
 
     def finish(self) -> None:
-        """Writes, and lets the folder appear under its name. Every rank calls this.
+        """Writes, and makes the folder appear under its name. Every rank calls this.
 
         Raises:
-            CheckpointError: a rank could not write. What was under the name before is as it was.
+            CheckpointError: a rank could not write. An earlier checkpoint of this name is
+                unchanged.
         """
         data = self._temporary / self._data
         error: BaseException | None = None
@@ -270,7 +271,7 @@ class Writing:
 
 def _reason(error: BaseException | None) -> str | None:
     if isinstance(error, CheckpointException):
-        # It has the errors of all ranks, each with its traceback.
+        # The exception has the errors of all ranks, each with its traceback.
         return "; ".join(str(found) for found, _ in error.failures.values())
     return None if error is None else str(error) or type(error).__name__
 
@@ -324,7 +325,7 @@ class ShardedFolder:
         self._places = self._index()
 
     def _index(self) -> dict[str, Any]:
-        """By key, where its tensor lies."""
+        """The place of each tensor, by key."""
         data = (self._data / ".metadata").read_bytes()
         try:
             metadata = _IndexUnpickler(io.BytesIO(data)).load()
@@ -376,8 +377,8 @@ class ShardedFolder:
 
         Args:
             weights_only: as in ``torch.load``.
-            wrap: what stands for a tensor, given one like it on the meta device, and a function
-                that reads it.
+            wrap: makes the stand-in of a tensor, given a meta tensor like it, and a function that
+                reads it.
         """
         rest = self.rest(weights_only)
         aliases = rest.pop(_ALIASES, {})
@@ -387,8 +388,8 @@ class ShardedFolder:
             if isinstance(value, Tensor) and value.is_meta:
                 key = aliases.get(key, key)
                 if key.startswith(f"{_REST}/"):
-                    # Whoever put it there may do with it what promises cannot. What no stage had
-                    # was on the meta device everywhere.
+                    # The code that saved it may use it in ways that a stand-in does not support.
+                    # A tensor that no stage had was a meta tensor everywhere, and stays one.
                     if key in self._places:
                         owner[name] = self.tensor(key, value)
                     continue
@@ -402,7 +403,7 @@ class ShardedFolder:
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Makes what the index of torch.distributed.checkpoint is made of, and nothing else."""
+    """Makes objects of the classes in an index of torch.distributed.checkpoint, and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_type_of_number = module == "torch" and isinstance(

@@ -1,8 +1,9 @@
 """Shuts connections down for good.
 
 A process group's connections stay open as long as any operation on them is referred to, and after a
-failure tracebacks refer to some. Peers that wait would wait on; so the sockets themselves are shut
-down. Needs Linux's ``/proc``; elsewhere a failed rank's connections close when its process ends.
+failure tracebacks refer to some. Waiting peers would continue to wait; so the sockets themselves
+are shut down. This needs Linux's ``/proc``; on other systems a failed rank's connections close when
+its process ends.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Final
 _PATIENCE_SECONDS: Final = 1.0
 
 Opened = frozenset[tuple[int, int]]
-"""Sockets by file descriptor and inode: the descriptor alone may be another one's by now."""
+"""Sockets by file descriptor and inode: the descriptor alone may be that of another file by now."""
 
 
 def open_sockets() -> Opened:
@@ -34,22 +35,23 @@ def open_sockets() -> Opened:
 
 
 def shut_down(sockets: Opened) -> None:
-    """Ends the connections of those that are still open; the other ends notice at once."""
+    """Ends the connections of sockets that are still open; the other ends notice at once."""
     for descriptor, _ in sockets & open_sockets():
         with (
             contextlib.suppress(OSError),
             socket.socket(fileno=os.dup(descriptor)) as connection,
         ):
-            # A listener that is shut down makes gloo end the process.
+            # If a listener is shut down, gloo ends the process.
             if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 connection.shutdown(socket.SHUT_RDWR)
 
 
 def ends_soon(work: Any) -> bool:
-    """Whether an operation of a group whose connections are shut down ends, as it should at once.
+    """Whether an operation of a group whose connections are shut down ends at once, as it should.
 
-    gloo forgets one whose first send finds the connection shut before gloo itself has noticed: it
-    waits for half an hour. With 2.13 a collective cannot be called off.
+    If an operation's first send fails before gloo itself has noticed the closed connection, gloo
+    loses the operation, which then waits for half an hour. With torch 2.13 a collective cannot be
+    cancelled.
     """
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while not work.is_completed():
@@ -60,7 +62,7 @@ def ends_soon(work: Any) -> bool:
 
 
 def keep_for_ever(group: Any) -> None:
-    """Keeps a process group from ever being destroyed, which would wait for what it has under way.
-    Its threads end with the process.
+    """Prevents the destruction of a process group, which would wait for its operations under way.
+    The group's threads end with the process.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -1,4 +1,6 @@
-"""One stage's memory for saved tensors: what it may take, where it may go, and who keeps whose."""
+"""One stage's memory for saved tensors: its budget, the places they may go to, and other stages'
+blocks that it keeps.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ from lightning_pipeshift.runtime.store import ActivationStore, Orders
 from lightning_pipeshift.runtime.threads import Threads
 
 MARGIN: Final = 0.1
-"""What of a device's free memory is left for what nobody counts: what kernels take while they run,
-and what lies between two allocations."""
+"""The part of a device's free memory that is reserved for uncounted uses: kernels' workspaces, and
+gaps between allocations."""
 
 _HOST_PART: Final = 0.5
 """How much of a host's free memory swapped tensors may take, all of its ranks together."""
@@ -36,13 +38,13 @@ _TRIES: Final = 4
 
 @dataclass(frozen=True)
 class MemoryWishes:
-    """What the user asks for.
+    """The user's settings.
 
     Args:
-        budget_bytes: of each device; ``None``: what it has, less a margin.
-        host_bytes: of a host's memory, for each rank; ``None``: a part of what is free.
-        policy: decides over saved tensors.
-        compression: makes what is swapped smaller: ``"lossless"``, ``"8bit"`` or ``None``.
+        budget_bytes: of each device; ``None``: its memory, less a margin.
+        host_bytes: of a host's memory, for each rank; ``None``: a part of the free memory.
+        policy: decides what happens to saved tensors.
+        compression: of swapped tensors: ``"lossless"``, ``"8bit"`` or ``None``.
     """
 
     budget_bytes: float | None = None
@@ -53,12 +55,12 @@ class MemoryWishes:
 
 @dataclass(frozen=True)
 class RankRoom:
-    """What one rank has for saved tensors and all else.
+    """One rank's memory.
 
     Args:
-        budget_bytes: of its device.
+        budget_bytes: of its device, for everything.
         host_bytes: of its host, for swapped tensors.
-        host_bandwidth: how fast they get there, in bytes per second, and back.
+        host_bandwidth: of the way to the host and back, in bytes per second.
     """
 
     budget_bytes: int
@@ -70,13 +72,13 @@ class StageMemory:
     """One stage's part in memory compression.
 
     Args:
-        wishes: what the user asked for.
+        wishes: the user's settings.
         channels: this stage's connections.
         names: of the layers.
         where: this stage, in words.
-        threads: where to wait for others.
+        threads: their threads wait for other stages.
         fail_beside: called in a thread that fails.
-        say: tells the user something after the step.
+        say: shows a message to the user after the step.
     """
 
     def __init__(
@@ -111,14 +113,14 @@ class StageMemory:
         )
         self._borrowers: dict[int, Borrower] = {}
         self.room: RankRoom | None = None
-        """What this rank has, once it has been measured."""
+        """This rank's memory, once it has been measured."""
 
     def measure(self, device_bytes: float, host_bytes: float, num_sharers: int) -> RankRoom:
-        """Finds out what this rank has.
+        """Measures this rank's memory.
 
         Args:
-            device_bytes: what is free of its device's memory.
-            host_bytes: what is free of its host's memory.
+            device_bytes: the free memory of its device.
+            host_bytes: the free memory of its host.
             num_sharers: how many ranks share the host's memory.
         """
         wishes = self.wishes
@@ -134,8 +136,8 @@ class StageMemory:
         return self.room
 
     def _bandwidth(self) -> float:
-        """How fast tensors get to the host while others come back, and back, whichever is slower:
-        in a step they travel both ways at once, and those of all ranks of a host too.
+        """The bandwidth to the host and back, the lower of the two, with copies in both directions
+        at once: so it is in a step. All ranks of a host measure at the same time.
         """
         size = int(min(_TRIED_BYTES, self._host.limit_bytes // 2))
         rooms = [self._host.take(size) for _ in range(2) if size and self._host.claim(size)]
@@ -174,13 +176,13 @@ class StageMemory:
         static_bytes: Mapping[int, float],
         expected_bytes: Mapping[int, int],
     ) -> None:
-        """A plan is in force from here on. Every stage calls this, with the same plan.
+        """Follows a plan from here on. Every stage calls this, with the same plan.
 
         Args:
-            plan: it.
+            plan: the plan.
             vm: this stage's virtual machine.
-            static_bytes: what each layer takes all the time.
-            expected_bytes: what each layer is going to save for a microbatch.
+            static_bytes: the memory that each layer takes permanently.
+            expected_bytes: the memory that each layer is expected to save for a microbatch.
         """
         stage = self._channels.stage
         own = plan.placement.layers_of(vm, stage)
@@ -214,7 +216,7 @@ class StageMemory:
         )
 
     def _ways(self, swap: Swap, host: Place, spare: Place | None) -> tuple[Place, ...]:
-        """Where a swap's tensors go, and where else if there is no room."""
+        """The places for a swap's tensors, in order: each is used if those before it are full."""
         if not swap.stages:
             return (host,)
         for stage in swap.stages:
@@ -233,7 +235,7 @@ class StageMemory:
         return (remote,) if spare is None else (remote, spare)
 
     def figures(self) -> dict[str, float]:
-        """What the store has done, for people and tests."""
+        """Statistics of the store, for users and tests."""
         traffic = self.store.traffic
         return {
             "peak_bytes": traffic.peak_bytes,
@@ -246,7 +248,7 @@ class StageMemory:
         }
 
     def close(self) -> None:
-        """The run is over: nobody keeps anything for anybody."""
+        """Called at the end of the run: frees the memory, and ends the lending between stages."""
         for borrower in self._borrowers.values():
             borrower.close()
         self._borrowers.clear()
@@ -255,4 +257,4 @@ class StageMemory:
 
 
 def _nothing(*_: Any) -> None:
-    """Nobody waits for what is done."""
+    """The callback of copies whose end needs no handling."""

@@ -1,4 +1,4 @@
-"""Host memory for copies that are made while training stands still."""
+"""Host memory for copies that are made while training waits."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def room_for(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 class Staging:
-    """Copies of tensors in host memory, whose room is used again for the next copies."""
+    """Copies of tensors in host memory, which is reused for the next copies."""
 
     def __init__(self) -> None:
         self._rooms: dict[str, Tensor] = {}
 
     def copy(self, key: str, tensor: Tensor) -> Tensor:
-        """A copy of a tensor, row by row. It holds until the same key is copied again."""
+        """A contiguous copy of a tensor. It is valid until the next copy with the same key."""
         room = self._rooms.get(key)
         if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
             room = self._rooms[key] = room_for(tuple(tensor.shape), tensor.dtype)
         return room.copy_(tensor.detach())
 
     def clear(self) -> None:
-        """Gives the memory back."""
+        """Releases the memory."""
         self._rooms.clear()

@@ -1,4 +1,4 @@
-"""How a run stands, for whoever asks from outside: who owns what, and how fast is who."""
+"""The status of a run, for other processes: the owners of all layers, and the speed of stages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_pipeshift.runtime.pipeline import Pipeline
 
 
 def status_of(pipeline: Pipeline) -> dict[str, Any]:
-    """What can be said on the first rank; called beside the steps."""
+    """The status as known on the first rank; called in a thread beside the steps."""
     status: dict[str, Any] = {
         "step": pipeline.num_steps_done,
         "step_seconds": pipeline.step_seconds,
@@ -47,8 +47,8 @@ def shown(status: Mapping[str, Any], is_alive: bool) -> str:
     """A status as text.
 
     Args:
-        status: what :func:`status_of` and the writer of the file have said.
-        is_alive: whether the process is known to be there.
+        status: the entries of :func:`status_of`, and those that the writer of the file adds.
+        is_alive: whether the process is known to exist.
     """
     heard = max(0.0, time.time() - status["time"])
     if status["is_over"]:

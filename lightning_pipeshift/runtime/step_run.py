@@ -1,4 +1,4 @@
-"""Runs one stage's actions of one step. It knows no schedule: the row says what comes next."""
+"""Runs one stage's actions of one step, in the order of the schedule's row."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Microbatch:
         share: its part of the batch's samples, 0 to 1.
         trace: the flow of a slice of this shape; ``None`` where one stage runs the step as it is.
         layers: the layers that this stage owns for it.
-        key: what its random streams depend on.
+        key: its random streams depend on it.
         recompute: the layers that run again before the backward.
     """
 
@@ -64,12 +64,12 @@ class Microbatch:
 
 
 class Denominators(NamedTuple):
-    """What the losses of all virtual machines are divided by: powers of two, so that the division
-    is exact, and which numbers they are makes no difference in the end.
+    """The denominators of the losses of all virtual machines: powers of two, so that the division
+    is exact, and their choice has no effect on the result.
 
     Args:
-        sizes: where a microbatch counts by its samples.
-        weights: where it counts by the weight that ``training_step`` returns.
+        sizes: for microbatches weighted by their number of samples.
+        weights: for microbatches weighted by the weight that ``training_step`` returns.
     """
 
     sizes: float
@@ -78,7 +78,7 @@ class Denominators(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What the last stage got from one microbatch."""
+    """The last stage's result of one microbatch."""
 
     result: Any
     logs: list[LoggedValue]
@@ -98,15 +98,16 @@ class StepRun:
         streams: the random generators.
         shared: the shared parameters held here.
         recorder: stands in for ``LightningModule.log``.
-        loss_scale: what every loss is multiplied with before its backward.
-        denominators: what losses are divided by before it is known what they count together;
-            ``None`` where this step's own numbers are to decide.
+        loss_scale: a factor of every loss, applied before its backward.
+        denominators: divide the losses while their total weight is not known yet; ``None`` to
+            derive them from this step's own numbers.
         on_first_outcome: called on the last stage after its first forward.
         before_last_backward: called in front of the stage's last backward.
-        timers: measure the layers and actions of some microbatches, where somebody wants to know.
-        observer: notes what the first microbatch's layers save, where somebody wants to know.
-        store: keeps what layers save within a budget, where there is one.
-        before_layer: called in front of each of the stage's layers, where one may not be there yet.
+        timers: measure the layers and actions of some microbatches, if figures are needed.
+        observer: records what the first microbatch's layers save, if that is needed.
+        store: keeps what layers save within a budget, if there is one.
+        before_layer: called in front of each of the stage's layers, if layers may still be on
+            their way.
         resolve_state: puts values where user code has kept placeholders.
     """
 
@@ -133,8 +134,8 @@ class StepRun:
         self._resolve_state = resolve_state
         self.outcomes: list[Outcome] = []
         self.order: list[int] = []
-        """The layers in the order in which the last forward called them, where nothing else says
-        what it is."""
+        """The layers in the order in which the last forward called them, if the step is not
+        followed."""
         self._root = root
         self._step = step
         self._microbatches = microbatches
@@ -160,9 +161,9 @@ class StepRun:
         self._store = store
         self._before_layer = before_layer
         self._under_way: StagePass | None = None
-        # Until when the action under way has waited for other stages.
+        # The time until which the action under way has waited for other stages.
         self._waited: Any = None
-        # The denominator that user-given weights are divided by before it is known: see `counted`.
+        # The expected sum of user-given weights, which divides losses meanwhile: see `counted`.
         self._expected_weight: float | None = None
 
     def run(self, row: Row) -> None:
@@ -202,7 +203,7 @@ class StepRun:
     def _timed(self, timer: Timer, action: Action) -> None:
         begin, self._waited = timer.now(), None
         _ACTIONS[action.kind](self, action.microbatch)
-        # What an action waits for others comes first in it, and is nothing that it does.
+        # An action first waits for other stages; that time is not part of its work.
         start = self._waited if self._waited is not None else begin
         timer.add(action.kind.name, -1, start, timer.now())
 
@@ -218,16 +219,16 @@ class StepRun:
         self._sent.clear()
 
     def unsettled(self) -> list[Sent]:
-        """What is still being sent, for a caller that waits later."""
+        """The sends still under way, for a caller that waits later."""
         return list(self._sent.values())
 
     def _layout(self, number: int, boundary: int, direction: Direction, left: int) -> Layout:
-        """How what crosses a boundary lies in memory. Each pair of neighbours agrees for itself.
+        """The memory layout of what crosses a boundary, agreed on by each pair of neighbours.
 
         Args:
             number: the microbatch.
             boundary: the layer behind it.
-            direction: which way the tensors go.
+            direction: that of the tensors.
             left: the lower stage of the two.
         """
         trace = self._microbatches[number].trace
@@ -277,7 +278,7 @@ class StepRun:
         )
         self._switch.current = self._under_way = current
         self._recorder.current = current
-        # From here on the model alone says what is held of it.
+        # From here on only the model itself keeps parts of the payload alive.
         received.clear()
         try:
             current.run(lambda: self._step(self._root, microbatch.batch))
@@ -295,7 +296,7 @@ class StepRun:
 
     @cached_property
     def _resident(self) -> frozenset[int]:
-        """Addresses of what the model has anyway, where what is saved is counted or noted."""
+        """Addresses of the model's own tensors, if saved tensors are counted or recorded."""
         return resident_in(self._root) if self._looks_at_saved else frozenset()
 
     @property
@@ -363,7 +364,7 @@ class StepRun:
     # --- backward ---
 
     def recompute(self, number: int) -> None:
-        """Runs layers again that let go of what they had saved."""
+        """Runs the layers again that have dropped their saved tensors."""
         current = self._switch.current = self._passes[number]
         try:
             current.recompute_layers()
@@ -371,7 +372,7 @@ class StepRun:
             self._switch.current = None
 
     def receive_gradient(self, number: int) -> None:
-        """Posts the receive of the gradients of what was sent on."""
+        """Posts the receive of the gradients of the payload that was sent on."""
         microbatch = self._microbatches[number]
         specs = [spec for _, spec in microbatch.gradients(microbatch.layers.stop)]
         self._gradients[number] = self._channels.post_receive(
@@ -396,7 +397,7 @@ class StepRun:
                 outcome.loss = outcome.loss.detach()
         else:
             receipts = self._gradients.pop(number)
-            # The next stage has used the payload: the memory that was sent is free.
+            # The next stage has used the payload, so its send is complete.
             self._sent.pop((Kind.SEND_PAYLOAD, number)).wait()
             if self._store is not None:
                 self._store.hold(-_payload_bytes(microbatch))
@@ -470,20 +471,19 @@ class StepRun:
         )
 
     def _wait_for_earlier(self, kind: Kind) -> None:
-        """Waits until all sends of a kind but the last are over, and their memory is free.
+        """Waits until all sends of a kind but the last are complete, and their memory is free.
 
-        The neighbour takes them in this order, and for none of them does it wait for what this
-        stage has yet to do. So this ends; and who is further ahead than this holds memory for
-        nothing.
+        The neighbour receives them in this order, and does not wait for later actions of this stage
+        in between. So there is no deadlock; and running further ahead would only hold more memory.
         """
         under_way = [key for key in self._sent if key[0] is kind]
         for key in under_way[: 1 - SENDS_UNDER_WAY]:
             self._sent.pop(key).wait()
 
-    # --- what the last stage knows at the end ---
+    # --- results on the last stage ---
 
     def weights(self) -> list[float]:
-        """What each microbatch counts; one without a loss counts nothing."""
+        """The weight of each microbatch; 0 for one without a loss."""
         return [
             0.0
             if outcome.loss is None
@@ -494,12 +494,12 @@ class StepRun:
         ]
 
     def counted(self) -> tuple[float, float]:
-        """What the losses count together, and what they have been divided by.
+        """The total weight of the losses, and the denominator by which they have been divided.
 
-        The weights that ``training_step`` returns are known only as the microbatches come, and the
-        first backward runs before the last forward. So each loss is divided by what the weights'
-        sum would be if all were like the first, which is right for equal ones, and the rest is made
-        up for here; so is a microbatch without a loss.
+        The weights that ``training_step`` returns are known only after each forward, and the first
+        backward runs before the last forward. So each loss is divided by the sum that the weights
+        would have if all equalled the first, which is exact for equal weights. The quotient of the
+        two returned values corrects the rest, also for microbatches without a loss.
         """
         counted = sum(self.weights())
         if self._denominators is not None:
@@ -512,8 +512,8 @@ class StepRun:
         return counted, expected
 
 
-# Outside of the instance: a table of its own methods would keep it, and with it the step's batches
-# and activations, until the garbage collector comes by.
+# Not on the instance: a table of bound methods would be a reference cycle, and keep the step's
+# batches and activations alive until the garbage collector runs.
 _ACTIONS: dict[Kind, Callable[[StepRun, int], None]] = {
     Kind.RECEIVE_PAYLOAD: StepRun.receive_payload,
     Kind.FORWARD: StepRun.forward,
@@ -526,7 +526,7 @@ _ACTIONS: dict[Kind, Callable[[StepRun, int], None]] = {
 
 
 def _payload_bytes(microbatch: Microbatch) -> int:
-    """What is held of what the stage sends on, from its forward to its backward."""
+    """The bytes of the payload that the stage sends on, held from its forward to its backward."""
     payload = microbatch.payload(microbatch.layers.stop)
     return sum(spec.num_bytes for _, spec in payload)
 

@@ -1,9 +1,9 @@
-"""The activation store: where each block of saved tensors is, and that no budget is exceeded.
+"""The activation store: keeps track of each block of saved tensors, and of the budget.
 
 CN114880130B, after MPress (HPCA 2023), step 5: a table of every moved tensor and of every device's
-memory. Layers say what they are about to save and what they have saved; the store moves what the
-plan says as soon as its layer is done, and brings it back, in the order in which backwards need it,
-as soon as there is room and before they do.
+memory. The store is called before and after each layer saves tensors. It evicts the tensors that
+the plan names as soon as their layer is done, and prefetches them, in the order in which backwards
+need them, as soon as there is room.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from lightning_pipeshift.runtime.places import Parcel, Place
 _PATIENCE_SECONDS: Final = 20.0
 _PATIENCE_ACTIONS: Final = 5.0
 _PAUSE_SECONDS: Final = 1e-3
-"""How long at least, for how many of this stage's longest action so far, and how often, room is
-looked for that another stage was promised."""
+"""How long to wait for memory that the plan reserves for another stage: at least so many seconds,
+and so many times this stage's longest action so far; and how often to check."""
 
 _MARGIN: Final = 1.1
-"""How much more than was lacking is named as what would have been enough."""
+"""By which factor the recommended budget increase exceeds the lacking bytes."""
 
 
 class _Is(enum.Enum):
@@ -71,30 +71,31 @@ class _Entry:
         self.num_bytes = block.num_bytes
         self.state = _Is.HERE
         self.num_sent = 0
-        """How often it has been sent away: tells a copy that is done from an earlier one, of which
-        nobody wants to know any more."""
+        """How often the block has been sent away: the end of an outdated copy is recognised by its
+        lower number."""
         self.parcel: Parcel | None = None
         self.coming: Ticket | None = None
         self.memory: Tensor | None = None
         self.has_come = False
-        """Whether it was away, and has come back or is coming."""
+        """Whether the block was away, and has come back or is coming."""
         self.is_gone = False
 
     @property
     def need(self) -> tuple[int, int, int]:
-        """Sorts by when backwards need it: the first microbatch first, and in it the last layer."""
+        """A sort key, by when backwards need the block: the first microbatch first, and in it the
+        last layer first."""
         return self.microbatch, -self.layer, -place_in_forward(self.number)
 
 
 @dataclass
 class Traffic:
-    """What a store has done.
+    """Statistics of a store.
 
     Args:
-        peak_bytes: the most that saved tensors took of this device's memory.
-        moved_bytes: what has left, of one step after the other.
-        waited_seconds: how long the compute has waited for memory to come or go.
-        num_evicted: how many blocks had to leave that were to stay.
+        peak_bytes: the peak of saved tensors in this device's memory.
+        moved_bytes: the sum of the bytes moved out, over all steps.
+        waited_seconds: how long the compute has waited for copies to finish.
+        num_evicted: how many blocks were evicted although the plan keeps them here.
     """
 
     peak_bytes: int = 0
@@ -105,19 +106,19 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Orders:
-    """What the plan says of one stage.
+    """The plan's settings for one stage.
 
     Args:
-        budget_bytes: what saved tensors may take of the device's memory; infinite for no budget.
-        places: where tensors go, by layer and number.
-        spare: where what had to stay may go when the budget would be exceeded otherwise, if
-            anywhere.
-        expected_bytes: what each layer is going to save for a microbatch.
+        budget_bytes: for saved tensors in the device's memory; infinite for no budget.
+        places: the places of tensors that leave, by layer and number.
+        spare: the place for other tensors when the budget would be exceeded otherwise; ``None`` for
+            no such place.
+        expected_bytes: the bytes that each layer is expected to save for a microbatch.
         fills_budget: whether tensors come back as early as the budget allows, or no earlier than
             two layers before they are needed.
         names: of the layers.
         where: this stage, in words.
-        device_bytes: the budget that is for all that the device holds; ``None`` for none.
+        device_bytes: the budget for everything on the device; ``None`` for none.
     """
 
     budget_bytes: float
@@ -134,8 +135,8 @@ class ActivationStore:
     """One stage's store.
 
     Args:
-        orders: what the plan says.
-        say: tells the user something.
+        orders: the plan's settings.
+        say: shows a message to the user.
     """
 
     def __init__(self, orders: Orders, say: Callable[[str], None] = lambda _: None) -> None:
@@ -144,11 +145,11 @@ class ActivationStore:
         self._say = say
         self.lock: AbstractContextManager[Any] = threading.RLock()
         self._here_bytes = 0
-        # Those of others, which are here for them.
+        # Those of other stages, which are kept here for them.
         self._lent_bytes = 0
-        # What a layer is about to save: its own, as soon as it has asked for it.
+        # Reserved for what the layer under way is about to save.
         self._promised_bytes = 0
-        # What others are waiting for: nothing comes back into that room.
+        # Bytes that some thread waits for: no block may come back into that room.
         self._awaited_bytes = 0
         self._expected = dict(orders.expected_bytes)
         self._measured: set[int] = set()
@@ -156,40 +157,40 @@ class ActivationStore:
         self._leaving: deque[_Entry] = deque()
         self._coming: list[_Entry] = []
         self._new: list[_Entry] = []
-        # What goes by another name, too, and that.
+        # Blocks with a further name, and that name.
         self._also: list[tuple[_Entry, tuple[int, int]]] = []
-        # Told by whatever thread drops a block, in the middle of anything.
+        # Dropped blocks: any thread may drop one at any time, so this needs no lock.
         self._dropped: deque[_Entry] = deque()
         self._row: Row = ()
         self._position = 0
-        # The last that has begun in the action under way.
+        # The last layer that has begun in the action under way.
         self._layer = -1
         self._forwards: list[int] = []
         self._backward_at: dict[int, int] = {}
         self._forward_bytes = 0
         self._has_said: set[str] = set()
         self._begun = 0.0
-        # Of all actions so far.
+        # The longest action so far.
         self._longest_seconds = 0.0
 
     def follow(self, orders: Orders) -> None:
-        """Another plan is in force; nothing is under way."""
+        """Takes the settings of another plan; no copy may be under way."""
         self._orders = orders
         self._expected = {**orders.expected_bytes, **self._expected}
 
     @property
     def device_bytes(self) -> float | None:
-        """What all that the device holds may take, where there is a budget."""
+        """The budget for everything on the device, if there is one."""
         return self._orders.device_bytes
 
     @property
     def budget_bytes(self) -> float:
-        """What saved tensors may take of this device's memory."""
+        """The budget of saved tensors in this device's memory."""
         return self._orders.budget_bytes
 
     @property
     def held_bytes(self) -> int:
-        """What saved tensors take of this device's memory, others' among them."""
+        """The bytes of saved tensors in this device's memory, including those of other stages."""
         with self.lock:
             self._bury()
             return self._here_bytes + self._lent_bytes
@@ -197,7 +198,7 @@ class ActivationStore:
     # --- a step ---
 
     def begin_step(self, row: Row) -> None:
-        """The stage's actions of the step that begins."""
+        """Called as a step begins, with the stage's actions in it."""
         with self.lock:
             self._row = row
             self._backward_at = {
@@ -211,10 +212,10 @@ class ActivationStore:
             self._position = 0
 
     def begin_action(self, place: int, action: Action) -> None:
-        """The stage begins the action at a place of its row."""
+        """Called when the stage begins the action at a place of its row."""
         with self.lock:
             self._position, self._layer = place, -1
-            # What was made again in a backward.
+            # Blocks that a backward has recomputed are not moved out.
             self._new.clear()
             self._also.clear()
             self._begun = time.monotonic()
@@ -223,13 +224,13 @@ class ActivationStore:
         self.advance()
 
     def end_action(self, action: Action) -> None:
-        """The action is over."""
+        """Called when the action is over."""
         with self.lock:
             self._bury()
             self._promised_bytes = 0
             self._longest_seconds = max(self._longest_seconds, time.monotonic() - self._begun)
             if action.kind is Kind.FORWARD:
-                # What code behind the last layer has saved.
+                # Blocks saved by code behind the last layer.
                 self._send_new()
                 saved = sum(
                     entry.num_bytes
@@ -244,17 +245,17 @@ class ActivationStore:
     # --- layers ---
 
     def before_layer(self, layer: int) -> None:
-        """A layer is about to save what it saves."""
+        """Called before a layer runs: reserves memory for what it saves."""
         with self.lock:
             self._layer = layer
         self.make_room(self._expected.get(layer, 0), layer)
 
     def after_layer(self, layer: int) -> None:
-        """A layer has saved what it saves: what is to leave, leaves."""
+        """Called after a layer has run: begins to move out what it saved, as the plan says."""
         with self.lock:
             self._promised_bytes = 0
             saved = sum(entry.num_bytes for entry in self._new if entry.number < FRONT)
-            # What was measured replaces what was guessed.
+            # A measured size replaces a guessed one.
             known = self._expected[layer] if layer in self._measured else 0
             self._expected[layer] = max(known, saved)
             self._measured.add(layer)
@@ -263,7 +264,7 @@ class ActivationStore:
         self.advance()
 
     def _send_new(self) -> None:
-        """What is to leave of what has been saved, leaves."""
+        """Begins to move out those of the newly saved blocks that the plan moves."""
         new = [(entry, (entry.layer, entry.number)) for entry in self._new] + self._also
         self._new.clear()
         self._also.clear()
@@ -279,7 +280,7 @@ class ActivationStore:
                 )
 
     def add(self, block: Block) -> None:
-        """Another block is here."""
+        """Adds a block, which is on the device."""
         with self.lock:
             self._bury()
             entry = block.place = _Entry(block)
@@ -289,20 +290,20 @@ class ActivationStore:
             self._promised_bytes = max(0, self._promised_bytes - entry.num_bytes)
 
     def also(self, block: Block, layer: int, number: int) -> None:
-        """A block goes by another name, too: what moves under that, moves."""
+        """Gives a block a further name: it moves if the plan moves either of the two."""
         if isinstance(block.place, _Entry):
             self._also.append((block.place, (layer, number)))
 
     def drop(self, place: object) -> None:
-        """Nobody needs a block any more; what it had as its place."""
+        """Drops a block that is not needed any more, given its ``place`` attribute."""
         if isinstance(place, _Entry):
             self._dropped.append(place)
 
     def lend(self, num_bytes: int) -> None:
-        """Another stage puts so many bytes here, or takes them back.
+        """Counts bytes that another stage puts here, or, negative, takes back.
 
         Raises:
-            BudgetError: this stage has had no room for them for a while.
+            BudgetError: this stage still has no room for them after a while.
         """
         begun = time.monotonic()
         while num_bytes > 0:
@@ -323,7 +324,8 @@ class ActivationStore:
         self._count(0)
 
     def hold(self, num_bytes: int) -> None:
-        """So much more, or less, is held that cannot leave: what was sent on, and may be in use.
+        """Counts bytes that are held and cannot be moved, as a payload that was sent on; negative
+        when they are released.
 
         Raises:
             BudgetError: there is no room for it.
@@ -337,14 +339,14 @@ class ActivationStore:
     # --- there and back ---
 
     def make_room(self, num_bytes: int, layer: int) -> None:
-        """Returns when so many more bytes fit in the budget; they are kept free for a layer.
+        """Waits until so many more bytes fit in the budget, and reserves them for a layer.
 
         Args:
-            num_bytes: what it is going to save.
-            layer: which.
+            num_bytes: the bytes that the layer is expected to save.
+            layer: the layer.
 
         Raises:
-            BudgetError: they never will.
+            BudgetError: they can never fit.
         """
         with self.lock:
             self._promised_bytes = 0
@@ -361,13 +363,13 @@ class ActivationStore:
 
         Args:
             num_bytes: how many.
-            who: who needs them, in words.
-            layer: which layer needs them, if one does.
+            who: what needs them, in words.
+            layer: the layer that needs them, if it is a layer.
             take: counts them. Called under the lock under which the room was found, so that no
                 other thread takes the same room.
 
         Raises:
-            BudgetError: they never will.
+            BudgetError: they can never fit.
         """
         begun = None
         with self.lock:
@@ -409,7 +411,7 @@ class ActivationStore:
         return self.held_bytes + num_bytes <= self._orders.budget_bytes
 
     def advance(self) -> None:
-        """Begins to bring back what is needed next and has room."""
+        """Begins to bring back the blocks that are needed next, as far as there is room."""
         with self.lock:
             self._settle()
             for microbatch in sorted(self._entries):
@@ -427,7 +429,7 @@ class ActivationStore:
                     self._call_back(entry)
 
     def fetch(self, block: Block) -> None:
-        """Brings a block back that is wanted now; returns when it is here."""
+        """Brings a block back that is needed now; returns when it is here."""
         entry: _Entry = block.place
         with self.lock:
             self._let_stay(entry)
@@ -478,9 +480,9 @@ class ActivationStore:
             self._here_bytes -= entry.num_bytes
 
     def _has_left_meanwhile(self, entry: _Entry, num_sent: int) -> None:
-        """Called by the thread that has copied it."""
+        """Called by the thread that has copied the block."""
         self._has_left(entry, num_sent)
-        # It has nobody else to begin what there is room for now.
+        # The compute thread may be waiting, so this thread uses the freed room.
         self.advance()
 
     def _call_back(self, entry: _Entry) -> None:
@@ -507,7 +509,7 @@ class ActivationStore:
             entry.memory = entry.coming = entry.parcel = None
 
     def _stay(self, microbatch: int) -> None:
-        """What has not left yet needs not leave any more."""
+        """Keeps the blocks of a microbatch that have not left yet."""
         for entry in self._entries.get(microbatch, ()):
             self._let_stay(entry)
 
@@ -517,15 +519,15 @@ class ActivationStore:
             entry.parcel, entry.state = None, _Is.HERE
 
     def _evict(self, lacking: int, layer: int | None) -> bool:
-        """Lets blocks leave that were to stay, or have come back early: those first that are needed
-        last.
+        """Begins to move out blocks that the plan keeps here, or that have come back early; first
+        the blocks that are needed last.
         """
         spare = [self._orders.spare] if self._orders.spare is not None else []
         here = [e for entries in self._entries.values() for e in entries if e.state is _Is.HERE]
         current = self._row[self._position] if self._position < len(self._row) else None
         freed = 0
         for entry in sorted(here, key=lambda entry: entry.need, reverse=True):
-            # What runs uses what belongs to its layer, or to the one it has just left.
+            # The running action uses the blocks of its layer, and of the one before.
             is_in_use = (
                 current is not None
                 and current.kind in (Kind.BACKWARD, Kind.RECOMPUTE)
@@ -542,7 +544,7 @@ class ActivationStore:
         return freed > 0
 
     def _is_soon(self, entry: _Entry) -> bool:
-        """Whether no more than two layers' tensors are back, and not used yet."""
+        """Whether with this block no more than two layers' tensors are back and still unused."""
         back = sum(
             other.num_bytes
             for entries in self._entries.values()
@@ -552,8 +554,8 @@ class ActivationStore:
         return back + entry.num_bytes <= 2 * max(self._expected.values(), default=0)
 
     def _reserve(self, microbatch: int) -> int | None:
-        """What is to be left free for forwards that come before a backward; ``None`` where it is
-        too early to think of it.
+        """The bytes to leave free for forwards that run before a microbatch's backward; ``None`` if
+        it is too early to bring its blocks back.
         """
         at = self._backward_at.get(microbatch)
         if at is None or at < self._position:
@@ -563,8 +565,8 @@ class ActivationStore:
         if coming > 1 or current == Action(Kind.FORWARD, microbatch):
             return None
         if coming and current.kind is Kind.FORWARD:
-            # It is under way. What its layers have saved so far is here or has left, and what the
-            # one that runs is about to save has been promised to it.
+            # The forward is under way. Blocks of its earlier layers are already counted, and memory
+            # for the running layer is reserved.
             return sum(size for layer, size in self._expected.items() if layer > self._layer)
         return coming * self._forward_bytes
 
@@ -576,7 +578,7 @@ class ActivationStore:
         self.traffic.peak_bytes = max(self.traffic.peak_bytes, held)
 
     def _settle(self) -> None:
-        """Takes note of what has happened elsewhere."""
+        """Updates the table after copies that have ended, and blocks that were dropped."""
         self._bury()
         while self._leaving:
             entry = self._leaving[0]

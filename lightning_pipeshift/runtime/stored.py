@@ -1,8 +1,8 @@
-"""Reads tensors from what ``torch.save`` wrote, one at a time, checked against their checksums.
+"""Reads tensors from a file of ``torch.save``, one at a time, checked against their checksums.
 
-``torch.save`` writes a zip archive whose entries are not compressed: a tensor's bytes lie in one
-piece, and the archive has a CRC-32 of each entry, which torch itself does not look at. A rank reads
-only what it takes, straight to where it is to be.
+``torch.save`` writes a zip archive whose entries are not compressed: a tensor's bytes are
+contiguous, and the archive has a CRC-32 of each entry, which torch itself does not check. A rank
+reads only what it needs, directly into its final memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_pipeshift.errors import CheckpointError
 from lightning_pipeshift.runtime.staging import room_for
 
-# Small enough to be in the cache still when its checksum is taken.
+# Small enough to be still in the cache when its checksum is computed.
 _CHUNK_BYTES = 1 << 20
 
 
@@ -52,15 +52,14 @@ class StoredFile:
 
     @property
     def is_archive(self) -> bool:
-        """Whether it is of a torch that writes archives (1.6 or later)."""
+        """Whether the file was written by a torch that writes archives (1.6 or later)."""
         return os.pread(self._file.fileno(), 2, 0) == b"PK"
 
     def archive(self, begin: int = 0, size: int | None = None) -> dict[str, Entry]:
-        """The entries of a zip archive that lies in the file, by their names without the archive's
-        own.
+        """The entries of a zip archive in the file, by their names without the archive's prefix.
 
         Raises:
-            CheckpointError: there is no whole archive.
+            CheckpointError: there is no complete archive.
         """
         size = self._size - begin if size is None else size
         try:
@@ -76,15 +75,15 @@ class StoredFile:
 
     def _entry(self, begin: int, info: zipfile.ZipInfo) -> Entry:
         start = begin + info.header_offset
-        # A local header: 30 bytes, of which the last four are the lengths of a name and of more.
+        # A local header has 30 bytes; the last four are the lengths of the name and an extra field.
         name, more = struct.unpack("<HH", os.pread(self._file.fileno(), 4, start + 26))
         return Entry(start + 30 + name + more, info.file_size, info.CRC)
 
     def read(self, entry: Entry, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """A tensor whose numbers lie in the file row by row.
+        """Reads a tensor that is contiguous in the file.
 
         Raises:
-            CheckpointError: they are not those that were written.
+            CheckpointError: the bytes do not match their checksum, or have the wrong size.
         """
         tensor = room_for(shape, dtype)
         if tensor.nbytes != entry.size:
@@ -100,10 +99,10 @@ class StoredFile:
         return tensor
 
     def verify(self, entry: Entry) -> None:
-        """Reads bytes for their checksum alone.
+        """Reads bytes only to check their checksum.
 
         Raises:
-            CheckpointError: they are not those that were written.
+            CheckpointError: they do not match it.
         """
         found, buffer = 0, memoryview(bytearray(min(_CHUNK_BYTES, entry.size)))
         for offset in range(0, entry.size, _CHUNK_BYTES):
@@ -111,7 +110,7 @@ class StoredFile:
         self._require(entry, found)
 
     def _read(self, begin: int, buffer: memoryview, checksum: int) -> int:
-        """Fills a buffer, and goes on with a checksum."""
+        """Fills a buffer, and returns the checksum updated with its bytes."""
         done = 0
         while done < len(buffer):
             read = os.preadv(self._file.fileno(), [buffer[done:]], begin + done)

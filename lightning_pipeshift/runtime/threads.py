@@ -1,6 +1,6 @@
-"""Threads that wait for others, beside the one that computes.
+"""Threads that wait for other ranks, beside the one that computes.
 
-Unlike those of ``concurrent.futures``, they do not keep a process alive whose run has failed.
+Unlike those of ``concurrent.futures``, they do not keep a process alive after its run has failed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Work = SimpleQueue[tuple[Callable[[], Any], "Future[Any]"] | None]
 
 
 class Threads:
-    """As many threads as there is work that waits.
+    """A pool with as many threads as there are calls under way.
 
     Args:
-        name: what the threads are called, before their number.
-        on_error: called in a thread whose work has failed, for those who wait for something else
-            than the work's end.
+        name: the prefix of the threads' names.
+        on_error: called in a thread whose call has failed, as the caller may not wait for the
+            call's future.
     """
 
     def __init__(self, name: str, on_error: Callable[[BaseException], None] | None = None) -> None:
@@ -33,7 +33,7 @@ class Threads:
         self._count = 0
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
-        """Calls a function in a thread of its own."""
+        """Calls a function in a thread that runs no other call meanwhile."""
         future: Future[T] = Future()
         if not self._idle.acquire(blocking=False):
             self._count += 1
@@ -63,11 +63,11 @@ class Threads:
 
 
 class InOrder:
-    """One thread that does one thing after the other.
+    """A thread that makes one call after the other.
 
     Args:
-        name: what the thread is called.
-        on_error: called in the thread when something has failed. What comes after that is not done.
+        name: the thread's name.
+        on_error: called in the thread when a call has failed. Later calls are not made.
     """
 
     def __init__(self, name: str, on_error: Callable[[BaseException], None] | None = None) -> None:
@@ -78,7 +78,7 @@ class InOrder:
         self._failure: BaseException | None = None
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
-        """Calls a function when all that was submitted before is done."""
+        """Calls a function when all earlier calls are done."""
         future: Future[T] = Future()
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)

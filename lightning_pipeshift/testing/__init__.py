@@ -1,7 +1,7 @@
-"""Checks that users may run on models of their own: does PipeShift train them unchanged?
+"""Checks that users can run on their own models: that PipeShift trains them unchanged.
 
-``check_model`` trains a model for some steps on one stage and on several, and says whether the bits
-agree and what it found; ``pipeshift check`` does so for what a configuration describes.
+``check_model`` trains a model for some steps on one stage and on several, and reports whether the
+bits agree and what it found; ``pipeshift check`` does so for a configuration.
 """
 
 from lightning_pipeshift.testing.checking import check_model

@@ -1,4 +1,4 @@
-"""Compares tensors to the bit: ``0.0`` is not ``-0.0``, and what is not a number is itself."""
+"""Compares tensors bitwise: ``0.0`` differs from ``-0.0``, and NaN equals itself."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What PipeShift has found in a model when it followed a step: its layers, what has to cross the
+"""The findings of PipeShift about a model after following a step: its layers, the payloads of the
 boundaries between them, and the code between them.
 
-All figures are of the first microbatch.
+All figures are those of the first microbatch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_pipeshift.plan.flow import Value
 from lightning_pipeshift.runtime.pipeline import Pipeline
 
 END_OF_STEP = "the end of the step"
-"""Where the loss, what is logged and what the step returns are made."""
+"""The code that computes the loss, the logged values and the step's result."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class FoundLayer:
         kind: the name of its class.
         num_parameters: how many numbers its parameters hold.
         parameter_bytes: their bytes.
-        forward_seconds: what its forward takes; ``None`` where no run has measured it.
+        forward_seconds: the time of its forward; ``None`` if no run has measured it.
         is_called: whether the step calls it.
     """
 
@@ -48,15 +48,15 @@ class FoundTensor:
 
     Args:
         layer: the layer that returned it, or behind which it was computed.
-        function: that computed it, in the code behind that layer; ``None`` for what the layer
-            itself returned.
-        needed_by: the layers further on that take it; ``"code behind NAME"`` for code between
-            layers that computes with it; ``"conditions"`` for code that looks at it on every stage;
-            and :data:`END_OF_STEP`.
+        function: the function that computed it, in the code behind that layer; ``None`` for an
+            output of the layer itself.
+        needed_by: the later layers that take it; ``"code behind NAME"`` for code between layers
+            that computes with it; ``"conditions"`` for code that reads it on every stage; and
+            :data:`END_OF_STEP`.
         shape: its shape.
         dtype: its type.
         num_bytes: its bytes.
-        has_gradient: whether a gradient of it comes back.
+        has_gradient: whether its gradient is sent back.
     """
 
     layer: str
@@ -75,7 +75,7 @@ class FoundBoundary:
     Args:
         before: the layer in front of it.
         after: the layer behind it.
-        payload: what crosses it, wherever the model is cut here.
+        payload: the tensors that cross it, if the model is cut here.
     """
 
     before: str
@@ -90,14 +90,14 @@ class FoundBoundary:
 
 @dataclass(frozen=True)
 class FoundCode:
-    """Code between two layers that computes with what layers have returned.
+    """Code between two layers that computes with the outputs of layers.
 
     Args:
         after: the layer in front of it; ``None`` for code in front of all layers.
         before: the layer behind it; ``None`` for the end of the step.
         functions: how often it calls which function of torch on values that one stage has.
-        is_open: whether it takes another way with other values (``if x.mean() > 0``), so that what
-            follows there is computed on every stage that needs it, and not once.
+        is_open: whether it branches on values (``if x.mean() > 0``), so that the code after the
+            branch runs on every stage that needs its results, and not once.
     """
 
     after: str | None
@@ -113,16 +113,16 @@ class Findings:
     Args:
         layers: in call order; those that the step does not call are last.
         boundaries: between neighbouring layers that the step calls, in the same order.
-        code: between layers, in order; where there is none, there is no entry.
+        code: between layers, in order; without entries for gaps that have no code.
         shared: parameters that several layers use, or code between layers: several stages may hold
             them.
         written: parameters, buffers and attributes outside of layers that the step writes to with
             values that one stage has.
-        num_flows: how many different flows the microbatches had: by their shapes, mostly.
-        is_shaped_by_batch: whether shapes are made of the batch's values (``x[mask]``), so that
-            each batch is followed anew.
+        num_flows: how many different flows the microbatches had, usually because of their shapes.
+        is_shaped_by_batch: whether shapes depend on the batch's values (``x[mask]``), so that each
+            batch is followed separately.
         is_drawn: whether random numbers decide which layers are called, so that each microbatch is
-            followed anew.
+            followed separately.
     """
 
     layers: tuple[FoundLayer, ...]
@@ -136,7 +136,7 @@ class Findings:
 
 
 def layers_of(modules: Mapping[str, nn.Module]) -> tuple[FoundLayer, ...]:
-    """What is known of layers that nobody has called yet."""
+    """The findings on layers before any step has called them."""
     return tuple(
         FoundLayer(
             name,
@@ -149,7 +149,7 @@ def layers_of(modules: Mapping[str, nn.Module]) -> tuple[FoundLayer, ...]:
 
 
 def findings_of(pipeline: Pipeline) -> Findings:
-    """What a pipeline has found, after its first training step."""
+    """The findings of a pipeline after its first training step."""
     seconds = {layer.name: layer.forward_seconds for layer in pipeline.plan.layers}
     traces = pipeline.traces
     if not traces:

@@ -1,4 +1,4 @@
-"""What a check has found, as a value that prints."""
+"""The result of a check, as a printable value."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NOT_REPEATABLE = (
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that is not the same to the bit as on one stage.
+    """A value that is not bitwise equal to that on one stage.
 
     Args:
         kind: ``"parameter"``, ``"buffer"`` or ``"optimizer state"`` after the last step; ``"loss"``
@@ -34,7 +34,7 @@ class Difference:
             cannot be compared: one is missing, has another shape, or has values that are no
             numbers.
         step: for a loss and a logged value the first step in which it differs, from 0.
-        ranks: those on which it does.
+        ranks: those on which it differs.
     """
 
     kind: str
@@ -54,14 +54,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class Failure:
-    """How a run ended that did not end well.
+    """A run's failure.
 
     Args:
         kind: the name of the exception's class; ``"hang"`` for a run that outlasted its limit,
             ``"crash"`` for a rank that died without an exception.
         message: of the exception.
         details: its traceback, or the stacks of all ranks.
-        is_refusal: whether PipeShift said that it cannot do this, and what to change.
+        is_refusal: whether it is PipeShift's own error for something that it does not support.
     """
 
     kind: str
@@ -79,8 +79,8 @@ class CheckedRun:
         counts: how many layers each stage owned at the end.
         losses: of each step; ``None`` for a step without a loss.
         differences: from the run on one stage.
-        failure: how it ended, unless it ended well.
-        seconds: what it took, the model's construction included.
+        failure: its failure, if it failed.
+        seconds: its duration, including the model's construction.
     """
 
     split: Split
@@ -104,7 +104,7 @@ class CheckedRun:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What :func:`~lightning_pipeshift.testing.check_model` has found. ``print`` shows it.
+    """The result of :func:`~lightning_pipeshift.testing.check_model`. ``print`` shows it.
 
     Args:
         model: the name of the LightningModule's class.
@@ -112,9 +112,10 @@ class CheckReport:
         microbatches: into how many slices each batch was cut.
         one_stage: the run on one stage, with which the others are compared.
         runs: on several stages.
-        findings: the layers, what crosses the boundaries between them, and the code between them.
-        is_repeatable: whether a second run on one stage gave the bits of the first; ``None`` where
-            nobody looked, as nothing differed.
+        findings: the layers, the payloads of the boundaries between them, and the code between
+            them.
+        is_repeatable: whether a second run on one stage gave the bits of the first; ``None`` if
+            there was no second run, as nothing differed.
     """
 
     model: str
@@ -138,8 +139,8 @@ class CheckReport:
             raise AssertionError(str(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as dicts, lists, texts and numbers that JSON has; numbers that it has not
-        (``nan``) are texts.
+        """The report as dicts, lists, texts and numbers for JSON; numbers that JSON lacks (``nan``)
+        are texts.
         """
 
         def named(run: CheckedRun) -> dict[str, Any]:

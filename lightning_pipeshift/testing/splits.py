@@ -1,7 +1,7 @@
-"""How a model is split for a comparison: into how many stages, where it is cut, by which schedule.
+"""The splits of a model for a comparison: the number of stages, the cut, and the schedule.
 
-A fault may show with one cut only, so the cuts vary: the strategy's own, and random ones, which are
-the same each time.
+A fault may occur with one cut only, so the cuts vary: the strategy's own, and random ones, which
+are the same each time.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from itertools import product
 from typing import NamedTuple
 
 CUTS = ("measured", "random", "uniform")
-"""The cuts that have a name: by what each layer takes, and made anew after the first step; drawn;
-as many layers on each stage.
+"""The named cuts: by the measured time of each layer, and chosen again after the first step;
+random; equal numbers of layers on each stage.
 """
 
 

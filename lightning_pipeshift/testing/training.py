@@ -1,5 +1,5 @@
-"""What each rank does in a check: builds the model, trains it for some steps on batches that every
-run has, and compares what came of it with another run.
+"""The work of each rank in a check: builds the model, trains it for some steps on the same batches
+in every run, and compares the result with that of another run.
 """
 
 from __future__ import annotations
@@ -137,15 +137,15 @@ class Fit:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run has come to on one rank.
+    """The result of a run on one rank.
 
     Args:
         losses: of every step; ``None`` for a step without.
-        logged: by step, what had been logged after it; the last entry is that of the whole run.
+        logged: by step, the values logged by its end; the last entry is that of the whole run.
         counts: how many layers each stage owned at the end.
-        differing: how far what this rank holds is from the run with which it was compared, see
-            :func:`~lightning_pipeshift.testing.bits.differences`.
-        held: what of the state that is.
+        differing: the differences of the tensors that this rank holds from those of the other run,
+            see :func:`~lightning_pipeshift.testing.bits.differences`.
+        held: the part of the state that this rank holds.
         findings: on the first rank.
         seconds: the whole run.
     """
@@ -160,7 +160,7 @@ class Trained:
 
 
 class Watcher(Callback):
-    """Writes down what a run does, without a hook that would have the strategy do more."""
+    """Records a run, without using hooks that would make the strategy do more."""
 
     def __init__(self) -> None:
         self.losses: list[float | None] = []

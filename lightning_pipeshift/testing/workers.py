@@ -1,8 +1,9 @@
-"""Rank processes that do one job after another, with a limit for each.
+"""Rank processes that do one job after another, with a time limit for each.
 
-Whoever trains many models, or one model many times, would spend the time importing torch if every
-run had fresh processes. These are forked once, from a server that has imported everything, and
-kept. A job that raises, dies or hangs ends all of them; the next one finds new ones.
+With new processes for every run, training many models, or one model many times, would mostly
+consist of importing torch. These processes are forked once, from a server that has imported
+everything, and reused. A job that raises, dies or hangs ends all of them; the next job gets new
+ones.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from typing import Any, NamedTuple, NoReturn
 from lightning_pipeshift.errors import PipeShiftError
 
 STACK_SIGNAL = signal.SIGUSR2
-"""Asks a rank for the stacks of its threads."""
+"""Makes a rank print the stacks of its threads."""
 
 RANK_VARIABLES = (
     "RANK",
@@ -49,7 +50,8 @@ RANK_VARIABLES = (
     "MASTER_PORT",
     "TORCHELASTIC_RUN_ID",
 )
-"""What a launcher sets. Who starts ranks may run under one itself, whose ranks are none of ours."""
+"""Variables that a launcher sets. The process that starts ranks may run under a launcher itself,
+whose ranks are not these."""
 
 # How long the other ranks may go on, once one has failed.
 _GRACE_SECONDS = 8.0
@@ -62,14 +64,14 @@ _FIRST_PORT, _LAST_PORT, _BLOCK = 20_000, 32_000, 100
 
 
 class JobFailedError(Exception):
-    """A job that did not end well.
+    """A job's failure.
 
     Args:
         kind: the name of the exception's class; ``"hang"`` for a job that outlasted its limit,
             ``"crash"`` for a rank that died without an exception.
         message: of the exception.
         details: the traceback, or the stacks of all ranks.
-        is_refusal: whether it is one of PipeShift's own errors, which say what it cannot do.
+        is_refusal: whether it is one of PipeShift's own errors, for something it does not support.
     """
 
     def __init__(self, kind: str, message: str, details: str, is_refusal: bool = False) -> None:
@@ -81,13 +83,13 @@ class JobFailedError(Exception):
 
     @property
     def first_line(self) -> str:
-        """What a table has room for."""
+        """The first line of the message, for a table."""
         lines = self.message.strip().splitlines() or [""]
         return f"{self.kind}: {lines[0][:300]}"
 
 
 class _Answer(NamedTuple):
-    """What one rank says of its part in a job."""
+    """The result of one rank's part in a job."""
 
     value: Any = None
     kind: str | None = None
@@ -202,7 +204,7 @@ class Workers:
                         deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         failed = [answer for answer in answers.values() if answer.kind is not None]
         if failed:
-            # A rank that only says that another one failed is not the one to look at.
+            # A rank that only reports another one's failure is not the cause.
             failed.sort(key=lambda answer: answer.kind in ("StageFailedError", "crash"))
             first = failed[0]
             raise JobFailedError(first.kind or "", first.message, first.details, first.is_refusal)
@@ -277,7 +279,7 @@ def _threads_with_stack_signal(pid: int, field: str) -> set[str]:
 
 @contextlib.contextmanager
 def _found_by_server() -> Iterator[None]:
-    """Context in which a server that starts finds the modules that this process would."""
+    """Context in which a starting server finds the same modules as this process."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     try:
@@ -342,7 +344,7 @@ def lead_own_group_and_die_with_parent() -> None:
 
 
 def _rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun tells a worker, on one host."""
+    """The environment variables that torchrun sets for a worker, on one host."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -367,8 +369,8 @@ def _work(connection: mp_connection.Connection, rank: int, scratch: Path, folder
     set_handler = signal.signal
 
     def keep_stack_signal(number: Any, handler: Any) -> Any:
-        # Lightning puts back every signal's handler after a run, and Python knows nothing of
-        # faulthandler's.
+        # Lightning restores every signal's handler after a run, and Python does not know that of
+        # faulthandler.
         return handler if number == STACK_SIGNAL else set_handler(number, handler)
 
     faulthandler.enable(file=stacks, all_threads=True)
