@@ -227,17 +227,27 @@ class Unrepeatable(Clean):
         return super().loss_of(output) * random.SystemRandom().random()
 
 
+class Keeps(nn.Module):
+    """Appends its result to a list of the model's, where no other stage could see it."""
+
+    def __init__(self, kept: list[Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.kept = kept
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.kept.append(self.linear(hidden))
+        return self.kept[-1]
+
+
 class Refused(Clean):
-    """Takes a tensor out of a layer past its return value, which no other stage could see."""
+    """Takes a tensor out of a layer past its return value, and has a hook."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner: list[Tensor] = []
         self.blocks[0].register_forward_hook(lambda *_: None)
-        self.head[0].register_forward_hook(self.keep)
-
-    def keep(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        self.inner.append(output)
+        self.blocks[1] = Keeps(self.inner)
 
     def configure_layers(self) -> list[nn.Module]:
         return [self.stem, *self.blocks, self.head]
@@ -389,7 +399,7 @@ def test_what_is_refused_is_told_with_the_reason() -> None:
         assert run.verdict == "refused"
         assert run.failure is not None
         assert run.failure.kind == "LayerError"
-        assert "from the inside of the layer 'head'" in run.failure.message
+        assert "from the inside of the layer 'blocks.1'" in run.failure.message
     assert "Refused with LayerError (2 stages, uniform cut, 1f1b; 2 stages, layers [1, 3]" in str(
         report
     )

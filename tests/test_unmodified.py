@@ -387,6 +387,19 @@ class SumsAttributesOfLayers(Experts):
         return result * (1 + sum(block.balance for block in self.blocks()))
 
 
+class LooksAtAttributesOfLayers(Experts):
+    """One in a later layer, one as a number, one in the log."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.third(self.second(self.first(x)) + self.second.balance)
+        return self.last(hidden) * (1 + float(self.third.balance))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("balance", self.third.balance)
+        return loss
+
+
 class CollectsByHooks(Experts):
     """As `transformers` collects router logits: by hooks on parts of the layers."""
 
@@ -505,6 +518,7 @@ HABITS: dict[str, Callable[[], Classifier]] = {
         AsksWhatLearns,
         CollectsStates,
         SumsAttributesOfLayers,
+        LooksAtAttributesOfLayers,
         CollectsByHooks,
         ChangesByHooks,
         WritesWhereItMayTurn,

@@ -117,7 +117,7 @@ def record(
             break
         except _LeavesALayer as error:
             if not error.is_new:
-                raise
+                raise LayerError(str(error)) from None
             guesses = Guesses()
         except ChangesOutput:
             guesses = Guesses()

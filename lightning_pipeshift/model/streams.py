@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import random
 import struct
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -25,7 +26,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 _MASK_32 = (1 << 32) - 1
@@ -77,10 +77,11 @@ class Streams:
             return True
         self._is_host_used = self.has_drawn_on_host()
         if self._is_host_used and self._num_looks == _MOST_LOOKS:
-            rank_zero_warn(
+            warnings.warn(
                 "The model has drawn from NumPy or `random` for the first time after many steps:"
                 " in this step alone, it may draw other numbers than it would on several stages."
-                " Draw in every step, or from torch."
+                " Draw in every step, or from torch.",
+                stacklevel=2,
             )
         self._num_looks = min(self._num_looks + 1, _MOST_LOOKS)
         return self._is_host_used or self._num_looks < _MOST_LOOKS
