@@ -234,12 +234,6 @@ class CallsTwice(LayersOfItsOwn):
         return self.head(self.second(hidden.relu()))
 
 
-class CallsOnItsOwnOutput(LayersOfItsOwn):
-    def forward(self, features: Tensor) -> Tensor:
-        hidden = self.second(self.second(self.first(features).relu()).relu())
-        return self.head(self.third(hidden))
-
-
 class WithInside(nn.Module):
     """A layer whose inside is looked at by a hook."""
 
