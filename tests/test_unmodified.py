@@ -391,12 +391,13 @@ class LooksAtAttributesOfLayers(Experts):
     """One in a later layer, one as a number, one in the log."""
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.third(self.second(self.first(x)) + self.second.balance)
-        return self.last(hidden) * (1 + float(self.third.balance))
+        second, third = self.blocks()
+        hidden = third(second(self.first(x)) + second.balance)
+        return self.last(hidden) * (1 + float(third.balance))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        self.log("balance", self.third.balance)
+        self.log("balance", self.blocks()[1].balance)
         return loss
 
 
