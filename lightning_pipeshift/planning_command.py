@@ -51,8 +51,10 @@ def make(profile: Profile, cluster: Cluster, wishes: Wishes) -> Made:
         BudgetError: no plan with swaps of saved tensors fits either.
     """
     arrange = arrange_all if wishes.policy is None else arrange_compressed
-    best = arrange(profile, cluster, wishes, partial(worthwhile_cuts, profile.payload_bytes))
-    cuts = [Cut(uniform(profile.num_layers, len(ranks))) for ranks in best.ranks]
+    possible = profile.possible_cuts
+    worthwhile = partial(worthwhile_cuts, profile.payload_bytes, possible=possible)
+    best = arrange(profile, cluster, wishes, worthwhile)
+    cuts = [Cut(uniform(profile.num_layers, len(ranks), possible)) for ranks in best.ranks]
     even: Arrangement | None
     even = evaluate(profile, cluster, wishes, best.ranks, cuts, best.microbatches)
     if wishes.policy is not None:

@@ -428,6 +428,18 @@ class ChangesByHooks(CollectsByHooks):
             block.inner.register_forward_hook(lambda _, args, output: output.tanh())
 
 
+class CallsInTurn(Habit):
+    """Two layers work on each other's results several times, as refinement steps do: they stay on
+    one stage, whatever is asked of an even cut.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        for _ in range(3):
+            hidden = hidden + self.third(self.second(hidden).relu()) * 0.5
+        return self.last(hidden)
+
+
 class WritesWhereItMayTurn(Habit):
     """A running mean is kept, and used, where the code may take another way."""
 
@@ -522,6 +534,7 @@ HABITS: dict[str, Callable[[], Classifier]] = {
         LooksAtAttributesOfLayers,
         CollectsByHooks,
         ChangesByHooks,
+        CallsInTurn,
         WritesWhereItMayTurn,
         ChannelsLast,
         CopiesForLayout,

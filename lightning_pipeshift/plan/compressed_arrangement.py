@@ -226,7 +226,7 @@ class _Mapper:
                 there = placer.placed(ranks, start.microbatches, start.batch_shares)
                 candidates.append(placer.cuts(there)[vm].counts)
             if self._wishes.partition == "auto":
-                candidates.append(uniform(self._profile.num_layers, len(order)))
+                candidates.append(uniform(profile.num_layers, len(order), profile.possible_cuts))
             for counts in dict.fromkeys(candidates):
                 footprint = problem.footprints.of(Cut(counts))
                 spare = [

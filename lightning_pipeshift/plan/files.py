@@ -329,6 +329,8 @@ def _written(layer: LayerProfile) -> dict[str, Any]:
     found = asdict(layer)
     if not layer.tensors:
         del found["tensors"]
+    if not layer.joins_next:
+        del found["joins_next"]
     return found
 
 
@@ -367,12 +369,17 @@ def _profile(value: object) -> Profile:
 
 
 def _layer(item: object, where: str) -> LayerProfile:
-    names = [field.name for field in fields(LayerProfile) if field.name != "tensors"]
-    entry = Fields(item, where, names, ["tensors"], instead=_MEASURE)
+    optional = ["tensors", "joins_next"]
+    names = [field.name for field in fields(LayerProfile) if field.name not in optional]
+    entry = Fields(item, where, names, optional, instead=_MEASURE)
     counts = {name: entry.integer(name) for name in names if name != "name"}
     tensors = entry.items("tensors") if "tensors" in entry else []
+    joins_next = "joins_next" in entry and entry.value("joins_next")
+    if not isinstance(joins_next, bool):
+        entry.fail("joins_next", "true or false")
     return LayerProfile(
         name=entry.text("name"),
+        joins_next=joins_next,
         **counts,
         tensors=tuple(
             _tensor(tensor, f"{where}: tensors[{index}]") for index, tensor in enumerate(tensors)

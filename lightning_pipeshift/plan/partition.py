@@ -17,6 +17,7 @@ def resolve(
     num_layers: int,
     stages_per_vm: tuple[int, ...],
     idle: Collection[int] = (),
+    possible: Collection[int] | None = None,
 ) -> Placement:
     """The placement for a user's ``partition``.
 
@@ -27,6 +28,7 @@ def resolve(
         num_layers: how many layers the model has.
         stages_per_vm: how many stages each virtual machine has.
         idle: the layers that no step calls; ``"uniform"`` does not count them.
+        possible: the boundaries that may be cut; ``None``: all. A user's own list may cut others.
 
     Raises:
         PartitionError: with the value found, the allowed values and the remedy.
@@ -37,25 +39,13 @@ def resolve(
                 f"partition={spec!r}; allowed are 'auto', 'uniform', a list of layers per stage"
                 " such as [5, 4], or such a list for each virtual machine"
             )
-        working = [layer for layer in range(num_layers) if layer not in idle]
         return Placement(
-            tuple(_uniform(working, num_layers, num_stages) for num_stages in stages_per_vm)
+            tuple(uniform(num_layers, num_stages, possible, idle) for num_stages in stages_per_vm)
         )
     counts = _per_virtual_machine(spec, len(stages_per_vm))
     for vm, (stage_counts, num_stages) in enumerate(zip(counts, stages_per_vm, strict=True)):
         _require_fit(vm, stage_counts, num_layers, num_stages)
     return Placement(counts)
-
-
-def _uniform(working: Sequence[int], num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Equal numbers of called layers for each stage; an idle layer goes with the one before it."""
-    counts, num_placed, num_begun = [], 0, 0
-    for count in uniform(len(working), num_stages):
-        num_begun += count
-        end = working[num_begun] if num_begun < len(working) else num_layers
-        counts.append(end - num_placed)
-        num_placed = end
-    return tuple(counts)
 
 
 def _per_virtual_machine(

@@ -272,9 +272,10 @@ class Placer:
         try:
             return make(workload, hindered)
         except PlanError:
-            if workload.allowed is None:
+            possible = self.profile.possible_cuts
+            if workload.allowed == possible:
                 raise
-            return make(replace(workload, allowed=None), replace(hindered, allowed=None))
+            return make(replace(workload, allowed=possible), replace(hindered, allowed=possible))
 
     def _careful_cut(self, workload: Workload, hindered: Workload) -> Cut:
         return best_cut(hindered, self.wishes.recompute)
@@ -291,7 +292,7 @@ class Placer:
     def _fixed_counts(self, vm: int, workload: Workload) -> tuple[int, ...] | None:
         """The layers per stage, where they are fixed."""
         if self.wishes.partition == "uniform":
-            return uniform(workload.num_layers, workload.num_stages)
+            return uniform(workload.num_layers, workload.num_stages, self.profile.possible_cuts)
         return self.wishes.counts(vm)
 
     # Seconds.

@@ -32,6 +32,8 @@ class LayerProfile:
             the batch left out.
         input_bytes: what is kept instead where it is recomputed.
         tensors: what is in ``saved_bytes``, one by one; empty where that is not known.
+        joins_next: whether the next layer has to be on the same stage: this layer, or one before
+            it, is called again with what a layer behind it has computed.
     """
 
     name: str
@@ -43,11 +45,12 @@ class LayerProfile:
     saved_bytes: int = 0
     input_bytes: int = 0
     tensors: tuple[SavedTensor, ...] = ()
+    joins_next: bool = False
 
     def __post_init__(self) -> None:
         if not self.name:
             raise PlanError("a layer with an empty name; use its name in the model")
-        for name in self.__slots__[1:-1]:
+        for name in self.__slots__[1:-2]:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise PlanError(
@@ -140,6 +143,13 @@ class Profile:
     def payload_bytes(self) -> list[int]:
         """What crosses each boundary, that in front of the first layer (nothing) among them."""
         return [0, *(layer.payload_bytes for layer in self.layers)]
+
+    @property
+    def possible_cuts(self) -> frozenset[int] | None:
+        """The boundaries that may be cut; ``None``: all."""
+        inner = range(1, self.num_layers)
+        possible = frozenset(b for b in inner if not self.layers[b - 1].joins_next)
+        return None if len(possible) == len(inner) else possible
 
     def times_on(self, device: Device) -> KindProfile:
         """What the layers take on a device, its speed counted in.

@@ -297,8 +297,11 @@ def workload_of(
         microbatches: of a step.
         samples: of a microbatch; those of the profile where it is ``None``. Time and bytes of
             activations go with it; what an action costs besides its layers does not.
-        allowed: the boundaries that may be cut.
+        allowed: the boundaries to choose from, of those that may be cut; ``None``: all of them.
     """
+    possible = profile.possible_cuts
+    if possible is not None:
+        allowed = possible if allowed is None else allowed & possible
     times = [profile.times_on(cluster.devices[rank]) for rank in ranks]
     share = 1.0 if samples is None else samples / profile.samples
     layers = profile.layers

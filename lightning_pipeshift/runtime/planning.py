@@ -207,6 +207,7 @@ def make_plan(
             num_layers=profile.num_layers,
             stages_per_vm=topology.stages_per_vm,
             idle=idle,
+            possible=profile.possible_cuts,
         )
         cuts = [Cut(counts) for counts in placement.counts]
         if settings.recompute == "full":
@@ -251,13 +252,14 @@ def _candidates(
             num_layers=profile.num_layers,
             stages_per_vm=topology.stages_per_vm,
             idle=idle,
+            possible=profile.possible_cuts,
         )
         return [placement.counts[vm]]
     boundless = replace(workload, room_bytes=np.full(workload.num_stages, np.inf))
     counts = [_chosen_cut(settings, profile, boundless, ()).counts]
     with suppress(PlanError):
         counts.append(_chosen_cut(settings, profile, workload, ()).counts)
-    counts.append(uniform(profile.num_layers, workload.num_stages))
+    counts.append(uniform(profile.num_layers, workload.num_stages, profile.possible_cuts))
     return list(dict.fromkeys(counts))
 
 
@@ -268,7 +270,7 @@ def _chosen_cut(
     that the figures do not include (more tensors to send, more to clone).
     """
     anywhere = best_cut(workload, settings.recompute, start)
-    allowed = worthwhile_cuts(profile.payload_bytes, workload.num_stages)
+    allowed = worthwhile_cuts(profile.payload_bytes, workload.num_stages, profile.possible_cuts)
     between = replace(workload, allowed=allowed)
     try:
         kept = [cut for cut in start if between.is_allowed(cut)]

@@ -21,6 +21,7 @@ from lightning_pipeshift.model.saved import Observer, bytes_of
 from lightning_pipeshift.model.timing import Samples, Timer
 from lightning_pipeshift.model.trace import Trace
 from lightning_pipeshift.plan.action import Kind
+from lightning_pipeshift.plan.cuts import possible_cuts
 from lightning_pipeshift.plan.figures import RankFigures, Times
 from lightning_pipeshift.plan.profile import LayerProfile
 from lightning_pipeshift.runtime.replicas import Replicas
@@ -242,6 +243,7 @@ def layers_of(
         optimizers: the size of their future state is guessed from their kind.
     """
     copies = max(map(_copies, optimizers), default=0)
+    possible = possible_cuts(trace.flow, len(gates))
     found = []
     for index, gate in enumerate(gates):
         trained = bytes_of(p for p in gate.layer.parameters() if p.requires_grad)
@@ -255,6 +257,7 @@ def layers_of(
                 payload_gradient_bytes=sum(
                     spec.num_bytes for _, spec in trace.gradients(index + 1)
                 ),
+                joins_next=index + 1 < len(gates) and index + 1 not in possible,
             )
         )
     return tuple(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -195,7 +195,10 @@ class _Check:
             return replace(report, one_stage=CheckedRun(ONE_STAGE, failure=_failure(error)))
         runs = []
         for split in splits:
-            run, findings = self._compare(split, model, one)
+            # Few layers are opened further for more stages: then others may be cut.
+            is_same = len(report.findings.layers) == model.num_layers[split.stages]
+            cuts = report.findings.possible_cuts if is_same else None
+            run, findings = self._compare(split, model, one, cuts)
             runs.append(run)
             if findings is not None and _says_more(findings, report.findings):
                 report = replace(report, findings=findings)
@@ -211,12 +214,17 @@ class _Check:
         )
 
     def _compare(
-        self, split: Split, model: Model, one: Trained
+        self,
+        split: Split,
+        model: Model,
+        one: Trained,
+        possible: Collection[int] | None = None,
     ) -> tuple[CheckedRun, Findings | None]:
         partition: str | list[int] = "auto" if split.cut == "measured" else "uniform"
         if split.cut == "random":
             seed = f"{model.name}/{split.stages}"
-            partition = random_cut(seed, model.num_layers[split.stages], split.stages)
+            num_layers = model.num_layers[split.stages]
+            partition = random_cut(seed, num_layers, split.stages, possible)
         elif not isinstance(split.cut, str):
             partition = list(split.cut)
         try:

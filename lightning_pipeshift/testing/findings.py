@@ -14,6 +14,7 @@ from itertools import pairwise
 from torch import nn
 
 from lightning_pipeshift.model.trace import Trace
+from lightning_pipeshift.plan.cuts import possible_cuts
 from lightning_pipeshift.plan.flow import Value
 from lightning_pipeshift.runtime.pipeline import Pipeline
 
@@ -123,6 +124,9 @@ class Findings:
             batch is followed separately.
         is_drawn: whether random numbers decide which layers are called, so that each microbatch is
             followed separately.
+        possible_cuts: the boundaries that may be cut, each as the number of layers in front of it:
+            layers that are called in turn, each on what the other has computed, stay together.
+            ``None``: all.
     """
 
     layers: tuple[FoundLayer, ...]
@@ -133,6 +137,19 @@ class Findings:
     num_flows: int = 0
     is_shaped_by_batch: bool = False
     is_drawn: bool = False
+    possible_cuts: frozenset[int] | None = None
+
+    @property
+    def together(self) -> list[tuple[str, str]]:
+        """The first and the last layer of each range that has to be on one stage."""
+        if self.possible_cuts is None:
+            return []
+        ends = [0, *sorted(self.possible_cuts), len(self.layers)]
+        return [
+            (self.layers[begin].name, self.layers[end - 1].name)
+            for begin, end in pairwise(ends)
+            if end - begin > 1
+        ]
 
 
 def layers_of(modules: Mapping[str, nn.Module]) -> tuple[FoundLayer, ...]:
@@ -176,6 +193,7 @@ def findings_of(pipeline: Pipeline) -> Findings:
         )
         for before, after in pairwise(in_order)
     )
+    possible = possible_cuts(trace.flow, len(names))
     uses = pipeline.holdings.uses if pipeline.holdings is not None else []
     return Findings(
         layers,
@@ -186,6 +204,7 @@ def findings_of(pipeline: Pipeline) -> Findings:
         len(traces),
         any(trace.is_shaped_by_batch for trace in traces),
         any(trace.is_drawn for trace in traces),
+        None if len(possible) == len(names) - 1 else possible,
     )
 
 

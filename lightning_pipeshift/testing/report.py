@@ -281,6 +281,11 @@ class CheckReport:
                 "Where code takes another way with other values, what follows up to the next layer"
                 " is computed on every stage that needs it, and sums may be rounded otherwise."
             )
+        for first, last in found.together:
+            notes.append(
+                f"The layers from {first} to {last} are called in turn, each on what the other has"
+                " computed: they stay on one stage."
+            )
         if found.shared:
             notes.append(
                 f"Used by several layers, or by code between layers: {_list(found.shared)}. Several"

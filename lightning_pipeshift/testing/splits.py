@@ -7,7 +7,7 @@ are the same each time.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -57,12 +57,21 @@ def every_split(
     return [Split(*values) for values in product(stages, cuts, schedules)]
 
 
-def random_cut(seed: str, num_layers: int, num_stages: int) -> list[int]:
+def random_cut(
+    seed: str, num_layers: int, num_stages: int, possible: Collection[int] | None = None
+) -> list[int]:
     """How many layers each stage owns: at least one, where there are enough. The same seed gives
     the same cut.
+
+    Args:
+        seed: decides the cut.
+        num_layers: how many layers there are.
+        num_stages: how many stages.
+        possible: the boundaries that may be cut; ``None``: all.
     """
     dice = random.Random(seed)
-    if num_layers < num_stages:
-        return [1] * num_layers + [0] * (num_stages - num_layers)
-    cuts = sorted(dice.sample(range(1, num_layers), num_stages - 1))
+    inner = sorted(range(1, num_layers) if possible is None else possible)
+    cuts = sorted(dice.sample(inner, min(len(inner), num_stages - 1)))
+    # Where there are too few, the last stages have none.
+    cuts += [num_layers] * (num_stages - 1 - len(cuts))
     return [end - begin for begin, end in zip([0, *cuts], [*cuts, num_layers], strict=True)]
