@@ -89,6 +89,30 @@ class Hosts:
         """A host's IP address."""
         return f"10.77.0.{host + 1}"
 
+    @property
+    def port(self) -> int:
+        """A free port for the store."""
+        return self._port
+
+    def set_cable(self, host: int, is_up: bool) -> None:
+        """Pulls a host's cable, at the switch, or plugs it in again."""
+        _run(f"ip -n {self.switch} link set port{host} {'up' if is_up else 'down'}")
+
+    def set_direction(self, host: int, way: str, is_up: bool) -> None:
+        """Loses all packets to a host, or from it, without a word to the sender.
+
+        Args:
+            host: its number.
+            way: ``"in"`` or ``"out"``.
+            is_up: whether packets get through.
+        """
+        where = f"-n {self.switch} qdisc replace dev port{host}"
+        if way == "out":
+            where = f"-n {self.namespaces[host]} qdisc replace dev {CARD}"
+        # A bucket that is never full enough for a packet.
+        bucket = _bucket(self.links[host]) if is_up else "rate 8bit burst 10 limit 1"
+        _run(f"tc {where} root tbf {bucket}")
+
     def command(self, host: int, argv: Sequence[str]) -> list[str]:
         """The command that runs ``argv`` on a host."""
         return ["ip", "netns", "exec", self.namespaces[host], *argv]
@@ -181,8 +205,7 @@ def _make(made: Hosts) -> None:
     _run(f"{at_switch} set bridge addrgenmode none up")
     for host, name in enumerate(made.namespaces):
         link = made.links[host]
-        rate = f"rate {link.megabits * 1e6:.0f}bit burst {link.burst_bytes}"
-        bucket = f"{rate} latency {link.queue_seconds * 1e3:.0f}ms"
+        bucket = _bucket(link)
         _run(f"ip netns add {name}")
         port = f"port{host}"
         pair = f"{port} mtu {link.mtu} type veth peer name {CARD} mtu {link.mtu} netns {name}"
@@ -195,6 +218,11 @@ def _make(made: Hosts) -> None:
         address = made.address(host)
         _run(f"ip -n {name} address add {address}/24 dev {CARD} noprefixroute")
         _run(f"ip -n {name} route add 10.77.0.0/24 dev {CARD} congctl {link.congestion}")
+
+
+def _bucket(link: Link) -> str:
+    rate = f"rate {link.megabits * 1e6:.0f}bit burst {link.burst_bytes}"
+    return f"{rate} latency {link.queue_seconds * 1e3:.0f}ms"
 
 
 def _run(command: str) -> None:

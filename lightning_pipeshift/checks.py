@@ -61,6 +61,21 @@ def check_planning(recompute: Any, profile_steps: Any) -> None:
         )
 
 
+def check_seconds(name: str, seconds: Any, least: float) -> None:
+    """Raises ConfigurationError for a time that is none.
+
+    Args:
+        name: of the argument.
+        seconds: its value.
+        least: the shortest allowed.
+    """
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not is_number or not seconds >= least:
+        raise ConfigurationError(
+            f"{name}={seconds!r}: pass a number of seconds, {least:g} or more."
+        )
+
+
 def check_run(module: pl.LightningModule, is_plain: bool) -> None:
     """Raises ConfigurationError for a run that cannot be a pipeline.
 

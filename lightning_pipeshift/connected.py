@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -38,10 +39,26 @@ from lightning_pipeshift.plan.cluster import Device
 from lightning_pipeshift.plan.topology import Topology, VirtualMachinesSpec, arrange
 from lightning_pipeshift.runtime.channels import Channels, make_groups
 from lightning_pipeshift.runtime.failure import FailureBoard
+from lightning_pipeshift.runtime.peers import connect_all
 from lightning_pipeshift.runtime.replicas import Replicas
 from lightning_pipeshift.runtime.rings import Rings
+from lightning_pipeshift.runtime.sockets import Opened, open_sockets, shut_down
 
 T = TypeVar("T")
+
+# That of the job's process group, which may serve several strategies one after the other.
+_boards: list[tuple[weakref.ref[Any], FailureBoard]] = []
+
+
+def _board_of(group: Any) -> FailureBoard | None:
+    return next((board for known, board in _boards if known() is group and board.is_open), None)
+
+
+def _keep(group: Any, board: FailureBoard) -> None:
+    for known, other in _boards:
+        if known() is not group:
+            other.close()
+    _boards[:] = [(weakref.ref(group), board)]
 
 
 class ConnectedStrategy(ParallelStrategy):
@@ -57,6 +74,7 @@ class ConnectedStrategy(ParallelStrategy):
         virtual_machines: VirtualMachinesSpec,
         process_group_backend: Literal["nccl", "gloo"] | None,
         timeout: timedelta | None,
+        heartbeat_timeout: float,
         accelerator: pl.accelerators.Accelerator | None,
         parallel_devices: list[torch.device] | None,
         cluster_environment: ClusterEnvironment | None,
@@ -69,12 +87,14 @@ class ConnectedStrategy(ParallelStrategy):
         self._virtual_machines = virtual_machines
         self._process_group_backend = process_group_backend
         self._timeout = timeout
+        self._heartbeat_timeout = heartbeat_timeout
         self._board: FailureBoard | None
-        self._num_runs: int
         self._channels: Channels | None
         self._replicas: Replicas | None
         self._rings: Rings | None
         self._failed: bool
+        self._sockets: Opened
+        self._hosts: list[str]
         self._adjustments: Adjustments
         vars(self).update(self._of_a_run())
         self.num_nodes = 1
@@ -91,11 +111,12 @@ class ConnectedStrategy(ParallelStrategy):
         """The attributes that belong to a run, with their values before it."""
         return {
             "_board": None,
-            "_num_runs": 0,
             "_channels": None,
             "_replicas": None,
             "_rings": None,
             "_failed": False,
+            "_sockets": frozenset(),
+            "_hosts": [],
             "_adjustments": Adjustments(),
         }
 
@@ -237,6 +258,7 @@ class ConnectedStrategy(ParallelStrategy):
         self.set_world_ranks()
         assert self.cluster_environment is not None
         self._failed = False
+        before = open_sockets()
         if not dist.is_initialized():
             store = store_of_this_start(
                 self.global_rank,
@@ -245,38 +267,74 @@ class ConnectedStrategy(ParallelStrategy):
                 self.cluster_environment.main_port,
                 self._timeout or default_pg_timeout,
             )
-            _init_dist_connection(
-                self.cluster_environment,
-                backends(self.root_device, self._process_group_backend),
-                global_rank=self.global_rank,
-                world_size=self.world_size,
-                timeout=self._timeout,
-                store=store,
-            )
-        self._num_runs += 1
-        topology = self._topology()
-        store = dist.distributed_c10d._get_default_store()
-        self._board = FailureBoard(
-            store, self.global_rank, self.world_size, self._num_runs, topology.name_of
-        )
-        # From here on, the board opens no connections: those opened next belong to the channels,
-        # and are shut down after a failure.
-        dist.barrier()
-        if self._replicas is None or self._replicas.topology != topology:
-            self._connect(topology)
+            board = self._make_board(store, before)
+            with board.watched():
+                _init_dist_connection(
+                    self.cluster_environment,
+                    backends(self.root_device, self._process_group_backend),
+                    global_rank=self.global_rank,
+                    world_size=self.world_size,
+                    timeout=self._timeout,
+                    store=store,
+                )
+        else:
+            default = dist.distributed_c10d._get_default_store()
+            board = _board_of(dist.group.WORLD) or self._make_board(default, before)
+        _keep(dist.group.WORLD, board)
+        self._board = board
+        board.resume()
+        with board.watched():
+            topology = self._topology()
+            board.name_of = [
+                topology.name_of(rank, host) for rank, host in enumerate(self._hosts)
+            ].__getitem__
+            dist.barrier()
+            if self._replicas is None or self._replicas.topology != topology:
+                self._connect(topology)
+        self._sockets |= open_sockets() - before - board.sockets
+        board.interrupt = self._interrupt
         world = self._require_replicas().world
         for channels in (self._require_channels(), world):
-            channels.watched = self._board.watched
+            channels.watched = board.watched
         if self._rings is not None:
-            self._rings.watched = self._board.watched
+            self._rings.watched = board.watched
         # Random numbers drawn from here on (for a split of the data in `setup`, for example) are
         # the same on all ranks, with or without a seed, and as on one device: those of rank 0.
         set_global_state(world.share_object(global_state(), source=0))
+
+    def _make_board(self, store: Any, before: Opened) -> FailureBoard:
+        """Connects this rank with all others, to notice failures.
+
+        Args:
+            store: the process group's.
+            before: the sockets that were open before the ranks connected.
+        """
+        assert self.cluster_environment is not None
+        mesh = connect_all(
+            dist.PrefixStore("pipeshift/peers", store),
+            self.global_rank,
+            self.world_size,
+            self.cluster_environment.main_address,
+            self.cluster_environment.main_port,
+            self._timeout or default_pg_timeout,
+        )
+        board = FailureBoard(self.global_rank, mesh, self._heartbeat_timeout)
+        # What is opened up to the end of the setup is for this job.
+        board.interrupt = lambda: shut_down(open_sockets() - before - board.sockets)
+        return board
+
+    def _interrupt(self) -> None:
+        """Ends what this rank may be waiting for; called in a thread when another rank failed."""
+        shut_down(self._sockets)
+        channels = self._channels
+        if channels is not None:
+            channels.abort()
 
     def _topology(self) -> Topology:
         mine = device_of(self.root_device)
         devices: list[Any] = [None] * self.world_size
         dist.all_gather_object(devices, mine)
+        self._hosts = [device.host.partition("/")[0] for device in devices]
         topology = arrange(self._wanted(), devices, self._depths())
         self._check_devices(topology, devices)
         return topology
@@ -411,10 +469,10 @@ class ConnectedStrategy(ParallelStrategy):
         if self._failed or not dist.is_initialized():
             return
         self._failed = True
-        first = False
-        if self._board is not None and not isinstance(exception, StageFailedError):
-            board = self._board
-            first = board.is_first(exception) or board.publish(board.own_name, exception)
+        board = self._board
+        heard = isinstance(exception, StageFailedError)
+        if board is not None and not heard and not board.is_first(exception):
+            board.publish(board.own_name, exception)
         self._let_go()
         self._end_checkpoints()
         if self._channels is not None and self._replicas is not None:
@@ -424,9 +482,9 @@ class ConnectedStrategy(ParallelStrategy):
             self._rings.close()
         self._channels = self._replicas = self._rings = None
         dist.destroy_process_group()
-        # Rank 0 keeps the board: when it ends, other ranks can no longer read it.
-        if (first or self.global_rank == 0) and self.world_size > 1 and self._board is not None:
-            self._board.wait_for_readers()
+        self._sockets = frozenset()
+        if board is not None:
+            board.close()
 
     def _end_checkpoints(self) -> None:
         """Waits for checkpoints that are on their way to disk."""

@@ -35,6 +35,7 @@ from lightning_pipeshift.checks import (
     check_optimizers,
     check_planning,
     check_run,
+    check_seconds,
     several_optimizers,
 )
 from lightning_pipeshift.connection import device_of
@@ -61,6 +62,7 @@ from lightning_pipeshift.runtime.checksum import (
     require_same_lengths,
     require_same_lengths_over_replicas,
 )
+from lightning_pipeshift.runtime.failure import HEARTBEAT_SECONDS
 from lightning_pipeshift.runtime.holdings import optimizer_to_device
 from lightning_pipeshift.runtime.pipeline import Accumulation, Pipeline
 from lightning_pipeshift.runtime.planning import Settings, Watch
@@ -118,7 +120,10 @@ class PipeShiftStrategy(CheckpointingStrategy):
             own collectives; ``"auto"``, rings on gloo and collectives on NCCL.
         process_group_backend: ``"nccl"`` or ``"gloo"``; by default what the devices allow. With
             gloo, tensors on a GPU go through host memory.
-        timeout: how long a rank waits for another before it gives up.
+        timeout: how long a rank waits for the others at the start before it gives up.
+        heartbeat_timeout: after how many seconds without a sign of life a rank counts as gone, and
+            the run ends on all others; at least 1. A thread of each rank gives these signs. More
+            than that is needed only where single calls keep Python's lock for longer.
         accelerator: as in every Lightning strategy; the Trainer's argument is the usual way.
         parallel_devices: this host's devices, likewise.
         cluster_environment: the source of a process's rank, likewise.
@@ -143,6 +148,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
         gradient_aggregation: Literal["auto", "ring", "allreduce"] = "auto",
         process_group_backend: Literal["nccl", "gloo"] | None = None,
         timeout: timedelta | None = default_pg_timeout,
+        heartbeat_timeout: float = HEARTBEAT_SECONDS,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -153,6 +159,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
             virtual_machines,
             process_group_backend,
             timeout,
+            heartbeat_timeout,
             accelerator,
             parallel_devices,
             cluster_environment,
@@ -164,6 +171,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
         check_shares(batch_shares, None)
         check_aggregation(gradient_aggregation)
         check_planning(recompute, profile_steps)
+        check_seconds("heartbeat_timeout", heartbeat_timeout, 1.0)
         schedule_named(schedule)
         self._microbatches = microbatches
         self._schedule = schedule
@@ -691,3 +699,5 @@ class PipeShiftStrategy(CheckpointingStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
         self._settle()
+        if self._board is not None and not self._failed:
+            self._board.pause()

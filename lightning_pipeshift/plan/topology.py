@@ -71,12 +71,17 @@ class Topology:
                 return vm, ranks.index(rank)
         raise ConfigurationError(f"rank {rank}; there are ranks 0 to {self.num_ranks - 1}")
 
-    def name_of(self, rank: int) -> str:
-        """A rank's place in words, for messages."""
+    def name_of(self, rank: int, host: str = "") -> str:
+        """A rank's place in words, for messages.
+
+        Args:
+            rank: the rank.
+            host: the name of its host, where that is of interest.
+        """
         vm, stage = self.place_of(rank)
-        if self.num_virtual_machines == 1:
-            return f"stage {stage} (rank {rank})"
-        return f"stage {stage} of virtual machine {vm} (rank {rank})"
+        machine = f" of virtual machine {vm}" if self.num_virtual_machines > 1 else ""
+        where = f" on {host}" if host else ""
+        return f"stage {stage}{machine} (rank {rank}{where})"
 
 
 def arrange(

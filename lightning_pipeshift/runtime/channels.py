@@ -8,6 +8,7 @@ communicator, on which both ends proceed in microbatch order. Everything else go
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -215,6 +216,13 @@ class Channels(Lane):
     def interrupt_bulk(self) -> None:
         """Ends the connections of :meth:`bulk`, here and for the peers."""
         shut_down(self._bulk_sockets)
+
+    def abort(self) -> None:
+        """Ends what waits for a neighbour on a device, which has no sockets of this process."""
+        if self.backend != "gloo":
+            for group in list(self._neighbours.values()):
+                with contextlib.suppress(Exception):
+                    group._get_backend(self.device).abort()
 
     def close(self) -> None:
         """Closes the connections; peers that wait on them see an error at once."""

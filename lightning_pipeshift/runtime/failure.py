@@ -1,75 +1,107 @@
 """Ends the run on every rank when one fails, with the first failure's reason.
 
-The failing rank writes its reason on a board that all ranks can read, and closes its connections. A
-rank that waits on one of these gets an error at once, reads the board, and raises an error with
-that reason instead of the broken connection.
+A rank that fails announces the reason to all others, and a rank that is gone is noticed by those
+that no longer hear it (see :mod:`~lightning_pipeshift.runtime.peers`). Either way each rank shuts
+down the connections on which its own code may be waiting: that raises an error there at once, which
+is replaced by the reason.
 """
 
 from __future__ import annotations
 
-import json
+import os
+import signal
+import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from datetime import timedelta
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, Final
 
-import torch.distributed as dist
+from lightning_pipeshift.errors import PipeShiftError, StageFailedError
+from lightning_pipeshift.runtime.peers import Mesh, Peers
+from lightning_pipeshift.runtime.sockets import Opened
 
-from lightning_pipeshift.errors import StageFailedError
+HEARTBEAT_SECONDS: Final = 10.0
+"""After how many seconds of silence a rank is gone, unless the user says otherwise."""
 
-_KEY = "first"
-_READ = "read"
-# How long a rank whose connection broke waits for the reason.
-_PATIENCE_SECONDS = 3.0
-# How long it waits where it does not know whose connection broke: who knows may be busy, hears of
-# it late, and is patient then. So long does a rank that fails wait for its readers, too, who may be
-# busy as well.
-_LONG_PATIENCE_SECONDS = 15.0
+# How long after a failure a rank's own thread may take to notice it, before the process is ended.
+_GRACE_SECONDS: Final = 10.0
+_MOST_CHARACTERS: Final = 6000
 
 
 class FailureBoard:
-    """Where the first failure of a run is written.
+    """This rank's knowledge of the first failure.
 
     Args:
-        store: the process group's key-value store.
         rank: this rank.
-        world_size: how many ranks read the board.
-        run: counts the runs in these processes.
+        mesh: connects it with the others, see
+            :func:`~lightning_pipeshift.runtime.peers.connect_all`.
+        timeout: after how many seconds of silence a rank is gone.
         name_of: a rank's place in words.
     """
 
     def __init__(
         self,
-        store: Any,
         rank: int,
-        world_size: int,
-        run: int,
+        mesh: Mesh,
+        timeout: float = HEARTBEAT_SECONDS,
         name_of: Callable[[int], str] = "rank {}".format,
     ) -> None:
         self.name_of = name_of
-        # On rank 0 this object holds the board itself, which ends with it.
-        self._server = store
-        # A clone, because all stores built on one store share its timeout.
-        self._store = dist.PrefixStore(f"pipeshift/failure/{run}", store.clone())
-        self._store.set_timeout(timedelta(seconds=_PATIENCE_SECONDS))
+        self.interrupt: Callable[[], None] = lambda: None
+        """Called in a thread when another rank has failed: shuts down the connections on which this
+        rank may wait."""
+        self.is_running = True
+        """Whether a run is under way: outside of runs, the process is left alone."""
         self._rank = rank
-        self._has_signed = False
-        self._world_size = world_size
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._owner = threading.get_ident()
+        self._entry: dict[str, Any] | None = None
+        self._is_known = threading.Event()
+        self._known_at = 0.0
+        self._has_noticed = False
+        # Ranks that are silent, and whether their processes, if they are on this host, are to end.
+        self._silent: list[int] = []
         # The error that ended this rank, if it was raised in a thread.
         self._failure: BaseException | None = None
+        self._is_closed = False
+        self._peers: Peers | None = None
+        if mesh.connections:
+            self._peers = Peers(
+                mesh, timeout, self._hear, self._lose, on_tick=lambda _: self._tick()
+            )
 
     @property
     def own_name(self) -> str:
         """This rank's place, at the beginning of a sentence."""
         return _capitalised(self.name_of(self._rank))
 
+    @property
+    def is_open(self) -> bool:
+        """Whether other ranks can still be heard."""
+        return not self._is_closed
+
+    @property
+    def sockets(self) -> Opened:
+        """Those of the connections to the other ranks."""
+        return self._peers.sockets if self._peers is not None else frozenset()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a failure is known."""
+        return self._is_known.is_set()
+
+    # --- this rank fails ---
+
     def publish(self, where: str, error: BaseException) -> bool:
-        """Writes down a failure, unless another came first; returns whether it was the first."""
+        """Announces a failure, unless another came first; returns whether it was the first."""
         text = "".join(traceback.format_exception(error))
-        reason = f"{where} failed first: {type(error).__name__}: {error}\n\n{text[-6000:]}"
-        return self._write(reason, self._rank)
+        reason = f"{where} failed first: {type(error).__name__}: {error}\n\n"
+        reason += text[-_MOST_CHARACTERS:]
+        self._has_noticed = True
+        return self._note({"by": self._rank, "reason": reason})
 
     def publish_beside(self, error: BaseException) -> None:
         """:meth:`publish` for a thread. This rank's next communication raises the error."""
@@ -80,65 +112,93 @@ class FailureBoard:
         """Whether a thread has published it already."""
         return error is self._failure
 
-    def _write(self, reason: str, failed: int | None) -> bool:
-        entry = json.dumps({"rank": failed, "reason": reason})
-        try:
-            written = self._store.compare_set(_KEY, "", entry).decode()
-            if written != entry:
-                # This rank ends for a reason of its own, and will not read the board.
-                self._sign()
-        except Exception:
-            # The store is gone, and with it the rank that kept it. The other ranks notice that by
-            # themselves.
-            return False
-        return bool(written == entry)
+    def _note(self, entry: dict[str, Any]) -> bool:
+        """Takes a failure down and passes it on, if it is the first."""
+        with self._lock:
+            if self._entry is not None:
+                return False
+            self._entry, self._known_at = entry, time.monotonic()
+        if self._peers is not None:
+            self._peers.announce(entry)
+        self._is_known.set()
+        return True
 
-    def _sign(self) -> None:
-        """Notes, once, that this rank no longer needs the board."""
-        if not self._has_signed:
-            self._has_signed = True
-            self._store.add(_READ, 1)
+    def pause(self) -> None:
+        """Ends a run in order: from here on, a rank whose process ends has not failed."""
+        self.is_running = False
+        if self._peers is not None:
+            self._peers.pause()
 
-    def _sign_for_the_dead(self) -> None:
-        with suppress(Exception):
-            self._store.add(_READ, 1)
+    def resume(self) -> None:
+        """Begins another run of the same ranks."""
+        self.is_running = True
+        self._owner = threading.get_ident()
+        if self._peers is not None:
+            self._peers.resume()
 
-    def wait_for_readers(self) -> None:
-        """Gives the other ranks time to read, as the board may end with this process."""
-        deadline = time.monotonic() + _LONG_PATIENCE_SECONDS
-        while time.monotonic() < deadline:
-            try:
-                if self._store.add(_READ, 0) >= self._world_size - 1:
-                    return
-            except Exception:
-                return
-            time.sleep(0.02)
+    def close(self) -> None:
+        """Ends the connections, behind what is announced."""
+        self._is_closed = True
+        if self._peers is not None:
+            self._peers.close()
 
-    def read(self, patience: float = _PATIENCE_SECONDS) -> str | None:
+    # --- another rank fails: called in the peers' thread ---
+
+    def _hear(self, entry: dict[str, Any]) -> None:
+        if self._note(entry):
+            self.interrupt()
+
+    def _lose(self, ranks: list[int], how: str) -> None:
+        names = [self.name_of(rank) for rank in ranks]
+        self._silent += ranks
+        if self._peers is not None:
+            # A process that was stopped goes on, hears that it counts as gone, and ends in order.
+            self._peers.signal(ranks, signal.SIGCONT)
+        verb = "" if how.startswith("ended") else "is " if len(ranks) == 1 else "are "
+        listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+        if self._note({"by": None, "reason": f"{_capitalised(listed)} {verb}{how}."}):
+            self.interrupt()
+
+    def _tick(self) -> None:
+        """Ends processes that do not notice that the run is over: silent ones on this host, for
+        which a launcher would wait longer; and this one, where its own thread may never come back
+        from what it does.
+        """
+        if self._silent and time.monotonic() - self._known_at > _GRACE_SECONDS / 2:
+            assert self._peers is not None
+            self._peers.signal(self._silent, signal.SIGKILL)
+            self._silent.clear()
+        if not self._is_known.is_set() or self._has_noticed or not self.is_running:
+            return
+        if time.monotonic() - self._known_at < _GRACE_SECONDS:
+            return
+        frame = sys._current_frames().get(self._owner)
+        stack = "".join(traceback.format_stack(frame)[-6:]) if frame is not None else ""
+        assert self._entry is not None
+        message = (
+            f"PipeShift: {self.own_name} ends its process, as it did not react for"
+            f" {_GRACE_SECONDS:g} s to this: {self._entry['reason']}\n\nIt was at\n{stack}"
+        )
+        # Whatever locks the other threads hold.
+        os.write(2, message.encode(errors="replace"))
+        os._exit(1)
+
+    # --- the reason ---
+
+    def read(self, patience: float | None = None) -> str | None:
         """The first failure's reason, if it was another rank's.
 
         Args:
-            patience: how many seconds to wait for it.
+            patience: how many seconds to wait for it; by default until each rank must have been
+                heard.
         """
-        try:
-            deadline = time.monotonic() + patience
-            while not self._store.check([_KEY]):
-                if time.monotonic() > deadline:
-                    return None
-                time.sleep(0.02)
-            entry: dict[str, Any] = json.loads(self._store.get(_KEY))
-            self._sign()
-        except Exception:
-            # Rank 0 keeps the board, and waits for its readers before it ends: it must have died.
-            return self._ended_without_a_word(0)
-        return None if entry["rank"] == self._rank else str(entry["reason"])
-
-    def _ended_without_a_word(self, rank: int | None) -> str:
-        name = "Another rank" if rank is None else _capitalised(self.name_of(rank))
-        return (
-            f"{name} ended without a word (killed, out of memory, or its host is gone): its"
-            " connection closed. Look at the end of that rank's own output."
-        )
+        if self._peers is None:
+            return None
+        self._is_known.wait(self._timeout * 1.5 if patience is None else patience)
+        entry = self._entry
+        if entry is None or entry["by"] == self._rank:
+            return None
+        return str(entry["reason"])
 
     @contextmanager
     def watched(self, peer: int | None = None) -> Iterator[None]:
@@ -153,20 +213,30 @@ class FailureBoard:
         """
         if self._failure is not None:
             raise self._failure
+        if self._is_known.is_set():
+            self._raise(self.read(0.0))
         try:
             yield
         except RuntimeError as error:
             if self._failure is not None:
                 raise self._failure from None
-            # A rank that knows which connection broke publishes that before this wait is over.
-            reason = self.read(_LONG_PATIENCE_SECONDS if peer is None else _PATIENCE_SECONDS)
-            if reason is not None:
-                raise StageFailedError(reason) from None
-            reason = self._ended_without_a_word(peer)
-            # For ranks that wait for this one, and cannot know which rank it has waited for.
-            if self._write(reason, peer) and peer is not None:
-                self._sign_for_the_dead()
+            if isinstance(error, PipeShiftError):
+                raise
+            self._raise(self.read())
+            # It is alive, or has ended in order while this rank still waits for it.
+            name = "another rank" if peer is None else self.name_of(peer)
+            reason = (
+                f"The connection of {self.name_of(self._rank)} to {name} broke, and no rank is"
+                f" known to have failed ({error}). Look at what the other ranks have printed."
+            )
+            self._note({"by": self._rank, "reason": reason})
             raise StageFailedError(reason) from error
+
+    def _raise(self, reason: str | None) -> None:
+        if reason is not None:
+            if threading.get_ident() == self._owner:
+                self._has_noticed = True
+            raise StageFailedError(reason) from None
 
 
 def _capitalised(text: str) -> str:

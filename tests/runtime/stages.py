@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 
 from lightning_pipeshift.runtime.channels import Channels, make_groups
 from lightning_pipeshift.runtime.failure import FailureBoard
+from lightning_pipeshift.runtime.peers import connect_all
+from lightning_pipeshift.runtime.sockets import shut_down
 
 
 def connect() -> tuple[Channels, FailureBoard]:
@@ -14,8 +19,11 @@ def connect() -> tuple[Channels, FailureBoard]:
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
-    board = FailureBoard(store, rank, world_size, 0)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    mesh = connect_all(store, rank, world_size, address, port, timedelta(seconds=60))
+    board = FailureBoard(rank, mesh)
     ranks = range(world_size)
     groups = make_groups(ranks, "gloo", has_bulk=True)
     channels = Channels(ranks, rank, torch.device("cpu"), "gloo", board.watched, groups)
+    board.interrupt = lambda: shut_down(groups.sockets)
     return channels, board

@@ -1,0 +1,486 @@
+"""Tells within seconds that another rank is gone: a connection between every two ranks, on which
+each says every second that it is alive.
+
+The connections that training uses cannot tell: they are silent while stages compute, and the kernel
+takes about 15 minutes to give up a connection to a host that does not answer (tcp(7),
+``tcp_retries2``). A thread sends and reads here, so a rank counts as gone where its process has
+ended, is stopped, keeps Python's lock for too long, or cannot be reached. A rank whose Python runs
+and whose step does not go on is alive: see :mod:`~lightning_pipeshift.runtime.stalls`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import secrets
+import selectors
+import signal
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any, Final, NamedTuple
+
+from lightning_pipeshift.errors import StageFailedError
+from lightning_pipeshift.runtime.host import boot_id
+from lightning_pipeshift.runtime.sockets import Opened
+
+_HEADER: Final = struct.Struct("!BI")
+_BEAT: Final = struct.Struct("!dQ")
+_HELLO: Final = struct.Struct("!32sI")
+_MOST_BYTES: Final = 1 << 20
+# A beat is left out where the connection does not even take the earlier ones.
+_MOST_UNSENT_BYTES: Final = 1 << 12
+_POLL_SECONDS: Final = 0.05
+
+
+class Kind(IntEnum):
+    """What a message says."""
+
+    BEAT = 0
+    """The sender is alive."""
+    FAILURE = 1
+    """The run has failed, and why."""
+    QUESTION = 2
+    """Asks what the receiver does at present."""
+    ANSWER = 3
+    """What the sender does."""
+    PAUSES = 4
+    """The sender's run is over: its process may end without having failed."""
+    RESUMES = 5
+    """The sender begins another run."""
+
+
+@dataclass
+class _Peer:
+    rank: int
+    connection: socket.socket
+    heard_at: float
+    unread: bytearray = field(default_factory=bytearray)
+    unsent: bytearray = field(default_factory=bytearray)
+    hears_after: float = 0.0
+    """How long the peer has not heard this rank, as it said last."""
+    count: int = 0
+    is_open: bool = True
+    is_paused: bool = False
+    is_lost: bool = False
+
+
+class Peers:
+    """This rank's connections to all others, and the thread that serves them.
+
+    Args:
+        mesh: taken over.
+        timeout: after how many seconds of silence a rank is gone.
+        on_failure: called in the thread, with what another rank has announced.
+        on_lost: called in the thread, with the ranks that are gone and how that was noticed.
+        describe: returns what this rank does at present; called in the thread.
+        count: returns the number of actions that this rank has completed.
+        on_tick: called in the thread about every second, with this object.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        timeout: float,
+        on_failure: Callable[[dict[str, Any]], None],
+        on_lost: Callable[[list[int], str], None],
+        describe: Callable[[], str] = str,
+        count: Callable[[], int] = int,
+        on_tick: Callable[[Peers], None] = lambda _: None,
+    ) -> None:
+        self.timeout = timeout
+        self.answers: dict[int, str] = {}
+        """What the other ranks answered to :meth:`ask`, by rank."""
+        self._interval = min(1.0, timeout / 10)
+        self._on_failure, self._on_lost, self._on_tick = on_failure, on_lost, on_tick
+        self._describe, self._count = describe, count
+        now = time.monotonic()
+        self._processes = mesh.processes
+        self._peers = {
+            rank: _Peer(rank, connection, now)
+            for rank, connection in sorted(mesh.connections.items())
+        }
+        self._selector = selectors.DefaultSelector()
+        self._lock = threading.Lock()
+        self._wakes, self._wake = socket.socketpair()
+        self._wakes.setblocking(False)
+        self._wake.setblocking(False)
+        self._selector.register(self._wakes, selectors.EVENT_READ)
+        for peer in self._peers.values():
+            peer.connection.setblocking(False)
+            self._selector.register(peer.connection, selectors.EVENT_READ, peer)
+        self._is_closing = threading.Event()
+        self.sockets: Opened = frozenset(
+            (each.fileno(), os.fstat(each.fileno()).st_ino)
+            for each in (*mesh.connections.values(), self._wakes, self._wake)
+        )
+        _ALL.add(self)
+        self._thread = threading.Thread(target=self._serve, name="peers", daemon=True)
+        self._thread.start()
+
+    # --- for other threads ---
+
+    def announce(self, entry: Mapping[str, Any]) -> None:
+        """Tells all other ranks that the run has failed."""
+        self._send_to(self._peers.values(), Kind.FAILURE, json.dumps(entry).encode())
+
+    def ask(self) -> None:
+        """Asks all other ranks what they do; the answers arrive in :attr:`answers`."""
+        self.answers.clear()
+        self._send_to(self._peers.values(), Kind.QUESTION, b"")
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """The number of actions that each rank that is there had completed when it spoke last."""
+        return {peer.rank: peer.count for peer in self._peers.values() if peer.is_open}
+
+    def pause(self) -> None:
+        """Tells the others that this rank's run is over."""
+        self._send_to(self._peers.values(), Kind.PAUSES, b"")
+
+    def resume(self) -> None:
+        """Tells the others that this rank begins another run."""
+        self._send_to(self._peers.values(), Kind.RESUMES, b"")
+
+    def close(self, patience: float = 2.0) -> None:
+        """Says that this rank's run is over, and ends the thread.
+
+        Args:
+            patience: for how many seconds at most it tries to deliver what is still unsent.
+        """
+        if self._is_closing.is_set():
+            return
+        self.pause()
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline and self._thread.is_alive():
+            with self._lock:
+                if not any(peer.unsent for peer in self._peers.values() if peer.is_open):
+                    break
+            time.sleep(_POLL_SECONDS / 5)
+        self._is_closing.set()
+        self._rouse()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(patience)
+        _ALL.discard(self)
+
+    def signal(self, ranks: Iterable[int], number: int) -> None:
+        """Sends a signal to those of some ranks whose processes are on this host."""
+        for rank in ranks:
+            if rank in self._processes:
+                with suppress(OSError):
+                    signal.pidfd_send_signal(self._processes[rank], number)
+
+    def forget(self) -> None:
+        """Closes this process's copies of the connections, in a process that was forked: they would
+        keep a connection open after its rank has died.
+        """
+        self._selector.close()
+        for peer in self._peers.values():
+            peer.connection.close()
+        self._wakes.close()
+        self._wake.close()
+
+    def _send_to(self, peers: Iterable[_Peer], kind: Kind, body: bytes) -> None:
+        with self._lock:
+            for peer in peers:
+                if peer.is_open:
+                    peer.unsent += _HEADER.pack(kind, len(body)) + body
+        self._rouse()
+
+    def _rouse(self) -> None:
+        with suppress(OSError):
+            self._wake.send(b"\0")
+
+    # --- the thread ---
+
+    def _serve(self) -> None:
+        woke = beats_at = time.monotonic()
+        try:
+            while not self._is_closing.is_set():
+                wait = min(max(0.0, beats_at - time.monotonic()), self._interval)
+                ready = self._selector.select(wait)
+                now = time.monotonic()
+                # This process itself was stopped, or did not get to run: then the others were not
+                # silent, it has not listened.
+                was_away = now - woke > self._interval + self.timeout / 3
+                woke = now
+                for key, events in ready:
+                    if key.data is None:
+                        with suppress(OSError):
+                            self._wakes.recv(4096)
+                    elif events & selectors.EVENT_READ:
+                        self._read(key.data, now)
+                if was_away:
+                    for peer in self._peers.values():
+                        peer.heard_at, peer.hears_after = now, 0.0
+                if now >= beats_at:
+                    beats_at = now + self._interval
+                    self._beat(now)
+                    self._on_tick(self)
+                for peer in self._peers.values():
+                    self._write(peer)
+                self._look_for_lost(now)
+        finally:
+            self._selector.close()
+            for peer in self._peers.values():
+                peer.connection.close()
+            self._wakes.close()
+            for process in self._processes.values():
+                os.close(process)
+
+    def _beat(self, now: float) -> None:
+        for peer in self._peers.values():
+            if peer.is_open and len(peer.unsent) < _MOST_UNSENT_BYTES:
+                body = _BEAT.pack(now - peer.heard_at, self._count())
+                self._send_to([peer], Kind.BEAT, body)
+
+    def _write(self, peer: _Peer) -> None:
+        with self._lock:
+            if not peer.is_open:
+                return
+            try:
+                while peer.unsent:
+                    del peer.unsent[: peer.connection.send(peer.unsent)]
+            except BlockingIOError:
+                pass
+            except OSError:
+                # The end of the connection is noticed by reading, behind the last message.
+                peer.unsent.clear()
+            # What is left goes with the next beat, or at once where there is room for it.
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
+            self._selector.modify(peer.connection, events, peer)
+
+    def _read(self, peer: _Peer, now: float) -> None:
+        is_over = False
+        try:
+            while not is_over:
+                received = peer.connection.recv(1 << 16)
+                is_over = not received
+                peer.unread += received
+                peer.heard_at = now
+        except BlockingIOError:
+            pass
+        except OSError:
+            is_over = True
+        while peer.is_open and len(peer.unread) >= _HEADER.size:
+            kind, length = _HEADER.unpack_from(peer.unread)
+            if length > _MOST_BYTES:
+                is_over = True
+                break
+            if len(peer.unread) < _HEADER.size + length:
+                break
+            body = bytes(peer.unread[_HEADER.size : _HEADER.size + length])
+            del peer.unread[: _HEADER.size + length]
+            self._take(peer, kind, body)
+        if is_over and peer.is_open:
+            self._shut(peer)
+            if not peer.is_paused and not peer.is_lost:
+                self._on_lost([peer.rank], _CLOSED)
+
+    def _take(self, peer: _Peer, kind: int, body: bytes) -> None:
+        if kind == Kind.BEAT:
+            peer.hears_after, peer.count = _BEAT.unpack(body)
+        elif kind == Kind.FAILURE:
+            self._on_failure(json.loads(body))
+        elif kind == Kind.QUESTION:
+            self._send_to([peer], Kind.ANSWER, self._describe().encode()[:_MOST_BYTES])
+        elif kind == Kind.ANSWER:
+            self.answers[peer.rank] = body.decode(errors="replace")
+        elif kind == Kind.PAUSES:
+            peer.is_paused = True
+        elif kind == Kind.RESUMES:
+            peer.is_paused = False
+
+    def _shut(self, peer: _Peer) -> None:
+        with self._lock:
+            peer.is_open = False
+            self._selector.unregister(peer.connection)
+            peer.connection.close()
+
+    def _look_for_lost(self, now: float) -> None:
+        """A rank is gone where one direction is silent: if packets are lost on one way only, the
+        rank at the other end still speaks, and says that it does not hear this one.
+        """
+
+        def silence(peer: _Peer) -> float:
+            return max(now - peer.heard_at, peer.hears_after)
+
+        around = [peer for peer in self._peers.values() if peer.is_open and not peer.is_lost]
+        if not any(silence(peer) > self.timeout for peer in around):
+            return
+        # A host's ranks become silent together, but for the rhythm of their beats.
+        lost = [peer for peer in around if silence(peer) > self.timeout - 3 * self._interval]
+        longest = max(map(silence, lost))
+        for peer in lost:
+            # It stays connected: what is announced reaches it if it comes back.
+            peer.is_lost = True
+        self._on_lost([peer.rank for peer in lost], _SILENT.format(longest, self.timeout))
+
+
+_CLOSED: Final = (
+    "ended without a word (killed, out of memory, or its host is gone): its connection closed. Look"
+    " at the end of that rank's own output"
+)
+_SILENT: Final = (
+    "gone: nothing was heard for {:.0f} s (`heartbeat_timeout` is {:g} s). The host cannot be"
+    " reached, or the process is stopped, or one call in it keeps Python's lock"
+)
+
+# A forked process inherits the connections of all.
+_ALL: Final[weakref.WeakSet[Peers]] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for peers in list(_ALL):
+        peers.forget()
+    _ALL.clear()
+
+
+def _close_all() -> None:
+    for peers in list(_ALL):
+        peers.close()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+# The process ends in order.
+atexit.register(_close_all)
+
+
+# --- the connections ---
+
+
+class Mesh(NamedTuple):
+    """What connects a rank with the others.
+
+    Args:
+        connections: by rank.
+        processes: file descriptors of the processes (``pidfd_open``), of ranks on this host.
+    """
+
+    connections: dict[int, socket.socket]
+    processes: dict[int, int]
+
+
+def connect_all(
+    store: Any, rank: int, world_size: int, address: str, port: int, timeout: timedelta
+) -> Mesh:
+    """Connects every two ranks; every rank calls this.
+
+    Args:
+        store: the process group's, under a prefix of this call's own.
+        rank: this rank.
+        world_size: the number of ranks.
+        address: that of the run's first host, as the ranks were told.
+        port: that of the store, by which a rank finds which of its addresses leads there.
+        timeout: how long to wait for the others.
+
+    Raises:
+        StageFailedError: another rank cannot be reached.
+    """
+    if world_size == 1:
+        return Mesh({}, {})
+    if rank == 0:
+        store.set("token", secrets.token_hex(16))
+    token = store.get("token")
+    own = _own_address(rank, address, port)
+    family = socket.AF_INET6 if ":" in own else socket.AF_INET
+    found: dict[int, socket.socket] = {}
+    with socket.create_server((own, 0), family=family, backlog=world_size + 8) as listener:
+        entry = [own, listener.getsockname()[1], _process_space(), os.getpid()]
+        store.set(f"at/{rank}", json.dumps(entry))
+        for other in range(rank):
+            where = json.loads(store.get(f"at/{other}"))[:2]
+            try:
+                connection = socket.create_connection(tuple(where), timeout.total_seconds())
+            except OSError as error:
+                raise StageFailedError(
+                    f"Rank {rank} cannot reach rank {other} at {where[0]}, port {where[1]}:"
+                    f" {error}. Every rank needs a way to every other one; if these are the"
+                    " addresses of the wrong network, set GLOO_SOCKET_IFNAME to the name of the"
+                    " right interface on each host."
+                ) from error
+            connection.sendall(_HELLO.pack(token, rank))
+            found[other] = connection
+        deadline = time.monotonic() + timeout.total_seconds()
+        while len(found) < world_size - 1:
+            listener.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                missing = sorted(set(range(world_size)) - {rank, *found})
+                raise StageFailedError(
+                    f"Rank(s) {', '.join(map(str, missing))} did not connect to rank {rank} at"
+                    f" {own} within {timeout.total_seconds():g} s. Look at what these processes"
+                    " printed."
+                ) from None
+            connection.settimeout(5.0)
+            said, other = b"", -1
+            with suppress(OSError):
+                said, other = _HELLO.unpack(_exactly(connection, _HELLO.size))
+            # Others may knock at any port of a host.
+            if secrets.compare_digest(said, token) and rank < other < world_size:
+                found[other] = connection
+            else:
+                connection.close()
+    for connection in found.values():
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    processes = {}
+    for other in found:
+        _, _, space, process = json.loads(store.get(f"at/{other}"))
+        if space == _process_space() is not None and process != os.getpid():
+            with suppress(OSError, AttributeError):
+                processes[other] = os.pidfd_open(process)
+    return Mesh(found, processes)
+
+
+def _process_space() -> list[str] | None:
+    """What processes have in common if they know each other by their numbers."""
+    try:
+        return [boot_id(), str(os.stat("/proc/self/ns/pid").st_ino)]
+    except OSError:
+        return None
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    received = b""
+    while len(received) < count:
+        part = connection.recv(count - len(received))
+        if not part:
+            raise OSError("the connection ended")
+        received += part
+    return received
+
+
+def _own_address(rank: int, address: str, port: int) -> str:
+    """The address by which the other ranks reach this one: that of the interface which leads to the
+    first host; on the first host, the address that all were told.
+    """
+    wanted = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if wanted and (found := _address_of(wanted)) is not None:
+        return found
+    family, _, _, _, resolved = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # No packet is sent: this only chooses the way.
+        probe.connect(resolved)
+        return str(probe.getsockname()[0])
+
+
+def _address_of(interface: str) -> str | None:
+    """The IPv4 address of a network interface."""
+    try:
+        import fcntl
+
+        request = struct.pack("256s", interface.encode()[:15])
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
+    except (ImportError, OSError):
+        return None
+    return socket.inet_ntoa(answer[20:24])
