@@ -6,7 +6,6 @@ import os
 import sys
 import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -39,6 +38,7 @@ from lightning_pipeshift.plan.cluster import Device
 from lightning_pipeshift.plan.topology import Topology, VirtualMachinesSpec, arrange
 from lightning_pipeshift.runtime.channels import Channels, make_groups
 from lightning_pipeshift.runtime.failure import FailureBoard
+from lightning_pipeshift.runtime.lane import gathered
 from lightning_pipeshift.runtime.peers import connect_all
 from lightning_pipeshift.runtime.replicas import Replicas
 from lightning_pipeshift.runtime.rings import Rings
@@ -288,7 +288,7 @@ class ConnectedStrategy(ParallelStrategy):
             board.name_of = [
                 topology.name_of(rank, host) for rank, host in enumerate(self._hosts)
             ].__getitem__
-            dist.barrier()
+            # All ranks have the board: what is opened from here on is shut down after a failure.
             if self._replicas is None or self._replicas.topology != topology:
                 self._connect(topology)
         self._sockets |= open_sockets() - before - board.sockets
@@ -332,8 +332,8 @@ class ConnectedStrategy(ParallelStrategy):
 
     def _topology(self) -> Topology:
         mine = device_of(self.root_device)
-        devices: list[Any] = [None] * self.world_size
-        dist.all_gather_object(devices, mine)
+        assert self._board is not None
+        devices = gathered(mine, dist.group.WORLD, self._board.watched)
         self._hosts = [device.host.partition("/")[0] for device in devices]
         topology = arrange(self._wanted(), devices, self._depths())
         self._check_devices(topology, devices)
@@ -382,16 +382,15 @@ class ConnectedStrategy(ParallelStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         if not self._is_alone():
-            with self._watched():
-                dist.barrier(group=self._require_replicas().world.control)
+            self._require_replicas().world.sum(torch.zeros(1))
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         if self._is_alone():
             return obj
-        box = [obj]
-        with self._watched():
-            dist.broadcast_object_list(box, src, group=self._require_replicas().world.control)
-        return box[0]
+        world = self._require_replicas().world
+        mine = obj if self.global_rank == src else None
+        found: T = gathered(mine, world.control, world.watched)[src]
+        return found
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces over virtual machines; all stages of one pass the same."""
@@ -417,9 +416,6 @@ class ConnectedStrategy(ParallelStrategy):
             return decision
         votes = self._require_replicas().world.sum(torch.tensor([float(decision)]))
         return bool(votes == self.world_size) if all else bool(votes > 0)
-
-    def _watched(self) -> Any:
-        return nullcontext() if self._board is None else self._board.watched()
 
     # --- a failure ---
 

@@ -12,6 +12,7 @@ import enum
 import functools
 import os
 import signal
+import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -540,7 +541,8 @@ def test_a_rank_that_dies(
             assert outcome.error_type == "Died", str(outcome)
         else:
             assert outcome.error_type == "StageFailedError", str(outcome)
-            assert f"tage {dead} (rank {dead}) ended without a word" in outcome.message
+            who = f"tage {dead} (rank {dead} on {socket.gethostname()})"
+            assert f"{who} ended without a word" in outcome.message
     require_whole(tmp_path, undisturbed, point, SPLITS[number % len(SPLITS)])
 
 
@@ -575,7 +577,8 @@ def test_a_rank_that_raises(
             assert (outcome.error_type, outcome.message) == ("Failure", "the coffee is cold")
         else:
             assert outcome.error_type == "StageFailedError", str(outcome)
-            reason = f"tage {failed} (rank {failed}) failed first: Failure: the coffee is cold"
+            who = f"tage {failed} (rank {failed} on {socket.gethostname()})"
+            reason = f"{who} failed first: Failure: the coffee is cold"
             assert reason in outcome.message
     require_whole(tmp_path, undisturbed, point, (4, 3))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -565,4 +566,5 @@ def test_a_member_that_dies_in_the_middle_of_a_sum(dies: int) -> None:
         assert "steps taken: 2" in outcome.output
         assert "steps taken: 3" not in outcome.output
         if outcome.rank != dies:
-            assert f"{name} (rank {dies}) ended without a word" in outcome.message, str(outcome)
+            who = f"{name} (rank {dies} on {socket.gethostname()})"
+            assert f"{who} ended without a word" in outcome.message, str(outcome)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_pipeshift.runtime.lane import Watched
+from lightning_pipeshift.runtime.lane import Watched, finish
 
 
 class Sum(Protocol):
@@ -218,8 +218,7 @@ class _Collective:
     watched: Watched
 
     def wait(self) -> None:
-        with self.watched(None):
-            self.work.wait()
+        finish(self.work, self.watched)
 
 
 def _parts(buffer: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:

@@ -22,7 +22,15 @@ from torch import Tensor
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.placeholder import Placeholder, dtype_named, is_dense
 from lightning_pipeshift.plan.flow import TensorSpec
-from lightning_pipeshift.runtime.lane import Lane, Line, PostedObject, Sent, Watched, as_bytes
+from lightning_pipeshift.runtime.lane import (
+    Lane,
+    Line,
+    PostedObject,
+    Sent,
+    Watched,
+    as_bytes,
+    finish,
+)
 from lightning_pipeshift.runtime.sockets import (
     Opened,
     ends_soon,
@@ -111,8 +119,7 @@ class PostedSum:
     def wait(self) -> Tensor:
         """The sum; waits for it."""
         if self.work is not None:
-            with self.watched(None):
-                self.work.wait()
+            finish(self.work, self.watched)
         return self.vector
 
 
@@ -183,8 +190,8 @@ class Channels(Lane):
         self._sockets = groups.sockets
         self._bulk_sockets = groups.bulk_sockets
         self._neighbours = dict(groups.neighbours)
-        # Sums that have begun and may be under way still.
-        self._sums: list[Any] = []
+        # Collectives that have begun and may be under way still.
+        self._under_way: list[Any] = []
         self._open_communicators()
 
     def _open_communicators(self) -> None:
@@ -229,7 +236,7 @@ class Channels(Lane):
         self._object_sends.clear()
         self._neighbours.clear()
         shut_down(self._sockets)
-        if not all(map(ends_soon, self._sums)):
+        if not all(map(ends_soon, self._under_way)):
             keep_for_ever(self.control)
         self.control = self._bulk = None
 
@@ -349,10 +356,7 @@ class Channels(Lane):
 
     def sum(self, vector: Tensor) -> Tensor:
         """The sum of a CPU vector over the stages, with the same bits on each."""
-        if self.num_stages > 1:
-            with self.watched(None):
-                dist.all_reduce(vector, group=self.control)
-        return vector
+        return self.post_sum(vector).wait()
 
     def post_sum(self, vector: Tensor) -> PostedSum:
         """Begins :meth:`sum` without waiting for it."""
@@ -360,8 +364,8 @@ class Channels(Lane):
         if self.num_stages > 1:
             with self.watched(None):
                 work = dist.all_reduce(vector, group=self.control, async_op=True)
-            self._sums = [one for one in self._sums if not one.is_completed()]
-            self._sums.append(work)
+            self._under_way = [one for one in self._under_way if not one.is_completed()]
+            self._under_way.append(work)
         return PostedSum(vector, work, self.watched)
 
     def gather_int(self, value: int) -> list[int]:
@@ -369,8 +373,11 @@ class Channels(Lane):
         if self.num_stages == 1:
             return [value]
         parts = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
+        own = torch.tensor([value], dtype=torch.int64)
         with self.watched(None):
-            dist.all_gather(parts, torch.tensor([value], dtype=torch.int64), group=self.control)
+            work = dist.all_gather(parts, own, group=self.control, async_op=True)
+        self._under_way.append(work)
+        finish(work, self.watched)
         return [int(parts[member]) for member in self._members]
 
 

@@ -156,8 +156,15 @@ class FailureBoard:
             self._peers.signal(ranks, signal.SIGCONT)
         verb = "" if how.startswith("ended") else "is " if len(ranks) == 1 else "are "
         listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-        if self._note({"by": None, "reason": f"{_capitalised(listed)} {verb}{how}."}):
-            self.interrupt()
+        reason = f"{_capitalised(listed)} {verb}{how}."
+        if not self._note({"by": None, "reason": reason}):
+            return
+        others = self._peers.neighbours - set(ranks) if self._peers is not None else set()
+        if self.is_running and all(rank > self._rank for rank in others):
+            # Once on each host, and at once: a launcher may end this process before it has come to
+            # raising the error.
+            os.write(2, f"PipeShift: {reason}\n".encode(errors="replace"))
+        self.interrupt()
 
     def _tick(self) -> None:
         """Ends processes that do not notice that the run is over: silent ones on this host, for

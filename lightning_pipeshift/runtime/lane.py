@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -27,10 +28,55 @@ Watched = Callable[[int | None], AbstractContextManager[None]]
 # around them, which take longer than the sending.
 Line = tuple[Any, int]
 
+# How often a rank that waits for a collective looks whether the run has failed.
+_LOOKS_EVERY = timedelta(seconds=0.5)
+
 _FIRST_TAG = 1 << 20
 _HEADER_BYTES = 8
 # The size of an object's first message: a step's usual report needs no second one.
 _INLINE_BYTES = 4096
+
+
+def finish(work: Any, watched: Watched) -> None:
+    """Waits for a collective.
+
+    gloo may lose a collective whose connections are shut down meanwhile, and a loss is not told: so
+    the wait is in short pieces, and ``watched`` is asked between them.
+    """
+    while True:
+        with watched(None):
+            try:
+                work.wait(_LOOKS_EVERY)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+
+
+def gathered(obj: Any, group: Any, watched: Watched) -> list[Any]:
+    """Every member of a group calls this, and gets what each passed, in the order of the members.
+
+    Args:
+        obj: picklable.
+        group: one of gloo.
+        watched: the context to communicate in.
+    """
+    data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    length = torch.tensor([data.numel()])
+    with watched(None):
+        work = dist.all_gather(sizes, length, group=group, async_op=True)
+    finish(work, watched)
+    longest = max(int(size) for size in sizes)
+    parts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+    padded = torch.cat([data, data.new_zeros(longest - data.numel())])
+    with watched(None):
+        work = dist.all_gather(parts, padded, group=group, async_op=True)
+    finish(work, watched)
+    return [
+        pickle.loads(part[: int(size)].numpy().tobytes())
+        for part, size in zip(parts, sizes, strict=True)
+    ]
 
 
 @dataclass

@@ -150,6 +150,11 @@ class Peers:
         """Tells the others that this rank begins another run."""
         self._send_to(self._peers.values(), Kind.RESUMES, b"")
 
+    @property
+    def neighbours(self) -> set[int]:
+        """The other ranks on this host."""
+        return set(self._processes)
+
     def close(self, patience: float = 2.0) -> None:
         """Says that this rank's run is over, and ends the thread.
 

@@ -66,14 +66,16 @@ def test_a_hill_wider_than_a_stages_share_is_not_kept_whole():
     assert cuts(inner, 2) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-def flow_of(*calls):
+def flow_of(*calls: tuple[int, ...]) -> Flow:
     """Calls of layers, each with the calls whose results it takes."""
-    counts, made, found = {}, [], []
+    counts: dict[int, int] = {}
+    made: list[Value] = []
+    found = []
     for layer, *sources in calls:
         made.append(Value(layer, counts.get(layer, 0), 0))
         found.append(Call(layer, made[-1].call, (), frozenset(made[s] for s in sources)))
         counts[layer] = made[-1].call + 1
-    empty = frozenset()
+    empty: frozenset[Value] = frozenset()
     return Flow(tuple(found), empty, empty, empty)
 
 
