@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
@@ -39,12 +43,20 @@ from lightning_pipeshift.plan.topology import Topology, VirtualMachinesSpec, arr
 from lightning_pipeshift.runtime.channels import Channels, make_groups
 from lightning_pipeshift.runtime.failure import FailureBoard
 from lightning_pipeshift.runtime.lane import gathered
-from lightning_pipeshift.runtime.peers import connect_all
+from lightning_pipeshift.runtime.outside import FOLDER
+from lightning_pipeshift.runtime.peers import Peers, connect_all
 from lightning_pipeshift.runtime.replicas import Replicas
 from lightning_pipeshift.runtime.rings import Rings
 from lightning_pipeshift.runtime.sockets import Opened, open_sockets, shut_down
+from lightning_pipeshift.runtime.stalls import STACKS, StallWatch, write_stacks
 
 T = TypeVar("T")
+
+
+def _print_at_once(text: str) -> None:
+    """Prints a message, whatever other threads hold."""
+    os.write(2, f"PipeShift: {text}\n".encode(errors="replace"))
+
 
 # That of the job's process group, which may serve several strategies one after the other.
 _boards: list[tuple[weakref.ref[Any], FailureBoard]] = []
@@ -75,6 +87,7 @@ class ConnectedStrategy(ParallelStrategy):
         process_group_backend: Literal["nccl", "gloo"] | None,
         timeout: timedelta | None,
         heartbeat_timeout: float,
+        stall_timeout: float,
         accelerator: pl.accelerators.Accelerator | None,
         parallel_devices: list[torch.device] | None,
         cluster_environment: ClusterEnvironment | None,
@@ -88,6 +101,7 @@ class ConnectedStrategy(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._heartbeat_timeout = heartbeat_timeout
+        self._stall_timeout = stall_timeout
         self._board: FailureBoard | None
         self._channels: Channels | None
         self._replicas: Replicas | None
@@ -293,6 +307,7 @@ class ConnectedStrategy(ParallelStrategy):
                 self._connect(topology)
         self._sockets |= open_sockets() - before - board.sockets
         board.interrupt = self._interrupt
+        self._watch_for_stalls(board)
         world = self._require_replicas().world
         for channels in (self._require_channels(), world):
             channels.watched = board.watched
@@ -322,6 +337,33 @@ class ConnectedStrategy(ParallelStrategy):
         # What is opened up to the end of the setup is for this job.
         board.interrupt = lambda: shut_down(open_sockets() - before - board.sockets)
         return board
+
+    def _watch_for_stalls(self, board: FailureBoard) -> None:
+        """Lets the first rank say which rank is waited for, when nothing goes on."""
+        channels = self._require_channels()
+        trainer = self._lightning_module._trainer if self._lightning_module is not None else None
+        root = trainer.default_root_dir if trainer is not None else "."
+        folder = Path(root) / FOLDER if os.environ.get(STACKS, "0") not in ("", "0") else None
+        rank, timeout = self.global_rank, self._stall_timeout
+
+        def describe() -> str:
+            if folder is not None:
+                with suppress(OSError):
+                    write_stacks(folder, rank)
+            return json.dumps(board.activity())
+
+        board.describe, board.count = describe, lambda: channels.num_done
+        if rank:
+            return
+        stalls = StallWatch(timeout, board.name_of, _print_at_once)
+
+        def look(peers: Peers) -> None:
+            counts = {0: channels.num_done, **peers.counts}
+            stalls.look(
+                counts, lambda: {0: describe(), **peers.answers}, peers.ask, time.monotonic()
+            )
+
+        board.on_tick = look
 
     def _interrupt(self) -> None:
         """Ends what this rank may be waiting for; called in a thread when another rank failed."""

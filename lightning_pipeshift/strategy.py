@@ -67,6 +67,7 @@ from lightning_pipeshift.runtime.holdings import optimizer_to_device
 from lightning_pipeshift.runtime.pipeline import Accumulation, Pipeline
 from lightning_pipeshift.runtime.planning import Settings, Watch
 from lightning_pipeshift.runtime.stage_memory import MemoryWishes
+from lightning_pipeshift.runtime.stalls import STALL_SECONDS
 from lightning_pipeshift.runtime.status import status_of
 from lightning_pipeshift.synchronising import MetricSync, silence_advice_to_synchronise
 
@@ -124,6 +125,8 @@ class PipeShiftStrategy(CheckpointingStrategy):
         heartbeat_timeout: after how many seconds without a sign of life a rank counts as gone, and
             the run ends on all others; at least 1. A thread of each rank gives these signs. More
             than that is needed only where single calls keep Python's lock for longer.
+        stall_timeout: after how many seconds in which no rank has completed an action the first
+            rank says which one is waited for, and what it is doing; 0: never.
         accelerator: as in every Lightning strategy; the Trainer's argument is the usual way.
         parallel_devices: this host's devices, likewise.
         cluster_environment: the source of a process's rank, likewise.
@@ -149,6 +152,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
         process_group_backend: Literal["nccl", "gloo"] | None = None,
         timeout: timedelta | None = default_pg_timeout,
         heartbeat_timeout: float = HEARTBEAT_SECONDS,
+        stall_timeout: float = STALL_SECONDS,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -160,6 +164,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
             process_group_backend,
             timeout,
             heartbeat_timeout,
+            stall_timeout,
             accelerator,
             parallel_devices,
             cluster_environment,
@@ -172,6 +177,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
         check_aggregation(gradient_aggregation)
         check_planning(recompute, profile_steps)
         check_seconds("heartbeat_timeout", heartbeat_timeout, 1.0)
+        check_seconds("stall_timeout", stall_timeout, 0.0)
         schedule_named(schedule)
         self._microbatches = microbatches
         self._schedule = schedule

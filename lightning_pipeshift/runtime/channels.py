@@ -190,6 +190,8 @@ class Channels(Lane):
         self._sockets = groups.sockets
         self._bulk_sockets = groups.bulk_sockets
         self._neighbours = dict(groups.neighbours)
+        self.num_done = 0
+        """How many actions this stage has completed."""
         # Collectives that have begun and may be under way still.
         self._under_way: list[Any] = []
         self._open_communicators()

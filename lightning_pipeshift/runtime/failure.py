@@ -15,18 +15,21 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from lightning_pipeshift.errors import PipeShiftError, StageFailedError
 from lightning_pipeshift.runtime.peers import Mesh, Peers
 from lightning_pipeshift.runtime.sockets import Opened
+from lightning_pipeshift.runtime.stalls import activity
 
 HEARTBEAT_SECONDS: Final = 10.0
 """After how many seconds of silence a rank is gone, unless the user says otherwise."""
 
 # How long after a failure a rank's own thread may take to notice it, before the process is ended.
 _GRACE_SECONDS: Final = 10.0
+# How long after another rank's error this rank may go on by itself.
+_RESPITE_SECONDS: Final = 1.0
 _MOST_CHARACTERS: Final = 6000
 
 
@@ -49,6 +52,14 @@ class FailureBoard:
         name_of: Callable[[int], str] = "rank {}".format,
     ) -> None:
         self.name_of = name_of
+        self.describe: Callable[[], str] = str
+        """Returns what this rank does, when the first one asks; called in a thread."""
+        self.count: Callable[[], int] = int
+        """Returns how many actions this rank has completed; likewise."""
+        self.on_tick: Callable[[Peers], None] = lambda _: None
+        """Called in a thread about every second while a run is under way."""
+        self.waits: tuple[int | None, float] | None = None
+        """The rank that this rank's own thread waits for (``None``: several), and since when."""
         self.interrupt: Callable[[], None] = lambda: None
         """Called in a thread when another rank has failed: shuts down the connections on which this
         rank may wait."""
@@ -61,6 +72,8 @@ class FailureBoard:
         self._entry: dict[str, Any] | None = None
         self._is_known = threading.Event()
         self._known_at = 0.0
+        # Whether this rank's own connections have been shut down for it.
+        self._is_over = False
         self._has_noticed = False
         # Ranks that are silent, and whether their processes, if they are on this host, are to end.
         self._silent: list[int] = []
@@ -70,7 +83,13 @@ class FailureBoard:
         self._peers: Peers | None = None
         if mesh.connections:
             self._peers = Peers(
-                mesh, timeout, self._hear, self._lose, on_tick=lambda _: self._tick()
+                mesh,
+                timeout,
+                self._hear,
+                self._lose,
+                self._described,
+                lambda: self.count(),
+                self._tick,
             )
 
     @property
@@ -144,9 +163,14 @@ class FailureBoard:
 
     # --- another rank fails: called in the peers' thread ---
 
+    def _described(self) -> str:
+        with suppress(Exception):
+            return self.describe()
+        return ""
+
     def _hear(self, entry: dict[str, Any]) -> None:
-        if self._note(entry):
-            self.interrupt()
+        # Not at once: where all ranks find the same mistake, each is to raise the error itself.
+        self._note(entry)
 
     def _lose(self, ranks: list[int], how: str) -> None:
         names = [self.name_of(rank) for rank in ranks]
@@ -159,6 +183,7 @@ class FailureBoard:
         reason = f"{_capitalised(listed)} {verb}{how}."
         if not self._note({"by": None, "reason": reason}):
             return
+        self._is_over = True
         others = self._peers.neighbours - set(ranks) if self._peers is not None else set()
         if self.is_running and all(rank > self._rank for rank in others):
             # Once on each host, and at once: a launcher may end this process before it has come to
@@ -166,18 +191,26 @@ class FailureBoard:
             os.write(2, f"PipeShift: {reason}\n".encode(errors="replace"))
         self.interrupt()
 
-    def _tick(self) -> None:
+    def _tick(self, peers: Peers) -> None:
         """Ends processes that do not notice that the run is over: silent ones on this host, for
         which a launcher would wait longer; and this one, where its own thread may never come back
         from what it does.
         """
         if self._silent and time.monotonic() - self._known_at > _GRACE_SECONDS / 2:
-            assert self._peers is not None
-            self._peers.signal(self._silent, signal.SIGKILL)
+            peers.signal(self._silent, signal.SIGKILL)
             self._silent.clear()
-        if not self._is_known.is_set() or self._has_noticed or not self.is_running:
+        if not self.is_running or self._has_noticed:
             return
-        if time.monotonic() - self._known_at < _GRACE_SECONDS:
+        if not self._is_known.is_set():
+            # A mistake in a message must not end the thread: this rank would count as gone.
+            with suppress(Exception):
+                self.on_tick(peers)
+            return
+        since = time.monotonic() - self._known_at
+        if not self._is_over and since > _RESPITE_SECONDS:
+            self._is_over = True
+            self.interrupt()
+        if since < _GRACE_SECONDS:
             return
         frame = sys._current_frames().get(self._owner)
         stack = "".join(traceback.format_stack(frame)[-6:]) if frame is not None else ""
@@ -220,8 +253,11 @@ class FailureBoard:
         """
         if self._failure is not None:
             raise self._failure
-        if self._is_known.is_set():
+        if self._is_over:
             self._raise(self.read(0.0))
+        is_owner = threading.get_ident() == self._owner
+        if is_owner:
+            self.waits = (peer, time.monotonic())
         try:
             yield
         except RuntimeError as error:
@@ -238,6 +274,25 @@ class FailureBoard:
             )
             self._note({"by": self._rank, "reason": reason})
             raise StageFailedError(reason) from error
+        finally:
+            if is_owner:
+                self.waits = None
+
+    def activity(self) -> dict[str, Any]:
+        """What this rank's own thread does (see
+        :func:`~lightning_pipeshift.runtime.stalls.activity`), and the rank that it waits for: -1
+        for several, ``None`` if it does not wait.
+        """
+        waits = self.waits
+        if waits is None:
+            return {**activity(self._owner), "waits": None, "seconds": 0.0}
+        peer, since = waits
+        seconds = time.monotonic() - since
+        return {
+            **activity(self._owner),
+            "waits": -1 if peer is None else peer,
+            "seconds": seconds,
+        }
 
     def _raise(self, reason: str | None) -> None:
         if reason is not None:

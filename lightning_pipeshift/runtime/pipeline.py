@@ -559,6 +559,7 @@ class Pipeline:
 
     def _plain_forward(self, key: Key, step: UserStep, batch: Any) -> Any:
         assert self.holdings is not None
+        self.channels.num_done += 1
         result, self.order = self.one_stage.forward(
             step, batch, key, self.holdings, len(self._follower.gates)
         )

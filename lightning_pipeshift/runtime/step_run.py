@@ -185,6 +185,7 @@ class StepRun:
                     raise self._explained(error, action) from error
                 if self._store is not None:
                     self._store.end_action(action)
+                self._channels.num_done += 1
 
     def _explained(self, error: torch.OutOfMemoryError, action: Action) -> BudgetError:
         device = self._channels.device

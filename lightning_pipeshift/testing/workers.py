@@ -299,7 +299,9 @@ def free_port() -> int:
     _, ports = _own_ports(os.getpid())
     for _ in range(_BLOCK - 1):
         port = next(ports)
-        held = _bound(port)
+        # Connections of an earlier store, which have ended and wait for stray packets, are no
+        # hindrance to the next one.
+        held = _bound(port, beside_ended=True)
         if held is not None:
             held.close()
             return port
@@ -322,9 +324,16 @@ def _own_ports(process: int) -> tuple[socket.socket, Iterator[int]]:
     raise OSError(f"all blocks of ports from {_FIRST_PORT} to {_LAST_PORT} are taken")
 
 
-def _bound(port: int) -> socket.socket | None:
-    """A socket that has a port; ``None`` where another has it."""
+def _bound(port: int, beside_ended: bool = False) -> socket.socket | None:
+    """A socket that has a port; ``None`` where another has it.
+
+    Args:
+        port: the port.
+        beside_ended: whether connections that have ended (TIME_WAIT) may have it too.
+    """
     found = socket.socket()
+    if beside_ended:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind(("", port))
     except OSError:

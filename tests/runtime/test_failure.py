@@ -63,8 +63,10 @@ def publish_and_read() -> tuple[bool, object]:
     channels, board = connect()
     first = False
     if channels.stage == 1:
+        channels.gather_int(0)
         first = board.publish("stage 1", ValueError("the first"))
         return first, board.read(0.0)
+    channels.gather_int(0)
     assert board.read(60.0) is not None
     second = board.publish(f"stage {channels.stage}", KeyError("a later one"))
     return second, (board.read() or "").splitlines()[0]
