@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from typing import Any
 
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 import lightning_pipeshift  # noqa: F401  registers the strategy
 from lightning_pipeshift import (
     check_command,
+    errors,
     export,
     memory_command,
     planning_command,
     run_commands,
 )
+from lightning_pipeshift.errors import PipeShiftError
+
+_DEBUG = "PIPESHIFT_DEBUG"
 
 
 class PipeShiftCLI(LightningCLI):
@@ -36,7 +42,35 @@ def main() -> None:
     """Runs the ``pipeshift`` command: ``pipeshift fit ...`` and what else a LightningCLI knows,
     ``pipeshift check ...``, ``pipeshift plan ...``, ``pipeshift memory ...``, ``pipeshift export
     CKPT OUT``, and for a run that is under way ``pipeshift status`` and ``pipeshift move``.
+
+    An error of PipeShift's own is printed without a traceback, by the first rank, and the exit code
+    is 2; with ``--debug`` every rank shows all of it.
     """
+    if "--debug" in sys.argv:
+        sys.argv.remove("--debug")
+        # For the processes that Lightning launches, too.
+        os.environ[_DEBUG] = "1"
+    try:
+        _run()
+    except PipeShiftError as error:
+        if os.environ.get(_DEBUG):
+            raise
+        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+            print(f"pipeshift: error: {without_traceback(error)}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def without_traceback(error: PipeShiftError) -> str:
+    """The message of an error. Where it is another rank's that failed by an error of PipeShift's
+    own, without the traceback that it brings along.
+    """
+    text = str(error)
+    found = re.search(r" failed first: (\w+): ", text)
+    is_ours = found is not None and hasattr(errors, found[1])
+    return text.partition("\n\nTraceback")[0] if is_ours else text
+
+
+def _run() -> None:
     others = {"export": export.main, "status": run_commands.status, "move": run_commands.move}
     if sys.argv[1:2] and sys.argv[1] in others:
         others[sys.argv[1]](sys.argv[2:])

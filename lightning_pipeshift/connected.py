@@ -23,7 +23,6 @@ from lightning.fabric.utilities.distributed import (
     _set_num_threads_if_needed,
 )
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
@@ -37,6 +36,7 @@ from lightning_pipeshift.connection import (
     store_of_this_start,
 )
 from lightning_pipeshift.errors import ConfigurationError, StageFailedError
+from lightning_pipeshift.launching import Launcher
 from lightning_pipeshift.model.streams import global_state, set_global_state
 from lightning_pipeshift.plan.cluster import Device
 from lightning_pipeshift.plan.topology import Topology, VirtualMachinesSpec, arrange
@@ -243,9 +243,7 @@ class ConnectedStrategy(ParallelStrategy):
         if self.num_processes * self.num_nodes == 1:
             return  # this process is all there is
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
+            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Takes rank and world size from the launcher, or computes them if it sets none."""

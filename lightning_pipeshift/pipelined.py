@@ -90,6 +90,11 @@ class PipelinedStrategy(ConnectedStrategy):
         self._require_pipeline().planning.steps_left = steps
 
     @property
+    def layer_names(self) -> list[str]:
+        """The names of the layers, as plans and moves have them."""
+        return list(self._require_pipeline().layers)
+
+    @property
     def decisions(self) -> list[dict[str, float]]:
         """The expected and the measured effects of changes of the plan, in their order:
         ``expected_gain`` and later ``measured_gain`` (how many times as fast a step is), and

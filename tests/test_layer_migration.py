@@ -59,8 +59,6 @@ def on_request() -> Any:
         Move(step=3, layer="layers.4", stage=1),
         Move(step=3, layer="layers.3", stage=1),
         Move(step=5, layer="layers.0", stage=1),
-        Move(step=6, layer="another", stage=1),
-        Move(step=7, layer="layers.3", stage=5),
         Move(step=8, layer="layers.3", stage=0),
     ]
     with warnings.catch_warnings(record=True) as caught:
@@ -79,12 +77,27 @@ def test_moves_on_request() -> None:
     assert moved[0]["counts"][:10] == [(4, 4)] * 2 + [(5, 3)] + [(3, 5)] * 5 + [(4, 4)] * 2
     for one, other in zip(moved, plain, strict=True):
         assert not differences(one["parameters"], other["parameters"], 0, 0)
-    split, unknown, stage = moved[0]["said"]
+    (split,) = moved[0]["said"]
     assert "nothing moves at step 5" in split
     assert "have to follow each other" in split
-    assert "at step 6" in unknown
-    assert "the layer 'another'" in unknown
-    assert "virtual machine 0 has the stages 0 to 1" in stage
+
+
+def mistaken(move: Move) -> Any:
+    return train([LayerMigration([Move(step=1000, layer="layers.0", stage=1), move])])
+
+
+@pytest.mark.parametrize(
+    ("move", "words"),
+    [
+        (Move(step=1000, layer="layer.3", stage=1), "did you mean 'layers.3' or"),
+        (Move(step=1000, layer="layers.3", stage=5), "virtual machine 0 has the stages 0 to 1"),
+        (Move(step=1000, layer="layers.3", stage=1, virtual_machine=1), "there are 1, counted"),
+    ],
+)
+def test_a_move_of_what_is_not_there_is_an_error_at_the_start(move: Move, words: str) -> None:
+    for outcome in run_ranks(mistaken, 2, move, expect_failure=True):
+        assert outcome.error_type in ("PlanError", "StageFailedError"), outcome
+        assert words in outcome.message
 
 
 def by_itself() -> Any:

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipeshift.errors import ConfigurationError, PipeShiftError
-from lightning_pipeshift.plan.moves import Move
+from lightning_pipeshift.plan.moves import Move, check_moves
 from lightning_pipeshift.runtime.planning import Watch
 from lightning_pipeshift.strategy import PipeShiftStrategy
 
@@ -39,6 +39,7 @@ class LayerMigration(Callback):
 
     Raises:
         ConfigurationError: a value that is not allowed; or, as a run begins, another strategy.
+        PlanError: as training begins: a move of a layer, or to a stage, that is not there.
     """
 
     def __init__(
@@ -72,6 +73,11 @@ class LayerMigration(Callback):
         is_here = stage == "fit" and "://" not in folder
         strategy.take_requests(Path(folder) if is_here else None)
         self._num_logged = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Raises PlanError where one of the moves names what is not there."""
+        strategy = _strategy_of(trainer)
+        check_moves(self.moves, strategy.layer_names, strategy.topology.stages_per_vm)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import pairwise
 
 from lightning_pipeshift.errors import PlanError, some_of
@@ -30,6 +31,36 @@ class Move:
     virtual_machine: int | None = None
 
 
+def check_moves(moves: Iterable[Move], names: Sequence[str], depths: Sequence[int]) -> None:
+    """Raises PlanError where a move names a layer, a stage or a virtual machine that is not there.
+
+    Args:
+        moves: to be done at any time.
+        names: of all layers.
+        depths: the number of stages of each virtual machine.
+    """
+    for move in moves:
+        if move.layer not in names:
+            near = get_close_matches(move.layer, names, n=3)
+            meant = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+            raise PlanError(
+                f"a move of the layer {move.layer!r}; {meant}the layers are"
+                f" {some_of([*map(repr, names)])}"
+            )
+        vms = range(len(depths)) if move.virtual_machine is None else [move.virtual_machine]
+        for vm in vms:
+            if not 0 <= vm < len(depths):
+                raise PlanError(
+                    f"a move of the layer {move.layer!r} in virtual machine {vm}; there are"
+                    f" {len(depths)}, counted from 0"
+                )
+            if not 0 <= move.stage < depths[vm]:
+                raise PlanError(
+                    f"a move of the layer {move.layer!r} to stage {move.stage}; virtual machine"
+                    f" {vm} has the stages 0 to {depths[vm] - 1}"
+                )
+
+
 def placement_after(plan: Plan, moves: Iterable[Move]) -> Placement:
     """The owners of all layers when all of the moves are done.
 
@@ -37,30 +68,17 @@ def placement_after(plan: Plan, moves: Iterable[Move]) -> Placement:
         PlanError: an unknown layer, stage or virtual machine; two moves of one layer; or a stage
             whose layers would not be next to each other any more.
     """
+    moves = list(moves)
     names = [layer.name for layer in plan.layers]
     count = plan.placement.num_virtual_machines
+    check_moves(moves, names, [plan.placement.num_stages(vm) for vm in range(count)])
     owners = [
         [plan.placement.stage_of(vm, layer) for layer in range(len(names))] for vm in range(count)
     ]
     moved: Counter[tuple[int, str]] = Counter()
     for move in moves:
-        if move.layer not in names:
-            raise PlanError(
-                f"a move of the layer {move.layer!r}; the layers are {some_of([*map(repr, names)])}"
-            )
         machines = range(count) if move.virtual_machine is None else [move.virtual_machine]
         for vm in machines:
-            if not 0 <= vm < count:
-                raise PlanError(
-                    f"a move of the layer {move.layer!r} in virtual machine {vm}; there are"
-                    f" {count}, counted from 0"
-                )
-            depth = plan.placement.num_stages(vm)
-            if not 0 <= move.stage < depth:
-                raise PlanError(
-                    f"a move of the layer {move.layer!r} to stage {move.stage}; virtual machine"
-                    f" {vm} has the stages 0 to {depth - 1}"
-                )
             moved[vm, move.layer] += 1
             if moved[vm, move.layer] > 1:
                 raise PlanError(

@@ -9,7 +9,6 @@ is replaced by the reason.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 import time
@@ -177,7 +176,7 @@ class FailureBoard:
         self._silent += ranks
         if self._peers is not None:
             # A process that was stopped goes on, hears that it counts as gone, and ends in order.
-            self._peers.signal(ranks, signal.SIGCONT)
+            self._peers.resume_processes(ranks)
         verb = "" if how.startswith("ended") else "is " if len(ranks) == 1 else "are "
         listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
         reason = f"{_capitalised(listed)} {verb}{how}."
@@ -197,7 +196,7 @@ class FailureBoard:
         from what it does.
         """
         if self._silent and time.monotonic() - self._known_at > _GRACE_SECONDS / 2:
-            peers.signal(self._silent, signal.SIGKILL)
+            peers.kill_processes(self._silent)
             self._silent.clear()
         if not self.is_running or self._has_noticed:
             return

@@ -176,12 +176,20 @@ class Peers:
             self._thread.join(patience)
         _ALL.discard(self)
 
-    def signal(self, ranks: Iterable[int], number: int) -> None:
-        """Sends a signal to those of some ranks whose processes are on this host."""
+    def resume_processes(self, ranks: Iterable[int]) -> None:
+        """Lets stopped processes go on, of those ranks that are on this host."""
+        self._signal(ranks, "SIGCONT")
+
+    def kill_processes(self, ranks: Iterable[int]) -> None:
+        """Ends the processes of those ranks that are on this host."""
+        self._signal(ranks, "SIGKILL")
+
+    def _signal(self, ranks: Iterable[int], name: str) -> None:
+        # Only Linux has file descriptors of processes, and so knows any.
         for rank in ranks:
             if rank in self._processes:
                 with suppress(OSError):
-                    signal.pidfd_send_signal(self._processes[rank], number)
+                    signal.pidfd_send_signal(self._processes[rank], getattr(signal, name))
 
     def forget(self) -> None:
         """Closes this process's copies of the connections, in a process that was forked: they would
@@ -354,7 +362,8 @@ def _close_all() -> None:
         peers.close()
 
 
-os.register_at_fork(after_in_child=_forget_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)
 # The process ends in order.
 atexit.register(_close_all)
 
