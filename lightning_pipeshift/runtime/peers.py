@@ -103,6 +103,7 @@ class Peers:
         self._on_failure, self._on_lost, self._on_tick = on_failure, on_lost, on_tick
         self._describe, self._count = describe, count
         now = time.monotonic()
+        self._awake_since = now
         self._processes = mesh.processes
         self._peers = {
             rank: _Peer(rank, connection, now)
@@ -232,8 +233,9 @@ class Peers:
                     elif events & selectors.EVENT_READ:
                         self._read(key.data, now)
                 if was_away:
+                    self._awake_since = now
                     for peer in self._peers.values():
-                        peer.heard_at, peer.hears_after = now, 0.0
+                        peer.heard_at = now
                 if now >= beats_at:
                     beats_at = now + self._interval
                     self._beat(now)
@@ -323,8 +325,11 @@ class Peers:
         rank at the other end still speaks, and says that it does not hear this one.
         """
 
+        # What others say of a time in which this process was stopped is no sign of lost packets.
+        listens = now - self._awake_since > self.timeout
+
         def silence(peer: _Peer) -> float:
-            return max(now - peer.heard_at, peer.hears_after)
+            return max(now - peer.heard_at, peer.hears_after if listens else 0.0)
 
         around = [peer for peer in self._peers.values() if peer.is_open and not peer.is_lost]
         if not any(silence(peer) > self.timeout for peer in around):

@@ -133,7 +133,7 @@ def test_ranks_that_are_silent_together_are_lost_together() -> None:
 def test_packets_that_are_lost_on_one_way_only() -> None:
     """The other rank speaks, and says that it does not hear this one."""
     ends = ends_of(2)
-    rank = Rank(ends[0], 5.0)
+    rank = Rank(ends[0], 2.0)
     stop = threading.Event()
 
     def speak() -> None:
@@ -215,3 +215,17 @@ def test_the_reason_names_all_that_are_gone() -> None:
     board._lose([1, 2], "gone: nothing was heard for 10 s")
     assert board._entry is not None
     assert board._entry["reason"].startswith("Stage 3 (rank 1) and stage 3 (rank 2) are gone: noth")
+
+
+def test_a_process_that_was_stopped_does_not_take_the_others_for_lost() -> None:
+    """It hears that they have not heard it, and then why the run has failed."""
+    ends = ends_of(2)
+    for seconds in (9.0, 11.0):
+        ends[1][0].sendall(struct.pack("!BIdQ", 0, 16, seconds, 3))
+    entry = json.dumps({"reason": "it was silent"}).encode()
+    rank = Rank(ends[0], 10.0)
+    ends[1][0].sendall(struct.pack("!BI", 1, len(entry)) + entry)
+    assert rank.is_told.wait(PATIENCE)
+    rank.peers.close()
+    assert not rank.lost
+    assert rank.failures == [{"reason": "it was silent"}]
