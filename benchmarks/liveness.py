@@ -226,6 +226,12 @@ def run(made: Hosts, moment: str, fault: str, restarts: int = 0) -> Result:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         processes = []
+        environment = {
+            **os.environ,
+            "GLOO_SOCKET_IFNAME": CARD,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(Path(__file__).parent.parent),
+        }
         for host in range(2):
             torchrun = [
                 *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2"),
@@ -241,7 +247,7 @@ def run(made: Hosts, moment: str, fault: str, restarts: int = 0) -> Result:
                     made.command(host, [*named_host, *torchrun]),
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, "GLOO_SOCKET_IFNAME": CARD, "OMP_NUM_THREADS": "1"},
+                    env=environment,
                     start_new_session=True,
                 )
             )

@@ -556,7 +556,7 @@ def test_a_member_that_dies_in_the_middle_of_a_sum(dies: int) -> None:
             on_rank,
             3,
             failing,
-            {"virtual_machines": [[0, 1], [2]], "microbatches": 2},
+            {"virtual_machines": [[0, 1], [2]], "microbatches": 2, "partition": "uniform"},
             (),
             {"dies": dies},
         )

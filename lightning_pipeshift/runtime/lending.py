@@ -8,6 +8,7 @@ block there; blocks for other hosts are sent.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -42,6 +43,9 @@ class _Put(NamedTuple):
     num_bytes: int
     address: Address | None
     """That of the sending process, if it wants to copy the block there directly."""
+    num_asked: int = 0
+    """How many blocks the borrower has asked to be returned or released before it announced this
+    one."""
 
 
 class Lender:
@@ -71,12 +75,15 @@ class Lender:
         self._threads = threads
         self._take_room = take_room
         self._held: dict[Key, Tensor] = {}
+        # By borrowing stage: how many of its requests have been carried out.
+        self._num_answered: dict[int, float] = {}
         self._changed = threading.Condition()
 
     def serve(self, stage: int) -> None:
         """From here on, takes the blocks that a stage sends, and returns them on request."""
         if stage not in self.rooms:
             self.rooms[stage] = SharedRooms(self._device)
+            self._num_answered[stage] = 0.0
             self._threads.submit(partial(self._receive, stage))
             self._threads.submit(partial(self._answer, stage))
 
@@ -93,6 +100,11 @@ class Lender:
             rooms.is_shared = put.address is not None and put.address == self._address
             room = self._held.get(put.key)
             if room is None:
+                # What the borrower has given back before it announced this block came by another
+                # lane. Until it is released here, there would be more than was promised.
+                with self._changed:
+                    while self._num_answered[stage] < put.num_asked:
+                        self._changed.wait()
                 self._take_room(put.num_bytes)
                 rooms.claim(put.num_bytes)
                 room = rooms.take(put.num_bytes)
@@ -120,6 +132,15 @@ class Lender:
             self._changed.notify_all()
 
     def _answer(self, stage: int) -> None:
+        try:
+            self._answer_all(stage)
+        finally:
+            # Whatever ends it: no block waits for what never comes.
+            with self._changed:
+                self._num_answered[stage] = math.inf
+                self._changed.notify_all()
+
+    def _answer_all(self, stage: int) -> None:
         lane, rooms = self._lanes(_BACK), self.rooms[stage]
         while (asked := lane.receive_object(stage)) is not None:
             key, is_wanted = asked
@@ -131,6 +152,9 @@ class Lender:
                 lane.send_tensor(room, stage)
             rooms.give(room)
             self._take_room(-room.numel())
+            with self._changed:
+                self._num_answered[stage] += 1
+                self._changed.notify_all()
 
 
 class Borrower:
@@ -171,6 +195,7 @@ class Borrower:
         # The blocks that have arrived, with their rooms; ``None`` where only the lender knows it.
         self._arrived: dict[Key, Tensor | None] = {}
         self._forgotten: set[Key] = set()
+        self._num_asked = 0
         self._failure: BaseException | None = None
         self.num_direct = 0
         """How many blocks were copied directly."""
@@ -223,7 +248,9 @@ class Borrower:
     def _room(self, key: Key, num_bytes: int) -> Tensor | None:
         """Announces a block; returns the room to copy it to, or ``None`` if it is to be sent."""
         lane = self._lanes(_THERE)
-        lane.send_object(_Put(key, num_bytes, self._address), self.stage)
+        with self._changed:
+            num_asked = self._num_asked
+        lane.send_object(_Put(key, num_bytes, self._address, num_asked), self.stage)
         lane.settle()
         if self._address is None:
             return None
@@ -275,6 +302,8 @@ class Borrower:
         self._ask(key, is_wanted=False)
 
     def _ask(self, key: Key, is_wanted: bool) -> Lane:
+        with self._changed:
+            self._num_asked += 1
         lane = self._lanes(_BACK)
         lane.send_object((key, is_wanted), self.stage)
         lane.settle()
