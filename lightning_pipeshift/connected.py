@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import time
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -43,19 +40,14 @@ from lightning_pipeshift.plan.topology import Topology, VirtualMachinesSpec, arr
 from lightning_pipeshift.runtime.channels import Channels, make_groups
 from lightning_pipeshift.runtime.failure import FailureBoard
 from lightning_pipeshift.runtime.lane import gathered
+from lightning_pipeshift.runtime.mesh import connect_all
 from lightning_pipeshift.runtime.outside import FOLDER
-from lightning_pipeshift.runtime.peers import Peers, connect_all
 from lightning_pipeshift.runtime.replicas import Replicas
 from lightning_pipeshift.runtime.rings import Rings
 from lightning_pipeshift.runtime.sockets import Opened, open_sockets, shut_down
-from lightning_pipeshift.runtime.stalls import STACKS, StallWatch, write_stacks
+from lightning_pipeshift.runtime.stalls import STACKS
 
 T = TypeVar("T")
-
-
-def _print_at_once(text: str) -> None:
-    """Prints a message, whatever other threads hold."""
-    os.write(2, f"PipeShift: {text}\n".encode(errors="replace"))
 
 
 # That of the job's process group, which may serve several strategies one after the other.
@@ -337,31 +329,11 @@ class ConnectedStrategy(ParallelStrategy):
         return board
 
     def _watch_for_stalls(self, board: FailureBoard) -> None:
-        """Lets the first rank say which rank is waited for, when nothing goes on."""
         channels = self._require_channels()
         trainer = self._lightning_module._trainer if self._lightning_module is not None else None
         root = trainer.default_root_dir if trainer is not None else "."
-        folder = Path(root) / FOLDER if os.environ.get(STACKS, "0") not in ("", "0") else None
-        rank, timeout = self.global_rank, self._stall_timeout
-
-        def describe() -> str:
-            if folder is not None:
-                with suppress(OSError):
-                    write_stacks(folder, rank)
-            return json.dumps(board.activity())
-
-        board.describe, board.count = describe, lambda: channels.num_done
-        if rank:
-            return
-        stalls = StallWatch(timeout, board.name_of, _print_at_once)
-
-        def look(peers: Peers) -> None:
-            counts = {0: channels.num_done, **peers.counts}
-            stalls.look(
-                counts, lambda: {0: describe(), **peers.answers}, peers.ask, time.monotonic()
-            )
-
-        board.on_tick = look
+        stacks = Path(root) / FOLDER if os.environ.get(STACKS, "0") not in ("", "0") else None
+        board.watch_for_stalls(lambda: channels.num_done, self._stall_timeout, stacks)
 
     def _interrupt(self) -> None:
         """Ends what this rank may be waiting for; called in a thread when another rank failed."""
@@ -429,6 +401,7 @@ class ConnectedStrategy(ParallelStrategy):
             return obj
         world = self._require_replicas().world
         mine = obj if self.global_rank == src else None
+        # Not a message: in the middle of a step, the receive of another one may be posted already.
         found: T = gathered(mine, world.control, world.watched)[src]
         return found
 

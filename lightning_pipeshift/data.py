@@ -58,7 +58,8 @@ def for_virtual_machine(
     sampler is already for several replicas is split by the user, and is returned unchanged.
 
     Args:
-        loader: the user's, or a result of this function, which is then split anew.
+        loader: the user's loader, or one that this function has returned; the latter is split
+            again.
         vm: index of the virtual machine.
         shares: one positive number for each virtual machine.
         pads: whether every virtual machine gets the same number of batches, as training needs: a

@@ -13,6 +13,8 @@ from typing import Any, Final
 import lightning.pytorch as pl
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
+from lightning_pipeshift.runtime.failure import print_at_once
+
 _POLL_SECONDS: Final = 0.5
 # How long the ranks may take to end each other by themselves, and to say why.
 _GRACE_SECONDS: Final = 20.0
@@ -74,10 +76,9 @@ def _watch(children: Sequence[subprocess.Popen[Any]], first_rank: int) -> None:
     for child in children:
         with suppress(OSError):
             child.kill()
-    message = (
-        f"PipeShift: the process of rank {first_rank + failed} ended with exit code"
+    print_at_once(
+        f"The process of rank {first_rank + failed} ended with exit code"
         f" {codes[failed]}, and {_GRACE_SECONDS:g} s later the other ranks of this host had not"
-        " ended by themselves: they are killed. Look at what that rank has printed.\n"
+        " ended by themselves: they are killed. Look at what that rank has printed."
     )
-    os.write(2, message.encode())
     os._exit(1)

@@ -66,7 +66,9 @@ def make(profile: Profile, cluster: Cluster, wishes: Wishes) -> Made:
 
 
 def report(made: Made, cluster: Cluster) -> str:
-    """The command's output: the plan's drawing, and its figures beside the uniform split's."""
+    """The command's output: a drawing of the plan, and a table of its figures and those of the
+    uniform split.
+    """
     plan, best, even = made
     columns = [("this plan", best)] + ([("uniform split", even)] if even is not None else [])
     rows = [

@@ -98,4 +98,4 @@ def test_a_rank_that_ends_before_the_ranks_are_connected() -> None:
     """Nobody waits for half an hour."""
     launched = launch_script(BEFORE, env={"PYTHONPATH": str(ROOT)}, check=False)
     assert launched.returncode == 1
-    assert "the process of rank 1 ended with exit code 3" in launched.output
+    assert "The process of rank 1 ended with exit code 3" in launched.output

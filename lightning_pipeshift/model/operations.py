@@ -24,7 +24,7 @@ Call = Callable[..., Any]
 
 
 class Kind(enum.Enum):
-    """What a function of torch does with values."""
+    """How a torch function uses the values of its arguments."""
 
     OPERATION = 0
     """Makes tensors, or writes to one."""

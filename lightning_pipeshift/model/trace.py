@@ -61,7 +61,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Part:
-    """What of a pass one stage takes part in.
+    """One stage's part of a pass.
 
     Args:
         calls: the positions of its layers' calls.
@@ -171,7 +171,7 @@ class Trace:
         return self._specs[value]
 
     def part(self, layers: range) -> Part:
-        """What of the pass the stage of a range of layers takes part in."""
+        """The part of the stage that owns a range of layers."""
         key = layers.start, layers.stop
         if key not in self._parts:
             order = [call.layer for call in self.flow.calls]

@@ -204,21 +204,28 @@ class AllReduce:
     def __init__(self, owners: Sequence[tuple[int, ...]], backend: str, watched: Watched) -> None:
         self._groups = {ranks: dist.new_group(list(ranks), backend=backend) for ranks in owners}
         self._watched = watched
+        self._is_gloo = backend == "gloo"
 
     def start(self, number: int, members: Sequence[int], buffer: Tensor) -> Sum:
         """Begins to sum a vector in place."""
         with self._watched(None):
             work = dist.all_reduce(buffer, group=self._groups[tuple(members)], async_op=True)
-        return _Collective(work, self._watched)
+        return _Collective(work, self._watched, self._is_gloo)
 
 
 @dataclass
 class _Collective:
     work: Any
     watched: Watched
+    is_gloo: bool
 
     def wait(self) -> None:
-        finish(self.work, self.watched)
+        if self.is_gloo:
+            finish(self.work, self.watched)
+            return
+        # NCCL's wait orders streams and returns at once; with a time limit it would block.
+        with self.watched(None):
+            self.work.wait()
 
 
 def _parts(buffer: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:

@@ -3,7 +3,7 @@
 Data is written under a temporary name in the same folder (a rename is atomic inside a file system,
 not across two), flushed to disk, and the file is renamed. A folder also has a marker, which is
 written last and names the subfolder that holds the data: to replace an existing folder, the new
-data is written beside the old, and then the marker is replaced.
+data is written to another subfolder of it, and then the marker is replaced.
 """
 
 from __future__ import annotations

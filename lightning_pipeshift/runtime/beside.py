@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.runtime.copying import Rooms
-from lightning_pipeshift.runtime.host import boot_id
+from lightning_pipeshift.runtime.host import process_space
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,15 @@ def address_here(device: torch.device) -> Address | None:
     if not sys.platform.startswith("linux"):
         return None
     try:
-        boot = boot_id()
-        processes = os.readlink("/proc/self/ns/pid")
+        space = process_space()
     except OSError:
         return None
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", "all") if device.type == "cuda" else ""
-    return Address(f"{boot} {processes} {os.getuid()}", devices, device.type)
+    return Address(space, devices, device.type)
 
 
 class Opening(NamedTuple):
-    """What is sent to another process about a room.
+    """A message to another process, with which it opens a room.
 
     Args:
         number: identifies the room.
@@ -83,7 +82,9 @@ class SharedRooms(Rooms):
         self._gone: list[int] = []
 
     def opening(self, room: Tensor) -> Opening | None:
-        """What to send to the other process about a room; ``None`` where it cannot be shared."""
+        """The message with which the other process opens a room; ``None`` if the room cannot be
+        shared.
+        """
         handle: Any = None
         number = self._numbers.get(room.data_ptr())
         if number is None:
@@ -153,12 +154,12 @@ def opened(handle: Any, device: torch.device) -> Tensor:
 
 
 def copy(target: Tensor, source: Tensor) -> None:
-    """Copies bytes in a thread beside the compute; returns when that is done."""
+    """Copies bytes in the calling thread; returns when the copy is complete."""
     with torch.no_grad():
         if target.device.type != "cuda":
             target.copy_(source)
             return
-        # A stream of the device that this process computes on, beside the compute.
+        # A stream of its own, on this process's device: the copy does not wait for the compute.
         own = source.device if source.device.type == "cuda" else target.device
         stream = torch.cuda.Stream(own)
         with torch.cuda.stream(stream):

@@ -38,6 +38,7 @@ from lightning_pipeshift.runtime.sockets import (
     open_sockets,
     shut_down,
 )
+from lightning_pipeshift.runtime.waits import complete
 
 
 class Direction(enum.IntEnum):
@@ -78,7 +79,7 @@ class Layout:
             assert self._header is not None
             header, work, watched, peer, specs = self._header
             with watched(peer):
-                work.wait()
+                complete(work)
             numbers = iter(header.tolist())
             self.strides = [tuple(next(numbers) for _ in spec.shape) for spec in specs]
             self._header = None
@@ -102,7 +103,7 @@ class Receipt:
         """The tensor; waits for it."""
         if self.work is not None:
             with self.watched(self.peer):
-                self.work.wait()
+                complete(self.work)
         if self.staging is not None:
             self.flat.copy_(self.staging)
         return _as_it_was(self.flat, self.spec.shape, self.layout.known()[self.number])
@@ -211,7 +212,7 @@ class Channels(Lane):
             transfer = group.send if sends else group.recv
             neighbour = left + (self.stage == left)
             with self.watched(self.ranks[neighbour]):
-                transfer([byte], self._line(neighbour, direction)[1], 0).wait()
+                complete(transfer([byte], self._line(neighbour, direction)[1], 0))
 
     def bulk(self, number: int = 0) -> Lane:
         """A lane for large transfers that are not urgent. Only one thread at a time may use it for
@@ -325,7 +326,7 @@ class Channels(Lane):
 
     def _line(self, neighbour: int, direction: Direction) -> Line:
         if self.backend == "gloo":
-            return self.control, self._members[neighbour]
+            return self._line_to(neighbour)
         group = self._neighbours[min(self.stage, neighbour), direction]
         return group, int(self.ranks[neighbour] > self.ranks[self.stage])
 

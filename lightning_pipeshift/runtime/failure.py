@@ -8,6 +8,7 @@ is replaced by the reason.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -15,12 +16,15 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Final
 
 from lightning_pipeshift.errors import PipeShiftError, StageFailedError
-from lightning_pipeshift.runtime.peers import Mesh, Peers
+from lightning_pipeshift.runtime.mesh import Mesh
+from lightning_pipeshift.runtime.peers import Peers
 from lightning_pipeshift.runtime.sockets import Opened
-from lightning_pipeshift.runtime.stalls import activity
+from lightning_pipeshift.runtime.stalls import StallWatch, activity, write_stacks
+from lightning_pipeshift.runtime.waits import interrupt_waits
 
 HEARTBEAT_SECONDS: Final = 10.0
 """After how many seconds of silence a rank is gone, unless the user says otherwise."""
@@ -38,7 +42,7 @@ class FailureBoard:
     Args:
         rank: this rank.
         mesh: connects it with the others, see
-            :func:`~lightning_pipeshift.runtime.peers.connect_all`.
+            :func:`~lightning_pipeshift.runtime.mesh.connect_all`.
         timeout: after how many seconds of silence a rank is gone.
         name_of: a rank's place in words.
     """
@@ -51,12 +55,6 @@ class FailureBoard:
         name_of: Callable[[int], str] = "rank {}".format,
     ) -> None:
         self.name_of = name_of
-        self.describe: Callable[[], str] = str
-        """Returns what this rank does, when the first one asks; called in a thread."""
-        self.count: Callable[[], int] = int
-        """Returns how many actions this rank has completed; likewise."""
-        self.on_tick: Callable[[Peers], None] = lambda _: None
-        """Called in a thread about every second while a run is under way."""
         self.waits: tuple[int | None, float] | None = None
         """The rank that this rank's own thread waits for (``None``: several), and since when."""
         self.interrupt: Callable[[], None] = lambda: None
@@ -67,6 +65,9 @@ class FailureBoard:
         self._rank = rank
         self._timeout = timeout
         self._lock = threading.Lock()
+        self._count: Callable[[], int] = int
+        self._stalls: StallWatch | None = None
+        self._stacks: Path | None = None
         self._owner = threading.get_ident()
         self._entry: dict[str, Any] | None = None
         self._is_known = threading.Event()
@@ -87,7 +88,7 @@ class FailureBoard:
                 self._hear,
                 self._lose,
                 self._described,
-                lambda: self.count(),
+                lambda: self._count(),
                 self._tick,
             )
 
@@ -154,6 +155,20 @@ class FailureBoard:
         if self._peers is not None:
             self._peers.resume()
 
+    def watch_for_stalls(
+        self, count: Callable[[], int], timeout: float, stacks: Path | None
+    ) -> None:
+        """Lets the first rank say which rank is waited for, when nothing goes on.
+
+        Args:
+            count: returns how many actions this rank has completed; called in a thread.
+            timeout: after how many seconds; 0: never.
+            stacks: the folder to which this rank then writes its stacks; ``None``: it does not.
+        """
+        self._count, self._stacks = count, stacks
+        if self._rank == 0:
+            self._stalls = StallWatch(timeout, self.name_of, print_at_once)
+
     def close(self) -> None:
         """Ends the connections, behind what is announced."""
         self._is_closed = True
@@ -163,9 +178,23 @@ class FailureBoard:
     # --- another rank fails: called in the peers' thread ---
 
     def _described(self) -> str:
+        if self._stacks is not None:
+            with suppress(OSError):
+                write_stacks(self._stacks, self._rank)
+        # A mistake in a message must not end the thread: this rank would count as gone.
         with suppress(Exception):
-            return self.describe()
+            return json.dumps(self.activity())
         return ""
+
+    def _look_for_stalls(self, peers: Peers) -> None:
+        if self._stalls is not None:
+            counts = {self._rank: self._count(), **peers.counts}
+            self._stalls.look(
+                counts,
+                lambda: {self._rank: self._described(), **peers.answers},
+                peers.ask,
+                time.monotonic(),
+            )
 
     def _hear(self, entry: dict[str, Any]) -> None:
         # Not at once: where all ranks find the same mistake, each is to raise the error itself.
@@ -187,8 +216,8 @@ class FailureBoard:
         if self.is_running and all(rank > self._rank for rank in others):
             # Once on each host, and at once: a launcher may end this process before it has come to
             # raising the error.
-            os.write(2, f"PipeShift: {reason}\n".encode(errors="replace"))
-        self.interrupt()
+            print_at_once(reason)
+        self._end_waits()
 
     def _tick(self, peers: Peers) -> None:
         """Ends processes that do not notice that the run is over: silent ones on this host, for
@@ -198,29 +227,34 @@ class FailureBoard:
         if self._silent and time.monotonic() - self._known_at > _GRACE_SECONDS / 2:
             peers.kill_processes(self._silent)
             self._silent.clear()
+        if self._is_over:
+            # Also of other threads, which may have begun to wait since the last time.
+            interrupt_waits()
         if not self.is_running or self._has_noticed:
             return
         if not self._is_known.is_set():
-            # A mistake in a message must not end the thread: this rank would count as gone.
             with suppress(Exception):
-                self.on_tick(peers)
+                self._look_for_stalls(peers)
             return
         since = time.monotonic() - self._known_at
         if not self._is_over and since > _RESPITE_SECONDS:
             self._is_over = True
-            self.interrupt()
+            self._end_waits()
         if since < _GRACE_SECONDS:
             return
         frame = sys._current_frames().get(self._owner)
         stack = "".join(traceback.format_stack(frame)[-6:]) if frame is not None else ""
         assert self._entry is not None
         message = (
-            f"PipeShift: {self.own_name} ends its process, as it did not react for"
+            f"{self.own_name} ends its process, as it did not react for"
             f" {_GRACE_SECONDS:g} s to this: {self._entry['reason']}\n\nIt was at\n{stack}"
         )
-        # Whatever locks the other threads hold.
-        os.write(2, message.encode(errors="replace"))
+        print_at_once(message)
         os._exit(1)
+
+    def _end_waits(self) -> None:
+        self.interrupt()
+        interrupt_waits()
 
     # --- the reason ---
 
@@ -298,6 +332,11 @@ class FailureBoard:
             if threading.get_ident() == self._owner:
                 self._has_noticed = True
             raise StageFailedError(reason) from None
+
+
+def print_at_once(text: str) -> None:
+    """Prints a message, whatever locks other threads hold."""
+    os.write(2, f"PipeShift: {text}\n".encode(errors="replace"))
 
 
 def _capitalised(text: str) -> str:

@@ -1,7 +1,8 @@
-"""What tells hosts apart."""
+"""Identifies the host, and the processes that know each other by their numbers."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 
@@ -12,3 +13,12 @@ def boot_id() -> str:
         OSError: the system does not say.
     """
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def process_space() -> str:
+    """Names the user, and the set of processes in which a process has its number.
+
+    Raises:
+        OSError: the system does not say.
+    """
+    return f"{boot_id()} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeshift.runtime.staging import room_for
+from lightning_pipeshift.runtime.waits import complete
 
 # A context around communication with a rank (``None``: with several), which turns a broken
 # connection into its reason.
@@ -38,7 +39,7 @@ _INLINE_BYTES = 4096
 
 
 def finish(work: Any, watched: Watched) -> None:
-    """Waits for a collective.
+    """Waits for a collective of gloo's.
 
     gloo may lose a collective whose connections are shut down meanwhile, and a loss is not told: so
     the wait is in short pieces, and ``watched`` is asked between them.
@@ -91,7 +92,7 @@ class Sent:
         """Returns when the tensors may be reused."""
         with self.watched(self.peer):
             for work, _ in self.works:
-                work.wait()
+                complete(work)
         self.works.clear()
 
 
@@ -144,6 +145,9 @@ class Lane:
         """How many stages the virtual machine has."""
         return len(self.ranks)
 
+    def _line_to(self, stage: int) -> Line:
+        return self.control, self._members[stage]
+
     def _post_send(self, flat: Tensor, to: int, line: Line, tag: int) -> Any:
         group, peer = line
         # Posting fails if the peer has already ended.
@@ -162,8 +166,7 @@ class Lane:
         sent = Sent(self.watched, self.ranks[to])
         for part in (first, data[_INLINE_BYTES:]):
             if len(part):
-                line = (self.control, self._members[to])
-                work = self._post_send(part, to, line, self._object_tag)
+                work = self._post_send(part, to, self._line_to(to), self._object_tag)
                 sent.works.append((work, part))
         self._object_sends.append(sent)
 
@@ -181,7 +184,7 @@ class Lane:
         if posted is None:
             posted = self.post_object(source)
         with self.watched(self.ranks[source]):
-            posted.work.wait()
+            complete(posted.work)
         first = posted.first
         size = int(first[:_HEADER_BYTES].view(torch.int64)[0])
         data = first[_HEADER_BYTES : _HEADER_BYTES + min(size, _INLINE_BYTES)]
@@ -205,8 +208,9 @@ class Lane:
             .view(torch.uint8)
         )
         if flat.numel():
+            work = self._post_send(flat, to, self._line_to(to), self._tensor_tag)
             with self.watched(self.ranks[to]):
-                dist.send(flat, self.ranks[to], group=self.control, tag=self._tensor_tag)
+                complete(work)
 
     def receive_tensor(self, like: Tensor, source: int) -> Tensor:
         """Waits for a tensor of the shape and type of ``like``; returns it on the CPU."""
@@ -246,7 +250,7 @@ class Lane:
 
     def _receive(self, buffer: Tensor, source: int, tag: int) -> None:
         with self.watched(self.ranks[source]):
-            dist.recv(buffer, self.ranks[source], group=self.control, tag=tag)
+            complete(self.control.recv([buffer], self._members[source], tag))
 
     def settle(self) -> None:
         """Waits for the sends of objects that are still under way."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import secrets
 import selectors
 import signal
 import socket
@@ -24,17 +23,14 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from enum import IntEnum
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from lightning_pipeshift.errors import StageFailedError
-from lightning_pipeshift.runtime.host import boot_id
+from lightning_pipeshift.runtime.mesh import Mesh
 from lightning_pipeshift.runtime.sockets import Opened
 
 _HEADER: Final = struct.Struct("!BI")
 _BEAT: Final = struct.Struct("!dQ")
-_HELLO: Final = struct.Struct("!32sI")
 _MOST_BYTES: Final = 1 << 20
 # A beat is left out where the connection does not even take the earlier ones.
 _MOST_UNSENT_BYTES: Final = 1 << 12
@@ -111,17 +107,17 @@ class Peers:
         }
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
-        self._wakes, self._wake = socket.socketpair()
-        self._wakes.setblocking(False)
-        self._wake.setblocking(False)
-        self._selector.register(self._wakes, selectors.EVENT_READ)
+        self._waking = socket.socketpair()
+        for each in self._waking:
+            each.setblocking(False)
+        self._selector.register(self._waking[1], selectors.EVENT_READ)
         for peer in self._peers.values():
             peer.connection.setblocking(False)
             self._selector.register(peer.connection, selectors.EVENT_READ, peer)
         self._is_closing = threading.Event()
         self.sockets: Opened = frozenset(
             (each.fileno(), os.fstat(each.fileno()).st_ino)
-            for each in (*mesh.connections.values(), self._wakes, self._wake)
+            for each in (*mesh.connections.values(), *self._waking)
         )
         _ALL.add(self)
         self._thread = threading.Thread(target=self._serve, name="peers", daemon=True)
@@ -193,25 +189,28 @@ class Peers:
                     signal.pidfd_send_signal(self._processes[rank], getattr(signal, name))
 
     def forget(self) -> None:
-        """Closes this process's copies of the connections, in a process that was forked: they would
-        keep a connection open after its rank has died.
+        """Closes what is open: at the end of the thread, and in a process that was forked, whose
+        copies would keep a connection open after its rank has died.
         """
         self._selector.close()
-        for peer in self._peers.values():
-            peer.connection.close()
-        self._wakes.close()
-        self._wake.close()
+        with self._lock:
+            for each in (*(peer.connection for peer in self._peers.values()), *self._waking):
+                each.close()
+        for process in self._processes.values():
+            os.close(process)
+        self._processes = {}
 
     def _send_to(self, peers: Iterable[_Peer], kind: Kind, body: bytes) -> None:
         with self._lock:
             for peer in peers:
                 if peer.is_open:
                     peer.unsent += _HEADER.pack(kind, len(body)) + body
-        self._rouse()
+        if threading.current_thread() is not self._thread:
+            self._rouse()
 
     def _rouse(self) -> None:
         with suppress(OSError):
-            self._wake.send(b"\0")
+            self._waking[0].send(b"\0")
 
     # --- the thread ---
 
@@ -229,7 +228,7 @@ class Peers:
                 for key, events in ready:
                     if key.data is None:
                         with suppress(OSError):
-                            self._wakes.recv(4096)
+                            self._waking[1].recv(4096)
                     elif events & selectors.EVENT_READ:
                         self._read(key.data, now)
                 if was_away:
@@ -244,12 +243,7 @@ class Peers:
                     self._write(peer)
                 self._look_for_lost(now)
         finally:
-            self._selector.close()
-            for peer in self._peers.values():
-                peer.connection.close()
-            self._wakes.close()
-            for process in self._processes.values():
-                os.close(process)
+            self.forget()
 
     def _beat(self, now: float) -> None:
         for peer in self._peers.values():
@@ -374,132 +368,3 @@ atexit.register(_close_all)
 
 
 # --- the connections ---
-
-
-class Mesh(NamedTuple):
-    """What connects a rank with the others.
-
-    Args:
-        connections: by rank.
-        processes: file descriptors of the processes (``pidfd_open``), of ranks on this host.
-    """
-
-    connections: dict[int, socket.socket]
-    processes: dict[int, int]
-
-
-def connect_all(
-    store: Any, rank: int, world_size: int, address: str, port: int, timeout: timedelta
-) -> Mesh:
-    """Connects every two ranks; every rank calls this.
-
-    Args:
-        store: the process group's, under a prefix of this call's own.
-        rank: this rank.
-        world_size: the number of ranks.
-        address: that of the run's first host, as the ranks were told.
-        port: that of the store, by which a rank finds which of its addresses leads there.
-        timeout: how long to wait for the others.
-
-    Raises:
-        StageFailedError: another rank cannot be reached.
-    """
-    if world_size == 1:
-        return Mesh({}, {})
-    if rank == 0:
-        store.set("token", secrets.token_hex(16))
-    token = store.get("token")
-    own = _own_address(rank, address, port)
-    family = socket.AF_INET6 if ":" in own else socket.AF_INET
-    found: dict[int, socket.socket] = {}
-    with socket.create_server((own, 0), family=family, backlog=world_size + 8) as listener:
-        entry = [own, listener.getsockname()[1], _process_space(), os.getpid()]
-        store.set(f"at/{rank}", json.dumps(entry))
-        for other in range(rank):
-            where = json.loads(store.get(f"at/{other}"))[:2]
-            try:
-                connection = socket.create_connection(tuple(where), timeout.total_seconds())
-            except OSError as error:
-                raise StageFailedError(
-                    f"Rank {rank} cannot reach rank {other} at {where[0]}, port {where[1]}:"
-                    f" {error}. Every rank needs a way to every other one; if these are the"
-                    " addresses of the wrong network, set GLOO_SOCKET_IFNAME to the name of the"
-                    " right interface on each host."
-                ) from error
-            connection.sendall(_HELLO.pack(token, rank))
-            found[other] = connection
-        deadline = time.monotonic() + timeout.total_seconds()
-        while len(found) < world_size - 1:
-            listener.settimeout(max(0.001, deadline - time.monotonic()))
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError:
-                missing = sorted(set(range(world_size)) - {rank, *found})
-                raise StageFailedError(
-                    f"Rank(s) {', '.join(map(str, missing))} did not connect to rank {rank} at"
-                    f" {own} within {timeout.total_seconds():g} s. Look at what these processes"
-                    " printed."
-                ) from None
-            connection.settimeout(5.0)
-            said, other = b"", -1
-            with suppress(OSError):
-                said, other = _HELLO.unpack(_exactly(connection, _HELLO.size))
-            # Others may knock at any port of a host.
-            if secrets.compare_digest(said, token) and rank < other < world_size:
-                found[other] = connection
-            else:
-                connection.close()
-    for connection in found.values():
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    processes = {}
-    for other in found:
-        _, _, space, process = json.loads(store.get(f"at/{other}"))
-        if space == _process_space() is not None and process != os.getpid():
-            with suppress(OSError, AttributeError):
-                processes[other] = os.pidfd_open(process)
-    return Mesh(found, processes)
-
-
-def _process_space() -> list[str] | None:
-    """What processes have in common if they know each other by their numbers."""
-    try:
-        return [boot_id(), str(os.stat("/proc/self/ns/pid").st_ino)]
-    except OSError:
-        return None
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    received = b""
-    while len(received) < count:
-        part = connection.recv(count - len(received))
-        if not part:
-            raise OSError("the connection ended")
-        received += part
-    return received
-
-
-def _own_address(rank: int, address: str, port: int) -> str:
-    """The address by which the other ranks reach this one: that of the interface which leads to the
-    first host; on the first host, the address that all were told.
-    """
-    wanted = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if wanted and (found := _address_of(wanted)) is not None:
-        return found
-    family, _, _, _, resolved = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # No packet is sent: this only chooses the way.
-        probe.connect(resolved)
-        return str(probe.getsockname()[0])
-
-
-def _address_of(interface: str) -> str | None:
-    """The IPv4 address of a network interface."""
-    try:
-        import fcntl
-
-        request = struct.pack("256s", interface.encode()[:15])
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
-    except (ImportError, OSError):
-        return None
-    return socket.inet_ntoa(answer[20:24])

@@ -23,6 +23,7 @@ from lightning_pipeshift.runtime.channels import Groups
 from lightning_pipeshift.runtime.lane import Watched
 from lightning_pipeshift.runtime.sockets import shut_down
 from lightning_pipeshift.runtime.threads import Threads
+from lightning_pipeshift.runtime.waits import complete
 
 # A long gradient is summed in pieces, each in a ring of its own: while one piece is added up,
 # another is on the wire.
@@ -108,7 +109,7 @@ class Rings:
         def finish(work: Any, peer: int) -> None:
             if work is not None:
                 with self.watched(peer):
-                    work.wait()
+                    complete(work)
 
         # Two buffers in turn, so that the next partial sum travels while this one is added.
         landing = [torch.empty_like(chunks[0]) for _ in range(2)]

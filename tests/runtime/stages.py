@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_pipeshift.runtime.channels import Channels, make_groups
 from lightning_pipeshift.runtime.failure import FailureBoard
-from lightning_pipeshift.runtime.peers import connect_all
+from lightning_pipeshift.runtime.mesh import connect_all
 from lightning_pipeshift.runtime.sockets import shut_down
 
 

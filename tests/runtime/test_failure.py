@@ -1,6 +1,7 @@
 import os
 import signal
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +58,29 @@ def test_a_stage_that_is_killed(way: str) -> None:
     for outcome in outcomes[:-1]:
         assert outcome.error_type == StageFailedError.__name__, outcome
         assert "ended without a word" in outcome.message
+
+
+def die_within_a_message(dead: int) -> None:
+    """Stage 0 sends stage 1 a tensor that takes some time, and one of the two dies meanwhile."""
+    channels, _ = connect()
+    spec = spec_of(torch.empty(40_000_000))
+    channels.gather_int(0)
+    if channels.stage == 0:
+        operation: Any = channels.send([torch.zeros(spec.shape)], [spec], Direction.PAYLOAD)
+    else:
+        operation = channels.post_receive([spec], Direction.PAYLOAD)[0]
+    if channels.stage == dead:
+        os.kill(os.getpid(), signal.SIGKILL)
+    operation.wait()
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_who_waits_for_the_rest_of_a_message_is_told(dead: int) -> None:
+    """Gloo does not tell that the rest does not come."""
+    for _ in range(3):
+        outcomes = run_ranks(die_within_a_message, 2, dead, expect_failure=True)
+        assert outcomes[1 - dead].error_type == StageFailedError.__name__, outcomes
+        assert "ended without a word" in outcomes[1 - dead].message
 
 
 def publish_and_read() -> tuple[bool, object]:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from lightning_pipeshift.errors import StageFailedError
 from lightning_pipeshift.runtime.failure import FailureBoard
-from lightning_pipeshift.runtime.peers import Mesh, Peers, connect_all
+from lightning_pipeshift.runtime.mesh import Mesh, connect_all
+from lightning_pipeshift.runtime.peers import Peers
 
 # Events are waited for; a test that fails takes this long.
 PATIENCE = 60.0

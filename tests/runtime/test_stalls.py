@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_pipeshift import connected
+from lightning_pipeshift.runtime import failure
 from lightning_pipeshift.runtime.stalls import StallWatch, activity, write_stacks
 from tests.features_models import fit, on_rank
 from tests.harness import run_ranks
@@ -133,17 +133,17 @@ class Stuck(LayersOfItsOwn):
 
 def training(how: Any, folder: str) -> None:
     Stuck.folder = Path(folder)
-    original = connected._print_at_once
+    original = failure.print_at_once
 
     def say(text: str) -> None:
         original(text)
         (Path(folder) / "said").touch()
 
-    connected._print_at_once = say
+    failure.print_at_once = say
     try:
         fit(how, Stuck, points(4), max_epochs=1, default_root_dir=folder)
     finally:
-        connected._print_at_once = original
+        failure.print_at_once = original
 
 
 def test_the_first_rank_says_who_is_waited_for(
