@@ -1,5 +1,5 @@
 """``python -m lightning_pipeshift`` is the ``pipeshift`` command."""
 
-from lightning_pipeshift.cli import main
+from pipeshift_command import main
 
 main()

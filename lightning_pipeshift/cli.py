@@ -3,39 +3,56 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from typing import Any
 
-from lightning.pytorch.cli import LightningCLI
+from jsonargparse import ArgumentParser
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-import lightning_pipeshift  # noqa: F401  registers the strategy
 from lightning_pipeshift import (
     check_command,
-    errors,
     export,
     memory_command,
     planning_command,
     run_commands,
 )
-from lightning_pipeshift.errors import PipeShiftError
-
-_DEBUG = "PIPESHIFT_DEBUG"
+from lightning_pipeshift.brief_errors import brief_errors
+from lightning_pipeshift.strategy import PipeShiftStrategy
 
 
 class PipeShiftCLI(LightningCLI):
-    """A LightningCLI whose Trainer uses ``strategy="pipeshift"`` unless it is told otherwise.
+    """A LightningCLI whose Trainer uses a ``PipeShiftStrategy`` unless it is told otherwise: its
+    arguments can be given as ``--trainer.strategy.microbatches 8``, and ``--help`` shows them.
 
     Takes what ``LightningCLI`` takes. The model and the data come from the configuration
     (``class_path`` and ``init_args``) unless classes are passed.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        defaults = {"strategy": "pipeshift", **(kwargs.pop("trainer_defaults", None) or {})}
+        strategy = {"class_path": "lightning_pipeshift.PipeShiftStrategy"}
+        defaults = {"strategy": strategy, **(kwargs.pop("trainer_defaults", None) or {})}
         kwargs.setdefault("save_config_kwargs", {"overwrite": True})
         kwargs["trainer_defaults"] = defaults
         super().__init__(*args, **kwargs)
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Makes a parser whose help ends with the strategy's arguments."""
+        parser: LightningArgumentParser = super().init_parser(**kwargs)
+        formatted = parser.format_help
+
+        def format_help(*given: Any) -> str:
+            return f"{formatted(*given)}\n{_strategy_help()}"
+
+        parser.format_help = format_help  # type: ignore[assignment]
+        return parser
+
+
+def _strategy_help() -> str:
+    parser = ArgumentParser(add_help=False)
+    parser.add_class_arguments(PipeShiftStrategy, "trainer.strategy")
+    _, _, arguments = parser.format_help().partition("\n\n")
+    return str(arguments)
 
 
 def main() -> None:
@@ -43,31 +60,11 @@ def main() -> None:
     ``pipeshift check ...``, ``pipeshift plan ...``, ``pipeshift memory ...``, ``pipeshift export
     CKPT OUT``, and for a run that is under way ``pipeshift status`` and ``pipeshift move``.
 
-    An error of PipeShift's own is printed without a traceback, by the first rank, and the exit code
-    is 2; with ``--debug`` every rank shows all of it.
+    Errors of PipeShift's own are shown as :func:`~lightning_pipeshift.brief_errors.brief_errors`
+    says.
     """
-    if "--debug" in sys.argv:
-        sys.argv.remove("--debug")
-        # For the processes that Lightning launches, too.
-        os.environ[_DEBUG] = "1"
-    try:
+    with brief_errors(lambda: rank_zero_only.rank == 0):  # type: ignore[attr-defined]
         _run()
-    except PipeShiftError as error:
-        if os.environ.get(_DEBUG):
-            raise
-        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
-            print(f"pipeshift: error: {without_traceback(error)}", file=sys.stderr)
-        raise SystemExit(2) from None
-
-
-def without_traceback(error: PipeShiftError) -> str:
-    """The message of an error. Where it is another rank's that failed by an error of PipeShift's
-    own, without the traceback that it brings along.
-    """
-    text = str(error)
-    found = re.search(r" failed first: (\w+): ", text)
-    is_ours = found is not None and hasattr(errors, found[1])
-    return text.partition("\n\nTraceback")[0] if is_ours else text
 
 
 def _run() -> None:

@@ -1,4 +1,7 @@
-"""``pipeshift status`` and ``pipeshift move``: for a run that is under way elsewhere."""
+"""``pipeshift status`` and ``pipeshift move``: for a run that is under way elsewhere.
+
+Imports neither torch nor Lightning.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,16 @@ import argparse
 import json
 import os
 import socket
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_pipeshift.brief_errors import brief_errors
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.plan.moves import Move
 from lightning_pipeshift.runtime.outside import FOLDER, STATUS, ask
-from lightning_pipeshift.runtime.status import shown
 
 
 def folder_of(run: Path) -> Path:
@@ -56,6 +61,12 @@ def _is_alive(status: dict[str, Any]) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def main() -> None:
+    """Runs the one of the two commands that ``sys.argv`` gives."""
+    with brief_errors():
+        {"status": status, "move": move}[sys.argv[1]](sys.argv[2:])
 
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:
@@ -124,3 +135,72 @@ def move(arguments: Sequence[str] | None = None) -> None:
     if not answer.is_done:
         raise SystemExit(answer.text)
     print(answer.text)
+
+
+# --- a status as text ---
+
+
+def shown(status: Mapping[str, Any], is_alive: bool) -> str:
+    """A status as text.
+
+    Args:
+        status: the entries of :func:`~lightning_pipeshift.runtime.status.status_of`, and those that
+            the writer of the file adds.
+        is_alive: whether the process is known to exist.
+    """
+    heard = max(0.0, time.time() - status["time"])
+    if status["is_over"]:
+        state = "has ended"
+    elif is_alive and heard < 60:
+        state = "is running"
+    else:
+        state = f"was last heard of {heard:.0f} s ago"
+    lines = [
+        f"The run (process {status['process']} on {status['host']}) {state};"
+        f" {status['step']} steps are done"
+        + (f", the last took {status['step_seconds']:.3g} s." if status["step_seconds"] else ".")
+    ]
+    if not status["virtual_machines"]:
+        lines.append("Its first batch has not come yet: there is no plan.")
+    header = ["stage", "rank", "host", "device", "forward", "backward", "busy", "layers"]
+    for vm, stages in enumerate(status["virtual_machines"]):
+        rows = [header]
+        for number, stage in enumerate(stages):
+            rows.append(
+                [
+                    str(number),
+                    str(stage["rank"]),
+                    stage.get("host", "-"),
+                    stage.get("kind", "-"),
+                    _milliseconds(stage.get("forward_seconds")),
+                    _milliseconds(stage.get("backward_seconds")),
+                    f"{stage['busy']:.0%}" if "busy" in stage else "-",
+                    _layers(stage["layers"]),
+                ]
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines += ["", f"virtual machine {vm} (seconds are those of a microbatch)"]
+        lines += [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+    if any("busy" not in s for stages in status["virtual_machines"] for s in stages):
+        lines.append(
+            "\nHow fast they are is measured where layers are watched, and takes some steps."
+        )
+    for decision in status["decisions"]:
+        if "expected_gain" in decision:
+            lines.append(f"\nLayers moved: {decision['expected_gain']:.2f} times as fast expected.")
+        if "measured_gain" in decision:
+            lines.append(f"It became {decision['measured_gain']:.2f} times as fast.")
+    return "\n".join(lines)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.2f} ms"
+
+
+def _layers(names: list[str]) -> str:
+    if len(names) < 3:
+        return ", ".join(names) or "none"
+    return f"{names[0]} to {names[-1]} ({len(names)})"

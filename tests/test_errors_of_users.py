@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_pipeshift.cli import without_traceback
+from lightning_pipeshift.brief_errors import without_traceback
 from lightning_pipeshift.errors import StageFailedError
 from tests.harness import ROOT, Launched, launch_script
 
@@ -49,6 +49,17 @@ def command(tmp_path: Path, *options: str) -> Launched:
     arguments = ["fit", "--config", "examples/gpt.yaml", "--trainer.max_steps=1", *options]
     env = {"PYTHONPATH": str(tmp_path)}
     return launch_script(script, *arguments, cwd=tmp_path, env=env, check=False)
+
+
+def test_the_help_shows_the_strategys_arguments_and_they_can_be_given(tmp_path: Path) -> None:
+    script = tmp_path / "pipeshift.py"
+    script.write_text(COMMAND)
+    shown = launch_script(script, "fit", "--help", cwd=tmp_path).output
+    assert "--trainer.strategy.microbatches" in shown
+    assert "the number of slices of a batch" in shown
+    given = ["--model=lightning.pytorch.demos.boring_classes.BoringModel", "--print_config"]
+    given.append("--trainer.strategy.microbatches=6")
+    assert "microbatches: 6" in launch_script(script, "fit", *given, cwd=tmp_path).output
 
 
 WRONG = "--trainer.strategy.init_args.partition=[1, 2, 3]"

@@ -6,6 +6,9 @@ import contextlib
 import io
 import json
 import os
+import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,32 @@ from tests.test_changing_plans import Sleeper
 
 # More than anybody who asks takes, however slowly; the run ends with the last answer.
 MANY = 4000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--help"], "move layers of a run"),
+        (["status", "--help"], "--run DIR"),
+        (["move", "--help"], "LAYER STAGE"),
+        (["status", "--run", "nowhere"], "No run has written"),
+    ],
+)
+def test_commands_for_a_run_elsewhere_import_neither_torch_nor_lightning(
+    arguments: list[str], told: str
+) -> None:
+    code = (
+        "import sys, pipeshift_command\n"
+        f"sys.argv = ['pipeshift', *{arguments}]\n"
+        "try:\n    pipeshift_command.main()\n"
+        "except SystemExit as end:\n    print('exit code', end.code)\n"
+        "found = {name.partition('.')[0] for name in sys.modules}\n"
+        "print('imported', sorted(found & {'torch', 'lightning', 'pytorch_lightning'}))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "imported []" in run.stdout
+    assert re.search(told, run.stdout + run.stderr)
+    assert ("exit code 2" in run.stdout) == ("nowhere" in arguments)
 
 
 def said(command: Any, *arguments: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +14,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, MetadataIndex
 
 from lightning_pipeshift import CheckpointError, PipeShiftCheckpointIO
+from lightning_pipeshift.runtime.sharded import _IndexUnpickler
 from tests.features_models import built, differences, on_one_device, on_rank, quiet_trainer
 from tests.harness import RanksFailed, run_ranks
 from tests.models import SequentialMLP, points
@@ -228,3 +232,24 @@ def test_a_damaged_folder_ends_every_rank(folders: Path, tmp_path: Path) -> None
     one_bit_wrong(copy)
     with pytest.raises(RanksFailed, match=r"(?s)CheckpointError: .* are not those that were"):
         train(2, TWO_STAGES, tmp_path / "goes on", copy)
+
+
+class Named:
+    """Is pickled as a member of an enumeration is by Python 3.11.0 to 3.11.3."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.asked = owner, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, self.asked
+
+
+def test_an_index_of_another_python_is_read_and_gives_nothing_else_away() -> None:
+    def read(owner: Any, name: str) -> Any:
+        return _IndexUnpickler(io.BytesIO(pickle.dumps(Named(owner, name)))).load()
+
+    for member in _MEM_FORMAT_ENCODING:
+        assert read(_MEM_FORMAT_ENCODING, member.name) is member
+    for owner, name in [(MetadataIndex, "__init__"), (_MEM_FORMAT_ENCODING, "__class__")]:
+        with pytest.raises(CheckpointError, match="Nothing was run"):
+            read(owner, name)

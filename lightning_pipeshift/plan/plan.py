@@ -5,7 +5,9 @@ It can be printed, compared, hashed, saved, read, edited by hand, and given to a
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -31,6 +33,11 @@ from lightning_pipeshift.plan.topology import Topology
 
 FORMAT_VERSION: Final = 1
 """Raised when an older version of the package could no longer read what this one writes."""
+
+_CHECKSUM_DIGITS: Final = 16
+_PREDICTED_DIGITS: Final = 4
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +295,10 @@ class Plan:
     # On disk.
 
     def to_json(self) -> str:
-        """The plan as a JSON document, a layer per line, to be read, edited and diffed."""
+        """The plan as a JSON document, a layer per line, to be read, edited and diffed.
+
+        The prediction is rounded, and says by a checksum what it is the prediction of.
+        """
         head: dict[str, Any] = {
             "version": FORMAT_VERSION,
             "schedule": self.schedule,
@@ -300,15 +310,16 @@ class Plan:
                 head[name] = getattr(self, name)
         if self.swaps:
             head["swaps"] = [[_as_entry(swap) for swap in swaps] for swaps in self.swaps]
-        if self.prediction is not None:
-            head["prediction"] = asdict(self.prediction)
+        layers = [asdict(layer) for layer in self.layers]
         lines = [f"  {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
-        layers = ",\n".join(f"    {json.dumps(asdict(layer))}" for layer in self.layers)
-        return "\n".join(["{", *lines, '  "layers": [', layers, "  ]", "}"]) + "\n"
+        if self.prediction is not None:
+            lines += _prediction_lines(self.prediction, _checksum({**head, "layers": layers}))
+        listed = ",\n".join(f"    {json.dumps(layer)}" for layer in layers)
+        return "\n".join(["{", *lines, '  "layers": [', listed, "  ]", "}"]) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The inverse of to_json.
+        """The inverse of to_json. The prediction of a plan that was edited since is left out.
 
         Raises PlanError, naming the field, for what is damaged or of another version."""
         try:
@@ -331,6 +342,15 @@ class Plan:
             placement = Placement(document.integer_rows("placement"))
         except PartitionError as error:
             raise PlanError(f"the plan: field 'placement': {error}") from error
+        prediction = None
+        if "prediction" in document:
+            of, prediction = _prediction(document.value("prediction"))
+            if of != _checksum({name: value[name] for name in value if name != "prediction"}):
+                log.warning(
+                    "PipeShift: the plan was edited after its prediction was made, so the"
+                    " prediction is left out."
+                )
+                prediction = None
         return cls(
             layers=tuple(
                 _layer(item, f"the plan: layer {index}")
@@ -344,9 +364,7 @@ class Plan:
             ranks=document.integer_rows("ranks") if "ranks" in document else (),
             kinds=_kinds(document) if "kinds" in document else (),
             batch_shares=document.numbers("batch_shares") if "batch_shares" in document else (),
-            prediction=_prediction(document.value("prediction"))
-            if "prediction" in document
-            else None,
+            prediction=prediction,
         )
 
     def save(self, path: str | Path) -> None:
@@ -409,11 +427,42 @@ def _kinds(document: Fields) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(row) for row in rows if isinstance(row, list))
 
 
-def _prediction(value: object) -> Prediction:
+def _checksum(plan: dict[str, Any]) -> str:
+    """Identifies a plan's entries but the prediction, whatever the order of its fields."""
+    text = json.dumps(plan, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:_CHECKSUM_DIGITS]
+
+
+def _prediction_lines(prediction: Prediction, of: str) -> list[str]:
+    costs = [
+        json.dumps({name: _rounded(times) for name, times in asdict(cost).items()})
+        for cost in prediction.costs
+    ]
+    entries = {
+        "of": json.dumps(of),
+        "step_seconds": json.dumps(_rounded(prediction.step_seconds)),
+        "exposed_seconds": json.dumps(_rounded(prediction.exposed_seconds)),
+        "memory_bytes": json.dumps(_rounded(prediction.memory_bytes)),
+        "costs": "[\n      " + ",\n      ".join(costs) + "\n    ]",
+    }
+    lines = ",\n".join(f"    {json.dumps(name)}: {text}" for name, text in entries.items())
+    return ['  "prediction": {', lines, "  },"]
+
+
+def _rounded(value: Any) -> Any:
+    """The numbers in nested tuples, with as many digits as a prediction is good for."""
+    if isinstance(value, tuple):
+        return [_rounded(item) for item in value]
+    rounded = float(f"{value:.{_PREDICTED_DIGITS}g}")
+    return int(rounded) if rounded.is_integer() else rounded
+
+
+def _prediction(value: object) -> tuple[str, Prediction]:
+    """The checksum of the plan that it was made for, and the prediction."""
     record = Fields(
         value,
         "the plan: prediction",
-        ("costs", "step_seconds", "exposed_seconds", "memory_bytes"),
+        ("of", "costs", "step_seconds", "exposed_seconds", "memory_bytes"),
         instead="or leave the prediction out",
     )
     names = [field.name for field in fields(Costs)]
@@ -428,9 +477,8 @@ def _prediction(value: object) -> Prediction:
         Fields({"row": row}, "the plan: prediction: memory_bytes", ["row"]).numbers("row")
         for row in memory
     ]
-    return Prediction(
-        tuple(costs), record.number("step_seconds"), record.number("exposed_seconds"), tuple(rows)
-    )
+    seconds = record.number("step_seconds"), record.number("exposed_seconds")
+    return record.text("of"), Prediction(tuple(costs), *seconds, tuple(rows))
 
 
 def _names(names: Sequence[str], most: int = 8) -> str:

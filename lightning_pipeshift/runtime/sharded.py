@@ -16,6 +16,7 @@ import pickle
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from enum import Enum, EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -402,6 +403,16 @@ class ShardedFolder:
         return lambda: self.tensor(key, like)
 
 
+def _member(kind: Any, name: str) -> Enum:
+    """A member of an enumeration."""
+    if not (isinstance(kind, EnumMeta) and name in kind.__members__):
+        raise CheckpointError(
+            f"The index of the checkpoint asks for {name!r} of {kind!r}, which is no part of an"
+            " index: the file is damaged, or was made to run code. Nothing was run."
+        )
+    return kind.__members__[name]
+
+
 class _IndexUnpickler(pickle.Unpickler):
     """Makes objects of the classes in an index of torch.distributed.checkpoint, and no others."""
 
@@ -411,6 +422,8 @@ class _IndexUnpickler(pickle.Unpickler):
         )
         if (module, name) in _INDEX_NAMES or is_type_of_number:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member  # how Python 3.11.0 to 3.11.3 pickles a member of an enumeration
         raise CheckpointError(
             f"The index of the checkpoint asks for {module}.{name}, which is no part of an index:"
             " the file is damaged, or was made to run code. Nothing was run."

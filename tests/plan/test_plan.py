@@ -8,7 +8,9 @@ import pytest
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.placement import Placement
 from lightning_pipeshift.plan.plan import LayerRecord, Plan
+from lightning_pipeshift.plan.prediction import Prediction
 from lightning_pipeshift.plan.saved_tensors import Swap
+from lightning_pipeshift.plan.simulator import Costs
 
 LAYERS = (
     LayerRecord("wte", 4000, 0.5, 100),
@@ -99,6 +101,34 @@ def test_json_and_back():
     assert Plan.from_json(plan().to_json()) == plan()
     odd = plan(layers=(LayerRecord('a "quoted" ß', 0, 1 / 3, 0),), placement=Placement(((1,),)))
     assert Plan.from_json(odd.to_json()) == odd
+
+
+def predicted() -> Plan:
+    costs = Costs((0.25, 1.5), (0.5, 2.0), (1 / 3,), (0.0,))
+    prediction = Prediction((costs,), 2 / 3, 0.0, ((123456.0, 7.0),))
+    return plan(placement=Placement(((2, 2),)), prediction=prediction)
+
+
+def test_a_prediction_is_rounded_and_has_a_line_for_each_figure():
+    text = predicted().to_json()
+    lines = [line.strip() for line in text.splitlines()]
+    assert '"step_seconds": 0.6667,' in lines
+    assert '"memory_bytes": [[123500, 7]],' in lines
+    read = Plan.from_json(text)
+    assert read.prediction is not None
+    assert read.prediction.costs[0].payload_seconds == (0.3333,)
+    assert read == Plan.from_json(read.to_json()), "rounded once"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"microbatches": 6}, {"placement": [[1, 3]]}, {"schedule": "gpipe"}]
+)
+def test_an_edited_plan_has_no_prediction(changes, caplog):
+    document = json.loads(predicted().to_json()) | changes
+    read = Plan.from_json(json.dumps(document))
+    assert read.prediction is None
+    assert "was edited" in caplog.text
+    assert Plan.from_json(json.dumps(dict(reversed(document.items())))) == read
 
 
 def test_a_document_has_a_layer_per_line():

@@ -1,0 +1,59 @@
+"""The ``pipeshift`` command.
+
+It is not in the package, because importing the package imports torch and Lightning, which takes
+several seconds: ``pipeshift --help``, ``pipeshift status`` and ``pipeshift move`` need neither.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+
+HELP = """\
+usage: pipeshift [-h] [--debug] COMMAND ...
+
+Trains one model across different machines.
+
+commands:
+  fit, validate, test, predict
+             run a Trainer, as the commands of the same names of a LightningCLI do
+  check      train a few steps on one stage and on several, and compare the bits
+  plan       measure the model and the devices, and plan without training
+  memory     show where each device's memory goes
+  export     make one file, with the weights of the whole model, of a checkpoint
+  status     show which stage owns which layers in a run that is under way
+  move       move layers of a run that is under way
+
+options:
+  -h, --help  show this help
+  --debug     show the tracebacks of errors
+
+`pipeshift COMMAND --help` shows a command's arguments.
+"""
+
+
+def main() -> None:
+    """Runs the command that ``sys.argv`` gives."""
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(HELP, end="")
+        return
+    if arguments[:1] in (["status"], ["move"]):
+        _leave_out_package_code()
+        from lightning_pipeshift.run_commands import main as run
+    else:
+        from lightning_pipeshift.cli import main as run
+    run()
+
+
+def _leave_out_package_code() -> None:
+    """Lets modules of the package be imported without what its ``__init__.py`` imports."""
+    name = "lightning_pipeshift"
+    if name in sys.modules:
+        return
+    specification = importlib.util.find_spec(name)
+    if specification is not None and specification.submodule_search_locations is not None:
+        package = types.ModuleType(name)
+        package.__path__ = list(specification.submodule_search_locations)
+        sys.modules[name] = package
