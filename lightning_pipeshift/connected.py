@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -250,6 +251,8 @@ class ConnectedStrategy(ParallelStrategy):
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
+        # Lightning's, with torch 2.13, once on every rank.
+        warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
         module = self._lightning_module
         if module is not None and module._trainer is not None:
             check_packages(module.trainer, module)

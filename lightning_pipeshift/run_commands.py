@@ -19,6 +19,7 @@ from lightning_pipeshift.brief_errors import brief_errors
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.plan.moves import Move
 from lightning_pipeshift.runtime.outside import FOLDER, STATUS, ask
+from lightning_pipeshift.stage_table import layers_text, table
 
 
 def folder_of(run: Path) -> Path:
@@ -175,15 +176,10 @@ def shown(status: Mapping[str, Any], is_alive: bool) -> str:
                     _milliseconds(stage.get("forward_seconds")),
                     _milliseconds(stage.get("backward_seconds")),
                     f"{stage['busy']:.0%}" if "busy" in stage else "-",
-                    _layers(stage["layers"]),
+                    layers_text(stage["layers"]),
                 ]
             )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines += ["", f"virtual machine {vm} (seconds are those of a microbatch)"]
-        lines += [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
+        lines += ["", f"virtual machine {vm} (seconds are those of a microbatch)", *table(rows)]
     if any("busy" not in s for stages in status["virtual_machines"] for s in stages):
         lines.append(
             "\nHow fast they are is measured where layers are watched, and takes some steps."
@@ -198,9 +194,3 @@ def shown(status: Mapping[str, Any], is_alive: bool) -> str:
 
 def _milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.2f} ms"
-
-
-def _layers(names: list[str]) -> str:
-    if len(names) < 3:
-        return ", ".join(names) or "none"
-    return f"{names[0]} to {names[-1]} ({len(names)})"

@@ -15,7 +15,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelSummary
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.memory import is_oom_error
@@ -69,6 +69,7 @@ from lightning_pipeshift.runtime.planning import Settings, Watch
 from lightning_pipeshift.runtime.stage_memory import MemoryWishes
 from lightning_pipeshift.runtime.stalls import STALL_SECONDS
 from lightning_pipeshift.runtime.status import status_of
+from lightning_pipeshift.stage_table import layers_text, table
 from lightning_pipeshift.synchronising import MetricSync, silence_advice_to_synchronise
 
 T = TypeVar("T")
@@ -350,6 +351,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
             say=_say,
             outside=self._outside,
             fail_beside=self._fail_beside,
+            profile=trainer.profiler.profile,  # type: ignore[attr-defined]
         )
         if self._request_folder is not None and self.is_global_zero:
             self._open_to_requests(self._request_folder, self._pipeline)
@@ -548,11 +550,35 @@ class PipeShiftStrategy(CheckpointingStrategy):
         """Ends a training step, and returns its result."""
         self._heed_sigterm()
         news = self._require_pipeline().news
+        if not self._num_steps:
+            self._show_stages()
         while news:
             _say(news.pop(0))
         self._num_steps += 1
         self._num_losses += result is not None and result is not NO_LOSS
         return result
+
+    def _show_stages(self) -> None:
+        """Shows which stage owns what, beside the summary of the model if that is shown."""
+        trainer = self._require_module().trainer
+        pipeline = self._require_pipeline()
+        is_asked = any(
+            isinstance(callback, ModelSummary)
+            for callback in trainer.callbacks  # type: ignore[attr-defined]
+        )
+        if not is_asked or not pipeline.has_plan or self.num_stages == 1:
+            return
+        plan, lines = pipeline.plan, []
+        for vm, ranks in enumerate(pipeline.replicas.topology.ranks):
+            rows = [["stage", "rank", "host", "parameters", "layers"]]
+            for stage, (rank, layers) in enumerate(zip(ranks, plan.stage_layers(vm), strict=True)):
+                megabytes = sum(layer.parameter_bytes for layer in layers) / 1e6
+                names = layers_text([layer.name for layer in layers])
+                rows.append(
+                    [str(stage), str(rank), self._hosts[rank], f"{megabytes:,.2f} MB", names]
+                )
+            lines += [f"the stages of virtual machine {vm}", *table(rows)]
+        _say("\n".join(lines))
 
     def _keeps_gradients(self, batch_idx: int) -> bool:
         """Whether Lightning will not zero the gradients after the step, or user code may read them

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -64,9 +65,11 @@ from lightning_pipeshift.runtime.report import Report, logs_on_cpu, merge_report
 from lightning_pipeshift.runtime.rings import Rings
 from lightning_pipeshift.runtime.stage_memory import StageMemory
 from lightning_pipeshift.runtime.step_run import (
+    WAIT,
     Denominators,
     Microbatch,
     Outcome,
+    Profile,
     StepRun,
     UserStep,
 )
@@ -119,6 +122,7 @@ class Pipeline:
         say: shows a message to the user at once.
         outside: requests from other processes; used on the first rank only.
         fail_beside: called in a thread that fails.
+        profile: a context around what the name says.
     """
 
     def __init__(
@@ -134,7 +138,9 @@ class Pipeline:
         say: Callable[[str], None],
         outside: Outside,
         fail_beside: Callable[[BaseException], None],
+        profile: Profile = nullcontext,
     ) -> None:
+        self._profile = profile
         self.root = root
         self._outside = outside
         self._deferred = deferred
@@ -662,22 +668,24 @@ class Pipeline:
             mine = self._training_report(run, microbatches, wants_result, is_last_batch)
             mine = merge_reports(self.replicas.exchange(mine), self.vm)
         self._has_agreed = True
-        report: Report = self.channels.share_object(mine, last, posted)
-        run.settle()
+        with self._profile(WAIT):
+            report: Report = self.channels.share_object(mine, last, posted)
+            run.settle()
         require_same_end(is_last_batch, report.is_last_batch, batch_idx)
         if self.changes.finish(self._deferred):
             self._say_who_has_no_work()
             # Times under the old plan, and of this step, do not hold for the new plan.
             profiler.begin_anew(for_good=profiler.is_over)
-        self.holdings.collect_gradients(
-            report.correction,
-            sums.finish if sums is not None else None,
-            joins=sums is not None and accumulation.has_begun,
-        )
-        if sums is not None:
-            # A sum that is complete here may still be under way elsewhere. No rank takes its
-            # optimizer step before all ranks have all their sums.
-            self.replicas.world.sum(torch.zeros(1))
+        with self._profile("[PipeShift] sum gradients"):
+            self.holdings.collect_gradients(
+                report.correction,
+                sums.finish if sums is not None else None,
+                joins=sums is not None and accumulation.has_begun,
+            )
+            if sums is not None:
+                # A sum that is complete here may still be under way elsewhere. No rank takes its
+                # optimizer step before all ranks have all their sums.
+                self.replicas.world.sum(torch.zeros(1))
         asked_to_end, had_mail, is_objected_to = votes.wait().tolist()
         self.is_to_end = bool(asked_to_end)
         self._num_microbatches_done += len(microbatches)
@@ -849,6 +857,7 @@ class Pipeline:
             store,
             before_layer,
             self._tail.resolve,
+            self._profile,
         )
 
     @property

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +87,12 @@ class Outcome:
     weight: float | None = None
 
 
+Profile = Callable[[str], AbstractContextManager[Any]]
+"""A context around what its name says, as ``Profiler.profile`` of Lightning makes."""
+
+WAIT: Final = "[PipeShift] wait for other stages"
+
+
 class StepRun:
     """The state of one step on one stage, and one method for each kind of action.
 
@@ -109,6 +116,7 @@ class StepRun:
         before_layer: called in front of each of the stage's layers, if layers may still be on
             their way.
         resolve_state: puts values where user code has kept placeholders.
+        profile: a context around what the name says.
     """
 
     def __init__(
@@ -130,7 +138,9 @@ class StepRun:
         store: ActivationStore | None = None,
         before_layer: Callable[[int], None] | None = None,
         resolve_state: Callable[[Callable[[Any], Any]], None] | None = None,
+        profile: Profile = nullcontext,
     ) -> None:
+        self._profile = profile
         self._resolve_state = resolve_state
         self.outcomes: list[Outcome] = []
         self.order: list[int] = []
@@ -256,7 +266,8 @@ class StepRun:
         """Runs this stage's part of the user's step."""
         microbatch = self._microbatches[number]
         values = [value for value, _ in microbatch.payload(microbatch.layers.start)]
-        received = [receipt.wait() for receipt in self._payloads.pop(number, [])]
+        with self._profile(WAIT):
+            received = [receipt.wait() for receipt in self._payloads.pop(number, [])]
         self._has_waited(number)
         self._streams.begin(*microbatch.key)
         current = StagePass(
@@ -282,7 +293,8 @@ class StepRun:
         # From here on only the model itself keeps parts of the payload alive.
         received.clear()
         try:
-            current.run(lambda: self._step(self._root, microbatch.batch))
+            with self._profile("[PipeShift] forward"):
+                current.run(lambda: self._step(self._root, microbatch.batch))
         finally:
             self._switch.current = None
             self._recorder.current = None
@@ -368,7 +380,8 @@ class StepRun:
         """Runs the layers again that have dropped their saved tensors."""
         current = self._switch.current = self._passes[number]
         try:
-            current.recompute_layers()
+            with self._profile("[PipeShift] recompute"):
+                current.recompute_layers()
         finally:
             self._switch.current = None
 
@@ -403,8 +416,9 @@ class StepRun:
             if self._store is not None:
                 self._store.hold(-_payload_bytes(microbatch))
             values = [value for value, _ in microbatch.gradients(microbatch.layers.stop)]
-            for value, receipt in zip(values, receipts, strict=True):
-                gradient = receipt.wait()
+            with self._profile(WAIT):
+                received = [receipt.wait() for receipt in receipts]
+            for value, gradient in zip(values, received, strict=True):
                 if current.edges[value] is not None:
                     roots.append(current.edges[value])
                     gradients.append(gradient)
@@ -417,7 +431,8 @@ class StepRun:
             timer = self._timers.get(number)
             begin = timer.now() if timer is not None else None
             try:
-                current.backward(roots, gradients)
+                with self._profile("[PipeShift] backward"):
+                    current.backward(roots, gradients)
             finally:
                 self._switch.current = None
             if timer is not None:
