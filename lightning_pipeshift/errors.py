@@ -51,6 +51,10 @@ class BatchError(PipeShiftError):
     """
 
 
+class NotFiniteError(PipeShiftError):
+    """Values that are not numbers, found with ``Trainer(detect_anomaly=True)``."""
+
+
 class CheckpointError(PipeShiftError):
     """A checkpoint that is incomplete, damaged, or of another model, or that cannot be written."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +18,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
+from lightning.pytorch.callbacks import (
+    Callback,
+    Checkpoint,
+    EarlyStopping,
+    ModelSummary,
+    ProgressBar,
+)
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers.logger import DummyLogger
 
@@ -37,6 +44,7 @@ from lightning_pipeshift.runtime.stage_memory import MemoryWishes
 from lightning_pipeshift.strategy import PipeShiftStrategy
 
 _ENOUGH_STEPS: Final = 100_000
+_SHOWN_EVERY: Final = 5
 
 Made = tuple[Plan, Arrangement, Arrangement | None]
 """A plan, its arrangement, and the uniform split for comparison, if that is possible."""
@@ -246,7 +254,7 @@ def _within(cluster: Cluster, wishes: MemoryWishes) -> Cluster:
 
 
 class Measuring(Callback):
-    """Ends a run as soon as its steps have been measured."""
+    """Ends a run as soon as its steps have been measured, and shows how far it is."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Ends the run if enough has been measured."""
@@ -254,6 +262,16 @@ class Measuring(Callback):
         assert isinstance(strategy, PipeShiftStrategy)
         if strategy.is_measured:
             trainer.should_stop = True
+        if trainer.is_global_zero:
+            self._show(trainer.global_step, strategy.steps_to_measure, trainer.should_stop)
+
+    def _show(self, step: int, total: int, is_over: bool) -> None:
+        is_terminal = sys.stderr.isatty()
+        if is_terminal or is_over or step == 1 or not step % _SHOWN_EVERY:
+            begin, end = ("\r", "\n" if is_over else "") if is_terminal else ("", "\n")
+            # The plan is made in a thread, during a few more steps.
+            text = f"{begin}PipeShift measures: step {min(step, total)} of {total}"
+            print(text, end=end, file=sys.stderr, flush=True)
 
 
 def _measuring_cli(
@@ -267,7 +285,7 @@ def _measuring_cli(
             callbacks = [
                 callback
                 for callback in _listed(wanted.get("callbacks"))
-                if not isinstance(callback, Checkpoint | EarlyStopping)
+                if not isinstance(callback, Checkpoint | EarlyStopping | ModelSummary | ProgressBar)
             ]
             plugins = _listed(wanted.get("plugins"))
             if memory is not None and not any(isinstance(p, MemoryCompression) for p in plugins):
@@ -278,6 +296,9 @@ def _measuring_cli(
                 # Some callbacks require a logger.
                 logger=DummyLogger(),
                 enable_checkpointing=False,
+                # Its own steps count, not those of an epoch.
+                enable_progress_bar=False,
+                enable_model_summary=False,
                 limit_val_batches=0,
                 num_sanity_val_steps=0,
                 # Enough to measure, and a number: schedulers ask how many steps there will be.

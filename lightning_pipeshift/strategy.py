@@ -264,6 +264,11 @@ class PipeShiftStrategy(CheckpointingStrategy):
         return getattr(self.precision_plugin, "memory_wishes", None)
 
     @property
+    def steps_to_measure(self) -> int:
+        """How many steps are measured before the layers are distributed again."""
+        return self._profile_steps
+
+    @property
     def measured(self) -> tuple[Profile, Cluster, Wishes] | None:
         """The measured figures, and the settings for a planner: on the first rank."""
         planning = self._require_pipeline().planning

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.cut import GradientBox, SharedParameters
+from lightning_pipeshift.model.finite import FiniteCheck
 from lightning_pipeshift.model.gap import Gap
 from lightning_pipeshift.model.gate import Gate, StageDone
 from lightning_pipeshift.model.operations import (
@@ -106,6 +107,7 @@ class StagePass(Watcher):
         result: what the step has returned, on the last stage.
         resolve_state: puts values where user code has kept placeholders.
         order: the layers in the order of their calls.
+        finite: looks at what the layers are given and return, where somebody wants to know.
     """
 
     trace: Trace | None
@@ -129,6 +131,7 @@ class StagePass(Watcher):
     result: Any = None
     resolve_state: Callable[[Callable[[Any], Any]], None] | None = None
     order: list[int] = field(default_factory=list)
+    finite: FiniteCheck | None = None
 
     def __post_init__(self) -> None:
         self._part = self.trace.part(self.layers) if self.trace is not None else None
@@ -164,6 +167,7 @@ class StagePass(Watcher):
             and self.memory is None
             and self.timer is None
             and self.before_layer is None
+            and self.finite is None
             and not self.recompute
             and not self._looks_at_saved
         )
@@ -586,11 +590,15 @@ class StagePass(Watcher):
         if self.before_layer is not None:
             self.before_layer(gate.index)
         self._enter(gate, position)
+        if self.finite is not None:
+            self.finite.before_layer(gate.name, (args, kwargs))
         begin = self.timer.now() if self.timer is not None else None
         output = self._call(gate, position, args, kwargs)
         if gate.reports is not None:
             self._reports = gate.reports.take()
         leaves, _ = flatten((output, self._reports), opens_objects=True)
+        if self.finite is not None:
+            self.finite.after_layer(gate.name, leaves, (args, kwargs))
         if self.memory is not None:
             self._note_backward(gate.name, leaves)
         if self.timer is not None:

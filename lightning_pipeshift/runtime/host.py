@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 
@@ -16,9 +17,10 @@ def boot_id() -> str:
 
 
 def process_space() -> str:
-    """Names the user, and the set of processes in which a process has its number.
+    """Names the user, the host, and the set of processes in which a process has its number.
 
     Raises:
         OSError: the system does not say.
     """
-    return f"{boot_id()} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
+    numbers = os.readlink("/proc/self/ns/pid")
+    return f"{boot_id()} {socket.gethostname()} {numbers} {os.getuid()}"

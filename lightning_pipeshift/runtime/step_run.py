@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.errors import BatchError, BudgetError, LayerError
 from lightning_pipeshift.model.cut import SharedParameters
+from lightning_pipeshift.model.finite import finite_check
 from lightning_pipeshift.model.gate import Switch
 from lightning_pipeshift.model.logs import LoggedValue, LogRecorder
 from lightning_pipeshift.model.placeholder import dtype_named
@@ -287,6 +288,7 @@ class StepRun:
             resident=self._resident,
             before_layer=self._before_layer,
             resolve_state=self._resolve_state,
+            finite=finite_check(microbatch.key, self._channels.stage),
         )
         self._switch.current = self._under_way = current
         self._recorder.current = current
@@ -301,6 +303,8 @@ class StepRun:
         logs = self._recorder.take()
         self._passes[number] = current
         self.order = current.order
+        if self._is_last and current.finite is not None and torch.is_grad_enabled():
+            current.finite.loss(current.result)
         if self._is_last:
             self.outcomes.append(self._outcome(current.result, logs))
             current.result = None
@@ -433,6 +437,11 @@ class StepRun:
             try:
                 with self._profile("[PipeShift] backward"):
                     current.backward(roots, gradients)
+            except RuntimeError as error:
+                found = current.finite.backward(error) if current.finite is not None else None
+                if found is None:
+                    raise
+                raise found from error
             finally:
                 self._switch.current = None
             if timer is not None:
