@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import signal
+import time
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import lightning.pytorch as pl
 import torch
@@ -45,8 +46,12 @@ from lightning_pipeshift.runtime.saving import (
     part_of_state,
 )
 from lightning_pipeshift.runtime.sharded import leaves
+from lightning_pipeshift.runtime.sockets import keep_for_ever, open_sockets
 
 log = logging.getLogger(__name__)
+
+# How long after a rank was lost a checkpoint on its way may take to fail by itself.
+_PATIENCE: Final = 3.0
 
 # The name of a checkpoint's entry for state that Lightning does not save: a run's seed and random
 # state.
@@ -122,19 +127,31 @@ class CheckpointingStrategy(PipelinedStrategy):
                 " PipeShiftCheckpointIO(sharded=True, asynchronous=True) by itself."
             )
         if self._checkpoint_group is None:
+            before = open_sockets()
             self._checkpoint_group = dist.new_group(backend="gloo", timeout=self._timeout)
+            self._checkpoint_sockets = open_sockets() - before
         io.connect(self._checkpoint_group)
 
     def _end_checkpoints(self) -> None:
-        self._checkpoint_group = None
+        group, self._checkpoint_group = self._checkpoint_group, None
         io = self._own_io()
         if io is None:
             return
         try:
-            io.wait()
+            if not io.wait(self._is_incomplete):
+                keep_for_ever(group)
+                log.warning(
+                    "PipeShift: the checkpoint that was being written when a rank was lost is not"
+                    " complete. Earlier ones are."
+                )
         except Exception as error:
             log.warning("PipeShift: %s", error)
         io.connect(None)
+
+    def _is_incomplete(self) -> bool:
+        """Whether a checkpoint that all ranks write together will not become complete any more."""
+        lost_at = self._board.lost_at if self._board is not None else None
+        return self._is_sharded and lost_at is not None and time.monotonic() > lost_at + _PATIENCE
 
     # --- a model that is made late ---
 

@@ -101,6 +101,8 @@ class ConnectedStrategy(ParallelStrategy):
         self._rings: Rings | None
         self._failed: bool
         self._sockets: Opened
+        # Ranks that have all failed together can still complete a checkpoint.
+        self._checkpoint_sockets: Opened
         self._hosts: list[str]
         self._adjustments: Adjustments
         vars(self).update(self._of_a_run())
@@ -123,6 +125,7 @@ class ConnectedStrategy(ParallelStrategy):
             "_rings": None,
             "_failed": False,
             "_sockets": frozenset(),
+            "_checkpoint_sockets": frozenset(),
             "_hosts": [],
             "_adjustments": Adjustments(),
         }
@@ -299,7 +302,7 @@ class ConnectedStrategy(ParallelStrategy):
             if self._replicas is None or self._replicas.topology != topology:
                 self._connect(topology)
         self._sockets |= open_sockets() - before - board.sockets
-        board.interrupt = self._interrupt
+        board.interrupt, board.give_up = self._interrupt, self._give_up
         self._watch_for_stalls(board)
         world = self._require_replicas().world
         for channels in (self._require_channels(), world):
@@ -344,6 +347,10 @@ class ConnectedStrategy(ParallelStrategy):
         channels = self._channels
         if channels is not None:
             channels.abort()
+
+    def _give_up(self) -> None:
+        """Ends what can only end while all ranks are there; called in a thread when one is gone."""
+        shut_down(self._checkpoint_sockets)
 
     def _topology(self) -> Topology:
         mine = device_of(self.root_device)
@@ -494,7 +501,7 @@ class ConnectedStrategy(ParallelStrategy):
             self._rings.close()
         self._channels = self._replicas = self._rings = None
         dist.destroy_process_group()
-        self._sockets = frozenset()
+        self._sockets = self._checkpoint_sockets = frozenset()
         if board is not None:
             board.close()
 

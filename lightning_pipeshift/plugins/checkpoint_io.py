@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -26,8 +29,11 @@ from lightning_pipeshift.runtime import atomic
 from lightning_pipeshift.runtime.sharded import ShardedFolder, Writing
 from lightning_pipeshift.runtime.staging import Staging
 from lightning_pipeshift.runtime.stored import StoredFile
+from lightning_pipeshift.runtime.threads import InOrder
 
 Wrap = Callable[[Tensor, Callable[[], Tensor]], Tensor]
+
+_POLL_SECONDS: Final = 0.2
 
 
 class PipeShiftCheckpointIO(TorchCheckpointIO):
@@ -55,7 +61,7 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
         self.sharded = sharded
         self.asynchronous = asynchronous
         self._group: dist.ProcessGroup | None = None
-        self._worker: ThreadPoolExecutor | None = None
+        self._worker: InOrder | None = None
         self._under_way: list[Future[None]] = []
         self._staging = Staging()
 
@@ -134,28 +140,46 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
             job()
             return
         if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            self._worker = InOrder("checkpoint")
+            _with_a_thread.add(self)
         self._under_way.append(self._worker.submit(job))
 
-    def wait(self) -> None:
+    def wait(self, is_incomplete: Callable[[], bool] = lambda: False) -> bool:
         """Waits until all that was saved is on disk.
+
+        Args:
+            is_incomplete: asked now and then: whether it will never be.
+
+        Returns:
+            whether it is there.
 
         Raises:
             CheckpointError: something could not be written.
         """
         under_way, self._under_way = self._under_way, []
+        for future in under_way:
+            while not wait([future], _POLL_SECONDS).done:
+                if is_incomplete():
+                    self._worker = None
+                    return False
         errors = [error for future in under_way if (error := future.exception()) is not None]
         if errors:
+            # A thread makes no more calls after one that has failed.
+            self._end_thread()
             raise errors[0]
+        return True
+
+    def _end_thread(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
 
     def teardown(self) -> None:
         """Waits until all that was saved is on disk, and ends the thread that wrote it."""
-        worker, self._worker = self._worker, None
         try:
             self.wait()
         finally:
-            if worker is not None:
-                worker.shutdown()
+            self._end_thread()
             self._staging.clear()
 
     # --- reading ---
@@ -203,6 +227,17 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
                 " code. If you trust where it comes from, pass `weights_only=False` to `fit`,"
                 f" `validate`, `test` or `predict`. Torch says: {error}"
             ) from error
+
+
+# Their threads do not keep the process alive, as after a failure some wait for ever.
+_with_a_thread: Final[weakref.WeakSet[PipeShiftCheckpointIO]] = weakref.WeakSet()
+
+
+@atexit.register
+def _complete() -> None:
+    for io in list(_with_a_thread):
+        with suppress(Exception):
+            io.wait()
 
 
 def _write(checkpoint: dict[str, Any], path: Path) -> None:

@@ -60,6 +60,11 @@ class FailureBoard:
         self.interrupt: Callable[[], None] = lambda: None
         """Called in a thread when another rank has failed: shuts down the connections on which this
         rank may wait."""
+        self.give_up: Callable[[], None] = lambda: None
+        """Called in a thread when a rank is gone: shuts down the connections on which only those
+        ranks go on after a failure that are still there."""
+        self.lost_at: float | None = None
+        """Since when any rank has been gone, by ``time.monotonic``."""
         self.is_running = True
         """Whether a run is under way: outside of runs, the process is left alone."""
         self._rank = rank
@@ -209,6 +214,9 @@ class FailureBoard:
         verb = "" if how.startswith("ended") else "is " if len(ranks) == 1 else "are "
         listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
         reason = f"{_capitalised(listed)} {verb}{how}."
+        if self.lost_at is None:
+            self.lost_at = time.monotonic()
+        self.give_up()
         if not self._note({"by": None, "reason": reason}):
             return
         self._is_over = True
