@@ -300,7 +300,11 @@ def _names(host: int, fault: str, rank: str, output: str) -> bool:
     other = NAMES[1 - host]
     if fault in ("cable", "in", "out"):
         return re.search(rf"\(rank \d on {other}\)", output) is not None
-    return f"(rank {rank} on {NAMES[1]})" in output
+    if f"(rank {rank} on {NAMES[1]})" in output:
+        return True
+    # Torchrun may be faster to end the other ranks of a host on which one was killed: it names it.
+    torchruns = rf"host +: {NAMES[1]}\s+rank +: {rank} .*\s+exitcode +: -9"
+    return host == 1 and fault == "killed" and re.search(torchruns, output) is not None
 
 
 def main() -> None:

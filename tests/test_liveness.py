@@ -25,7 +25,7 @@ def two_hosts() -> Iterator[Hosts]:
 
 @pytest.mark.parametrize(
     ("moment", "fault"),
-    [("start", "out"), ("forward", "cable"), ("rings", "stopped"), ("validation", "stuck")],
+    [("start", "out"), ("async save", "cable"), ("rings", "stopped"), ("validation", "stuck")],
 )
 def test_all_processes_end_and_name_the_rank_that_is_gone(
     moment: str, fault: str, two_hosts: Hosts

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, MetadataIndex
 
 from lightning_pipeshift import CheckpointError, PipeShiftCheckpointIO
-from lightning_pipeshift.runtime.sharded import _IndexUnpickler
+from lightning_pipeshift.runtime.sharded import Writing, _IndexUnpickler
 from tests.features_models import built, differences, on_one_device, on_rank, quiet_trainer
 from tests.harness import RanksFailed, run_ranks
 from tests.models import SequentialMLP, points
@@ -253,3 +256,27 @@ def test_an_index_of_another_python_is_read_and_gives_nothing_else_away() -> Non
     for owner, name in [(MetadataIndex, "__init__"), (_MEM_FORMAT_ENCODING, "__class__")]:
         with pytest.raises(CheckpointError, match="Nothing was run"):
             read(owner, name)
+
+
+def killed_while_saving(dead: int, folder: Path) -> Any:
+    def finish(writing: Writing) -> None:
+        if dist.get_rank() == dead and (folder / f"{dead}-first").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        (folder / f"{dist.get_rank()}-first").touch()
+        original(writing)
+
+    original = Writing.finish
+    Writing.finish = finish  # type: ignore[assignment, method-assign]
+    args = (DROPOUT, True, None, str(folder / "kept"), 9, "32-true", ASYNCHRONOUS)
+    return on_rank(training, TWO_STAGES, args, {})
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rank_dies_while_a_folder_is_written_beside_the_training(
+    dead: int, tmp_path: Path
+) -> None:
+    outcomes = run_ranks(killed_while_saving, 2, dead, tmp_path, expect_failure=True)
+    assert outcomes[1 - dead].error_type == "StageFailedError", outcomes
+    complete = [path for path in (tmp_path / "kept").iterdir() if not path.name.startswith(".")]
+    assert len(complete) == 1
+    assert PipeShiftCheckpointIO().load_checkpoint(complete[0])["global_step"] > 0

@@ -66,6 +66,8 @@ class _Peer:
     count: int = 0
     is_open: bool = True
     is_paused: bool = False
+    runs: int = 0
+    """How many runs of the peer are over."""
     is_lost: bool = False
 
 
@@ -115,6 +117,8 @@ class Peers:
             peer.connection.setblocking(False)
             self._selector.register(peer.connection, selectors.EVENT_READ, peer)
         self._is_closing = threading.Event()
+        self._is_paused = False
+        self._runs = 0
         self.sockets: Opened = frozenset(
             (each.fileno(), os.fstat(each.fileno()).st_ino)
             for each in (*mesh.connections.values(), *self._waking)
@@ -141,10 +145,13 @@ class Peers:
 
     def pause(self) -> None:
         """Tells the others that this rank's run is over."""
-        self._send_to(self._peers.values(), Kind.PAUSES, b"")
+        if not self._is_paused:
+            self._is_paused, self._runs = True, self._runs + 1
+            self._send_to(self._peers.values(), Kind.PAUSES, b"")
 
     def resume(self) -> None:
         """Tells the others that this rank begins another run."""
+        self._is_paused = False
         self._send_to(self._peers.values(), Kind.RESUMES, b"")
 
     @property
@@ -241,6 +248,7 @@ class Peers:
                     self._on_tick(self)
                 for peer in self._peers.values():
                     self._write(peer)
+                self._look_for_ended()
                 self._look_for_lost(now)
         finally:
             self.forget()
@@ -291,8 +299,20 @@ class Peers:
             self._take(peer, kind, body)
         if is_over and peer.is_open:
             self._shut(peer)
-            if not peer.is_paused and not peer.is_lost:
+
+    def _look_for_ended(self) -> None:
+        """A rank whose connection is closed is gone, unless its run and all runs that this rank has
+        begun are over for it.
+        """
+        for peer in self._peers.values():
+            if peer.is_open or peer.is_lost:
+                continue
+            if not peer.is_paused:
+                peer.is_lost = True
                 self._on_lost([peer.rank], _CLOSED)
+            elif not self._is_paused and peer.runs <= self._runs:
+                peer.is_lost = True
+                self._on_lost([peer.rank], _ENDED)
 
     def _take(self, peer: _Peer, kind: int, body: bytes) -> None:
         if kind == Kind.BEAT:
@@ -304,7 +324,7 @@ class Peers:
         elif kind == Kind.ANSWER:
             self.answers[peer.rank] = body.decode(errors="replace")
         elif kind == Kind.PAUSES:
-            peer.is_paused = True
+            peer.is_paused, peer.runs = True, peer.runs + 1
         elif kind == Kind.RESUMES:
             peer.is_paused = False
 
@@ -341,6 +361,7 @@ _CLOSED: Final = (
     "ended without a word (killed, out of memory, or its host is gone): its connection closed. Look"
     " at the end of that rank's own output"
 )
+_ENDED: Final = "ended between two runs: its connection closed"
 _SILENT: Final = (
     "gone: nothing was heard for {:.0f} s (`heartbeat_timeout` is {:g} s). The host cannot be"
     " reached, or the process is stopped, or one call in it keeps Python's lock"

@@ -111,6 +111,36 @@ def test_a_process_that_ends_after_its_run_is_not_lost() -> None:
         assert not first.lost
 
 
+@pytest.mark.parametrize("ends_first", [True, False])
+def test_a_process_that_ends_between_two_runs_is_lost_to_the_next_run(ends_first: bool) -> None:
+    with ranks(2) as (first, second):
+        first.peers.pause()
+        if ends_first:
+            second.peers.close()
+            while 1 in first.peers.counts:
+                pass
+            assert not first.lost
+        first.peers.resume()
+        if not ends_first:
+            second.peers.close()
+        assert first.is_told.wait(PATIENCE)
+        assert first.lost[0][0] == [1]
+        assert "ended between two runs" in first.lost[0][1]
+
+
+def test_a_process_that_ends_after_its_last_run_is_not_lost_to_those_still_in_it() -> None:
+    with ranks(3) as (first, second, third):
+        for rank in (first, second):
+            rank.peers.pause()
+            rank.peers.resume()
+        second.peers.close()
+        while 1 in first.peers.counts:
+            pass
+        third.peers.announce({})
+        assert first.is_told.wait(PATIENCE)
+        assert not first.lost
+
+
 def test_a_silent_rank_is_lost() -> None:
     """Stopped, or on a host that cannot be reached: nothing comes, and nothing closes."""
     ends = ends_of(2)
