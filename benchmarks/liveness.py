@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib
+import json
 import os
 import re
 import signal
@@ -22,14 +23,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.hosts import CARD, Hosts, hosts, why_not
-from benchmarks.measuring import arguments, print_table, save
+from benchmarks.measuring import arguments, commit, print_table, save
 
 NAMES = ("alpha", "beta")
 PER_HOST = 2
@@ -312,6 +313,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS)
     parser.add_argument("--moments", nargs="+", choices=list(MOMENTS), default=list(MOMENTS))
+    parser.add_argument("--goes-on", action="store_true", help="keep what is in the JSON file")
     parser.add_argument("--show", action="store_true", help="print what the ranks printed")
     parser.add_argument("--on-rank", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -322,27 +324,37 @@ def main() -> None:
     reason = why_not()
     if reason is not None:
         raise SystemExit(f"not possible here: {reason}")
-    rows, figures = [], []
+    known = options.json is not None and options.json.exists() and options.goes_on
+    figures = json.loads(options.json.read_text())["figures"]["runs"] if known else []
+    done = {(one["moment"], one["fault"]) for one in figures}
     with hosts(2) as made:
         for moment in options.moments:
             for fault in options.faults:
+                if (moment, fault) in done:
+                    continue
                 result = run(made, moment, fault)
-                shown = "never" if result.seconds is None else f"{result.seconds:.1f} s"
-                rows.append([moment, fault, shown, *("yes" if n else "NO" for n in result.named)])
-                print(*rows[-1], flush=True)
-                if options.show:
-                    print("\n=====\n".join(result.output))
                 figures.append(
                     {
                         "moment": moment,
                         "fault": fault,
                         "seconds": result.seconds,
                         "named": list(result.named),
+                        "commit": commit(),
                     }
                 )
+                print(*_row(figures[-1]), flush=True)
+                if options.show:
+                    print("\n=====\n".join(result.output))
+                save(options.json, {"runs": figures}, says_so=False)
     header = ["moment", "fault", "the last process ends after", *map("named on {}".format, NAMES)]
-    print_table("From the fault to the end of the last process", header, rows)
-    save(options.json, {"runs": figures})
+    print_table("From the fault to the end of the last process", header, list(map(_row, figures)))
+
+
+def _row(figure: Mapping[str, Any]) -> list[str]:
+    seconds = figure["seconds"]
+    shown = "never" if seconds is None else f"{seconds:.1f} s"
+    named = ("yes" if one else "NO" for one in figure["named"])
+    return [figure["moment"], figure["fault"], shown, *named]
 
 
 if __name__ == "__main__":

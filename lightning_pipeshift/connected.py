@@ -46,7 +46,7 @@ from lightning_pipeshift.runtime.outside import FOLDER
 from lightning_pipeshift.runtime.replicas import Replicas
 from lightning_pipeshift.runtime.rings import Rings
 from lightning_pipeshift.runtime.sockets import Opened, open_sockets, shut_down
-from lightning_pipeshift.runtime.stalls import STACKS
+from lightning_pipeshift.runtime.stalls import STACKS, print_stacks_on_a_signal
 
 T = TypeVar("T")
 
@@ -339,6 +339,7 @@ class ConnectedStrategy(ParallelStrategy):
         trainer = self._lightning_module._trainer if self._lightning_module is not None else None
         root = trainer.default_root_dir if trainer is not None else "."
         stacks = Path(root) / FOLDER if os.environ.get(STACKS, "0") not in ("", "0") else None
+        print_stacks_on_a_signal()
         board.watch_for_stalls(lambda: channels.num_done, self._stall_timeout, stacks)
 
     def _interrupt(self) -> None:

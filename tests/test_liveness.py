@@ -6,12 +6,51 @@ own, several times what it takes.
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
-from benchmarks.hosts import Hosts, hosts, why_not
+from benchmarks.hosts import CARD, Hosts, hosts, why_not
 from benchmarks.liveness import run
+from tests.harness import ROOT, TIMEOUT_SECONDS
+
+# Four stages until the other host is gone, then two.
+SCRIPT = """
+import sys
+from pathlib import Path
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from tests.features_models import QUIET
+from tests.models import LayersOfItsOwn, points
+
+class Model(LayersOfItsOwn):
+    def on_train_batch_end(self, *_):
+        if self.trainer.global_step == 3 and self.trainer.world_size == 4:
+            Path("now").touch()
+            while not Path("done").exists():
+                pass
+
+    def on_train_start(self):
+        print("begins at", self.trainer.global_step, "of", self.trainer.world_size, flush=True)
+
+torch.set_num_threads(1)
+L.seed_everything(1)
+keeps = ModelCheckpoint("kept", every_n_train_steps=2, save_last=True)
+trainer = L.Trainer(
+    accelerator="cpu", devices=2, num_nodes=2, max_steps=5, strategy="pipeshift",
+    callbacks=[keeps], **{**QUIET, "enable_checkpointing": True},
+)
+trainer.fit(Model(), points(64), ckpt_path="last")
+print("ends at", trainer.global_step, "of", trainer.world_size, flush=True)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -33,3 +72,50 @@ def test_all_processes_end_and_name_the_rank_that_is_gone(
     result = run(two_hosts, moment, fault)
     assert result.seconds is not None, "\n=====\n".join(result.output)
     assert result.named == (True, True), "\n=====\n".join(result.output)
+
+
+def test_the_other_host_goes_on_alone(two_hosts: Hosts, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    output = tmp_path / "output"
+    agents = []
+    for host in range(2):
+        address = two_hosts.address(host)
+        torchrun = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2"),
+            *("--max-restarts=3", "--rdzv-backend=c10d", f"--local-addr={address}"),
+            f"--rdzv-endpoint={two_hosts.address(0)}:{two_hosts.port}",
+            f"--rdzv-conf=is_host={int(host == 0)},last_call_timeout=5",
+            str(script),
+        ]
+        with (output if host == 0 else tmp_path / "other").open("w") as file:
+            agents.append(
+                subprocess.Popen(
+                    two_hosts.command(host, torchrun),
+                    cwd=tmp_path,
+                    env={**os.environ, "GLOO_SOCKET_IFNAME": CARD, "PYTHONPATH": str(ROOT)},
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
+    try:
+        begun = time.monotonic()
+        while not (tmp_path / "now").exists():
+            assert all(agent.poll() is None for agent in agents), output.read_text()
+            assert time.monotonic() - begun < TIMEOUT_SECONDS, output.read_text()
+            time.sleep(0.1)
+        two_hosts.set_cable(1, False)
+        (tmp_path / "done").touch()
+        assert agents[0].wait(TIMEOUT_SECONDS) == 0, output.read_text()
+    finally:
+        two_hosts.set_cable(1, True)
+        for agent in agents:
+            with suppress(ProcessLookupError):
+                os.killpg(agent.pid, signal.SIGKILL)
+            agent.wait()
+        subprocess.run(["pkill", "-9", "-f", str(script)], check=False)
+    told = output.read_text()
+    assert "begins at 0 of 4" in told, told
+    assert "begins at 2 of 2" in told, told
+    assert told.count("ends at 5 of 2") == 2, told

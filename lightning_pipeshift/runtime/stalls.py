@@ -11,10 +11,12 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import signal
 import sys
 import sysconfig
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -73,6 +75,16 @@ def activity(thread: int) -> dict[str, Any]:
         what = _WORDS.get(action.kind, str(action))
         words = f"{what} of microbatch {action.microbatch}"
     return {"action": words, "layer": layer, "at": at}
+
+
+def print_stacks_on_a_signal() -> None:
+    """Lets this process print the stacks of all threads when it gets SIGUSR2, whatever it is stuck
+    in, unless the user's code handles that signal.
+    """
+    if hasattr(signal, "SIGUSR2") and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
+        # Where stderr is no file, there is nowhere to print from inside a signal handler.
+        with suppress(AttributeError, OSError, ValueError):
+            faulthandler.register(signal.SIGUSR2, all_threads=True)
 
 
 def write_stacks(folder: Path, rank: int) -> None:
@@ -162,5 +174,6 @@ class StallWatch:
 
 _ADVICE: Final = (
     "The run goes on as soon as that does. With the environment variable PIPESHIFT_STACKS=1, every"
-    " rank writes its stacks to a file then; `stall_timeout` says after how many seconds."
+    " rank writes its stacks to a file then, and `kill -USR2` lets a process print its own;"
+    " `stall_timeout` says after how many seconds."
 )

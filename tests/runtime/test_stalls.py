@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -154,3 +157,25 @@ def test_the_first_rank_says_who_is_waited_for(
     run_ranks(on_rank, 2, training, strategy, (str(tmp_path),), {})
     stacks = (tmp_path / "pipeshift" / "stacks-rank-1.txt").read_text()
     assert "in wait" in stacks
+
+
+def test_a_signal_prints_the_stacks_of_a_process_that_is_stuck() -> None:
+    code = """
+import ctypes, os, signal, threading
+from lightning_pipeshift.runtime.stalls import print_stacks_on_a_signal
+
+print_stacks_on_a_signal()
+
+def kill():
+    os.kill(os.getpid(), signal.SIGUSR2)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def stuck():
+    threading.Thread(target=kill).start()
+    ctypes.CDLL(None).sleep(600)
+
+stuck()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL
+    assert "in stuck" in ended.stderr
