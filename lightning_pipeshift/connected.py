@@ -20,6 +20,7 @@ from lightning.fabric.utilities.distributed import (
     _init_dist_connection,
     _set_num_threads_if_needed,
 )
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -34,7 +35,7 @@ from lightning_pipeshift.connection import (
     store_of_this_start,
 )
 from lightning_pipeshift.errors import ConfigurationError, StageFailedError
-from lightning_pipeshift.launching import Launcher
+from lightning_pipeshift.launching import Launcher, NotebookLauncher
 from lightning_pipeshift.model.streams import global_state, set_global_state
 from lightning_pipeshift.plan.cluster import Device
 from lightning_pipeshift.plan.topology import Topology, VirtualMachinesSpec, arrange
@@ -238,7 +239,12 @@ class ConnectedStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         if self.num_processes * self.num_nodes == 1:
             return  # this process is all there is
-        if not self.cluster_environment.creates_processes_externally:
+        if self.cluster_environment.creates_processes_externally:
+            return
+        if _IS_INTERACTIVE and self.num_nodes == 1:
+            # A notebook is no script that could be run again: the other ranks are copies of it.
+            self._launcher = NotebookLauncher(self)
+        else:
             self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
@@ -291,6 +297,7 @@ class ConnectedStrategy(ParallelStrategy):
             default = dist.distributed_c10d._get_default_store()
             board = _board_of(dist.group.WORLD) or self._make_board(default, before)
         _keep(dist.group.WORLD, board)
+        is_new = self._board is not board
         self._board = board
         board.resume()
         with board.watched():
@@ -299,7 +306,7 @@ class ConnectedStrategy(ParallelStrategy):
                 topology.name_of(rank, host) for rank, host in enumerate(self._hosts)
             ].__getitem__
             # All ranks have the board: what is opened from here on is shut down after a failure.
-            if self._replicas is None or self._replicas.topology != topology:
+            if is_new or self._replicas is None or self._replicas.topology != topology:
                 self._connect(topology)
         self._sockets |= open_sockets() - before - board.sockets
         board.interrupt, board.give_up = self._interrupt, self._give_up

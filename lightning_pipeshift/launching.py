@@ -11,7 +11,10 @@ from contextlib import suppress
 from typing import Any, Final
 
 import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
 
 from lightning_pipeshift.runtime.failure import print_at_once
 
@@ -54,6 +57,22 @@ class Launcher(_SubprocessScriptLauncher):
             )
             watching.start()
         return function(*args, **kwargs)
+
+
+class NotebookLauncher(_MultiProcessingLauncher):
+    """Starts the ranks as copies of this process, as a notebook is no script that could be run
+    again. What they have trained is copied back.
+    """
+
+    def __init__(self, strategy: ParallelStrategy) -> None:
+        super().__init__(strategy, start_method="fork")
+
+    def launch(self, *args: Any, **kwargs: Any) -> Any:
+        """Starts the processes, and calls a function in them; takes what Lightning's does."""
+        if dist.is_initialized():
+            # Of a run in this process alone; the copies would take it for theirs.
+            dist.destroy_process_group()
+        return super().launch(*args, **kwargs)
 
 
 def _watch(children: Sequence[subprocess.Popen[Any]], first_rank: int) -> None:

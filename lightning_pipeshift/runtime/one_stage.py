@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipeshift.model.finite import finite_check
 from lightning_pipeshift.model.gate import Switch
 from lightning_pipeshift.model.stage_pass import StagePass
 from lightning_pipeshift.model.streams import Streams
@@ -76,7 +75,6 @@ class OneStage:
             streams=self._streams,
             key=key,
             shared=holdings.shared,
-            finite=finite_check(key, 0),
         )
         self._switch.current = current
         try:
@@ -85,8 +83,6 @@ class OneStage:
         finally:
             self._switch.current = None
         result, current.result = current.result, None
-        if current.finite is not None and torch.is_grad_enabled():
-            current.finite.loss(result)
         self._pass = current if torch.is_grad_enabled() else None
         return result, current.order
 
