@@ -41,6 +41,7 @@ from lightning_pipeshift.plan.cluster import Device
 from lightning_pipeshift.plan.topology import Topology, VirtualMachinesSpec, arrange
 from lightning_pipeshift.runtime.channels import Channels, make_groups
 from lightning_pipeshift.runtime.failure import FailureBoard
+from lightning_pipeshift.runtime.host import host_names
 from lightning_pipeshift.runtime.lane import gathered
 from lightning_pipeshift.runtime.mesh import connect_all
 from lightning_pipeshift.runtime.outside import FOLDER
@@ -364,7 +365,7 @@ class ConnectedStrategy(ParallelStrategy):
         mine = device_of(self.root_device)
         assert self._board is not None
         devices = gathered(mine, dist.group.WORLD, self._board.watched)
-        self._hosts = [device.host.partition("/")[0] for device in devices]
+        self._hosts = host_names([device.host for device in devices])
         topology = arrange(self._wanted(), devices, self._depths())
         self._check_devices(topology, devices)
         return topology

@@ -227,7 +227,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
                     raise PlanError(
                         f"The plan was made for another cluster: for stage {stage} it has a"
                         f" {kind!r}, and rank {rank} is a {devices[rank].kind!r} (host"
-                        f" {devices[rank].host!r}). Make a plan here with `pipeshift plan`, or take"
+                        f" {self._hosts[rank]!r}). Make a plan here with `pipeshift plan`, or take"
                         " the field 'kinds' out of it if you know that it will do."
                     )
 

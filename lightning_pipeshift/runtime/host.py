@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -14,6 +16,22 @@ def boot_id() -> str:
         OSError: the system does not say.
     """
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def host_names(identities: Sequence[str]) -> list[str]:
+    """The names of hosts, for people: those that different hosts share are numbered.
+
+    Args:
+        identities: a name and what else tells hosts apart, separated by ``/``; see
+            :func:`~lightning_pipeshift.connection.device_of`.
+    """
+    numbered: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for identity in dict.fromkeys(identities):
+        name = identity.partition("/")[0]
+        counts[name] += 1
+        numbered[identity] = name if counts[name] == 1 else f"{name} ({counts[name]})"
+    return [numbered[identity] for identity in identities]
 
 
 def process_space() -> str:

@@ -24,7 +24,7 @@ import torch
 from lightning_pipeshift.errors import some_of
 from lightning_pipeshift.plan.cluster import FREE, Cluster, Device, Link
 from lightning_pipeshift.runtime.channels import Channels
-from lightning_pipeshift.runtime.host import boot_id
+from lightning_pipeshift.runtime.host import boot_id, host_names
 
 SAME_SPEED: Final = 0.75
 """Devices of one kind at this part of the fastest's rate, or above, count as equally fast."""
@@ -243,7 +243,8 @@ def levelled(values: Sequence[float], ratio: float) -> list[float]:
 
 def _cluster(devices: tuple[Device, ...], measured: Mapping[Pair, Link]) -> Cluster:
     """A cluster that lists only the links that differ from the usual ones."""
-    hosts = [device.host for device in devices]
+    hosts = host_names([device.host for device in devices])
+    devices = tuple(replace(device, host=host) for device, host in zip(devices, hosts, strict=True))
     links: dict[Pair, Link] = {}
     usual: dict[bool, Link] = {}
     for is_inside in (True, False):

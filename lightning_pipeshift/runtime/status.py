@@ -30,7 +30,7 @@ def status_of(pipeline: Pipeline) -> dict[str, Any]:
                 costs, device = expected.costs[vm], measured.cluster.devices[rank]
                 forward, backward = costs.forward_seconds[stage], costs.backward_seconds[stage]
                 entry |= {
-                    "host": device.host.partition("/")[0],
+                    "host": device.host,
                     "kind": device.kind,
                     "forward_seconds": forward,
                     "backward_seconds": backward,

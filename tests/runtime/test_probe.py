@@ -184,6 +184,12 @@ def test_a_cluster_says_where_links_differ():
     assert set(cluster.ranks) == {(1, 3)}
 
 
+def test_a_cluster_has_the_names_that_people_give_hosts():
+    """What else tells them apart, as clones and containers share names, means nothing to users."""
+    cluster = cluster_of(["lab/1/7", "lab/1/7", "lab/2/7", "gpu/3/7"], {})
+    assert [device.host for device in cluster.devices] == ["lab", "lab", "lab (2)", "gpu"]
+
+
 def test_pairs_that_were_not_measured_are_like_those_of_their_hosts():
     hosts = [host for host in "abc" for _ in range(4)]
     measured = {(0, 4): Link(1e-3, 1e8), (4, 8): Link(1e-3, 1e8), (0, 8): Link(1e-3, 1e6)}
