@@ -252,7 +252,7 @@ def test_a_plan_for_another_cluster(
         ({"batch_shares": [1, -1]}, "'batch_shares'"),
         ({"batch_shares": [-1]}, "share -1"),
         ({"kinds": [[1]]}, "'kinds'.*list of lists of texts"),
-        ({"prediction": {"costs": []}}, "no field 'step_seconds'.*leave the prediction out"),
+        ({"prediction": {"costs": []}}, "no field 'of'.*leave the prediction out"),
     ],
 )
 def test_an_edited_plan_that_breaks_an_invariant(
