@@ -73,6 +73,13 @@ def make(profile: Profile, cluster: Cluster, wishes: Wishes) -> Made:
     return plan_of_arrangement(best, profile, cluster), best, even
 
 
+def _save_and_show(made: Made, cluster: Cluster, out: Path) -> None:
+    plan, best, even = made
+    plan.save(out)
+    # As it will be read: the file's prediction is rounded.
+    print(report((Plan.load(out), best, even), cluster))
+
+
 def report(made: Made, cluster: Cluster) -> str:
     """The command's output: a drawing of the plan, and a table of its figures and those of the
     uniform split.
@@ -209,9 +216,7 @@ def main(arguments: Sequence[str]) -> None:
         batch_samples=float(options.batch_size or profile.samples * profile.microbatches),
         policy=plugin.memory_wishes.policy if plugin is not None else None,
     )
-    made = make(profile, cluster, wishes)
-    print(report(made, cluster))
-    made[0].save(options.out)
+    _save_and_show(make(profile, cluster, wishes), cluster, options.out)
     print(f"\nwritten to {options.out}")
 
 
@@ -362,9 +367,7 @@ def _measure_and_plan(
     if found is None:
         return
     profile, cluster, wishes = found
-    made = make(profile, cluster, wishes)
-    print(report(made, cluster))
-    made[0].save(out)
+    _save_and_show(make(profile, cluster, wishes), cluster, out)
     of_model = out.with_name(f"{out.stem}.profile.json")
     of_machines = out.with_name(f"{out.stem}.cluster.yaml")
     save_profile(profile, of_model)
