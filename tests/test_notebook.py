@@ -14,12 +14,15 @@ import os
 import lightning.pytorch as L
 import torch
 from lightning_pipeshift import PipeShiftStrategy
+from lightning_pipeshift.testing.workers import free_port
 from tests.features_models import QUIET
 from tests.models import LayersOfItsOwn, points
 
 torch.set_num_threads(1)
 
 def trained(devices, **how):
+    # Lightning would take one that somebody else may take too.
+    os.environ["MASTER_PORT"] = str(free_port())
     L.seed_everything(1, verbose=False)
     model, data = LayersOfItsOwn(), points(16)
     trainer = L.Trainer(accelerator="cpu", devices=devices, max_epochs=2, **how, **QUIET)
