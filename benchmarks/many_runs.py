@@ -35,12 +35,8 @@ def train(kind: str, fails: bool, folder: str) -> int:
     from lightning.pytorch.callbacks import ModelCheckpoint
     from torch import nn
 
-    from lightning_pipeshift import (
-        LayerMigration,
-        Move,
-        PipeShiftCheckpointIO,
-        PipeShiftStrategy,
-    )
+    from lightning_pipeshift import LayerMigration, Move, PipeShiftCheckpointIO
+    from tests.features_models import quiet_trainer
 
     class Model(L.LightningModule):
         def __init__(self) -> None:
@@ -73,17 +69,13 @@ def train(kind: str, fails: bool, folder: str) -> int:
     batches = torch.utils.data.DataLoader(
         torch.utils.data.TensorDataset(torch.randn(64, 16)), batch_size=8
     )
-    trainer = L.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        {"pipeshift": strategy},
         devices=2,
         max_steps=5,
-        strategy=PipeShiftStrategy(**strategy),
         callbacks=callbacks,
         plugins=plugins,
-        logger=False,
-        enable_checkpointing=bool(kind in ("one file", "folder")),
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_checkpointing=kind in ("one file", "folder"),
     )
     trainer.fit(Model(), batches)
     return trainer.global_step

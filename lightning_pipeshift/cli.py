@@ -10,13 +10,7 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_pipeshift import (
-    check_command,
-    export,
-    memory_command,
-    planning_command,
-    run_commands,
-)
+from lightning_pipeshift import check_command, export, memory_command, planning_command
 from lightning_pipeshift.brief_errors import brief_errors
 from lightning_pipeshift.strategy import PipeShiftStrategy
 
@@ -56,9 +50,8 @@ def _strategy_help() -> str:
 
 
 def main() -> None:
-    """Runs the ``pipeshift`` command: ``pipeshift fit ...`` and what else a LightningCLI knows,
-    ``pipeshift check ...``, ``pipeshift plan ...``, ``pipeshift memory ...``, ``pipeshift export
-    CKPT OUT``, and for a run that is under way ``pipeshift status`` and ``pipeshift move``.
+    """Runs the parts of the ``pipeshift`` command that need torch: ``fit`` and the other commands
+    of a LightningCLI, ``check``, ``plan``, ``memory`` and ``export``.
 
     Errors of PipeShift's own are shown as :func:`~lightning_pipeshift.brief_errors.brief_errors`
     says.
@@ -68,9 +61,8 @@ def main() -> None:
 
 
 def _run() -> None:
-    others = {"export": export.main, "status": run_commands.status, "move": run_commands.move}
-    if sys.argv[1:2] and sys.argv[1] in others:
-        others[sys.argv[1]](sys.argv[2:])
+    if sys.argv[1:2] == ["export"]:
+        export.main(sys.argv[2:])
         return
     # A configuration names classes by their path from where the user stands, as `python script.py`
     # would find them.
@@ -84,13 +76,4 @@ def _run() -> None:
     if sys.argv[1:2] and sys.argv[1] in configured:
         configured[sys.argv[1]](sys.argv[2:])
         return
-    PipeShiftCLI(
-        parser_kwargs={
-            "epilog": "pipeshift check --config ... says whether a model trains to the same bits on"
-            " several stages; pipeshift plan --config ... measures and plans without training;"
-            " pipeshift memory --config ... shows where the memory goes;"
-            " pipeshift export CKPT OUT makes one file of a checkpoint; pipeshift status --run DIR"
-            " shows a run that is under way, pipeshift move --run DIR LAYER STAGE moves a layer of"
-            " it. See their --help."
-        }
-    )
+    PipeShiftCLI()

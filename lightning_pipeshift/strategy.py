@@ -564,7 +564,9 @@ class PipeShiftStrategy(CheckpointingStrategy):
         return result
 
     def _show_stages(self) -> None:
-        """Shows which stage owns what, beside the summary of the model if that is shown."""
+        """Prints a table of the stages with their layers, if the Trainer prints a summary of the
+        model.
+        """
         trainer = self._require_module().trainer
         pipeline = self._require_pipeline()
         is_asked = any(

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pipeshift import NotFiniteError, PipeShiftStrategy
+from lightning_pipeshift import NotFiniteError
+from tests.features_models import quiet_trainer
 from tests.harness import run_ranks
 
 # In the second of four microbatches of the third batch.
@@ -63,17 +64,8 @@ def train(how: str, layer: int, partition: list[int], watched: bool = True) -> i
     torch.manual_seed(1)
     features = torch.randn(64, 8)
     features[WRONG, 0] = 100
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=len(partition),
-        strategy=PipeShiftStrategy(partition=partition, microbatches=4, virtual_machines=1),
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        detect_anomaly=watched,
-    )
+    settings = {"pipeshift": {"partition": partition, "microbatches": 4, "virtual_machines": 1}}
+    trainer = quiet_trainer(settings, devices=len(partition), max_epochs=1, detect_anomaly=watched)
     trainer.fit(Model(how, layer), DataLoader(TensorDataset(features), batch_size=16))
     return trainer.global_step
 

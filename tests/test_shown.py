@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import lightning.pytorch as L
 import pytest
 from lightning.pytorch.profilers import SimpleProfiler
 
-from lightning_pipeshift import PipeShiftStrategy
-from tests.features_models import QUIET
+from tests.features_models import quiet_trainer
 from tests.harness import run_ranks
 from tests.models import LayersOfItsOwn, points
 
@@ -33,15 +31,8 @@ def train(strategy: dict[str, Any], summary: bool) -> tuple[list[str], list[str]
     heard = Heard()
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(heard)
     profiler = SimpleProfiler()
-    how: dict[str, Any] = {**QUIET, "enable_model_summary": summary}
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        max_epochs=1,
-        strategy=PipeShiftStrategy(**strategy),
-        profiler=profiler,
-        **how,
-    )
+    how = {"pipeshift": strategy, "enable_model_summary": summary}
+    trainer = quiet_trainer(how, devices=2, max_epochs=1, profiler=profiler)
     trainer.fit(LayersOfItsOwn(), points(8))
     timed = {
         name.removeprefix("[PipeShift] "): sum(seconds)

@@ -107,7 +107,7 @@ class StagePass(Watcher):
         result: what the step has returned, on the last stage.
         resolve_state: puts values where user code has kept placeholders.
         order: the layers in the order of their calls.
-        finite: looks at what the layers are given and return, where somebody wants to know.
+        finite: checks the arguments and the results of layers for NaN; ``None``: no check.
     """
 
     trace: Trace | None

@@ -19,7 +19,7 @@ _HELLO: Final = struct.Struct("!32sI")
 
 
 class Mesh(NamedTuple):
-    """What connects a rank with the others.
+    """A rank's connections to all other ranks, and handles of those ranks' processes.
 
     Args:
         connections: by rank.

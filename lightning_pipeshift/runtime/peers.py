@@ -199,10 +199,10 @@ class Peers:
         """Closes what is open: at the end of the thread, and in a process that was forked, whose
         copies would keep a connection open after its rank has died.
         """
+        # Without the lock: in a forked process, the thread that may have held it does not exist.
         self._selector.close()
-        with self._lock:
-            for each in (*(peer.connection for peer in self._peers.values()), *self._waking):
-                each.close()
+        for each in (*(peer.connection for peer in self._peers.values()), *self._waking):
+            each.close()
         for process in self._processes.values():
             os.close(process)
         self._processes = {}
@@ -386,6 +386,3 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_all)
 # The process ends in order.
 atexit.register(_close_all)
-
-
-# --- the connections ---

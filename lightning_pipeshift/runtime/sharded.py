@@ -406,11 +406,15 @@ class ShardedFolder:
 def _member(kind: Any, name: str) -> Enum:
     """A member of an enumeration."""
     if not (isinstance(kind, EnumMeta) and name in kind.__members__):
-        raise CheckpointError(
-            f"The index of the checkpoint asks for {name!r} of {kind!r}, which is no part of an"
-            " index: the file is damaged, or was made to run code. Nothing was run."
-        )
+        raise _no_part_of_an_index(f"{name!r} of {kind!r}")
     return kind.__members__[name]
+
+
+def _no_part_of_an_index(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"The index of the checkpoint asks for {name}, which is no part of an index: the file is"
+        " damaged, or was made to run code. Nothing was run."
+    )
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -424,7 +428,4 @@ class _IndexUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):
             return _member  # how Python 3.11.0 to 3.11.3 pickles a member of an enumeration
-        raise CheckpointError(
-            f"The index of the checkpoint asks for {module}.{name}, which is no part of an index:"
-            " the file is damaged, or was made to run code. Nothing was run."
-        )
+        raise _no_part_of_an_index(f"{module}.{name}")
