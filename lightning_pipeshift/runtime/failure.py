@@ -80,8 +80,6 @@ class FailureBoard:
         # Whether this rank's own connections have been shut down for it.
         self._is_over = False
         self._has_noticed = False
-        # Ranks that are silent, and whether their processes, if they are on this host, are to end.
-        self._silent: list[int] = []
         # The error that ended this rank, if it was raised in a thread.
         self._failure: BaseException | None = None
         self._is_closed = False
@@ -207,10 +205,12 @@ class FailureBoard:
 
     def _lose(self, ranks: list[int], how: str) -> None:
         names = [self.name_of(rank) for rank in ranks]
-        self._silent += ranks
         if self._peers is not None:
             # A process that was stopped goes on, hears that it counts as gone, and ends in order.
+            # One that is stuck does not notice a launcher's SIGTERM either, for which Python has a
+            # handler, and a launcher waits longer.
             self._peers.resume_processes(ranks)
+            self._peers.end_processes(ranks, _GRACE_SECONDS / 2)
         verb = "" if how.startswith("ended") else "is " if len(ranks) == 1 else "are "
         listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
         reason = f"{_capitalised(listed)} {verb}{how}."
@@ -228,13 +228,9 @@ class FailureBoard:
         self._end_waits()
 
     def _tick(self, peers: Peers) -> None:
-        """Ends processes that do not notice that the run is over: silent ones on this host, for
-        which a launcher would wait longer; and this one, where its own thread may never come back
-        from what it does.
+        """Ends this process, where its own thread does not notice that the run is over: it may
+        never come back from what it does.
         """
-        if self._silent and time.monotonic() - self._known_at > _GRACE_SECONDS / 2:
-            peers.kill_processes(self._silent)
-            self._silent.clear()
         if self._is_over:
             # Also of other threads, which may have begun to wait since the last time.
             interrupt_waits()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import select
 import selectors
 import signal
 import socket
@@ -103,6 +104,8 @@ class Peers:
         now = time.monotonic()
         self._awake_since = now
         self._processes = mesh.processes
+        # By when the processes of ranks must have ended.
+        self._deadlines: dict[int, float] = {}
         self._peers = {
             rank: _Peer(rank, connection, now)
             for rank, connection in sorted(mesh.connections.items())
@@ -160,7 +163,8 @@ class Peers:
         return set(self._processes)
 
     def close(self, patience: float = 2.0) -> None:
-        """Says that this rank's run is over, and ends the thread.
+        """Says that this rank's run is over, and ends the thread, after the processes that
+        :meth:`end_processes` was to end.
 
         Args:
             patience: for how many seconds at most it tries to deliver what is still unsent.
@@ -169,10 +173,11 @@ class Peers:
             return
         self.pause()
         deadline = time.monotonic() + patience
-        while time.monotonic() < deadline and self._thread.is_alive():
+        while self._thread.is_alive() and threading.current_thread() is not self._thread:
             with self._lock:
-                if not any(peer.unsent for peer in self._peers.values() if peer.is_open):
-                    break
+                is_sent = not any(peer.unsent for peer in self._peers.values() if peer.is_open)
+            if not self._deadlines and (is_sent or time.monotonic() > deadline):
+                break
             time.sleep(_POLL_SECONDS / 5)
         self._is_closing.set()
         self._rouse()
@@ -184,9 +189,15 @@ class Peers:
         """Lets stopped processes go on, of those ranks that are on this host."""
         self._signal(ranks, "SIGCONT")
 
-    def kill_processes(self, ranks: Iterable[int]) -> None:
-        """Ends the processes of those ranks that are on this host."""
-        self._signal(ranks, "SIGKILL")
+    def end_processes(self, ranks: Iterable[int], patience: float) -> None:
+        """Kills the processes of those ranks that are on this host, unless they end by themselves.
+
+        Args:
+            ranks: of which the processes are to end.
+            patience: for how many seconds at most they may go on.
+        """
+        deadline = time.monotonic() + patience
+        self._deadlines.update((rank, deadline) for rank in self._processes.keys() & set(ranks))
 
     def _signal(self, ranks: Iterable[int], name: str) -> None:
         # Only Linux has file descriptors of processes, and so knows any.
@@ -250,8 +261,19 @@ class Peers:
                     self._write(peer)
                 self._look_for_ended()
                 self._look_for_lost(now)
+                self._kill_overdue(now)
         finally:
             self.forget()
+
+    def _kill_overdue(self, now: float) -> None:
+        for rank, deadline in list(self._deadlines.items()):
+            ended = select.poll()
+            ended.register(self._processes[rank], select.POLLIN)
+            if now >= deadline:
+                self._signal([rank], "SIGKILL")
+            elif not ended.poll(0):
+                continue
+            del self._deadlines[rank]
 
     def _beat(self, now: float) -> None:
         for peer in self._peers.values():

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -201,6 +204,23 @@ def test_a_forked_process_does_not_keep_a_connection_open() -> None:
             os._exit(int(is_open))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert all(peer.connection.fileno() >= 0 for peer in first.peers._peers.values())
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="handles of processes are Linux's")
+def test_closing_ends_processes_that_do_not_end_by_themselves() -> None:
+    program = "import sys; sys.stdin.read(1)"
+    waiting, ending = (
+        subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) for _ in range(2)
+    )
+    handles = {1: os.pidfd_open(waiting.pid), 2: os.pidfd_open(ending.pid)}
+    ends = ends_of(3)
+    peers = Peers(Mesh(ends[0], handles), FOR_EVER, print, print)
+    peers.end_processes([1], patience=0.0)
+    peers.end_processes([2, 7], patience=FOR_EVER)
+    ending.communicate(b"x")
+    peers.close()
+    assert (waiting.wait(), ending.wait()) == (-signal.SIGKILL, 0)
+    waiting.communicate()
 
 
 def test_strangers_and_missing_ranks() -> None:
