@@ -2,8 +2,9 @@
 
     python -m benchmarks.zoo_page
 
-Takes what lies in ``benchmarks/results/zoo_*.json``, and leaves out libraries without results. What
-stands outside of the two markers is written by hand.
+Takes what lies in ``benchmarks/results/zoo_*.json``, and leaves out libraries without results. A
+sweep that compared with a plain loop alone is in a file of its own (``zoo_plain_*.json``), and is
+joined by the models' names. What stands outside of the two markers is written by hand.
 """
 
 from __future__ import annotations
@@ -32,8 +33,36 @@ Split = tuple[int, str, str]
 
 def results() -> dict[str, Record]:
     """What has been committed of each library."""
-    paths = {library: RESULTS / f"zoo_{library}.json" for library in LIBRARIES}
-    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+    found = {library: _read(f"zoo_{library}.json") for library in LIBRARIES}
+    plain = {library: _read(f"zoo_plain_{library}.json") for library in LIBRARIES}
+    return {
+        library: _joined(result, plain[library])
+        for library, result in found.items()
+        if result is not None
+    }
+
+
+def _read(name: str) -> Record | None:
+    path = RESULTS / name
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _joined(result: Record, plain: Record | None) -> Record:
+    """A sweep over splits, with what another has found of the same models in a plain loop."""
+    if plain is None:
+        return result
+    compared = {
+        record["name"]: record["plain"]
+        for record in plain["figures"]["models"]
+        if "plain" in record
+    }
+    models = [
+        record | ({"plain": compared[record["name"]]} if record["name"] in compared else {})
+        for record in result["figures"]["models"]
+    ]
+    joined = result | {"figures": result["figures"] | {"models": models}}
+    joined["plain"] = {name: plain[name] for name in ("command", "commit", "date")}
+    return joined
 
 
 def filled(page: str, found: Mapping[str, Record]) -> str:
@@ -82,6 +111,12 @@ def _library(library: str, result: Record) -> Iterator[str]:
         f"{result['date'][:10]}{at}, {where}, {versions}, lightning {machine['lightning']}. The"
         f" columns behind *layers* are runs; each is compared with the run on one stage."
     )
+    if "plain" in result:
+        plain = result["plain"]
+        yield (
+            f"The last column: `{plain['command']}`, {plain['date'][:10]} at commit"
+            f" {plain['commit']}."
+        )
     yield ""
     names = [f"{stages} stages, {cut}, {schedule}" for stages, cut, schedule in splits]
     rows = [_row(record, splits) for record in built]
