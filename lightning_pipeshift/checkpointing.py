@@ -38,6 +38,7 @@ from lightning_pipeshift.model.deferred import Deferred, give_attributes_values
 from lightning_pipeshift.model.streams import SharedStream
 from lightning_pipeshift.pipelined import PipelinedStrategy
 from lightning_pipeshift.plugins.checkpoint_io import PipeShiftCheckpointIO
+from lightning_pipeshift.runtime import atomic
 from lightning_pipeshift.runtime.saving import (
     complete,
     gather_optimizer_state,
@@ -366,7 +367,7 @@ class CheckpointingStrategy(PipelinedStrategy):
         io = self._own_io()
         if io is None or not _is_local_file_protocol(str(checkpoint_path)):
             checkpoint = self.checkpoint_io.load_checkpoint(
-                checkpoint_path, weights_only=weights_only
+                checkpoint_path, weights_only=weights_only is not False
             )
         else:
             io.wait()
@@ -390,6 +391,7 @@ class CheckpointingStrategy(PipelinedStrategy):
         return checkpoint
 
     def _require_visible(self, path: Path) -> None:
+        atomic.restore(path)
         there = [path.exists()]
         if not self._is_unconnected_alone:
             there = list(map(bool, self._require_replicas().world.gather_int(int(path.exists()))))

@@ -48,9 +48,15 @@ def export(
             run code when it is loaded.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or no name has the prefix.
+        CheckpointError: the checkpoint is damaged, the target is a folder, or no name has the
+            prefix.
     """
     source, target = Path(source), Path(target)
+    if target.is_dir():
+        raise CheckpointError(
+            f"{target} is a folder, and one file is written. Pass a name in it, such as"
+            f" {target / 'model.safetensors'}."
+        )
     checkpoint = PipeShiftCheckpointIO().load_checkpoint(source, weights_only=weights_only)
     with atomic.appearing(target.absolute()) as temporary:
         if target.suffix != ".safetensors":

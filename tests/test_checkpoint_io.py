@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import io as io_module
+import functools
+import http.server
 import os
 import pickle
 import random
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,11 +20,13 @@ import lightning.pytorch as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_pipeshift import CheckpointError, ConfigurationError, PipeShiftCheckpointIO
-from lightning_pipeshift.runtime.sharded import _IndexUnpickler
+from lightning_pipeshift.files import temporary_beside
+from lightning_pipeshift.plan.document import write_text
 from tests.features_models import built, on_rank, quiet_trainer
 from tests.harness import RanksFailed, run_ranks
 from tests.models import NUM_CLASSES, LayersOfItsOwn, SequentialMLP, points
@@ -359,11 +363,171 @@ def test_a_file_and_a_folder_take_each_others_names(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_pickles_of_an_index_cannot_name_what_is_inside_of_a_name(tmp_path: Path) -> None:
-    """``filesystem`` imports ``os``: a dotted name would reach it."""
-    data = pickle.PROTO + bytes([4])
-    for part in ("torch.distributed.checkpoint.filesystem", "os.system"):
-        data += pickle.SHORT_BINUNICODE + bytes([len(part)]) + part.encode()
-    data += pickle.STACK_GLOBAL + pickle.STOP
-    with pytest.raises(CheckpointError, match="Nothing was run"):
-        _IndexUnpickler(io_module.BytesIO(data)).load()
+# --------------------------------------------------------------------------------------------------
+# A name that something else has
+# --------------------------------------------------------------------------------------------------
+
+
+CHANGES_OF_NAMES = ("rename", "replace", "unlink", "rmdir", "mkdir")
+
+
+def save_until(change: int, sharded: bool, path: Path) -> bool:
+    """Saves in a copy of the process, which dies before it changes the names in a folder for the
+    n-th time; whether it lived.
+    """
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1] == 0
+    try:
+        io, left = an_io(sharded), change
+
+        def dying(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                nonlocal left
+                left -= 1
+                if not left:
+                    os._exit(1)
+                return function(*args, **kwargs)
+
+            return call
+
+        for name in CHANGES_OF_NAMES:
+            setattr(os, name, dying(getattr(os, name)))
+        io.save_checkpoint(a_checkpoint(2), path)
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def killed_at_every_moment(path: Path, was_sharded: bool, sharded: bool) -> list[int]:
+    """Which checkpoint has the name, after a kill before each change of names."""
+    found: list[int] = []
+    lives = False
+    while not lives:
+        child = os.fork()
+        if not child:
+            an_io(was_sharded).save_checkpoint(a_checkpoint(1), path)
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert number_in(path) == 1
+        lives = save_until(len(found) + 1, sharded, path)
+        found.append(number_in(path))
+    return found
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["file", "folder"])
+@pytest.mark.parametrize("was_sharded", [False, True], ids=["was file", "was folder"])
+def test_a_kill_while_a_name_changes_hands(
+    was_sharded: bool, sharded: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "kept.ckpt"
+    (found,) = run_ranks(killed_at_every_moment, 1, path, was_sharded, sharded)
+    assert set(found) == {1, 2}
+    assert found == sorted(found), "it is the old one up to some moment, and the new one from then"
+    assert [each.name for each in tmp_path.iterdir()] == ["kept.ckpt"]
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["file", "folder"])
+def test_other_peoples_folders_are_left_alone(sharded: bool, tmp_path: Path) -> None:
+    precious = tmp_path / "results" / "thesis.txt"
+    precious.parent.mkdir()
+    precious.write_text("years of work")
+    with pytest.raises(RanksFailed, match=r"CheckpointError: .*results is a folder that is not"):
+        run_ranks(save_one, 1, a_checkpoint(1), precious.parent, sharded)
+    with pytest.raises(CheckpointError, match="neither replaced nor removed"):
+        PipeShiftCheckpointIO().remove_checkpoint(precious.parent)
+    assert [each.name for each in tmp_path.rglob("*")] == ["results", "thesis.txt"]
+    assert precious.read_text() == "years of work"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    run_ranks(save_one, 1, a_checkpoint(1), empty, sharded)
+    assert number_in(empty) == 1
+
+
+def test_what_lies_in_a_checkpoint_beside_it_stays(tmp_path: Path) -> None:
+    path = tmp_path / "kept.ckpt"
+    run_ranks(save_one, 1, a_checkpoint(1), path, True)
+    (path / "notes.txt").write_text("the best one")
+    run_ranks(save_one, 1, a_checkpoint(2), path, True)
+    assert number_in(path) == 2
+    assert (path / "notes.txt").exists()
+    assert len(list(path.iterdir())) == 3, "the old data is gone"
+
+
+def test_leftovers_go_by_age_and_by_owner(tmp_path: Path) -> None:
+    path = tmp_path / "kept.ckpt"
+    here, elsewhere = path_of_this_process(path), ".kept.ckpt.00000000-1-00000000.tmp"
+    gone = here.replace(f"-{os.getpid()}-", f"-{2**22 + 1}-")
+    names = [here, gone, elsewhere, elsewhere.replace("kept", "old"), ".my own.tmp"]
+    for name in names:
+        (tmp_path / name).touch()
+    os.utime(tmp_path / names[3], (0, 0))
+    os.utime(tmp_path / names[4], (0, 0))
+    if os.geteuid() == 0:
+        names.append(gone.replace("kept", "of another"))
+        (tmp_path / names[-1]).touch()
+        os.chown(tmp_path / names[-1], 12345, -1)
+    PipeShiftCheckpointIO().save_checkpoint(a_checkpoint(1), path)
+    left = {each.name for each in tmp_path.iterdir()} - {path.name}
+    assert left == set(names) - {gone, names[3]}
+
+
+def path_of_this_process(path: Path) -> str:
+    return temporary_beside(path).name
+
+
+def test_the_umask_is_honoured(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        PipeShiftCheckpointIO().save_checkpoint(a_checkpoint(1), tmp_path / "a.ckpt")
+        write_text(tmp_path / "plan.json", "{}")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
+
+
+# --------------------------------------------------------------------------------------------------
+# From the network
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, str]]:
+    """A folder, and the address at which its files are."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch home"))
+    folder = tmp_path / "served"
+    folder.mkdir()
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield folder, f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def loading(how: Any, path: str, weights_only: bool | None) -> None:
+    quiet_trainer(how, max_epochs=1).fit(
+        built(LayersOfItsOwn), points(2), ckpt_path=path, weights_only=weights_only
+    )
+
+
+@pytest.mark.parametrize("plugins", [[], [TorchCheckpointIO()]], ids=["ours", "Lightning's"])
+def test_a_checkpoint_from_the_network_runs_nothing(
+    plugins: list[Any],
+    served: tuple[Path, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder, address = served
+    torch.save({**a_checkpoint(1), "trap": RunsCode()}, folder / "trap.ckpt")
+    how = {"pipeshift": {}, "plugins": plugins, "devices": 1}
+    with pytest.raises((CheckpointError, pickle.UnpicklingError), match=r"(?i)weights_only"):
+        loading(how, f"{address}/trap.ckpt", None)
+    assert not Path("it ran").exists()
+    with pytest.raises(Exception, match=r"state_dict|version|epoch"):
+        loading(how, f"{address}/trap.ckpt", False)  # it is no checkpoint of a Trainer's
+    assert Path("it ran").exists()

@@ -5,13 +5,12 @@ found, and the allowed values.
 """
 
 import json
-import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
 from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.files import temporary_beside
 
 
 class Fields:
@@ -120,15 +119,12 @@ def write_text(path: str | Path, text: str) -> None:
     """Writes to a temporary file first, so that no reader ever sees a partial document."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = temporary_beside(path)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        # mkstemp makes a private file; these documents are no secret.
-        os.chmod(part, 0o644)
-        os.replace(part, path)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
     except BaseException:
-        Path(part).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

@@ -7,9 +7,9 @@ import os
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ from lightning_pipeshift.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
 )
+from lightning_pipeshift.files import remove_leftovers
 from lightning_pipeshift.runtime import atomic
 from lightning_pipeshift.runtime.sharded import ShardedFolder, Writing
 from lightning_pipeshift.runtime.staging import Staging
@@ -44,7 +45,8 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
     number of stages and of virtual machines. ``pipeshift export`` converts a folder to one file.
 
     A checkpoint appears under its name when it is complete: after a run that is killed, the earlier
-    checkpoint still exists. All bytes that are read are compared with their checksums.
+    checkpoint still exists. All bytes that are read are compared with their checksums. A folder
+    that is no checkpoint is neither replaced nor removed.
 
     Args:
         sharded: whether a checkpoint is a folder; its file system has to be shared by all hosts.
@@ -196,7 +198,9 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
                 loaded.
         """
         if not _is_local_file_protocol(str(path)):
-            return super().load_checkpoint(path, map_location, weights_only)
+            # Lightning would run a remote file's code where nothing else is said.
+            with _running_nothing(path):
+                return super().load_checkpoint(path, map_location, weights_only is not False)
         self.wait()
         return self.open(path, weights_only, lambda _, load: load())
 
@@ -214,19 +218,29 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
                 leaves the others to three more ranks.
         """
         path = Path(path)
+        atomic.restore(path)
         if not path.exists():
             raise CheckpointNotFoundError(f"There is no checkpoint {path}.")
+        if not (path.is_dir() or path.is_file()):
+            raise CheckpointError(f"{path} is neither a file nor a folder. Use another checkpoint.")
         only = weights_only is not False
-        try:
+        with _running_nothing(path):
             if path.is_dir():
                 return ShardedFolder(path).checkpoint(only, wrap)
             return _read(path, only, turn)
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(
-                f"{path} holds more than tensors and plain values, and loading that could run any"
-                " code. If you trust where it comes from, pass `weights_only=False` to `fit`,"
-                f" `validate`, `test` or `predict`. Torch says: {error}"
-            ) from error
+
+
+@contextmanager
+def _running_nothing(path: Any) -> Iterator[None]:
+    """Says what to do where loading would have had to run code."""
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} holds more than tensors and plain values, and loading that could run any"
+            " code. If you trust where it comes from, pass `weights_only=False` to `fit`,"
+            f" `validate`, `test` or `predict`. Torch says: {error}"
+        ) from error
 
 
 # Their threads do not keep the process alive, as after a failure some wait for ever.
@@ -243,7 +257,7 @@ def _complete() -> None:
 def _write(checkpoint: dict[str, Any], path: Path) -> None:
     try:
         with atomic.appearing(path) as temporary:
-            atomic.remove_leftovers(path)
+            remove_leftovers(path.parent)
             torch.save(checkpoint, temporary)
     except (OSError, RuntimeError) as error:
         raise CheckpointError(

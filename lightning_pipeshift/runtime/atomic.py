@@ -1,46 +1,89 @@
 """Files and folders that appear under their names only when they are complete.
 
 Data is written under a temporary name in the same folder (a rename is atomic inside a file system,
-not across two), flushed to disk, and the file is renamed. A folder also has a marker, which is
-written last and names the subfolder that holds the data: to replace an existing folder, the new
-data is written to another subfolder of it, and then the marker is replaced.
+not across two), flushed to disk, and renamed. A folder also has a marker, which is written last and
+names the subfolder that holds the data: to replace an existing folder, the new data is written to
+another subfolder of it, and then the marker is replaced. Where a file replaces a folder, or a
+folder a file, no single rename does it: the old one is first renamed to a name that
+:func:`restore` finds, should the process be killed before the new one has taken its place.
+
+A folder that is no checkpoint is never replaced or removed.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-import uuid
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-MARKER = "checkpoint.json"
-_TEMPORARY = ".tmp"
+from lightning_pipeshift.errors import CheckpointError
+from lightning_pipeshift.files import (
+    delete,
+    is_plain_name,
+    parse_json,
+    read_bytes,
+    temporary_beside,
+)
+
+MARKER: Final = "checkpoint.json"
+FORMAT: Final = "pipeshift sharded checkpoint"
+VERSION: Final = 2
+
+_ASIDE: Final = ".replaced"
+_DATA: Final = re.compile(r"[0-9a-f]{12}")
+# In these, each tensor has a checksum, which is compared when the tensor is read.
+_TENSORS: Final = ".distcp"
 
 
-def temporary_beside(path: Path) -> Path:
-    """A new hidden name in the same folder, recognisable as a temporary one."""
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{_TEMPORARY}")
+# --- names ---
 
 
-def remove_leftovers(path: Path) -> None:
-    """Removes what killed attempts to write ``path`` have left behind."""
-    for left in path.parent.glob(f".{path.name}.*{_TEMPORARY}"):
-        remove(left)
+def restore(path: Path) -> None:
+    """Gives a checkpoint its name back, if a process was killed while it replaced it."""
+    aside = _aside(path)
+    if not os.path.lexists(path) and os.path.lexists(aside):
+        # Another rank may be faster.
+        with suppress(OSError):
+            aside.rename(path)
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a link or a folder, if it exists. A folder's marker is removed first, so that
-    a half-removed folder never looks like a checkpoint.
+    """Removes a checkpoint, if it exists: a file, a link or a folder. A folder loses its name
+    first, so that a half-removed one never looks like a checkpoint.
+
+    Raises:
+        CheckpointError: it is a folder that is no checkpoint.
     """
-    if path.is_dir() and not path.is_symlink():
-        (path / MARKER).unlink(missing_ok=True)
-        shutil.rmtree(path)
+    if _is_folder(path):
+        require_replaceable(path)
+        aside = temporary_beside(path)
+        path.rename(aside)
+        delete(aside)
     else:
         path.unlink(missing_ok=True)
+
+
+def require_replaceable(path: Path) -> None:
+    """Refuses folders of other people's: all but checkpoints and empty ones.
+
+    Raises:
+        CheckpointError: it is such a folder.
+    """
+    if not _is_folder(path) or not any(path.iterdir()):
+        return
+    try:
+        read_marker(path)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{path} is a folder that is not a checkpoint of PipeShift's, and is neither replaced"
+            f" nor removed. Use another name, or move it away. ({error})"
+        ) from None
 
 
 def advice(path: Path) -> str:
@@ -64,52 +107,130 @@ def flush(path: Path) -> None:
 @contextmanager
 def appearing(path: Path) -> Iterator[Path]:
     """Context that gives a temporary name to write a file to, and renames it at the end; after an
-    exception the temporary file is removed, and the earlier file is unchanged.
+    exception the temporary file is removed, and what was there is unchanged.
+
+    Raises:
+        CheckpointError: there is a folder of that name that is no checkpoint.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    require_replaceable(path)
     temporary = temporary_beside(path)
     try:
         yield temporary
         flush(temporary)
-        if path.is_dir() and not path.is_symlink():
-            remove(path)
-        temporary.replace(path)
-        flush(path.parent)
+        _take_name(temporary, path)
     except BaseException:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
 
 
-def write_marker(folder: Path, data: str, content: dict[str, Any]) -> None:
+def _take_name(temporary: Path, path: Path) -> None:
+    """Renames a file or a folder to the name that another has."""
+    restore(path)
+    if not os.path.lexists(path) or not (_is_folder(temporary) or _is_folder(path)):
+        temporary.replace(path)
+        flush(path.parent)
+        return
+    require_replaceable(path)
+    aside = _aside(path)
+    delete(aside)
+    path.rename(aside)
+    temporary.rename(path)
+    flush(path.parent)
+    delete(aside)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}{_ASIDE}")
+
+
+def _is_folder(path: Path) -> bool:
+    # A link may lead to another checkpoint, which must not change.
+    return path.is_dir() and not path.is_symlink()
+
+
+# --- folders ---
+
+
+def write_marker(folder: Path, data: str) -> None:
     """Declares a folder complete: its subfolder ``data`` is on disk, and is the one to read from
     now on.
     """
-    sizes = {file.name: file.stat().st_size for file in sorted((folder / data).iterdir())}
+    files = {}
+    for file in sorted((folder / data).iterdir()):
+        files[file.name] = {"bytes": file.stat().st_size}
+        if file.suffix != _TENSORS:
+            files[file.name]["crc32"] = checksum(file)
+    content = {"format": FORMAT, "version": VERSION, "data": data, "files": files}
     with appearing(folder / MARKER) as temporary:
-        temporary.write_text(json.dumps({**content, "data": data, "files": sizes}, indent=2))
+        temporary.write_text(json.dumps(content, indent=2))
 
 
-def publish(temporary: Path, path: Path, data: str, content: dict[str, Any]) -> None:
+def checksum(path: Path) -> int:
+    """The CRC-32 of a file."""
+    found = 0
+    with path.open("rb") as file:
+        while part := file.read(1 << 20):
+            found = zlib.crc32(part, found)
+    return found
+
+
+def read_marker(folder: Path) -> dict[str, Any]:
+    """The content of a folder's marker: the name of the subfolder ``data``, and its ``files`` with
+    their ``bytes`` and, for those without checksums of their own, ``crc32``.
+
+    Raises:
+        CheckpointError: the folder is not complete, or the marker is damaged.
+    """
+    marker = folder / MARKER
+    try:
+        content = parse_json(read_bytes(marker))
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise CheckpointError(f"{marker} is not that of a checkpoint of PipeShift's.")
+        if content["version"] != VERSION:
+            raise CheckpointError(
+                f"{folder} is a checkpoint of version {content['version']!r}, and this PipeShift"
+                f" reads version {VERSION}. Use the PipeShift that wrote it."
+            )
+        names = [content["data"], *content["files"]]
+        wrong = [name for name in names if not is_plain_name(name)]
+        if wrong:
+            raise CheckpointError(f"{marker} is damaged: {wrong[0]!r} is no plain name.")
+        for entry in content["files"].values():
+            if any(type(number) is not int or number < 0 for number in entry.values()):
+                raise ValueError(entry)
+            entry["bytes"]
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} is a folder without {MARKER}, which is written last: it is no checkpoint of"
+            " PipeShift's, or saving it was interrupted. Use another one."
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{marker} is damaged: {error!r}. Use another one.") from error
+    return content
+
+
+def publish(temporary: Path, path: Path, data: str) -> None:
     """Makes a folder appear under its name, or replaces its content.
 
     Args:
         temporary: a folder beside ``path``, with everything in its subfolder ``data``.
         path: the folder's name.
         data: the subfolder's name.
-        content: further entries of the marker.
+
+    Raises:
+        CheckpointError: there is a folder of that name that is no checkpoint.
     """
     flush(temporary / data)
-    # A link may lead to another checkpoint, which must not change.
-    if path.is_symlink() or not path.is_dir():
-        write_marker(temporary, data, content)
-        path.unlink(missing_ok=True)
-        temporary.rename(path)
-        flush(path.parent)
+    require_replaceable(path)
+    if not _is_folder(path) or not any(path.iterdir()):
+        write_marker(temporary, data)
+        _take_name(temporary, path)
         return
     (temporary / data).rename(path / data)
-    write_marker(path, data, content)
+    write_marker(path, data)
     for other in path.iterdir():
-        if other.name not in (data, MARKER):
-            remove(other)
-    remove(temporary)
+        if other.name != data and _DATA.fullmatch(other.name):
+            delete(other)
+    delete(temporary)

@@ -1,67 +1,51 @@
 """A checkpoint as a folder: every rank writes what it holds, and reads what it is to hold.
 
 The folder holds the marker (see :mod:`lightning_pipeshift.runtime.atomic`) and a subfolder. The
-subfolder holds the tensors, as ``torch.distributed.checkpoint`` writes them, and ``checkpoint.pt``:
-Lightning's own dict, as in a file, but with meta tensors in place of those tensors. Names are the
-user's own, and do not depend on which rank held which tensor.
+subfolder holds the tensors, as ``torch.distributed.checkpoint`` writes them, an index of them, and
+``checkpoint.pt``: Lightning's own dict, as in a file, but with meta tensors in place of those
+tensors. Names are the user's own, and do not depend on which rank held which tensor.
+
+The index is JSON: that of ``torch.distributed.checkpoint``, which is there too, is a pickle, and
+reading one can run code.
 """
 
 from __future__ import annotations
 
 import copy
-import io
 import json
 import os
-import pickle
-import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from enum import Enum, EnumMeta
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lightning_pipeshift.errors import CheckpointError
+from lightning_pipeshift.files import (
+    delete,
+    parse_json,
+    read_bytes,
+    remove_leftovers,
+    temporary_beside,
+)
 from lightning_pipeshift.model.elsewhere import Elsewhere
 from lightning_pipeshift.runtime import atomic
 from lightning_pipeshift.runtime.kept import nowhere
 from lightning_pipeshift.runtime.staging import Staging
 from lightning_pipeshift.runtime.stored import StoredFile
 
-REST = "checkpoint.pt"
-_FORMAT = {"format": "pipeshift sharded checkpoint", "version": 1}
+REST: Final = "checkpoint.pt"
+INDEX: Final = "index.json"
 _ALIASES = "tied_names"
 # Lightning's state dicts, those of the model and the optimizers; and all other entries.
 _STATES = ("state_dict", "optimizer_states")
 _REST = "rest"
-# The classes in the index of torch.distributed.checkpoint. No other class is unpickled.
-_INDEX_NAMES = {
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-    ("collections", "OrderedDict"),
-}
 
 
 def leaves(checkpoint: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -127,7 +111,7 @@ class Writing:
         self._group = group
         self._is_first = dist.get_rank(group) == 0
         self._data = uuid.uuid4().hex[:12]
-        self._temporary = atomic.temporary_beside(path)
+        self._temporary = temporary_beside(path)
         self._begin()
         self._tensors: dict[str, Tensor] = {}
         heads: dict[str, Any] = {}
@@ -159,9 +143,10 @@ class Writing:
         if self._is_first:
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                atomic.remove_leftovers(self._path)
+                atomic.require_replaceable(self._path)
+                remove_leftovers(self._path.parent)
                 (self._temporary / self._data).mkdir(parents=True)
-            except OSError as found:
+            except (OSError, CheckpointError) as found:
                 error = f"{self._path} cannot be made: {found}"
         self._temporary, self._data, error = _shared(
             (self._temporary, self._data, error), self._group
@@ -175,7 +160,7 @@ class Writing:
         ]
         if error is None and blind:
             if self._is_first:
-                atomic.remove(self._temporary)
+                delete(self._temporary)
             error = (
                 f"{self._path.parent} is not the same folder everywhere: rank 0 made a folder in"
                 f" it, which rank(s) {', '.join(map(str, blind))} do not see. A sharded checkpoint"
@@ -242,17 +227,23 @@ class Writing:
         data = self._temporary / self._data
         error: BaseException | None = None
         try:
-            dcp.save(
+            written = dcp.save(
                 self._tensors,
                 storage_writer=dcp.FileSystemWriter(data, sync_files=True),
                 process_group=self._group,
             )
             if self._is_first:
+                places = {
+                    index.fqn: (place.relative_path, place.offset, place.length)
+                    for index, place in written.storage_data.items()
+                }
+                (data / INDEX).write_text(json.dumps(places))
+                atomic.flush(data / INDEX)
                 with (data / REST).open("wb") as file:
                     torch.save(self._rest, file)
                     file.flush()
                     os.fsync(file.fileno())
-                atomic.publish(self._temporary, self._path, self._data, dict(_FORMAT))
+                atomic.publish(self._temporary, self._path, self._data)
         except (Exception, CheckpointException) as found:
             error = found
         self._tensors, self._rest = {}, {}
@@ -263,7 +254,8 @@ class Writing:
         ]
         if failed:
             if self._is_first:
-                shutil.rmtree(self._temporary, ignore_errors=True)
+                with suppress(OSError):
+                    delete(self._temporary)
             raise CheckpointError(
                 f"{self._path} could not be written ({'; '.join(failed)})."
                 f" {atomic.advice(self._path)}"
@@ -292,6 +284,14 @@ def _shared(obj: Any, group: dist.ProcessGroup) -> Any:
 # --- reading ---
 
 
+class _Place(NamedTuple):
+    """Where a tensor is."""
+
+    file: str
+    offset: int
+    length: int
+
+
 class ShardedFolder:
     """A complete sharded checkpoint.
 
@@ -304,43 +304,56 @@ class ShardedFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        marker = path / atomic.MARKER
-        if not marker.is_file():
+        content = atomic.read_marker(path)
+        self._data = path / content["data"]
+        self._sizes: dict[str, int] = {}
+        for name, entry in content["files"].items():
+            self._require_undamaged(name, **entry)
+            self._sizes[name] = entry["bytes"]
+        if not {REST, INDEX} <= self._sizes.keys():
             raise CheckpointError(
-                f"{path} is a folder without {atomic.MARKER}, which is written last: it is no"
-                " checkpoint of PipeShift's, or saving it was interrupted. Use another one."
+                f"{path / atomic.MARKER} is damaged: it does not name {REST} and {INDEX}. Use"
+                " another one."
             )
-        try:
-            content = json.loads(marker.read_text())
-            data, sizes = content["data"], content["files"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{marker} is damaged: {error!r}. Use another one.") from error
-        self._data = path / data
-        for name, size in sizes.items():
-            file = self._data / name
-            found = file.stat().st_size if file.is_file() else None
-            if found != size:
-                what = "is missing" if found is None else f"has {found} bytes instead of {size}"
-                raise CheckpointError(f"{file} {what}: the checkpoint is damaged. Use another one.")
         self._files: dict[str, StoredFile] = {}
         self._places = self._index()
 
-    def _index(self) -> dict[str, Any]:
-        """The place of each tensor, by key."""
-        data = (self._data / ".metadata").read_bytes()
-        try:
-            metadata = _IndexUnpickler(io.BytesIO(data)).load()
-            return {
-                place.fqn: info
-                for place, info in metadata.storage_data.items()
-                if isinstance(place, MetadataIndex)
-            }
-        except CheckpointError:
-            raise
-        except Exception as error:
+    def _require_undamaged(self, name: str, bytes: int, crc32: int | None = None) -> None:
+        file = self._data / name
+        found = file.stat().st_size if file.is_file() else None
+        if found != bytes:
+            what = "is missing" if found is None else f"has {found} bytes instead of {bytes}"
+            raise CheckpointError(f"{file} {what}: the checkpoint is damaged. Use another one.")
+        if crc32 is not None and atomic.checksum(file) != crc32:
             raise CheckpointError(
-                f"{self._data / '.metadata'} is damaged: {error!r}. Use another checkpoint."
+                f"{file} is damaged: its bytes are not those that were written. Use another"
+                " checkpoint."
+            )
+
+    def _index(self) -> dict[str, _Place]:
+        """The place of each tensor, by key."""
+        path = self._data / INDEX
+        try:
+            found = parse_json(read_bytes(path, self._sizes[INDEX]))
+            places = {key: _Place(*entry) for key, entry in found.items()}
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path} is damaged: {error!r}. Use another checkpoint."
             ) from error
+        for key, place in places.items():
+            if (
+                type(place.offset) is not int
+                or type(place.length) is not int
+                or not isinstance(place.file, str)
+                or not 0
+                <= place.offset
+                <= place.offset + place.length
+                <= self._sizes.get(place.file, -1)
+            ):
+                raise CheckpointError(
+                    f"{path} is damaged: {key!r} is not at {tuple(place)}. Use another checkpoint."
+                )
+        return places
 
     def rest(self, weights_only: bool) -> dict[str, Any]:
         """Lightning's dict, with tensors on the meta device where :meth:`tensor` has them."""
@@ -362,10 +375,9 @@ class ShardedFolder:
         place = self._places.get(key)
         if place is None:
             raise CheckpointError(f"{self.path} has no numbers for {key!r}: it is damaged.")
-        file = self._files.get(place.relative_path)
+        file = self._files.get(place.file)
         if file is None:
-            file = StoredFile(self._data / place.relative_path)
-            self._files[place.relative_path] = file
+            file = self._files[place.file] = StoredFile(self._data / place.file)
         entry = file.archive(place.offset, place.length).get("data/0")
         if entry is None:
             raise CheckpointError(f"{file.path} is damaged: {key!r} has no numbers in it.")
@@ -401,31 +413,3 @@ class ShardedFolder:
 
     def _reader(self, key: str, like: Tensor) -> Callable[[], Tensor]:
         return lambda: self.tensor(key, like)
-
-
-def _member(kind: Any, name: str) -> Enum:
-    """A member of an enumeration."""
-    if not (isinstance(kind, EnumMeta) and name in kind.__members__):
-        raise _no_part_of_an_index(f"{name!r} of {kind!r}")
-    return kind.__members__[name]
-
-
-def _no_part_of_an_index(name: str) -> CheckpointError:
-    return CheckpointError(
-        f"The index of the checkpoint asks for {name}, which is no part of an index: the file is"
-        " damaged, or was made to run code. Nothing was run."
-    )
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    """Makes objects of the classes in an index of torch.distributed.checkpoint, and no others."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_type_of_number = module == "torch" and isinstance(
-            getattr(torch, name, None), torch.dtype
-        )
-        if (module, name) in _INDEX_NAMES or is_type_of_number:
-            return super().find_class(module, name)
-        if (module, name) == ("builtins", "getattr"):
-            return _member  # how Python 3.11.0 to 3.11.3 pickles a member of an enumeration
-        raise _no_part_of_an_index(f"{module}.{name}")

@@ -1,0 +1,154 @@
+"""Reads files that other people may have written, and names files that are not complete yet.
+
+A file that a run is given, or finds in its folder, may be damaged, endless, or made to do harm:
+what is read here is a regular file of a limited size, and a name in it never leads out of its
+folder. Everything raises an error in bounded time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_pipeshift.runtime.host import process_space
+
+MOST_BYTES: Final = 64 << 20
+"""How large a document may be: more than any plan or profile needs."""
+
+_TEMPORARY: Final = ".tmp"
+_NAME: Final = re.compile(r"\..+\.([0-9a-f]{8})-(\d+)-[0-9a-f]{8}\.tmp")
+# For writers on other hosts, of which nobody here knows whether they live; and where another
+# process has got the number of one that is gone.
+_LEFT_AFTER_SECONDS: Final = 3600.0
+
+
+# --- reading ---
+
+
+def read_bytes(path: str | Path, most: int = MOST_BYTES, *, only_own: bool = False) -> bytes:
+    """Reads a regular file.
+
+    Args:
+        path: its name; a link is followed unless ``only_own``.
+        most: how many bytes it may have.
+        only_own: whether it has to belong to this process's user, and must not be a link.
+
+    Raises:
+        OSError: it is not there, cannot be read, or is not such a file.
+    """
+    # Opening a pipe would wait for its writer.
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    if only_own:
+        flags |= getattr(os, "O_NOFOLLOW", 0)
+    descriptor = os.open(path, flags)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(f"{str(path)!r} is no regular file")
+        if only_own and hasattr(os, "geteuid") and found.st_uid != os.geteuid():
+            raise OSError(
+                f"{str(path)!r} belongs to the user {found.st_uid}, not to {os.geteuid()}"
+            )
+        parts: list[bytes] = []
+        left = most + 1
+        while left and (part := os.read(descriptor, min(left, 1 << 20))):
+            parts.append(part)
+            left -= len(part)
+    finally:
+        os.close(descriptor)
+    if not left:
+        raise OSError(f"{str(path)!r} has more than {most:,} bytes")
+    return b"".join(parts)
+
+
+def read_text(path: str | Path, most: int = MOST_BYTES, *, only_own: bool = False) -> str:
+    """:func:`read_bytes` as text.
+
+    Raises:
+        OSError: see there.
+        ValueError: it is not UTF-8.
+    """
+    return read_bytes(path, most, only_own=only_own).decode()
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON document.
+
+    Raises:
+        ValueError: it is none, or its lists lie too deep in one another.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("too many lists or objects inside one another") from None
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether a text is the name of a file in the same folder, on every system."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\:\0")
+
+
+def printable(text: str) -> str:
+    """A text for a terminal, on which characters that would control it are shown as ``\\x1b``."""
+    return "".join(
+        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
+        for each in text
+    )
+
+
+# --- files that are not complete yet ---
+
+
+def temporary_beside(path: Path) -> Path:
+    """A new hidden name in the same folder. It says which process writes the file."""
+    # The system limits a name's length.
+    name = f".{path.name[:40]}.{_space()}-{os.getpid()}-{uuid.uuid4().hex[:8]}{_TEMPORARY}"
+    return path.with_name(name)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what killed processes of this user have left under temporary names in a folder."""
+    for path in folder.glob(f".*{_TEMPORARY}"):
+        match = _NAME.fullmatch(path.name)
+        # Another process may be faster.
+        with suppress(OSError):
+            if match is not None and _is_left(path, match[1], int(match[2])):
+                delete(path)
+
+
+def delete(path: Path) -> None:
+    """Removes a file, a link or a folder with what is in it, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _space() -> str:
+    """Names the processes among which a process's number tells whether it lives."""
+    space = "nowhere"
+    with suppress(OSError):
+        space = process_space()
+    return hashlib.sha256(space.encode()).hexdigest()[:8]
+
+
+def _is_left(path: Path, space: str, process: int) -> bool:
+    if hasattr(os, "geteuid") and path.lstat().st_uid != os.geteuid():
+        return False
+    if space == _space() and hasattr(os, "pidfd_open"):
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+    inside = path.rglob("*") if path.is_dir() and not path.is_symlink() else ()
+    last: float = max(each.lstat().st_mtime for each in (path, *inside))
+    return time.time() - last > _LEFT_AFTER_SECONDS
