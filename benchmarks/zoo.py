@@ -44,6 +44,9 @@ OVERHEAD_LIMIT_SECONDS = 4.0
 
 Record = dict[str, Any]
 
+PLAIN = {True: "same", False: "differs!", None: "draws random numbers"}
+"""How a model has fared beside a plain loop."""
+
 
 class Sweep:
     """Trains cases one after another.
@@ -172,7 +175,9 @@ class Sweep:
             self._call(zoo_training.fit, case, how, path, None)
             [far] = self._call(zoo_training.train_plainly, case, self._num_steps, path)
         except JobFailedError as error:
-            return {"same": False, **_told(error)}
+            # What draws cannot be compared; what fails is different.
+            draws = error.first_line.startswith(zoo_training.StillDrawsError.__name__)
+            return {"same": None if draws else False, **_told(error)}
         return {
             "same": not far,
             "num_differing": len(far),
@@ -237,7 +242,10 @@ def is_settled(record: Record) -> bool:
     """Whether a model need not be tried again: the bits were the same, or it could not be built."""
     runs = record.get("runs", [])
     return not record["built"] or (
-        len(runs) > 1 and runs[0]["trains"] and {verdict(run) for run in runs[1:]} == {"same bits"}
+        (len(runs) > 1 or "plain" in record)
+        and runs[0]["trains"]
+        and {verdict(run) for run in runs[1:]} <= {"same bits"}
+        and bool(record.get("plain", {"same": True})["same"])
     )
 
 
@@ -257,7 +265,7 @@ def line_of(record: Record) -> list[Any]:
         record.get("num_layers", "?"),
         verdict(runs[0]),
         "; ".join(verdicts),
-        "" if plain is None else ("same" if plain["same"] else "differs!"),
+        "" if plain is None else PLAIN[plain["same"]],
         overhead.get("ratio", ""),
     ]
 
@@ -287,7 +295,9 @@ def summary(records: Sequence[Record]) -> Record:
     }
     plain = [record["plain"]["same"] for record in built if "plain" in record]
     if plain:
-        result["same as a plain loop"] = f"{sum(plain)} of {len(plain)}"
+        compared = [same for same in plain if same is not None]
+        result["same as a plain loop"] = f"{sum(compared)} of {len(compared)}"
+        result["not comparable with it"] = len(plain) - len(compared)
     if ratios():
         result["overhead on one stage, median"] = median(ratios())
         result["overhead on one stage, worst"] = ratios()[-1]

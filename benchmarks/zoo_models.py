@@ -135,8 +135,14 @@ def seeded(case: Case) -> Iterator[None]:
 
 
 def turn_drops_off(model: nn.Module) -> None:
-    """Sets every rate of dropout, stochastic depth and layer drop to zero."""
+    """Sets every rate of dropout, stochastic depth, masking and layer drop to zero: in modules, and
+    in the configurations that models of transformers look at when they run.
+    """
     for module in model.modules():
+        config = getattr(module, "config", None)
+        for name, value in list(vars(config).items()) if config is not None else ():
+            if isinstance(value, float) and ("drop" in name or "prob" in name):
+                setattr(config, name, 0.0)
         if "Drop" in type(module).__name__ or type(module).__name__ == "StochasticDepth":
             for name in ("p", "drop_prob", "inplace"):
                 if isinstance(getattr(module, name, None), float):

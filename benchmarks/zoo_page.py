@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.zoo import Record, summary, verdict
+from benchmarks.zoo import PLAIN, Record, summary, verdict
 from benchmarks.zoo_models import LIBRARIES
 from lightning_pipeshift import errors
 
@@ -124,8 +124,7 @@ def _library(library: str, result: Record) -> Iterator[str]:
     if any("plain" in record for record in built):
         header.append("plain loop")
         for row, record in zip(rows, built, strict=True):
-            same = record.get("plain", {}).get("same")
-            row.append({True: "same", False: "differs", None: "not tried"}[same])
+            row.append(PLAIN[record["plain"]["same"]] if "plain" in record else "not tried")
     yield from _table(header, rows)
     yield from _reasons(built)
     left_out = [record for record in models if not record["built"]]

@@ -157,14 +157,34 @@ def train_plainly(case: Case, num_steps: int, compare_with: str) -> dict[str, fl
     Returns:
         how far each tensor is from that of the run with which it is compared, where that is more
         than rounding.
+
+    Raises:
+        StillDrawsError: the loop itself comes to something else with other random numbers, so the
+            two cannot be compared.
     """
+    state = _plainly_trained(case, num_steps, seed=SEED)
+    far = _far(state, torch.load(compare_with, weights_only=True))
+    if far and _far(state, _plainly_trained(case, num_steps, seed=SEED + 1)):
+        raise StillDrawsError("the plain loop draws random numbers, dropout or not")
+    return far
+
+
+class StillDrawsError(RuntimeError):
+    """A model that draws random numbers in some other way than by dropout and its like."""
+
+
+def _plainly_trained(case: Case, num_steps: int, seed: int) -> dict[str, Tensor]:
     built = zoo_models.build(case, drops=False)
     optimizer = optimizer_of(built.model)
+    L.seed_everything(seed, verbose=False)
     for batch in built.batches(num_steps):
         _plain_step(built, optimizer, _slices(batch, MICROBATCHES))
-    others = torch.load(compare_with, weights_only=True)
-    far = differences(dict(built.model.state_dict()), others)
-    return {name: distance for name, distance in far.items() if distance > TOLERANCE}
+    return dict(built.model.state_dict())
+
+
+def _far(state: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float]:
+    distances = differences(state, other)
+    return {name: distance for name, distance in distances.items() if distance > TOLERANCE}
 
 
 def measure_overhead(
