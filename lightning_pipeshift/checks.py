@@ -15,16 +15,19 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.plan.plan import Plan
+from lightning_pipeshift.plan.schedule import MOST_MICROBATCHES
 
 
 def check_arguments(microbatches: Any, partition: Any, plan: Any, backend: Any) -> None:
     """Raises ConfigurationError for a value that the strategy's constructor does not take."""
     if microbatches != "auto" and (
-        isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1
+        isinstance(microbatches, bool)
+        or not isinstance(microbatches, int)
+        or not 1 <= microbatches <= MOST_MICROBATCHES
     ):
         raise ConfigurationError(
             f"microbatches={microbatches!r}: a batch is cut into at least 1 slice."
-            " Pass a whole number of 1 or more, or 'auto'."
+            f" Pass a whole number from 1 to {MOST_MICROBATCHES}, or 'auto'."
         )
     if partition not in ("auto", "uniform") and not isinstance(partition, list | tuple):
         raise ConfigurationError(

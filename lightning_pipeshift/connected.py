@@ -44,7 +44,7 @@ from lightning_pipeshift.runtime.failure import FailureBoard
 from lightning_pipeshift.runtime.host import host_names
 from lightning_pipeshift.runtime.lane import gathered
 from lightning_pipeshift.runtime.mesh import connect_all
-from lightning_pipeshift.runtime.outside import FOLDER
+from lightning_pipeshift.runtime.outside import FOLDER, WITHOUT_LOGGER
 from lightning_pipeshift.runtime.replicas import Replicas
 from lightning_pipeshift.runtime.rings import Rings
 from lightning_pipeshift.runtime.sockets import Opened, open_sockets, shut_down
@@ -346,7 +346,8 @@ class ConnectedStrategy(ParallelStrategy):
         channels = self._require_channels()
         trainer = self._lightning_module._trainer if self._lightning_module is not None else None
         root = trainer.default_root_dir if trainer is not None else "."
-        stacks = Path(root) / FOLDER if os.environ.get(STACKS, "0") not in ("", "0") else None
+        are_asked_for = os.environ.get(STACKS, "0") not in ("", "0")
+        stacks = Path(root) / WITHOUT_LOGGER / FOLDER if are_asked_for else None
         print_stacks_on_a_signal()
         board.watch_for_stalls(lambda: channels.num_done, self._stall_timeout, stacks)
 

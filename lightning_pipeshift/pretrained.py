@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from lightning_pipeshift.errors import CheckpointError, some_of
+from lightning_pipeshift.files import is_plain_name, parse_json, read_bytes
 from lightning_pipeshift.model.deferred import current_record, unrecorded
 
 _INDEX = "model.safetensors.index.json"
@@ -77,8 +77,7 @@ def _safetensors(path: Path) -> Iterator[tuple[str, _Stored]]:
     files = [path]
     if path.is_dir():
         if (path / _INDEX).is_file():
-            shards = json.loads((path / _INDEX).read_text())["weight_map"].values()
-            files = [path / name for name in dict.fromkeys(shards)]
+            files = [path / name for name in _shards(path / _INDEX)]
         else:
             files = [path / _SINGLE]
     for file in files:
@@ -101,6 +100,20 @@ def _safetensors(path: Path) -> Iterator[tuple[str, _Stored]]:
             raise CheckpointError(
                 f"{file} is truncated or damaged ({error}). Use another one."
             ) from error
+
+
+def _shards(index: Path) -> list[str]:
+    """The names of the files in an index, each once."""
+    try:
+        names = list(dict.fromkeys(parse_json(read_bytes(index))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is damaged ({error!r}). Use another one.") from error
+    for name in names:
+        if not is_plain_name(name):
+            raise CheckpointError(
+                f"{index} names the file {name!r}, which is not beside it. Use another one."
+            )
+    return names
 
 
 def _reader(file: Path, name: str) -> Callable[[], Tensor]:

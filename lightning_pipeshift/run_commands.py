@@ -6,7 +6,6 @@ Imports neither torch nor Lightning.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import socket
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 
 from lightning_pipeshift.brief_errors import brief_errors
 from lightning_pipeshift.errors import ConfigurationError
+from lightning_pipeshift.files import parse_json, printable, read_bytes
 from lightning_pipeshift.plan.moves import Move
 from lightning_pipeshift.runtime.outside import FOLDER, STATUS, ask
 from lightning_pipeshift.stage_table import layers_text, table
@@ -36,11 +36,11 @@ def folder_of(run: Path) -> Path:
     found = sorted(path.parent for path in run.glob(f"**/{FOLDER}/{STATUS}"))
     if not found:
         raise ConfigurationError(
-            f"No run has written `{FOLDER}/{STATUS}` under {str(run)!r}. Pass the folder that the"
-            " run named as it began (its logger's, or the Trainer's `default_root_dir`); it writes"
-            " there if it has a `LayerMigration()` callback."
+            f"No run is under way in {str(run)!r}: there is no `{FOLDER}/{STATUS}`. Pass the folder"
+            " that the run named as it began (its logger's, or `lightning_logs`); it writes there"
+            " while it trains, if it has a `LayerMigration()` callback."
         )
-    running = [folder for folder in found if not _status(folder)["is_over"]] or found
+    running = [folder for folder in found if _is_alive(_status(folder))] or found
     if len(running) > 1:
         names = ", ".join(str(folder.parent) for folder in running)
         raise ConfigurationError(f"There are several runs under {str(run)!r}; pass one of {names}.")
@@ -48,7 +48,13 @@ def folder_of(run: Path) -> Path:
 
 
 def _status(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / STATUS).read_text())
+    path = folder / STATUS
+    try:
+        found = parse_json(read_bytes(path))
+        if not isinstance(found, dict) or not {"host", "process", "time"} <= found.keys():
+            raise ValueError("it has no host, process and time")
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path} is no status of a run: {error}. Remove it.") from error
     return found
 
 
@@ -87,7 +93,7 @@ def status(arguments: Sequence[str] | None = None) -> None:
     parser = _parser("status", "Says who owns which layers in a run, and how fast is who.")
     folder = folder_of(parser.parse_args(arguments).run)
     found = _status(folder)
-    print(shown(found, _is_alive(found)))
+    print(printable(shown(found, _is_alive(found))))
 
 
 def move(arguments: Sequence[str] | None = None) -> None:
@@ -121,8 +127,6 @@ def move(arguments: Sequence[str] | None = None) -> None:
     ]
     folder = folder_of(options.run)
     found = _status(folder)
-    if found["is_over"]:
-        raise SystemExit("nothing moves: the run has ended")
     if not _is_alive(found):
         raise SystemExit(
             f"nothing moves: the run's process {found['process']} is gone without a word"
@@ -134,8 +138,8 @@ def move(arguments: Sequence[str] | None = None) -> None:
             " training step, if that ever comes"
         )
     if not answer.is_done:
-        raise SystemExit(answer.text)
-    print(answer.text)
+        raise SystemExit(printable(answer.text))
+    print(printable(answer.text))
 
 
 # --- a status as text ---
@@ -150,9 +154,7 @@ def shown(status: Mapping[str, Any], is_alive: bool) -> str:
         is_alive: whether the process is known to exist.
     """
     heard = max(0.0, time.time() - status["time"])
-    if status["is_over"]:
-        state = "has ended"
-    elif is_alive and heard < 60:
+    if is_alive and heard < 60:
         state = "is running"
     else:
         state = f"was last heard of {heard:.0f} s ago"

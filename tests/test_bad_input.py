@@ -81,8 +81,8 @@ def refused(outcomes: list[Outcome], error: type[Exception], *parts: str) -> Non
 @pytest.mark.parametrize(
     ("arguments", "error", "parts"),
     [
-        ({"microbatches": 0}, ConfigurationError, ["microbatches=0", "1 or more", "auto"]),
-        ({"microbatches": -3}, ConfigurationError, ["microbatches=-3", "1 or more"]),
+        ({"microbatches": 0}, ConfigurationError, ["microbatches=0", "1 to 10000", "auto"]),
+        ({"microbatches": -3}, ConfigurationError, ["microbatches=-3", "1 to 10000"]),
         ({"microbatches": 2.5}, ConfigurationError, ["microbatches=2.5", "whole number"]),
         ({"microbatches": True}, ConfigurationError, ["microbatches=True"]),
         ({"microbatches": "many"}, ConfigurationError, ["'many'", "auto"]),

@@ -93,7 +93,7 @@ def test_what_the_page_says() -> None:
     assert page.endswith(f"{END}\nbelow\n")
     assert "old" not in page
     for line in (
-        "| timm | 4 | 1 | 4 | 2 | 1 | 1 | 1 of 1 |",
+        "| timm | 4 | 1 | 4 | 2 | 1 | 1 | 1 of 1 | 0 |",
         "| family | model | layers | 1 stage | 2 stages, random, 1f1b | plain loop |",
         "| f | `good` | 3 | trains | same bits | same |",
         "| f | `near` | 3 | trains | off by 2e-07 | not tried |",

@@ -7,6 +7,7 @@ jobs come. Here a callback decides when; the change itself is the strategy's, be
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipeshift.errors import ConfigurationError, PipeShiftError
 from lightning_pipeshift.plan.moves import Move, check_moves
+from lightning_pipeshift.runtime.outside import WITHOUT_LOGGER
 from lightning_pipeshift.runtime.planning import Watch
 from lightning_pipeshift.strategy import PipeShiftStrategy
 
@@ -35,7 +37,7 @@ class LayerMigration(Callback):
 
     While a run goes on, ``pipeshift move --run DIR LAYER STAGE`` requests a move from it, and
     ``pipeshift status --run DIR`` shows the owners of all layers. ``DIR`` is the logger's folder,
-    or the Trainer's ``default_root_dir``.
+    or ``lightning_logs`` in the Trainer's ``default_root_dir``.
 
     Raises:
         ConfigurationError: a value that is not allowed; or, as a run begins, another strategy.
@@ -68,7 +70,8 @@ class LayerMigration(Callback):
         """Makes the strategy watch."""
         strategy = _strategy_of(trainer)
         strategy.watch(Watch(self.min_gain, self.patience) if self.watches else None)
-        folder = str(trainer.log_dir or trainer.default_root_dir)
+        logged = trainer.log_dir if trainer.loggers else None
+        folder = str(logged or os.path.join(trainer.default_root_dir, WITHOUT_LOGGER))
         # Requests need a local folder, not a remote one.
         is_here = stage == "fit" and "://" not in folder
         strategy.take_requests(Path(folder) if is_here else None)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lightning_pipeshift.errors import PlanError
-from lightning_pipeshift.files import temporary_beside
+from lightning_pipeshift.files import MOST_BYTES, read_text, temporary_beside
 
 
 class Fields:
@@ -36,7 +36,7 @@ class Fields:
         known = (*required, *optional)
         if not isinstance(value, dict):
             raise PlanError(
-                f"{where} is {_shown(value)}; it must be an object with {', '.join(known)}"
+                f"{where} is {shown(value)}; it must be an object with {', '.join(known)}"
             )
         for name in required:
             if name not in value:
@@ -71,7 +71,10 @@ class Fields:
         value = self._value[name]
         if type(value) not in (int, float):
             self.fail(name, "a number")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            self.fail(name, "a number of at most 308 digits")
 
     def items(self, name: str) -> list[object]:
         value = self._value[name]
@@ -90,7 +93,10 @@ class Fields:
         row = self.items(name)
         if any(type(item) not in (int, float) for item in row):
             self.fail(name, "a list of numbers")
-        return tuple(float(item) for item in row if isinstance(item, (int, float)))
+        try:
+            return tuple(float(item) for item in row if isinstance(item, (int, float)))
+        except OverflowError:
+            self.fail(name, "a list of numbers of at most 308 digits")
 
     def integers(self, name: str) -> tuple[int, ...]:
         row = self.items(name)
@@ -111,8 +117,25 @@ class Fields:
 
     def fail(self, name: str, allowed: str) -> NoReturn:
         """Raises the PlanError for a wrong field."""
-        found = _shown(self._value[name])
+        found = shown(self._value[name])
         raise PlanError(f"{self._where}: field {name!r} is {found}; it must be {allowed}")
+
+
+def read_document(path: str | Path, what: str, most: int = MOST_BYTES) -> str:
+    """The text of a document.
+
+    Args:
+        path: the file.
+        what: its name in errors.
+        most: how many bytes it may have.
+
+    Raises:
+        PlanError: it is no file, too large, or no text.
+    """
+    try:
+        return read_text(path, most)
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{what} {str(path)!r} cannot be read: {error}") from error
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -128,9 +151,14 @@ def write_text(path: str | Path, text: str) -> None:
         raise
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value for a message: its beginning, if it is long."""
     try:
         text = json.dumps(value)
-    except TypeError:  # YAML has dates, JSON has none.
-        text = repr(value)
+    except (TypeError, ValueError, RecursionError):
+        # YAML has dates, JSON has none; and numbers can have too many digits.
+        try:
+            text = repr(value)
+        except (ValueError, RecursionError):
+            text = f"a very long {type(value).__name__}"
     return text if len(text) <= 60 else text[:60] + " ..."

@@ -39,13 +39,23 @@ from typing import Any, Final
 import yaml  # type: ignore[import-untyped]
 
 from lightning_pipeshift.errors import PlanError, some_of
+from lightning_pipeshift.files import parse_json
 from lightning_pipeshift.plan.cluster import FREE, Cluster, Device, Link
-from lightning_pipeshift.plan.document import Fields, write_text
+from lightning_pipeshift.plan.document import Fields, read_document, shown, write_text
 from lightning_pipeshift.plan.profile import KindProfile, LayerProfile, Profile
 from lightning_pipeshift.plan.saved_tensors import SavedTensor
+from lightning_pipeshift.plan.schedule import MOST_MICROBATCHES
 
 PROFILE_VERSION: Final = 1
 """Raised when an older version of the package could no longer read what this one writes."""
+
+MOST_DEVICES: Final = 10_000
+"""How many devices a cluster may have: each rank is connected with every other."""
+
+# Of YAML; a cluster of that many devices needs no more.
+_MOST_YAML_BYTES: Final = 1 << 20
+_MOST_ENTRIES: Final = 100_000
+_MOST_DEPTH: Final = 20
 
 # The base unit first. Decimals: 5us is then the same number as 5e-6.
 _BYTES: Final = {
@@ -78,15 +88,54 @@ def load_cluster(path: str | Path) -> Cluster:
     """Reads a cluster that a user or :func:`save_cluster` has written.
 
     Raises PlanError, naming the file and the field."""
-    text = _text(path, "the cluster")
+    text = read_document(path, "the cluster", _MOST_YAML_BYTES)
     try:
+        _require_limits(text)
         value = yaml.load(text, Loader=_Loader)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: the 31st of February, say
         raise PlanError(f"{path}: the cluster is no YAML document: {error}") from error
     try:
         return _cluster(value)
     except (PlanError, OverflowError) as error:  # OverflowError: a number of 400 digits
         raise PlanError(f"{path}: {error}") from error
+
+
+def _require_limits(text: str) -> None:
+    """Refuses YAML that is short on disk and endless in memory: entries that contain themselves,
+    and references to references.
+
+    Raises:
+        PlanError: it is such a text, or one of too many entries.
+    """
+    sizes: dict[str, int] = {}
+    # Of each list or object that is open: its anchor, and its number of entries, counted again
+    # wherever they are referred to.
+    open_ones: list[tuple[str | None, int]] = [(None, 0)]
+    for event in yaml.parse(text, Loader=_Loader):
+        anchor = getattr(event, "anchor", None)
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_ones.append((anchor, 1))
+            if len(open_ones) > _MOST_DEPTH:
+                raise PlanError(f"the cluster has more than {_MOST_DEPTH} lists in one another")
+            continue
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, size = open_ones.pop()
+        elif isinstance(event, yaml.AliasEvent):
+            if any(anchor == other for other, _ in open_ones):
+                raise PlanError(f"the cluster: the entry &{anchor} contains itself")
+            size = sizes.get(str(anchor), 1)
+        elif isinstance(event, yaml.ScalarEvent):
+            size = 1
+        else:
+            continue
+        if anchor is not None:
+            sizes[anchor] = size
+        outer, count = open_ones.pop()
+        if count + size > _MOST_ENTRIES:
+            raise PlanError(f"the cluster has more than {_MOST_ENTRIES:,} entries")
+        open_ones.append((outer, count + size))
 
 
 def save_cluster(cluster: Cluster, path: str | Path) -> None:
@@ -124,7 +173,7 @@ def _cluster(value: object) -> Cluster:
     document = Fields(value, "the cluster", ["devices"], ["links"], instead="")
     devices: list[Device] = []
     for index, item in enumerate(document.items("devices")):
-        devices += _devices(item, f"the cluster: devices[{index}]")
+        devices += _devices(item, f"the cluster: devices[{index}]", MOST_DEVICES - len(devices))
     if not devices:
         document.fail("devices", "a list of at least 1 device")
     if "links" not in document:
@@ -159,12 +208,17 @@ def _cluster(value: object) -> Cluster:
     return Cluster(tuple(devices), inside, outside, of_hosts, of_ranks)
 
 
-def _devices(item: object, where: str) -> list[Device]:
-    """The devices that one entry stands for."""
+def _devices(item: object, where: str, most: int) -> list[Device]:
+    """The devices that one entry stands for: at most ``most``."""
     optional = ("hosts", "count", "speed", "memory", "free", "host_memory", "host_bandwidth")
     entry = Fields(item, where, ["host", "kind"], optional, instead="")
     host, kind = _name(entry, "host"), _name(entry, "kind")
-    hosts = [f"{host}{n}" for n in range(_count(entry, "hosts"))] if "hosts" in entry else [host]
+    num_hosts = _count(entry, "hosts") if "hosts" in entry else 1
+    count = _count(entry, "count") if "count" in entry else 1
+    if num_hosts * count > most:
+        name = next((name for name in ("count", "hosts") if name in entry), "host")
+        entry.fail(name, f"left out or less: a cluster has at most {MOST_DEVICES:,} devices in all")
+    hosts = [f"{host}{n}" for n in range(num_hosts)] if "hosts" in entry else [host]
     speed = entry.number("speed") if "speed" in entry else 1.0
     if not (math.isfinite(speed) and speed > 0):
         entry.fail("speed", "a number above 0; leave a device that does nothing out")
@@ -179,7 +233,6 @@ def _devices(item: object, where: str) -> list[Device]:
     if bool(on_host) != bool(rate):
         one, other = ("host_memory", "host_bandwidth")[:: 1 if on_host else -1]
         entry.fail(one, f"given together with {other!r}, both above 0, or not at all")
-    count = _count(entry, "count") if "count" in entry else 1
     return [
         Device(name, kind, speed, memory, free, on_host, rate)
         for name in hosts
@@ -295,9 +348,9 @@ def load_profile(path: str | Path) -> Profile:
     """Reads a profile that :func:`save_profile` has written.
 
     Raises PlanError, naming the file and the field, for what is damaged or of another version."""
-    text = _text(path, "the profile")
+    text = read_document(path, "the profile")
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError as error:
         raise PlanError(
             f"{path}: the profile is no JSON document: {error}; take an undamaged copy, or measure"
@@ -342,16 +395,17 @@ def _profile(value: object) -> Profile:
     # Before the other fields: those of another version may have other names.
     if isinstance(value, dict) and value.get("version", PROFILE_VERSION) != PROFILE_VERSION:
         raise PlanError(
-            f"the profile: field 'version' is {value['version']!r}; this PipeShift reads version"
-            f" {PROFILE_VERSION}: measure the profile anew, or use the version that measured it"
+            f"the profile: field 'version' is {shown(value['version'])}; this PipeShift reads"
+            f" version {PROFILE_VERSION}: measure the profile anew, or use the version that"
+            " measured it"
         )
     known = ["version", *(field.name for field in fields(Profile))]
     document = Fields(value, "the profile", known, instead=_MEASURE)
     samples, microbatches = document.number("samples"), document.integer("microbatches")
     if not (math.isfinite(samples) and samples > 0):
         document.fail("samples", "finite and above 0")
-    if microbatches < 1:
-        document.fail("microbatches", "at least 1")
+    if not 1 <= microbatches <= MOST_MICROBATCHES:
+        document.fail("microbatches", f"1 to {MOST_MICROBATCHES}")
     return Profile(
         layers=tuple(
             _layer(item, f"the profile: layers[{index}]")
@@ -414,13 +468,3 @@ def _at_least_0(entry: Fields, name: str) -> float:
     if not (math.isfinite(value) and value >= 0):
         entry.fail(name, "finite and at least 0")
     return value
-
-
-# --- both ---
-
-
-def _text(path: str | Path, what: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"{what} {str(path)!r} cannot be read: {error}") from error

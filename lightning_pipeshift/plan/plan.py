@@ -21,12 +21,17 @@ from lightning_pipeshift.errors import (
     PlanError,
     ScheduleError,
 )
-from lightning_pipeshift.plan.document import Fields, write_text
+from lightning_pipeshift.files import parse_json
+from lightning_pipeshift.plan.document import Fields, read_document, shown, write_text
 from lightning_pipeshift.plan.draw import draw
 from lightning_pipeshift.plan.placement import Placement
 from lightning_pipeshift.plan.prediction import Prediction
 from lightning_pipeshift.plan.saved_tensors import Swap
-from lightning_pipeshift.plan.schedule import recomputing_stages, schedule_named
+from lightning_pipeshift.plan.schedule import (
+    MOST_MICROBATCHES,
+    recomputing_stages,
+    schedule_named,
+)
 from lightning_pipeshift.plan.shares import check_shares
 from lightning_pipeshift.plan.simulator import Costs, Timeline, clock, simulate
 from lightning_pipeshift.plan.topology import Topology
@@ -179,9 +184,10 @@ class Plan:
             schedule_named(self.schedule)
         except ScheduleError as error:
             raise PlanError(f"the field 'schedule': {error}") from error
-        if self.microbatches < 1:
+        if not 1 <= self.microbatches <= MOST_MICROBATCHES:
             raise PlanError(
-                f"the field 'microbatches' is {self.microbatches}; it must be 1 or more"
+                f"the field 'microbatches' is {shown(self.microbatches)}; it must be 1 to"
+                f" {MOST_MICROBATCHES}"
             )
 
     def __str__(self) -> str:
@@ -323,8 +329,8 @@ class Plan:
 
         Raises PlanError, naming the field, for what is damaged or of another version."""
         try:
-            value: Any = json.loads(text)
-        except json.JSONDecodeError as error:
+            value: Any = parse_json(text)
+        except ValueError as error:
             raise PlanError(
                 f"the plan is no JSON document: {error}; "
                 "take an undamaged copy, or make the plan anew"
@@ -332,8 +338,8 @@ class Plan:
         # Before the other fields: those of another version may have other names.
         if isinstance(value, dict) and value.get("version", FORMAT_VERSION) != FORMAT_VERSION:
             raise PlanError(
-                f"the plan: field 'version' is {value['version']!r}; this PipeShift reads version "
-                f"{FORMAT_VERSION}: make the plan anew, or use the version that made it"
+                f"the plan: field 'version' is {shown(value['version'])}; this PipeShift reads"
+                f" version {FORMAT_VERSION}: make the plan anew, or use the version that made it"
             )
         known = ("version", "schedule", "microbatches", "placement", "layers")
         optional = ("recompute", "swaps", "ranks", "kinds", "batch_shares", "prediction")
@@ -374,10 +380,7 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Reads a saved plan. Raises PlanError, naming the file."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"the plan {str(path)!r} cannot be read: {error}") from error
+        text = read_document(path, "the plan")
         try:
             return cls.from_json(text)
         except PlanError as error:

@@ -17,6 +17,9 @@ from typing import Final
 from lightning_pipeshift.errors import ScheduleError
 from lightning_pipeshift.plan.action import Action, Kind, Row, Schedule
 
+MOST_MICROBATCHES: Final = 10_000
+"""More than any batch is cut into; what is simulated grows with their number."""
+
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     """All forwards, then all backwards (Huang et al., GPipe, NeurIPS 2019).

@@ -2,7 +2,8 @@
 
 Files, because they need no port and no password beyond the folder's permissions, and work wherever
 the folder is mounted. The first rank reads and writes them, in a thread beside the steps; the other
-ranks learn of a request from a sum over all ranks that each step computes anyway.
+ranks learn of a request from a sum over all ranks that each step computes anyway. Whatever is in
+the folder, the run goes on: a request is a small file of the run's own user.
 """
 
 from __future__ import annotations
@@ -21,15 +22,24 @@ from queue import SimpleQueue
 from typing import Any, Final
 
 from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.files import parse_json, read_text, remove_leftovers
 from lightning_pipeshift.plan.document import Fields, write_text
 from lightning_pipeshift.plan.moves import Move
 
 FOLDER: Final = "pipeshift"
 """The name of the files' folder, in the run's own folder."""
 
+WITHOUT_LOGGER: Final = "lightning_logs"
+"""The run's own folder, in the Trainer's ``default_root_dir``, if it has no logger: where Lightning
+itself writes by default."""
+
 STATUS: Final = "status.json"
 _REQUEST, _ANSWER = "request", "answer"
 _POLL_SECONDS: Final = 0.2
+_MOST_BYTES: Final = 64 << 10
+_MOST_IDS: Final = 1000
+# A file system that does not answer does not keep a run from ending.
+_CLOSE_SECONDS: Final = 5.0
 _STATUS_SECONDS: Final = 1.0
 
 
@@ -79,6 +89,8 @@ class Outside:
         self._requests: SimpleQueue[Request] = SimpleQueue()
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
+        # Requests that were read, and are not read again where they could not be removed.
+        self._known: set[str] = set()
 
     def open(self, folder: Path, describe: Callable[[], dict[str, Any]]) -> None:
         """Begins to look for requests, and to write the run's status.
@@ -89,9 +101,13 @@ class Outside:
         """
         self._folder = folder / FOLDER
         self._folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(self._folder)
         # Requests to an earlier run in the same folder are not for this one.
-        for path in self._folder.glob(f"{_REQUEST}-*.json"):
-            path.unlink(missing_ok=True)
+        for kind in (_REQUEST, _ANSWER):
+            for path in self._folder.glob(f"{kind}-*.json"):
+                with suppress(OSError):
+                    path.unlink()
+                self._known.add(path.name)
         self._describe = describe
         self._is_over.clear()
         self._write_status()
@@ -99,19 +115,12 @@ class Outside:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops answering requests."""
+        """Stops answering requests. The status goes with the run."""
         if self._thread is None:
             return
         self._is_over.set()
-        self._thread.join()
+        self._thread.join(_CLOSE_SECONDS)
         self._thread = None
-        with suppress(OSError):
-            # What came since the thread has looked: who asked waits.
-            self._read_requests()
-        for request in self.take_requests():
-            self.answer(request, Answer(False, "nothing moves: the run has ended"))
-        with suppress(OSError):
-            self._write_status()
 
     @property
     def has_requests(self) -> bool:
@@ -130,17 +139,28 @@ class Outside:
                 _write(self._folder / f"{_ANSWER}-{request.id}.json", asdict(answer))
 
     def _serve(self) -> None:
-        shown = 0.0
+        shown = time.monotonic()
         while not self._is_over.wait(_POLL_SECONDS):
             with suppress(OSError):
                 self._read_requests()
                 if time.monotonic() - shown > _STATUS_SECONDS:
                     shown = time.monotonic()
                     self._write_status()
+        with suppress(OSError):
+            # What came since then: who asked waits.
+            self._read_requests()
+        for request in self.take_requests():
+            self.answer(request, Answer(False, "nothing moves: the run has ended"))
+        assert self._folder is not None
+        with suppress(OSError):
+            (self._folder / STATUS).unlink()
+            self._folder.rmdir()  # unless an answer is still to be read
 
     def _read_requests(self) -> None:
         assert self._folder is not None
         for path in sorted(self._folder.glob(f"{_REQUEST}-*.json")):
+            if path.name in self._known or len(self._known) > _MOST_IDS:
+                continue
             id = path.stem.removeprefix(f"{_REQUEST}-")
             try:
                 request = Request(id, _moves_of(path))
@@ -148,22 +168,24 @@ class Outside:
                 self.answer(Request(id, ()), Answer(False, f"not understood: {error}"))
             else:
                 self._requests.put(request)
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError:
+                self._known.add(path.name)
 
     def _write_status(self) -> None:
         assert self._folder is not None
-        status = {
-            **self._describe(),
-            "host": socket.gethostname(),
-            "process": os.getpid(),
-            "is_over": self._is_over.is_set(),
-        }
+        status = {**self._describe(), "host": socket.gethostname(), "process": os.getpid()}
         _write(self._folder / STATUS, {**status, "time": time.time()})
 
 
 def _moves_of(path: Path) -> tuple[Move, ...]:
     try:
-        content = json.loads(path.read_text())
+        content = parse_json(read_text(path, _MOST_BYTES, only_own=True))
+    except FileNotFoundError:
+        raise PlanError("it is gone") from None
+    except OSError as error:
+        raise PlanError(f"it is not read: {error}") from None
     except ValueError as error:
         raise PlanError(f"it is no JSON: {error}") from None
     entries = content.get("moves") if isinstance(content, dict) else None
@@ -208,8 +230,8 @@ def ask(folder: Path, moves: Iterable[Move], timeout: float) -> Answer | None:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         if answer.exists():
-            found = Answer(**json.loads(answer.read_text()))
+            found = parse_json(read_text(answer, _MOST_BYTES))
             answer.unlink(missing_ok=True)
-            return found
+            return Answer(bool(found["is_done"]), str(found["text"]))
         time.sleep(_POLL_SECONDS / 4)
     return None

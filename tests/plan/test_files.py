@@ -1,7 +1,10 @@
 import json
 import math
+import os
+import re
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.cluster import FREE, Cluster, Device, Link
 from lightning_pipeshift.plan.files import load_cluster, load_profile, save_cluster, save_profile
+from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.plan.profile import KindProfile, LayerProfile, Profile
 from lightning_pipeshift.plan.saved_tensors import SavedTensor
 
@@ -28,10 +32,14 @@ links:
 """
 
 
-def loaded(text, tmp_path):
-    path = tmp_path / "cluster.yaml"
+def written(folder, text):
+    path = folder / "cluster.yaml"
     path.write_text(text, encoding="utf-8")
-    return load_cluster(path)
+    return path
+
+
+def loaded(text, tmp_path):
+    return load_cluster(written(tmp_path, text))
 
 
 def test_a_cluster_written_by_hand(tmp_path):
@@ -300,7 +308,7 @@ def edit(value: Any, place: str, new: Any) -> Any:
         ("layers", [], "a profile of 0 layers"),
         ("layer", 1, "unknown field 'layer'; allowed: version, layers"),
         ("samples", 0, "field 'samples' is 0; it must be finite and above 0"),
-        ("microbatches", 0, "field 'microbatches' is 0; it must be at least 1"),
+        ("microbatches", 0, "field 'microbatches' is 0; it must be 1 to 10000"),
         ("microbatches", 1.5, "field 'microbatches' is 1.5; it must be a whole number"),
         ("step_seconds", -1, "field 'step_seconds' is -1; it must be finite and at least 0"),
         ("step_seconds", math.inf, "field 'step_seconds' is Infinity; it must be finite"),
@@ -316,7 +324,7 @@ def edit(value: Any, place: str, new: Any) -> Any:
         ("kinds/NVIDIA A100/forward", [1, "2"], "field 'forward' is .*; .* a list of numbers"),
         ("kinds/NVIDIA A100/forward", [1, -2], r"kinds\['NVIDIA A100'\]: .*-2.0 among forward"),
         ("kinds/NVIDIA A100/tail_forward", -2, "field 'tail_forward' is -2; it must be finite"),
-        ("samples", 10**400, "too large"),
+        ("samples", 10**400, "at most 308 digits"),
     ],
 )
 def test_a_wrong_profile_is_named(place, new, message, tmp_path):
@@ -422,3 +430,63 @@ def test_a_wrong_tensor_is_named(place, new, message, tmp_path):
     with pytest.raises(PlanError, match=message) as error:
         load_profile(path)
     assert str(error.value).startswith(f"{path}: ")
+
+
+# --------------------------------------------------------------------------------------------------
+# Made to take for ever
+# --------------------------------------------------------------------------------------------------
+
+DEVICE = "{host: a, kind: b"
+MANY_REFERENCES = "".join(f"- &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"devices: [{DEVICE}, count: 1000000000000}}]", "at most 10,000 devices in all"),
+        (f"devices: [{DEVICE}, hosts: 200, count: 200}}]", "at most 10,000 devices in all"),
+        (f"devices: [{', '.join([DEVICE + ', count: 9000}'] * 2)}]", "at most 10,000 devices"),
+        ("devices: &a [*a]", "the entry &a contains itself"),
+        ("devices: &a\n  - &b {<<: *a}", "the entry &a contains itself"),
+        ("- &a0 [1]\n" + MANY_REFERENCES, "more than 100,000 entries"),
+        ("[" * 5000, "more than 20 lists in one another"),
+        ("{a: " * 5000, "more than 20 lists in one another"),
+        ("x" * (1 << 21), "has more than 1,048,576 bytes"),
+        (f"[{'a,' * 500_000}]", "more than 100,000 entries"),
+        (f"devices: [{DEVICE}, count: 0x{'f' * 10_000}}}]", "a very long int"),
+    ],
+)
+def test_a_cluster_that_is_large_only_in_memory(text: str, message: str, tmp_path: Path) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(PlanError, match=re.escape(message)):
+        load_cluster(path)
+
+
+def test_anchors_are_allowed(tmp_path: Path) -> None:
+    path = written(tmp_path, "devices: [&gpu {host: a, kind: b}, {<<: *gpu, host: c}, *gpu]")
+    assert [device.host for device in load_cluster(path).devices] == ["a", "c", "a"]
+
+
+@pytest.mark.parametrize("load", [load_profile, Plan.load])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "too many lists or objects inside one another"),
+        ("9" * 5000, "no JSON document"),
+        ('{"version": ' + "9" * 4000 + "}", "reads version"),
+    ],
+)
+def test_a_document_that_json_does_not_take(
+    load: Any, text: str, message: str, tmp_path: Path
+) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(PlanError, match=message) as error:
+        load(path)
+    assert len(str(error.value)) < 500
+
+
+def test_a_pipe_is_no_document(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for load in (load_cluster, load_profile, Plan.load):
+        with pytest.raises(PlanError, match="is no regular file"):
+            load(tmp_path / "pipe")

@@ -75,7 +75,7 @@ def test_with_placement():
         ({"layers": LAYERS[:3]}, "'placement' places 4 layers, and 'layers' lists 3"),
         ({"layers": LAYERS[:3] + LAYERS[:1]}, "'layers' lists 'wte' more than once"),
         ({"schedule": "zigzag"}, "'schedule': unknown schedule 'zigzag'.*'gpipe', '1f1b'"),
-        ({"microbatches": 0}, "'microbatches' is 0; it must be 1 or more"),
+        ({"microbatches": 0}, "'microbatches' is 0; it must be 1 to 10000"),
     ],
 )
 def test_invariants(changes, words):

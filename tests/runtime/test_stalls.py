@@ -154,7 +154,7 @@ def test_the_first_rank_says_who_is_waited_for(
     monkeypatch.setenv("PIPESHIFT_STACKS", "1")
     strategy = {"partition": [2, 2], "stall_timeout": 1.0}
     run_ranks(on_rank, 2, training, strategy, (str(tmp_path),), {})
-    stacks = (tmp_path / "pipeshift" / "stacks-rank-1.txt").read_text()
+    stacks = (tmp_path / "lightning_logs" / "pipeshift" / "stacks-rank-1.txt").read_text()
     assert "in wait" in stacks
 
 
