@@ -24,6 +24,9 @@ from lightning_pipeshift.runtime.host import process_space
 MOST_BYTES: Final = 64 << 20
 """How large a document may be: more than any plan or profile needs."""
 
+_MOST_NAME: Final = 255
+_MOST_SHOWN: Final = 200
+
 _TEMPORARY: Final = ".tmp"
 _NAME: Final = re.compile(r"\..+\.([0-9a-f]{8})-(\d+)-[0-9a-f]{8}\.tmp")
 # For writers on other hosts, of which nobody here knows whether they live; and where another
@@ -94,7 +97,17 @@ def parse_json(text: str | bytes) -> Any:
 
 def is_plain_name(name: object) -> bool:
     """Whether a text is the name of a file in the same folder, on every system."""
-    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\:\0")
+    return (
+        isinstance(name, str)
+        and 0 < len(name) <= _MOST_NAME
+        and name not in (".", "..")
+        and not set(name) & set("/\\:\0")
+    )
+
+
+def shortened(text: str) -> str:
+    """The beginning of a text from a file, for a message."""
+    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + " ..."
 
 
 def printable(text: str) -> str:

@@ -62,9 +62,8 @@ class Fields:
 
     def integer(self, name: str) -> int:
         value = self._value[name]
-        # JSON's true is an int to Python.
-        if type(value) is not int:
-            self.fail(name, "a whole number")
+        if not _is_integer(value):
+            self.fail(name, "a whole number of at most 18 digits")
         return int(value)
 
     def number(self, name: str) -> float:
@@ -85,8 +84,8 @@ class Fields:
     def integer_rows(self, name: str) -> tuple[tuple[int, ...], ...]:
         rows = self.items(name)
         for row in rows:
-            if not isinstance(row, list) or any(type(item) is not int for item in row):
-                self.fail(name, "a list of lists of whole numbers")
+            if not isinstance(row, list) or not all(map(_is_integer, row)):
+                self.fail(name, "a list of lists of whole numbers of at most 18 digits")
         return tuple(tuple(row) for row in rows if isinstance(row, list))
 
     def numbers(self, name: str) -> tuple[float, ...]:
@@ -100,8 +99,8 @@ class Fields:
 
     def integers(self, name: str) -> tuple[int, ...]:
         row = self.items(name)
-        if any(type(item) is not int for item in row):
-            self.fail(name, "a list of whole numbers")
+        if not all(map(_is_integer, row)):
+            self.fail(name, "a list of whole numbers of at most 18 digits")
         return tuple(item for item in row if isinstance(item, int))
 
     def entries(self, name: str) -> dict[str, object]:
@@ -119,6 +118,11 @@ class Fields:
         """Raises the PlanError for a wrong field."""
         found = shown(self._value[name])
         raise PlanError(f"{self._where}: field {name!r} is {found}; it must be {allowed}")
+
+
+def _is_integer(value: object) -> bool:
+    # JSON's true is an int to Python.
+    return type(value) is int and abs(value) < 10**18
 
 
 def read_document(path: str | Path, what: str, most: int = MOST_BYTES) -> str:

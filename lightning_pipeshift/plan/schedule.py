@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Final
 
 from lightning_pipeshift.errors import ScheduleError
+from lightning_pipeshift.files import shortened
 from lightning_pipeshift.plan.action import Action, Kind, Row, Schedule
 
 MOST_MICROBATCHES: Final = 10_000
@@ -158,7 +159,8 @@ def schedule_named(name: str) -> ScheduleFunction:
     """The schedule that a user named. Raises ScheduleError for an unknown name."""
     if name not in SCHEDULES:
         known = ", ".join(map(repr, SCHEDULES))
-        raise ScheduleError(f"unknown schedule {name!r}; choose one of {known}")
+        found = shortened(repr(name))
+        raise ScheduleError(f"unknown schedule {found}; choose one of {known}")
     return SCHEDULES[name]
 
 

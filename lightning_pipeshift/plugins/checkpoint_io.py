@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
@@ -29,7 +28,7 @@ from lightning_pipeshift.files import remove_leftovers
 from lightning_pipeshift.runtime import atomic
 from lightning_pipeshift.runtime.sharded import ShardedFolder, Writing
 from lightning_pipeshift.runtime.staging import Staging
-from lightning_pipeshift.runtime.stored import StoredFile
+from lightning_pipeshift.runtime.stored import StoredFile, load_file
 from lightning_pipeshift.runtime.threads import InOrder
 
 Wrap = Callable[[Tensor, Callable[[], Tensor]], Tensor]
@@ -272,17 +271,5 @@ def _read(path: Path, weights_only: bool, turn: tuple[int, int]) -> dict[str, An
         first, step = turn
         for entry in list(stored.archive().values())[first::step]:
             stored.verify(entry)
-    try:
-        with warnings.catch_warnings():
-            # Old formats cannot be mapped; torch says so, and reads them.
-            warnings.simplefilter("ignore")
-            found: dict[str, Any] = torch.load(
-                path, map_location="cpu", weights_only=weights_only, mmap=is_archive
-            )
-    except pickle.UnpicklingError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"{path} is truncated or damaged ({error}). Use another checkpoint."
-        ) from error
+    found: dict[str, Any] = load_file(path, weights_only, mmap=is_archive)
     return found

@@ -28,6 +28,7 @@ from lightning_pipeshift.files import (
     is_plain_name,
     parse_json,
     read_bytes,
+    shortened,
     temporary_beside,
 )
 
@@ -190,24 +191,29 @@ def read_marker(folder: Path) -> dict[str, Any]:
             raise CheckpointError(f"{marker} is not that of a checkpoint of PipeShift's.")
         if content["version"] != VERSION:
             raise CheckpointError(
-                f"{folder} is a checkpoint of version {content['version']!r}, and this PipeShift"
-                f" reads version {VERSION}. Use the PipeShift that wrote it."
+                f"{folder} is a checkpoint of version {shortened(repr(content['version']))}, and"
+                f" this PipeShift reads version {VERSION}. Use the PipeShift that wrote it."
             )
         names = [content["data"], *content["files"]]
         wrong = [name for name in names if not is_plain_name(name)]
         if wrong:
-            raise CheckpointError(f"{marker} is damaged: {wrong[0]!r} is no plain name.")
+            raise CheckpointError(
+                f"{marker} is damaged: {shortened(repr(wrong[0]))} is no plain name."
+            )
         for entry in content["files"].values():
+            if "bytes" not in entry or not entry.keys() <= {"bytes", "crc32"}:
+                raise ValueError("an entry without bytes, or with more than bytes and crc32")
             if any(type(number) is not int or number < 0 for number in entry.values()):
-                raise ValueError(entry)
-            entry["bytes"]
+                raise ValueError("a number of bytes or a checksum that is none")
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder} is a folder without {MARKER}, which is written last: it is no checkpoint of"
             " PipeShift's, or saving it was interrupted. Use another one."
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{marker} is damaged: {error!r}. Use another one.") from error
+        raise CheckpointError(
+            f"{marker} is damaged: {shortened(repr(error))}. Use another one."
+        ) from error
     return content
 
 

@@ -163,7 +163,7 @@ class Outside:
                 continue
             id = path.stem.removeprefix(f"{_REQUEST}-")
             try:
-                request = Request(id, _moves_of(path))
+                request = Request(id, moves_of(path))
             except PlanError as error:
                 self.answer(Request(id, ()), Answer(False, f"not understood: {error}"))
             else:
@@ -179,7 +179,7 @@ class Outside:
         _write(self._folder / STATUS, {**status, "time": time.time()})
 
 
-def _moves_of(path: Path) -> tuple[Move, ...]:
+def moves_of(path: Path) -> tuple[Move, ...]:
     try:
         content = parse_json(read_text(path, _MOST_BYTES, only_own=True))
     except FileNotFoundError:

@@ -32,13 +32,14 @@ from lightning_pipeshift.files import (
     parse_json,
     read_bytes,
     remove_leftovers,
+    shortened,
     temporary_beside,
 )
 from lightning_pipeshift.model.elsewhere import Elsewhere
 from lightning_pipeshift.runtime import atomic
 from lightning_pipeshift.runtime.kept import nowhere
 from lightning_pipeshift.runtime.staging import Staging
-from lightning_pipeshift.runtime.stored import StoredFile
+from lightning_pipeshift.runtime.stored import StoredFile, load_file
 
 REST: Final = "checkpoint.pt"
 INDEX: Final = "index.json"
@@ -338,28 +339,25 @@ class ShardedFolder:
             places = {key: _Place(*entry) for key, entry in found.items()}
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(
-                f"{path} is damaged: {error!r}. Use another checkpoint."
+                f"{path} is damaged: {shortened(repr(error))}. Use another checkpoint."
             ) from error
         for key, place in places.items():
-            if (
-                type(place.offset) is not int
-                or type(place.length) is not int
-                or not isinstance(place.file, str)
-                or not 0
-                <= place.offset
-                <= place.offset + place.length
-                <= self._sizes.get(place.file, -1)
-            ):
+            if not self._is_inside(place):
                 raise CheckpointError(
-                    f"{path} is damaged: {key!r} is not at {tuple(place)}. Use another checkpoint."
+                    f"{path} is damaged: {shortened(repr(key))} is not at"
+                    f" {shortened(repr(tuple(place)))}. Use another checkpoint."
                 )
         return places
 
+    def _is_inside(self, place: _Place) -> bool:
+        file, offset, length = place
+        if not isinstance(file, str) or type(offset) is not int or type(length) is not int:
+            return False
+        return 0 <= offset <= offset + length <= self._sizes.get(file, -1)
+
     def rest(self, weights_only: bool) -> dict[str, Any]:
         """Lightning's dict, with tensors on the meta device where :meth:`tensor` has them."""
-        found: dict[str, Any] = torch.load(
-            self._data / REST, map_location="cpu", weights_only=weights_only
-        )
+        found: dict[str, Any] = load_file(self._data / REST, weights_only)
         return found
 
     def tensor(self, key: str, like: Tensor) -> Tensor:
@@ -394,6 +392,17 @@ class ShardedFolder:
                 reads it.
         """
         rest = self.rest(weights_only)
+        try:
+            return self._filled(rest, wrap)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{self._data / REST} is no checkpoint of a Trainer's: {shortened(repr(error))}."
+                " Use another one."
+            ) from error
+
+    def _filled(
+        self, rest: dict[str, Any], wrap: Callable[[Tensor, Callable[[], Tensor]], Tensor]
+    ) -> dict[str, Any]:
         aliases = rest.pop(_ALIASES, {})
         found: dict[str, Tensor] = {}
         for key, owner, name in leaves(rest):

@@ -8,17 +8,21 @@ reads only what it needs, directly into its final memory.
 from __future__ import annotations
 
 import io
+import math
 import os
+import pickle
 import struct
+import warnings
 import zipfile
 import zlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_pipeshift.errors import CheckpointError
+from lightning_pipeshift.files import shortened
 from lightning_pipeshift.runtime.staging import room_for
 
 # Small enough to be still in the cache when its checksum is computed.
@@ -68,10 +72,10 @@ class StoredFile:
                     info.filename.partition("/")[2]: self._entry(begin, info)
                     for info in archive.infolist()
                 }
-        except (zipfile.BadZipFile, struct.error, ValueError, OSError) as error:
-            raise CheckpointError(
-                f"{self.path} is truncated or damaged ({error}). Use another checkpoint."
-            ) from error
+        except CheckpointError:
+            raise
+        except Exception as error:  # zipfile has many, for what is no archive
+            raise _damaged(self.path, error) from error
 
     def _entry(self, begin: int, info: zipfile.ZipInfo) -> Entry:
         start = begin + info.header_offset
@@ -85,12 +89,13 @@ class StoredFile:
         Raises:
             CheckpointError: the bytes do not match their checksum, or have the wrong size.
         """
-        tensor = room_for(shape, dtype)
-        if tensor.nbytes != entry.size:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes != entry.size:
             raise CheckpointError(
-                f"{self.path} is damaged: a tensor of {tensor.nbytes} bytes has {entry.size} there."
+                f"{self.path} is damaged: a tensor of {num_bytes} bytes has {entry.size} there."
                 " Use another checkpoint."
             )
+        tensor = room_for(shape, dtype)
         target = tensor.reshape(-1).view(torch.uint8).numpy().data
         found = 0
         for offset in range(0, entry.size, _CHUNK_BYTES):
@@ -113,7 +118,10 @@ class StoredFile:
         """Fills a buffer, and returns the checksum updated with its bytes."""
         done = 0
         while done < len(buffer):
-            read = os.preadv(self._file.fileno(), [buffer[done:]], begin + done)
+            try:
+                read = os.preadv(self._file.fileno(), [buffer[done:]], begin + done)
+            except (OSError, OverflowError) as error:
+                raise _damaged(self.path, error) from error
             if not read:
                 raise CheckpointError(f"{self.path} is truncated. Use another checkpoint.")
             done += read
@@ -125,6 +133,35 @@ class StoredFile:
                 f"{self.path} is damaged: {entry.size} bytes at {entry.begin} are not those that"
                 " were written. Use another checkpoint."
             )
+
+
+def load_file(path: Path, weights_only: bool, mmap: bool = False) -> Any:
+    """``torch.load`` to the CPU.
+
+    Args:
+        path: the file.
+        weights_only: whether to refuse what could run code.
+        mmap: whether tensors are mapped.
+
+    Raises:
+        pickle.UnpicklingError: it holds what could run code.
+        CheckpointError: it is damaged.
+    """
+    try:
+        with warnings.catch_warnings():
+            # Old formats cannot be mapped; torch says so, and reads them.
+            warnings.simplefilter("ignore")
+            return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is truncated or damaged ({shortened(str(error))}). Use another checkpoint."
+    )
 
 
 class _Window(io.RawIOBase):
