@@ -10,6 +10,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -172,6 +173,34 @@ def test_bad_files(tmp_path: Path, pretrained: Path) -> None:
     torch.save({"0.weight": torch.zeros(4, 4)}, tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match=r"'0.weight' has the shape \(4, 4\) in"):
         load_pretrained(small(), tmp_path / "a.pt", strict=False)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"weight_map": {"0.weight": "../model.safetensors"}}', "which is not beside it"),
+        ('{"weight_map": {"0.weight": "/etc/passwd"}}', "which is not beside it"),
+        ('{"weight_map": {"0.weight": 3}}', "which is not beside it"),
+        ('{"weight_map": [3]}', "is damaged"),
+        ("[]", "is damaged"),
+        ("[" * 100_000, "is damaged"),
+        ("{", "is damaged"),
+    ],
+)
+def test_an_index_names_files_beside_it(content: str, message: str, tmp_path: Path) -> None:
+    folder = tmp_path / "inside"
+    folder.mkdir()
+    save_file({"0.weight": torch.zeros(3, 3)}, tmp_path / "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(CheckpointError, match=message):
+        load_pretrained(small(), folder)
+
+
+def test_an_export_replaces_no_folder(fine_tuned: dict[bool, Path], tmp_path: Path) -> None:
+    (tmp_path / "kept").touch()
+    with pytest.raises(CheckpointError, match="is a folder, and one file is written"):
+        export(fine_tuned[True], tmp_path)
+    assert (tmp_path / "kept").exists()
 
 
 def test_the_commands_help_names_the_export(
