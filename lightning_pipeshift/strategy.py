@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelSummary
 from lightning.pytorch.plugins.precision import Precision
@@ -324,6 +325,8 @@ class PipeShiftStrategy(CheckpointingStrategy):
         self._adjustments.when_over(partial(by_itself, self.precision_plugin))
         with self._deferred.recording():
             self.model = self.precision_plugin.convert_module(module)
+        # What user code asks for (`self.device`), in nested LightningModules too.
+        _update_properties(module, device=self.root_device)
         for metric in module.modules():
             if isinstance(metric, Metric):
                 metric.to(self.root_device)
@@ -726,6 +729,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
                 pipeline.make_whole()
             elif pipeline.holdings is not None:
                 pipeline.holdings.to_cpu()
+        _update_properties(self._require_module(), device=torch.device("cpu"))
         for metric in self._require_module().modules():
             if isinstance(metric, Metric):
                 metric.cpu()

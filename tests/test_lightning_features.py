@@ -48,6 +48,7 @@ from tests.features_models import (
     numbered_points,
     on_rank,
     plain,
+    quiet_trainer,
     read_csv,
 )
 from tests.harness import RanksFailed, run_ranks
@@ -1205,3 +1206,47 @@ def test_a_microbatch_without_a_loss_counts_nothing(
 
 def test_a_batch_without_a_loss_while_gradients_accumulate() -> None:
     compare(leaving_out, ALL_OF_BATCH_1, 2)
+
+
+# --------------------------------------------------------------------------------------------------
+# `self.device`
+# --------------------------------------------------------------------------------------------------
+
+
+class AsksForItsDevice(LayersOfItsOwn):
+    """With a LightningModule inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = WithADevice()
+        self.seen: set[tuple[str, str]] = set()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.add((str(self.device), str(self.second.device)))
+        torch.arange(3, device=self.device).sum() + torch.ones((), device=self.second.device)
+        return super().training_step(batch, batch_idx)
+
+
+class WithADevice(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.linear(features) + torch.zeros(1, device=self.device)
+
+
+def asking_for_the_device(how: Any) -> Any:
+    module = AsksForItsDevice()
+    for each in (module, module.second):
+        each._device = torch.device("meta")  # of a model that was somewhere else
+    quiet_trainer(how, max_epochs=1).fit(module, points(2))
+    return module.seen, str(module.device), str(module.second.device)
+
+
+def test_modules_know_the_device_of_their_stage() -> None:
+    expected = ({("cpu", "cpu")}, "cpu", "cpu")
+    assert asking_for_the_device({}) == expected
+    for stages in (1, 2):
+        found = run_ranks(on_rank, stages, asking_for_the_device, {"microbatches": 2}, (), {})
+        assert found == [expected] * stages
