@@ -1214,32 +1214,36 @@ def test_a_batch_without_a_loss_while_gradients_accumulate() -> None:
 
 
 class AsksForItsDevice(LayersOfItsOwn):
-    """With a LightningModule inside."""
+    """Gets a LightningModule inside when Lightning has told all others their device."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.second = WithADevice()
         self.seen: set[tuple[str, str]] = set()
+
+    def configure_model(self) -> None:
+        self.second = WithADevice()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.seen.add((str(self.device), str(self.second.device)))
-        torch.arange(3, device=self.device).sum() + torch.ones((), device=self.second.device)
         return super().training_step(batch, batch_idx)
+
+    def on_train_end(self) -> None:
+        # As if it was another than that on which the model is afterwards.
+        self._device = torch.device("meta")
 
 
 class WithADevice(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(16, 16)
+        self._device = torch.device("meta")
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        return self.linear(features) + torch.zeros(1, device=self.device)
+        return self.linear(features) + torch.zeros(1, device=str(self.device))
 
 
 def asking_for_the_device(how: Any) -> Any:
     module = AsksForItsDevice()
-    for each in (module, module.second):
-        each._device = torch.device("meta")  # of a model that was somewhere else
     quiet_trainer(how, max_epochs=1).fit(module, points(2))
     return module.seen, str(module.device), str(module.second.device)
 
