@@ -391,7 +391,9 @@ def main() -> None:
                 print(f"    {error}", flush=True)
             if options.json is not None:
                 # A sweep takes long: what is done is there, whatever becomes of the rest.
-                _write(options.json, options.library, records, is_last=number == len(cases))
+                _write(options.json, options.library, records, says_so=False)
+    if options.json is not None:
+        _write(options.json, options.library, records, says_so=True)
     print_table(
         f"{options.library}: m is the measured cut, r a random one; 1 is 1f1b, g gpipe",
         ["model", "layers", "1 stage", "splits", "plain loop", "overhead"],
@@ -403,9 +405,9 @@ def main() -> None:
     )
 
 
-def _write(path: Path, library: str, records: Sequence[Record], is_last: bool) -> None:
+def _write(path: Path, library: str, records: Sequence[Record], says_so: bool) -> None:
     figures = {"library": library, "summary": summary(records), "models": list(records)}
-    save(path, figures, says_so=is_last)
+    save(path, figures, says_so=says_so)
 
 
 if __name__ == "__main__":

@@ -1221,7 +1221,7 @@ class AsksForItsDevice(LayersOfItsOwn):
         self.seen: set[tuple[str, str]] = set()
 
     def configure_model(self) -> None:
-        self.second = WithADevice()
+        self.second = WithADevice()  # type: ignore[assignment]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.seen.add((str(self.device), str(self.second.device)))
