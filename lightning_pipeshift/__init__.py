@@ -4,7 +4,6 @@ Importing the package registers the strategy, so that ``Trainer(strategy="pipesh
 """
 
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
 from lightning_pipeshift.callbacks.layer_migration import LayerMigration
 from lightning_pipeshift.errors import (
@@ -34,10 +33,7 @@ from lightning_pipeshift.plan.policies import (
 )
 from lightning_pipeshift.plan.saved_tensors import Choice, Swap
 from lightning_pipeshift.plugins.checkpoint_io import PipeShiftCheckpointIO
-from lightning_pipeshift.plugins.memory_compression import (
-    MemoryCompression,
-    allow_beside_precision,
-)
+from lightning_pipeshift.plugins.memory_compression import MemoryCompression
 from lightning_pipeshift.pretrained import load_pretrained
 from lightning_pipeshift.strategy import PipeShiftStrategy
 
@@ -73,8 +69,6 @@ __all__ = [
 ]
 
 __version__ = "0.1.0.dev0"
-
-allow_beside_precision(_AcceleratorConnector)
 
 if "pipeshift" not in StrategyRegistry:
     StrategyRegistry.register(

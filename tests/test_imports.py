@@ -1,7 +1,8 @@
-"""Imports run one way: plan <- model <- runtime <- the Lightning-facing top.
+"""Imports run one way: plan <- model <- runtime <- the Lightning-facing top. And they leave torch
+and Lightning as they are, for those who import the package and train without it.
 
-Read from the source and not from what is loaded, so that imports inside functions, and for type
-checkers only, count.
+The direction is read from the source and not from what is loaded, so that imports inside functions,
+and for type checkers only, count.
 """
 
 import ast
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import lightning_pipeshift
+from tests.harness import launch_script
 
 PACKAGE = "lightning_pipeshift"
 ROOT = Path(next(iter(lightning_pipeshift.__path__)))
@@ -116,3 +118,50 @@ def test_an_upward_import_is_found(path, source):
 )
 def test_a_downward_import_is_none(path, source):
     assert not violations(source, path)
+
+
+REPLACED = """
+import inspect
+import sys
+import warnings
+import lightning.pytorch as L
+import lightning.pytorch.cli, torch.distributed.checkpoint, torchmetrics
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+OTHERS = ("torch", "lightning", "torchmetrics")
+CODE = (type, property, staticmethod, classmethod)
+
+def parts():
+    "The functions and classes of the others' modules and classes, by name."
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] in OTHERS:
+            for attribute, value in list(vars(module).items()):
+                found[name, attribute] = value
+                if isinstance(value, type) and value.__module__.split(".")[0] in OTHERS:
+                    for member, held in list(vars(value).items()):
+                        found[value.__module__, value.__qualname__, member] = held
+    return {
+        name: part
+        for name, part in found.items()
+        if inspect.isroutine(part) or isinstance(part, CODE)
+    }
+
+warnings.simplefilter("ignore")
+before = parts()
+assert ("lightning.pytorch.trainer.trainer", "Trainer", "fit") in before
+import lightning_pipeshift, lightning_pipeshift.cli, lightning_pipeshift.testing
+how = {"accelerator": "cpu", "logger": False}
+strategies = ["pipeshift", lightning_pipeshift.PipeShiftStrategy(), "auto"]
+trainers = [L.Trainer(strategy=strategy, **how) for strategy in strategies]
+trainers[2].validate(BoringModel(), verbose=False)
+after = parts()
+print("replaced:", [name for name in before if after.get(name) is not before[name]])
+"""
+
+
+def test_importing_replaces_nothing_of_torch_and_lightning():
+    """So that an ordinary Trainer runs Lightning's own code; ``Trainer(strategy="pipeshift")``,
+    too.
+    """
+    assert "replaced: []\n" in launch_script(REPLACED).output

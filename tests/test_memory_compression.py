@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ from lightning_pipeshift import (
 from lightning_pipeshift.plan.saved_tensors import BEHIND, FRONT
 from lightning_pipeshift.plugins.memory_compression import bytes_of_text
 from tests.features_models import AwaitsPlanning, built, quiet_trainer
-from tests.harness import run_ranks
+from tests.harness import launch_script, run_ranks
 
 WIDTH, SAMPLES = 64, 128
 NUM_BLOCKS = 6
@@ -485,6 +487,50 @@ def test_a_precision_beside_it_is_wrapped_and_two_others_are_still_lightnings_er
     assert type(plugin).__qualname__ == "MixedPrecision"
     with pytest.raises(ValueError, match="Received both"):
         L.Trainer(accelerator="cpu", plugins=[DoublePrecision()], precision="bf16-mixed")
+    # The one that it wraps is a precision, too.
+    with pytest.raises(ValueError, match="Received both"):
+        L.Trainer(
+            accelerator="cpu", plugins=MemoryCompression(DoublePrecision()), precision="bf16-mixed"
+        )
+
+
+def test_a_plugin_that_came_by_pickle_is_allowed_beside_a_precision(tmp_path: Path) -> None:
+    """In a process that has made none."""
+    (tmp_path / "plugin").write_bytes(pickle.dumps(MemoryCompression(budget="20GB")))
+    launched = launch_script(
+        f"""
+import pathlib, pickle
+import lightning.pytorch as L
+plugin = pickle.loads(pathlib.Path({str(tmp_path / "plugin")!r}).read_bytes())
+trainer = L.Trainer(accelerator="cpu", plugins=[plugin], precision="bf16-mixed", logger=False)
+print(trainer.precision_plugin.precision, trainer.precision_plugin.memory_wishes.budget_bytes)
+"""
+    )
+    assert "bf16-mixed 20000000000.0" in launched.output
+
+
+class _OtherArguments:
+    def _check_config_and_set_final_flags(self, flags: dict[str, Any]) -> None: ...
+
+    def _check_and_init_precision(self) -> None: ...
+
+
+class _NoPrecision:
+    def _check_config_and_set_final_flags(self, plugins: Any, precision: Any) -> None: ...
+
+
+@pytest.mark.parametrize("connector", [_OtherArguments, _NoPrecision, object])
+def test_a_lightning_that_is_not_known_is_left_as_it_is(
+    connector: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = dict(vars(connector))
+    monkeypatch.setattr("lightning.pytorch.trainer.trainer._AcceleratorConnector", connector)
+    with pytest.warns(UserWarning, match=r"MemoryCompression\(MixedPrecision\("):
+        MemoryCompression()
+    assert dict(vars(connector)) == before
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        MemoryCompression(DoublePrecision())
 
 
 def test_out_of_a_configuration(tmp_path: Path) -> None:

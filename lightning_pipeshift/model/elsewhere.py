@@ -390,8 +390,10 @@ def _send_away(tensor: Tensor, lives_with: frozenset[str], function: str) -> Non
 
 def _num_references(tensor: Tensor) -> int:
     """How many tensors, and other objects, refer to the memory of this one."""
-    # The storage object made here counts as one.
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
+    # The storage object made here counts as one. It has to live while torch counts: from some
+    # version of torch after 2.7 on it stays by itself, and until then it is gone.
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def _cannot_be_written(lives_with: frozenset[str], function: str) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any, Literal
 
+import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer import trainer as trainer_module
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.plan.policies import Planned, Policy
@@ -81,6 +85,23 @@ class MemoryCompression(Precision):
         super().__init__()
         self._wrap(precision or Precision())
         self.memory_wishes = wishes
+        # With a plugin inside, a `precision=` beside it would be a second one: Lightning's error.
+        self._takes_precision = precision is None
+        self._stand_beside_precision()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # A process that gets the plugin by pickle makes none, and may make the Trainer.
+        self._stand_beside_precision()
+
+    def _stand_beside_precision(self) -> None:
+        if self._takes_precision and not allow_beside_precision():
+            rank_zero_warn(
+                f"Lightning {pl.__version__} is not known to this version of PipeShift:"
+                " `Trainer(precision=...)` cannot be set beside `MemoryCompression`. Pass it the"
+                " precision plugin instead, such as"
+                " `MemoryCompression(MixedPrecision('bf16-mixed', 'cuda'))`."
+            )
 
     def _wrap(self, inner: Precision) -> None:
         """Makes this plugin an instance of the other's class as well, so that ``isinstance``
@@ -135,38 +156,53 @@ def bytes_of_text(name: str, size: float | str, least: float = 1.0) -> float | N
     return number
 
 
-def allow_beside_precision(connector: Any) -> None:
-    """Allows ``Trainer(precision=...)`` together with the plugin, which then wraps Lightning's
-    precision plugin. Lightning itself only allows one of the two.
+def allow_beside_precision(connector: Any = None) -> bool:
+    """Allows ``Trainer(precision=...)`` together with the plugin, which then wraps the precision
+    plugin that Lightning makes.
+
+    Lightning allows only one of the two, and offers no hook there: its connector decides it before
+    it makes the strategy. So the connector's check is replaced. Whatever else a Trainer is given
+    reaches Lightning's own check as it is.
 
     Args:
-        connector: Lightning's class that makes a Trainer's parts.
+        connector: a class that makes a Trainer's parts; by default, the one that Trainers use.
+
+    Returns:
+        Whether it is allowed now. If it is not, then this version of Lightning has other methods
+        than those that are known here; nothing has been replaced, and Lightning refuses the two.
     """
-    check, make = connector._check_config_and_set_final_flags, connector._check_and_init_precision
+    connector = connector or getattr(trainer_module, "_AcceleratorConnector", None)
+    check: Any = getattr(connector, "_check_config_and_set_final_flags", None)
     if hasattr(check, "__pipeshift__"):
-        return
+        return True
+    if not callable(check) or not callable(getattr(connector, "_check_and_init_precision", None)):
+        return False
+    signature = inspect.signature(check)
+    if not {"plugins", "precision"} <= signature.parameters.keys():
+        return False
 
+    @wraps(check)
     def check_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given, precision = kwargs.get("plugins"), kwargs.get("precision")
-        plugins: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
-        mine = [plugin for plugin in plugins if isinstance(plugin, MemoryCompression)]
-        if len(mine) == 1 and precision is not None:
-            kwargs["plugins"] = [plugin for plugin in plugins if plugin is not mine[0]]
-            self._pipeshift_memory = mine[0]
-        return check(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs)
+        plugins = given.arguments.get("plugins")
+        plugins = list(plugins) if isinstance(plugins, list | tuple) else [plugins]
+        mine = [p for p in plugins if isinstance(p, MemoryCompression) and p._takes_precision]
+        if len(mine) != 1 or given.arguments.get("precision") is None:
+            return check(self, *args, **kwargs)
+        given.arguments["plugins"] = [plugin for plugin in plugins if plugin is not mine[0]]
+        # Lightning calls this once it has the strategy, and finds it on the object before it finds
+        # its own on the class.
+        self._check_and_init_precision = partial(_make_and_wrap, self, mine[0])
+        return check(*given.args, **given.kwargs)
 
-    def check_and_init_precision(self: Any) -> Any:
-        made = make(self)
-        mine: MemoryCompression | None = getattr(self, "_pipeshift_memory", None)
-        if mine is None:
-            return made
-        mine._wrap(made)
-        return mine
-
-    _replace(connector, "_check_config_and_set_final_flags", check_config)
-    _replace(connector, "_check_and_init_precision", check_and_init_precision)
+    check_config.__pipeshift__ = True  # type: ignore[attr-defined]
+    connector._check_config_and_set_final_flags = check_config
+    return True
 
 
-def _replace(connector: Any, name: str, function: Callable[..., Any]) -> None:
-    function.__pipeshift__ = True  # type: ignore[attr-defined]
-    setattr(connector, name, function)
+def _make_and_wrap(connector: Any, plugin: MemoryCompression) -> MemoryCompression:
+    """Makes the precision plugin as Lightning does, and wraps it."""
+    # It has had its turn: from here on the object is as Lightning made it.
+    del connector._check_and_init_precision
+    plugin._wrap(connector._check_and_init_precision())
+    return plugin
