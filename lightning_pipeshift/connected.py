@@ -35,13 +35,13 @@ from lightning_pipeshift.connection import (
     store_of_this_start,
 )
 from lightning_pipeshift.errors import ConfigurationError, StageFailedError
+from lightning_pipeshift.host import host_names
 from lightning_pipeshift.launching import Launcher, NotebookLauncher
 from lightning_pipeshift.model.streams import global_state, set_global_state
 from lightning_pipeshift.plan.cluster import Device
 from lightning_pipeshift.plan.topology import Topology, VirtualMachinesSpec, arrange
 from lightning_pipeshift.runtime.channels import Channels, make_groups
 from lightning_pipeshift.runtime.failure import FailureBoard
-from lightning_pipeshift.runtime.host import host_names
 from lightning_pipeshift.runtime.lane import gathered
 from lightning_pipeshift.runtime.mesh import connect_all
 from lightning_pipeshift.runtime.outside import FOLDER, WITHOUT_LOGGER

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipeshift.errors import StageFailedError
+from lightning_pipeshift.host import boot_id
 from lightning_pipeshift.plan.cluster import Device
-from lightning_pipeshift.runtime.host import boot_id
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_pipeshift.runtime.host import process_space
+from lightning_pipeshift.host import process_space
 
 MOST_BYTES: Final = 64 << 20
 """How large a document may be: more than any plan or profile needs."""

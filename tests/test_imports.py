@@ -17,6 +17,7 @@ PACKAGE = "lightning_pipeshift"
 ROOT = Path(next(iter(lightning_pipeshift.__path__)))
 FLOORS = ("plan", "model", "runtime")
 TOP = len(FLOORS)
+OPEN_TO_ALL = {"errors", "files", "host"}
 # What a floor may not import, although it lies below all of the house.
 FOREIGN = {
     0: {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics"},
@@ -26,8 +27,8 @@ FOREIGN = {
 
 
 def floor(parts):
-    """The floor of a module of the package, from its name's parts; None for errors, open to all."""
-    if parts[1:2] == ("errors",):
+    """The floor of a module of the package, from its name's parts; None for what is open to all."""
+    if parts[1:2] and parts[1] in OPEN_TO_ALL:
         return None
     return FLOORS.index(parts[1]) if parts[1:2] and parts[1] in FLOORS else TOP
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_pipeshift.host import process_space
 from lightning_pipeshift.runtime.copying import Rooms
-from lightning_pipeshift.runtime.host import process_space
 
 
 @dataclass(frozen=True)

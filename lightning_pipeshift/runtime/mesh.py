@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
 from lightning_pipeshift.errors import StageFailedError
-from lightning_pipeshift.runtime.host import process_space
+from lightning_pipeshift.host import process_space
 
 _HELLO: Final = struct.Struct("!32sI")
 

@@ -22,9 +22,9 @@ import psutil  # type: ignore[import-untyped]
 import torch
 
 from lightning_pipeshift.errors import some_of
+from lightning_pipeshift.host import boot_id, host_names
 from lightning_pipeshift.plan.cluster import FREE, Cluster, Device, Link
 from lightning_pipeshift.runtime.channels import Channels
-from lightning_pipeshift.runtime.host import boot_id, host_names
 
 SAME_SPEED: Final = 0.75
 """Devices of one kind at this part of the fastest's rate, or above, count as equally fast."""
