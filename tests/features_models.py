@@ -258,11 +258,14 @@ class Overflowing(nn.Module):
 
 
 class OverflowingOnOneStage(Classifier):
-    """``where`` says behind which of the three other layers the overflowing one stands."""
+    """``where`` says behind which of the three other layers the overflowing one stands; ``fused``,
+    whether the optimizer's kernel unscales the gradients by itself.
+    """
 
-    def __init__(self, where: int, width: int = 16) -> None:
+    def __init__(self, where: int, fused: bool = False, width: int = 16) -> None:
         super().__init__()
         self.where = where
+        self.fused = fused
         self.first = nn.Linear(NUM_FEATURES, width)
         self.overflowing = Overflowing(width)
         self.second = nn.Linear(width, width)
@@ -276,6 +279,11 @@ class OverflowingOnOneStage(Classifier):
         if self.where == 2:
             hidden = self.overflowing(hidden, features)
         return self.head(hidden)
+
+    def configure_optimizers(self) -> Any:
+        if self.fused:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
+        return super().configure_optimizers()
 
 
 def numbered_points(num_batches: int, batch_size: int = 8, **loader: Any) -> DataLoader:

@@ -10,6 +10,7 @@ import itertools
 import os
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +41,7 @@ from torchmetrics.classification import (
 )
 
 from lightning_pipeshift import grad_norm
+from lightning_pipeshift.plugins.precision import by_itself, over_stages
 from tests.features_models import (
     LeavesOut,
     OverflowingOnOneStage,
@@ -275,12 +277,14 @@ def overflowing_points(num_batches: int, which: int) -> DataLoader:
     return loader
 
 
-def with_scaler(how: Any, where: int, accumulate: int, clip: float | None) -> Any:
+def with_scaler(
+    how: Any, where: int, accumulate: int, clip: float | None, fused: bool = False
+) -> Any:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
     scales = _ScaleDiary()
     record, trainer, _ = fit(
         how,
-        lambda: OverflowingOnOneStage(where),
+        lambda: OverflowingOnOneStage(where, fused),
         overflowing_points(8 * accumulate, which=3 * accumulate),
         max_epochs=1,
         plugins=MixedPrecision("16-mixed", "cpu", scaler),
@@ -306,6 +310,14 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all(
     assert any(later < earlier for earlier, later in steps), "the test should see the scale fall"
     assert any(later > earlier for earlier, later in steps), "the test should see the scale grow"
     compare(with_scaler, where, accumulate, clip, strategy=strategy, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("where", [1, 2], ids=["first stage", "last stage"])
+@pytest.mark.parametrize("accumulate", [1, 2], ids=["", "accumulated"])
+def test_a_fused_optimizer_skips_the_step_on_all(where: int, accumulate: int) -> None:
+    strategy = {"partition": [2, 2], "microbatches": 1}
+    _, scales, _ = compare(with_scaler, where, accumulate, None, True, strategy=strategy)
+    assert any(later < earlier for earlier, later in itertools.pairwise(scales))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1254,3 +1266,22 @@ def test_modules_know_the_device_of_their_stage() -> None:
     for stages in (1, 2):
         found = run_ranks(on_rank, stages, asking_for_the_device, {"microbatches": 2}, (), {})
         assert found == [expected] * stages
+
+
+def test_an_overflow_on_several_stages_is_one_for_the_kernel() -> None:
+    """A fused kernel compares with 1."""
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], lr=1.0, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    plugin = over_stages(
+        MixedPrecision("16-mixed", "cpu", scaler),
+        lambda *_: torch.zeros(()),
+        nullcontext,
+        lambda flag: flag + 1,  # another stage has found one too
+    )
+    scaler.scale(weight.sum() * torch.inf).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert weight.tolist() == [1, 1, 1]
+    assert scaler.get_scale() == 2
+    by_itself(plugin)

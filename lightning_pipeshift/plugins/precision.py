@@ -57,17 +57,26 @@ class _ScalerOverStages(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: Optimizer) -> None:
         super().unscale_(optimizer)
+        self._agree(optimizer)
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> Any:
+        # Instead of `unscale_`, for optimizers whose kernel unscales (`fused=True`).
+        super()._check_inf_per_device(optimizer)
+        self._agree(optimizer)
+        return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+
+    def _agree(self, optimizer: Optimizer) -> None:
         state = self._per_optimizer_states[id(optimizer)]
         found = state["found_inf_per_device"]
         mine = torch.zeros(1)
         for flag in found.values():
             mine += flag.detach().cpu()
-        verdict = self.any_stage(mine)
+        # Kernels take 1, and nothing else, for an overflow, and the scaler adds the entries up.
+        verdict = self.any_stage(mine).clamp(max=1).reshape(())
         scale = self._scale
         device = scale.device if scale is not None else torch.device(self._device)
         # A stage without gradients recorded nothing; the scaler insists on an entry.
-        for key in list(found) or [device]:
-            found[key] = verdict.to(key)
+        state["found_inf_per_device"] = {next(iter(found), device): verdict.to(device)}
 
 
 def over_stages(
