@@ -15,7 +15,12 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_pipeshift import PipeShiftCheckpointIO, PipeShiftStrategy
+from lightning_pipeshift import (
+    LayerMigration,
+    Move,
+    PipeShiftCheckpointIO,
+    PipeShiftStrategy,
+)
 from tests.features_models import (
     built,
     compare,
@@ -32,6 +37,7 @@ from tests.models import (
     NUM_CLASSES,
     NUM_FEATURES,
     ZOO,
+    LayersOfItsOwn,
     ParameterGroups,
     SequentialMLP,
     points,
@@ -499,3 +505,38 @@ def test_a_checkpoint_after_an_evaluation_has_the_optimizers_whole_state(tmp_pat
     )
     problems = differences(found["optimizer_states"], expected["optimizer_states"], 1e-3, 1e-5)
     assert not problems, "\n".join(problems)
+
+
+class Fused(LayersOfItsOwn):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
+
+
+def training_fused(how: Any, folder: str, ckpt_path: str | None, moves: list[Move]) -> Any:
+    L.seed_everything(5)
+    module = built(Fused)
+    trainer = quiet_trainer(
+        how,
+        callbacks=[
+            saver(folder, every_n_train_steps=1),
+            LayerMigration(moves=moves, watches=False),
+        ],
+        enable_checkpointing=True,
+        max_steps=6,
+        max_epochs=10,
+    )
+    trainer.fit(module, StatefulLoader(4), ckpt_path=ckpt_path)
+    return parameters_of(module)
+
+
+def test_a_fused_optimizer_goes_on_after_moves_and_checkpoints(tmp_path: Path) -> None:
+    def run(stages: int, partition: list[int], moves: list[Move], at: str | None = None) -> Any:
+        strategy = {"microbatches": 2, "partition": partition}
+        args = str(tmp_path / f"{partition} {at}"), at, moves
+        return run_ranks(on_rank, stages, training_fused, strategy, args, {})[0]
+
+    moves = [Move(step=1, layer="third", stage=1), Move(step=3, layer="third", stage=0)]
+    expected = run(1, [4], [])
+    assert not differences(run(2, [3, 1], moves), expected, 0, 0)
+    (file,) = (tmp_path / "[3, 1] None").glob("*step=2.ckpt")
+    assert not differences(run(3, [1, 2, 1], [], str(file)), expected, 0, 0)

@@ -576,15 +576,21 @@ class Holdings:
 
 
 def optimizer_to_device(optimizer: Optimizer, device: torch.device, deferred: Deferred) -> None:
-    """Moves an optimizer's state, and makes what is deferred. Step counters stay where torch made
-    them: on the CPU, unless the optimizer needs them on the device.
+    """Moves an optimizer's state, and makes what is deferred. Step counters are on the CPU, unless
+    a kernel of the optimizer reads them (``fused`` and ``capturable``).
     """
-    for entry in optimizer.state.values():
+    kernel_counts = {
+        parameter
+        for group in optimizer.param_groups
+        if group.get("fused") or group.get("capturable")
+        for parameter in group["params"]
+    }
+    for parameter, entry in optimizer.state.items():
         if isinstance(entry, MutableMapping):
             for name, value in entry.items():
                 if not isinstance(value, Tensor):
                     continue
                 if deferred.knows(value):
                     entry[name] = value = deferred.values(value)
-                if name != "step" and not value.is_meta:
+                if not value.is_meta and (name != "step" or parameter in kernel_counts):
                     entry[name] = value.to(device)

@@ -1,11 +1,12 @@
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from lightning_pipeshift.model.deferred import Deferred
 from lightning_pipeshift.model.parameters import parameter_uses
-from lightning_pipeshift.runtime.holdings import Holdings
+from lightning_pipeshift.runtime.holdings import Holdings, optimizer_to_device
 from lightning_pipeshift.runtime.saving import gather_optimizer_state, gather_state
 from tests.harness import run_ranks
 from tests.runtime.stages import connect
@@ -195,3 +196,16 @@ def test_a_checkpoint_is_whole_and_loads_in_plain_torch() -> None:
     for name, parameter in net.named_parameters():
         average = optimizer.state[parameter]["exp_avg"]
         assert torch.allclose(average, torch.full_like(average, gradient[name[0]] * 0.1)), name
+
+
+@pytest.mark.parametrize("option", ["", "fused", "capturable"])
+def test_counters_of_steps_are_where_the_optimizer_reads_them(option: str) -> None:
+    """The meta device stands for one that a kernel runs on."""
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.param_groups[0][option or "lr"] = True
+    optimizer_to_device(optimizer, torch.device("meta"), Deferred())
+    found = {name: value.device.type for name, value in optimizer.state[weight].items()}
+    assert found == {"exp_avg": "meta", "exp_avg_sq": "meta", "step": "meta" if option else "cpu"}
