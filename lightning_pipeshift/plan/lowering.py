@@ -8,7 +8,13 @@ compute action early, so that the transfer overlaps that compute action::
     stage 0   F0 F0> F1 F1> ...
     stage 1   >F0 >F1 F0 ...          F1's payload travels while F0 runs
 
-Not earlier, as a posted receive holds its buffers. A send is placed directly after the action that
+Not earlier, as a posted receive holds its buffers; and not before the action on whose result the
+data depends, where that is the compute action before: the gradient of a microbatch comes only after
+its payload was sent::
+
+    stage 0   F0 F0> >B0 B0           one microbatch: nothing to overlap with
+
+A send is placed directly after the action that
 makes its data, and only waits until the neighbour has received earlier sends of its kind.
 
 Transfers between two neighbours in one direction match by order (NCCL has no tags). A row's
@@ -35,5 +41,7 @@ def _lowered(row: Row, stage: int, num_stages: int) -> Row:
     # second's.
     lowered: list[Action | None] = receives[:1]
     for action, next_receive in zip(row, [*receives, None][1:], strict=True):
-        lowered += [next_receive, action, action.send_caused(stage, num_stages)]
+        send = action.send_caused(stage, num_stages)
+        depends = next_receive is not None and next_receive.microbatch == action.microbatch
+        lowered += [action, send, next_receive] if depends else [next_receive, action, send]
     return tuple(action for action in lowered if action is not None)

@@ -30,6 +30,11 @@ def test_1f1b():
     ]
 
 
+def test_a_gradient_is_not_received_before_the_forward_that_it_depends_on():
+    for schedule in SCHEDULES.values():
+        assert table(schedule(3, 1)) == ["F0 F0> >B0 B0", ">F0 F0 F0> >B0 B0 B0>", ">F0 F0 B0 B0>"]
+
+
 def test_forward_only():
     assert table(forward_only(2, 3)) == [
         "F0 F0> F1 F1> F2 F2>",
@@ -60,6 +65,14 @@ def test_each_receive_is_one_compute_action_early():
                 needing = next(i for i, c in enumerate(computes) if str(receive) == f">{c}")
                 before = sum(a.kind.is_compute for a in row[: row.index(receive)])
                 assert before == max(0, needing - 1)
+
+
+def test_what_depends_on_the_action_before_is_received_behind_it():
+    schedule = (parse_row("F0 B0 F1 B1"), parse_row("F0 B0 F1 B1"))
+    assert table(schedule) == [
+        "F0 F0> >B0 B0 F1 F1> >B1 B1",
+        ">F0 F0 >F1 B0 B0> F1 B1 B1>",
+    ]
 
 
 def test_a_table_can_be_written_by_hand():
