@@ -22,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.measuring import busy_seconds, put_session_first
+from benchmarks.measuring import busy_seconds, put_session_first, ratios
 from lightning_pipeshift import PipeShiftStrategy
 
 PIPESHIFT = "PipeShift, in Trainer.fit"
@@ -72,10 +72,9 @@ class Series:
         """The seconds of a step."""
         return median(self.step_seconds)
 
-    def ratio(self, other: Series) -> float:
-        """How many times as fast as ``other`` this is: the median of the rounds' ratios."""
-        pairs = zip(self.step_seconds, other.step_seconds, strict=True)
-        return median(theirs / mine for mine, theirs in pairs)
+    def times_as_fast(self, other: Series) -> list[float]:
+        """How many times as fast as ``other`` this was, in each round."""
+        return ratios(other.step_seconds, self.step_seconds)
 
 
 class Alternation(L.Callback):
