@@ -74,10 +74,10 @@ RUNS = (
     Run("recomputation", "recomputation", STEP),
     Run("sleeping_stages", "sleeping_stages --num-rounds 8", STEP),
     Run("sleeping_stages_eager", "sleeping_stages --schedule eager_1f1b --num-rounds 8", STEP),
-    Run("throughput", "throughput --num-rounds 20 --num-steps 2", STEP),
+    Run("throughput", "throughput --num-rounds 12 --num-steps 2", STEP),
     Run(
         "throughput_eager",
-        "throughput --schedule eager_1f1b --num-rounds 20 --num-steps 2",
+        "throughput --schedule eager_1f1b --num-rounds 12 --num-steps 2",
         STEP,
     ),
     Run("rings_mtu1500", "rings --first-in-line --parts bound --mtu 1500", RINGS),
@@ -89,11 +89,15 @@ RUNS = (
     Run("planner", "planner", PLANNING),
     Run(
         "compression",
-        "compression --microbatches 8 --num-rounds 5 --num-steps 1",
+        "compression --microbatches 8 --num-rounds 4 --num-steps 1",
         (*PLANNING, *STEP, f"{PACKAGE}/plugins"),
     ),
-    Run("network_orders", "network_orders --num-rounds 3 --num-steps 3", (*PLANNING, *RINGS)),
-    Run("migration", "migration", (*PLANNING, *STEP, f"{PACKAGE}/callbacks")),
+    Run("network_orders", "network_orders --num-rounds 3 --num-steps 2", (*PLANNING, *RINGS)),
+    Run(
+        "migration",
+        "migration --num-steps 13 --num-static-steps 3",
+        (*PLANNING, *STEP, f"{PACKAGE}/callbacks"),
+    ),
 )
 """Those that docs/compatibility.md quotes are sweeps of many hours, with a page of their own:
 ``python -m benchmarks.zoo`` and ``python -m benchmarks.zoo_page``."""
