@@ -183,7 +183,7 @@ def unsourced(page: str, not_measured: Mapping[str, str]) -> list[str]:
     page = _WRITTEN.sub("", page)
     page = _FIGURE.sub("…", page)
     page = re.sub(r"<!--.*?-->", "", page, flags=re.DOTALL)
-    page = _CODE.sub("", page)
+    page = _CODE.sub("", page).replace("```", "")
     page = " ".join(page.split())
     for phrase in not_measured:
         if phrase not in page:
