@@ -82,20 +82,20 @@ RUNS = (
     ),
     Run("rings_mtu1500", "rings --first-in-line --parts bound --mtu 1500", RINGS),
     Run("rings", "rings --first-in-line", RINGS),
-    Run("exposed", "exposed", (*STEP, *RINGS)),
+    Run("exposed", "exposed --num-steps 8", (*STEP, *RINGS)),
     Run("checkpoints", "checkpoints --depth 32 --num-rounds 3", CHECKPOINTS),
     Run("unequal_devices", "unequal_devices --num-rounds 4", (*PLANNING, *STEP)),
     Run("simulator", "simulator --num-rounds 3", (*PLANNING, *STEP)),
     Run("planner", "planner", PLANNING),
     Run(
         "compression",
-        "compression --microbatches 8 --num-rounds 4 --num-steps 1",
+        "compression --microbatches 8 --num-rounds 3 --num-steps 1",
         (*PLANNING, *STEP, f"{PACKAGE}/plugins"),
     ),
     Run("network_orders", "network_orders --num-rounds 3 --num-steps 2", (*PLANNING, *RINGS)),
     Run(
         "migration",
-        "migration --num-steps 13 --num-static-steps 3",
+        "migration --num-steps 13 --num-static-steps 3 --num-moves 6",
         (*PLANNING, *STEP, f"{PACKAGE}/callbacks"),
     ),
 )
