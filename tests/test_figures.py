@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +186,7 @@ def test_a_benchmark_that_writes_nothing_is_not_made(
             path.write_text("{}")
         return type("Ended", (), {"returncode": 0})
 
-    monkeypatch.setattr(all_benchmarks.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     assert all_benchmarks.make(good, tmp_path)
     assert not all_benchmarks.make(bad, tmp_path)
 
