@@ -85,17 +85,17 @@ RUNS = (
     Run("exposed", "exposed --num-steps 8", (*STEP, *RINGS)),
     Run("checkpoints", "checkpoints --depth 32 --num-rounds 3", CHECKPOINTS),
     Run("unequal_devices", "unequal_devices --num-rounds 4", (*PLANNING, *STEP)),
-    Run("simulator", "simulator --num-rounds 3", (*PLANNING, *STEP)),
+    Run("simulator", "simulator --stages 4 --num-rounds 3", (*PLANNING, *STEP)),
     Run("planner", "planner", PLANNING),
     Run(
         "compression",
-        "compression --microbatches 8 --num-rounds 3 --num-steps 1",
+        "compression --layer-mb 8 128 --microbatches 8 --num-rounds 3 --num-steps 1",
         (*PLANNING, *STEP, f"{PACKAGE}/plugins"),
     ),
-    Run("network_orders", "network_orders --num-rounds 3 --num-steps 2", (*PLANNING, *RINGS)),
+    Run("network_orders", "network_orders --num-rounds 2 --num-steps 2", (*PLANNING, *RINGS)),
     Run(
         "migration",
-        "migration --num-steps 13 --num-static-steps 3 --num-moves 6",
+        "migration --num-rounds 2 --num-steps 13 --num-static-steps 3 --num-moves 6",
         (*PLANNING, *STEP, f"{PACKAGE}/callbacks"),
     ),
 )

@@ -8,7 +8,8 @@ every order and grouping that there is takes some steps, each with its own best 
 
 Hosts of one rate are alike, so the twelve orders are of four kinds, named by the rates of their
 stages. All orders of a kind should take the same: what they differ by is the machine's noise. The
-chosen kind is compared with the others, round by round, by the median of a kind's orders.
+chosen kind is compared with the others round by round: every order of a kind with the median of the
+chosen one's.
 """
 
 from __future__ import annotations
@@ -138,13 +139,15 @@ def main() -> None:
         "seconds": seconds,
     }
     rows = []
-    for kind, rounds in by_kind.items():
+    for kind in by_kind:
         alike = [[seconds[order][n] for order in kinds[kind]] for n in range(options.num_rounds)]
         found: dict[str, Any] = {
             "orders": kinds[kind],
             "cuts": [cuts[order] for order in kinds[kind]],
-            "step_seconds": interval(rounds),
-            "over_chosen": interval(ratios(rounds, by_kind[mine])),
+            "step_seconds": interval([each for order in kinds[kind] for each in seconds[order]]),
+            "over_chosen": interval(
+                [each for order in kinds[kind] for each in ratios(seconds[order], by_kind[mine])]
+            ),
             "slowest_over_fastest_alike": interval([max(each) / min(each) for each in alike]),
         }
         figures["kinds"][kind] = found
