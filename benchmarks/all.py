@@ -5,7 +5,8 @@
     python -m benchmarks.all --list
 
 Runs the benchmarks one after the other, each with the command that stands here and nowhere else:
-the pages take it from the results. Afterwards ``python -m benchmarks.figures`` writes the figures
+the pages take it from the results. The sweeps over other people's models run only where ``--only``
+names them. Afterwards ``python -m benchmarks.figures`` writes the figures
 into the pages. A benchmark that fails is named at the end, and its old result stays.
 
 Needs root for those with a network between hosts, takes a few hours on two cores, and should be the
@@ -48,11 +49,14 @@ class Run:
         result: its file in ``benchmarks/results``, without ``.json``.
         words: the benchmark's module and its arguments.
         measures: files and folders whose changes may change the figures, beside its own module.
+        is_sweep: takes many hours, and has a page of its own: ``python -m benchmarks.zoo_page``.
+            Runs only where ``--only`` names it.
     """
 
     result: str
     words: str
     measures: tuple[str, ...]
+    is_sweep: bool = False
 
     @property
     def command(self) -> str:
@@ -98,9 +102,11 @@ RUNS = (
         "migration --num-rounds 2 --num-steps 13 --num-static-steps 3 --num-moves 6",
         (*PLANNING, *STEP, f"{PACKAGE}/callbacks"),
     ),
+    *(
+        Run(f"zoo_{library}", f"zoo --library {library} --steps 2", (PACKAGE,), is_sweep=True)
+        for library in ("timm", "torchvision", "transformers")
+    ),
 )
-"""Those that docs/compatibility.md quotes are sweeps of many hours, with a page of their own:
-``python -m benchmarks.zoo`` and ``python -m benchmarks.zoo_page``."""
 
 
 def make(run: Run, folder: Path) -> bool:
@@ -123,7 +129,8 @@ def main(given: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = [run.result for run in RUNS]
-    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", default=names)
+    usual = [run.result for run in RUNS if not run.is_sweep]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", default=usual)
     parser.add_argument("--json-folder", type=Path, default=RESULTS)
     parser.add_argument("--list", action="store_true", help="show the commands, and run none")
     options = parser.parse_args(given)

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -101,7 +102,7 @@ def _command() -> str:
             next(rest)
         elif not word.startswith("--json="):
             words.append(word)
-    return " ".join(words)
+    return shlex.join(words)
 
 
 def commit() -> str:
