@@ -99,7 +99,7 @@ RUNS = (
     Run("network_orders", "network_orders --num-rounds 2 --num-steps 2", (*PLANNING, *RINGS)),
     Run(
         "migration",
-        "migration --num-rounds 2 --num-steps 13 --num-static-steps 3 --num-moves 6",
+        "migration --num-rounds 2 --num-steps 12 --num-static-steps 3 --num-moves 4",
         (*PLANNING, *STEP, f"{PACKAGE}/callbacks"),
     ),
     *(
