@@ -126,9 +126,12 @@ class Results:
             + [f"torch {machine['torch']}"]
         )
         old = f" **Older than the code: {OLD[name]}**" if name in OLD else ""
-        # Without its command's `--json`, which older files have.
-        command = re.sub(r" --json \S+", "", record["command"])
-        return f"`{command}`, {record['date'][:10]}, {at}; {where}.{old}"
+        return f"`{_command(record)}`, {record['date'][:10]}, {at}; {where}.{old}"
+
+
+def _command(record: Mapping[str, Any]) -> str:
+    """What made a result; older files also say where it was written to."""
+    return re.sub(r" --json \S+", "", record["command"])
 
 
 def filled(page: str, results: Results) -> str:
@@ -243,8 +246,8 @@ def why_no_history() -> str | None:
 def age_of(run: Run, record: Mapping[str, Any]) -> list[str]:
     """Why a result is not of this code; empty if it is."""
     found = []
-    if record["command"] != run.command:
-        found.append(f"made by `{record['command']}`, and not by `{run.command}`")
+    if _command(record) != run.command:
+        found.append(f"made by `{_command(record)}`, and not by `{run.command}`")
     commit = record.get("commit", "")
     if not commit:
         found.append("its commit was not recorded")
