@@ -93,7 +93,7 @@ RUNS = (
     Run("planner", "planner", PLANNING),
     Run(
         "compression",
-        "compression --layer-mb 8 128 --microbatches 8 --num-rounds 3 --num-steps 1",
+        "compression --layer-mb 8 64 --microbatches 8 --num-rounds 3 --num-steps 1",
         (*PLANNING, *STEP, f"{PACKAGE}/plugins"),
     ),
     Run("network_orders", "network_orders --num-rounds 2 --num-steps 2", (*PLANNING, *RINGS)),

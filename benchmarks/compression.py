@@ -14,7 +14,8 @@ tensors, contenders take turns in one run. Everything stays, or with at most thr
 
 With at most one unit on a stage:
 
-- PipeShift's plan with the host's room, and ``recompute="full"``;
+- PipeShift's plan with the host's room, the same where layers may also run again, and
+  ``recompute="full"``. A plan that cannot keep the budget is refused, and left out;
 - all layers in ``save_on_cpu``, or in ``torch.utils.checkpoint``, in the model.
 
 ``save_on_cpu(pin_memory=True)`` copies each tensor to other memory when it is saved, in the thread
@@ -33,7 +34,7 @@ it back to the system takes longer here than many of the copies.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
@@ -48,6 +49,7 @@ from benchmarks.holding import Holder, PeakTurns
 from benchmarks.measuring import arguments, interval, print_table, save, shown
 from benchmarks.placements import Repeated
 from lightning_pipeshift import MemoryCompression, PipeShiftStrategy, Plan
+from lightning_pipeshift.errors import BudgetError
 from lightning_pipeshift.runtime.planning import make_plan
 from lightning_pipeshift.runtime.stage_memory import MemoryWishes
 from tests.features_models import quiet_trainer
@@ -101,6 +103,7 @@ CONTENDERS = {
     "3 units: save_on_cpu, first layer": Terms(num_copied=1),
     "3 units: checkpoint, first layer": Terms(num_checkpointed=1),
     "1 unit: planned, the host's room": Terms(1.0, 8.0),
+    "1 unit: planned, that or recomputed": Terms(1.0, 8.0, recompute="auto"),
     '1 unit: recompute="full"': Terms(recompute="full"),
     "1 unit: save_on_cpu, all layers": Terms(num_copied=NUM_LAYERS),
     "1 unit: checkpoint, all layers": Terms(num_checkpointed=NUM_LAYERS),
@@ -141,9 +144,10 @@ class Turns(PeakTurns):
     def _planned(self, strategy: Any) -> dict[str, Plan]:
         pipeline = strategy._require_pipeline()
         self._memory = pipeline.memory
-        return {
+        plans = {
             name: _plan(pipeline, terms, self._unit_bytes) for name, terms in CONTENDERS.items()
         }
+        return {name: plan for name, plan in plans.items() if plan is not None}
 
     def _entered(self, name: str) -> None:
         wishes = CONTENDERS[name].wishes(self._unit_bytes)
@@ -153,8 +157,8 @@ class Turns(PeakTurns):
         self._module.terms = CONTENDERS[name]
 
 
-def _plan(pipeline: Any, terms: Terms, unit_bytes: int) -> Plan:
-    """The plan under some terms, on all ranks."""
+def _plan(pipeline: Any, terms: Terms, unit_bytes: int) -> Plan | None:
+    """The plan under some terms, on all ranks; None where no plan keeps the budget."""
     text, measured = None, pipeline.planning.measured
     if measured is not None:
         wishes = terms.wishes(unit_bytes)
@@ -167,13 +171,15 @@ def _plan(pipeline: Any, terms: Terms, unit_bytes: int) -> Plan:
             )
             for device in measured.cluster.devices
         ]
-        text = make_plan(
-            replace(pipeline.settings, memory=wishes, recompute=terms.recompute),
-            measured.profile,
-            replace(measured.cluster, devices=tuple(devices)),
-            pipeline.replicas.topology,
-        ).to_json()
-    return Plan.from_json(pipeline.replicas.world.share_object(text, source=0))
+        with suppress(BudgetError):
+            text = make_plan(
+                replace(pipeline.settings, memory=wishes, recompute=terms.recompute),
+                measured.profile,
+                replace(measured.cluster, devices=tuple(devices)),
+                pipeline.replicas.topology,
+            ).to_json()
+    text = pipeline.replicas.world.share_object(text, source=0)
+    return None if text is None else Plan.from_json(text)
 
 
 def measure(layer_bytes: int, microbatches: int, num_rounds: int, num_steps: int) -> Any:

@@ -114,7 +114,7 @@ class Results:
 
     def source(self, names: Sequence[str]) -> str:
         """What made some results, where and when."""
-        return "  \n".join(f"<sub>{self._source(name)}</sub>" for name in names)
+        return "<br>\n".join(f"<sub>{self._source(name)}</sub>" for name in names)
 
     def _source(self, name: str) -> str:
         record = self.record(name)

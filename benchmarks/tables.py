@@ -343,14 +343,18 @@ def compression(results: Values) -> Rows:
     """At equal memory, by the size of what layers save."""
     sizes = [key for key in results.value("compression") if key.endswith(" MB")]
     rows = [["", "units on each stage", *(f"{size} a layer" for size in sizes)]]
-    for name in results.value(f"compression / {sizes[0]}"):
+    by_size = [results.value(f"compression / {size}") for size in sizes]
+    for name in by_size[0]:
         peaks = results.value(f"compression / {sizes[0]} / {name} / peaks_in_units")
         units = ", ".join(
             f"{{compression / {sizes[0]} / {name} / peaks_in_units / {stage} .1f}}"
             for stage in range(len(peaks))
         )
         times = [
-            f"{{compression / {size} / {name} / times_everything_stays .2f}}" for size in sizes
+            f"{{compression / {size} / {name} / times_everything_stays .2f}}"
+            if name in found
+            else "refused"
+            for size, found in zip(sizes, by_size, strict=True)
         ]
         rows.append([name.replace("save_on_cpu", "`save_on_cpu`"), units, *times])
     return rows
