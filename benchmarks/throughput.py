@@ -164,7 +164,10 @@ class OneProcess:
                 strict=True,
             )
             for part, part_target in slices:
-                (loss_of(self._layers(part), part_target) / self._num_microbatches).backward()
+                loss = loss_of(self._layers(part), part_target) / self._num_microbatches
+                loss.backward()
+            # A contender without values would be fast, and would have computed nothing.
+            assert loss.isfinite()
             self._optimizer.step()
 
 
