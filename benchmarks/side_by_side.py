@@ -33,9 +33,9 @@ BURSTS_HELP = "on a machine that others use: each round first in line, then a re
 # Runs so many of a contender's steps on this rank.
 Contender = Callable[[int], None]
 
-# Of this process. PipeShift takes a module that a callback keeps, and that looks like the model, for
-# an average or a copy of it, and each rank then holds a part of its values only: a competitor that
-# is kept there would compute next to nothing.
+# Of this process. PipeShift takes a module that a callback keeps, and that looks like the model,
+# for an average or a copy of it, and each rank then holds a part of its values only: a competitor
+# that is kept there would compute next to nothing.
 _contenders: dict[str, Contender] = {}
 
 
