@@ -97,9 +97,10 @@ RUNS = (
         (*PLANNING, *STEP, f"{PACKAGE}/plugins"),
     ),
     Run("network_orders", "network_orders --num-rounds 2 --num-steps 2", (*PLANNING, *RINGS)),
+    Run("moves", "migration --only gap --num-moves 4", (*STEP, f"{PACKAGE}/callbacks")),
     Run(
         "migration",
-        "migration --num-rounds 2 --num-steps 12 --num-static-steps 3 --num-moves 4",
+        "migration --only reaction --num-rounds 2 --num-steps 12 --num-static-steps 3",
         (*PLANNING, *STEP, f"{PACKAGE}/callbacks"),
     ),
     *(

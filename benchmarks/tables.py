@@ -322,7 +322,7 @@ def migration() -> Rows:
 
 def moves() -> Rows:
     """What a move costs."""
-    where = "migration / gap"
+    where = "moves / gap"
     return [
         ["", "holds training up for, s", "times the live move"],
         ["live move", f"{{{where} / held_up_seconds .4f}}", "1"],
