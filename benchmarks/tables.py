@@ -26,7 +26,6 @@ OLD: dict[str, str] = {
     "checkpoints": _NOT_AGAIN,
     "exposed": _NOT_AGAIN,
     "migration": f"{_NOT_AGAIN}; the reaction is one run, with two steps after the move",
-    "moves": _NOT_AGAIN,
     "network_orders": f"{_NOT_AGAIN}; one run of each order, on a loaded machine",
     "planner": _NOT_AGAIN,
     "sleeping_stages": _NOT_AGAIN,
