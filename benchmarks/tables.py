@@ -336,7 +336,7 @@ def moves() -> Rows:
         [
             "blocking send and receive of the same tensors, and a barrier",
             f"{{{where} / blocking_seconds .3f}}",
-            f"{{{where} / blocking_over_live .0f}}",
+            f"{{{where} / blocking_over_live .1f}}",
         ],
         [
             "checkpoint, restart and resume",
