@@ -30,7 +30,6 @@ OLD: dict[str, str] = {
     "planner": _NOT_AGAIN,
     "sleeping_stages": _NOT_AGAIN,
     "sleeping_stages_eager": _NOT_AGAIN,
-    "throughput_eager": _NOT_AGAIN,
     "unequal_devices": _NOT_AGAIN,
 }
 """Results that were not made with this code, and why they are still shown. They are marked as such
