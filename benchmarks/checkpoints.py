@@ -29,7 +29,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.measuring import arguments, print_table, save
+from benchmarks.measuring import arguments, interval, print_table, ratios, save
 from lightning_pipeshift import PipeShiftCheckpointIO, PipeShiftStrategy
 from lightning_pipeshift.runtime.holdings import Holdings
 from tests.harness import run_ranks
@@ -229,31 +229,39 @@ def main() -> None:
                         each = run_ranks(function, NUM_RANKS, options.depth, path, timeout=600)
                         loading[what].append(max(each))
     rounds = [f"round {n + 1}" for n in range(options.num_rounds)]
-    for number, when in enumerate(("the first save", "a later one")):
+    figures: dict[str, dict[str, Any]] = {"the first save": {}, "a later one": {}}
+    for number, when in enumerate(figures):
         rows = []
         for name, seconds in still.items():
             took = seconds[number]
-            ratios = [f / d for f, d in zip(took, still[DDP][number], strict=True)]
-            rows.append([name, median(took), median(ratios), *took])
+            over_ddp = ratios(took, still[DDP][number])
+            rows.append([name, median(took), median(over_ddp), *took])
+            figures[when][name] = {"seconds": interval(took), "over_ddp": interval(over_ddp)}
         print_table(
             f"{3 * size / 1e6:.0f} MB of parameters and AdamW's state, {NUM_RANKS} ranks: seconds"
             f" that training stands still for {when}",
             ["", "median", "of DDP's", *rounds],
             rows,
         )
-    ratios = [load / read for load, read in zip(loading["load"], loading["read"], strict=True)]
+    over_reading = ratios(loading["load"], loading["read"])
     print_table(
         "Loading the folder on another split, from a cold cache: seconds",
         ["", "median", *rounds],
         [
             ["PipeShift", median(loading["load"]), *loading["load"]],
             ["reading the bytes", median(loading["read"]), *loading["read"]],
-            ["ratio", median(ratios), *ratios],
+            ["ratio", median(over_reading), *over_reading],
         ],
     )
     save(
         options.json,
-        {"state_bytes": 3 * size, "stands_still_seconds": still, "loading_seconds": loading},
+        {
+            "state_bytes": 3 * size,
+            **figures,
+            "loading_over_reading": interval(over_reading),
+            "stands_still_seconds": still,
+            "loading_seconds": loading,
+        },
     )
 
 

@@ -1,60 +1,63 @@
-"""What it costs to hold less: swaps, planned by ``MemoryCompression``, against keeping everything,
-recomputing everything, and moving everything without a plan.
+"""What it costs to hold less: tensors moved as ``MemoryCompression`` plans it, against torch's own
+``torch.utils.checkpoint`` and ``save_on_cpu``, at the same memory.
 
     python -m benchmarks.compression
 
 Four stages of two layers each, which sleep 20 ms forward and 40 ms backward and save tensors: real
-ones, really copied, by the two cores that carry all four stages. What a stage saves for one
-microbatch is a *unit*; in 1F1B the stages hold 4, 3, 2 and 1 of them. Contenders take turns, in
-three runs. With layers that save 128 MB each, so much that copying it there and back takes about as
-long as computing, and with 64 MB:
+ones, really copied, by the processors that carry all four stages. What a stage saves for one
+microbatch is a *unit*; in 1F1B the stages hold 4, 3, 2 and 1 of them. For each size of a layer's
+tensors, contenders take turns in one run. Everything stays, or with at most three units on a stage:
 
-- everything stays;
-- under a budget of 3 units each, with other stages' room alone, and with the host's;
-- every tensor copied to other memory when it is saved, and back when it is needed, by the thread
-  that computes, as ``torch.autograd.graph.save_on_cpu`` does on a GPU without pinned memory.
+- PipeShift's plan with other stages' room alone, and with the host's;
+- only the first layer of the first stage in ``save_on_cpu``, or in ``torch.utils.checkpoint``, by
+  hand: that is what would do in a model written for this pipeline.
+
+With at most one unit on a stage:
+
+- PipeShift's plan with the host's room, the same where layers may also run again, and
+  ``recompute="full"``. A plan that cannot keep the budget is refused, and left out;
+- all layers in ``save_on_cpu``, or in ``torch.utils.checkpoint``, in the model.
+
+``save_on_cpu(pin_memory=True)`` copies each tensor to other memory when it is saved, in the thread
+that computes; on a CPU it need not be copied back, which is to its advantage here.
 
 (A transformer layer of width h saves 34 h bytes a token, Korthikanti et al., "Reducing Activation
 Recomputation in Large Transformer Models", 2022, and computes 72 h^2 operations for it, forward and
 backward. With h = 4096, at 150 TFLOP/s and 24 GB/s of PCIe, copying that there and back takes 1.4
 times as long as computing.)
 
-With layers that save 8 MB each:
-
-- everything stays;
-- everything recomputed, and a plan under the budget that this takes at its peak, a unit.
-
-Peaks are what the activation store counted on each stage; it does not see the naive copies. Freed
-memory stays with each process, for all contenders, as it does with a GPU's allocator: giving it
-back to the system takes longer here than many of the copies.
+Peaks are the bytes of the layers' tensors that are alive on each stage, counted by the memory
+itself (see :mod:`benchmarks.holding`); copies of them are memory of the host, and not counted.
+Freed memory stays with each process, for all contenders, as it does with a GPU's allocator: giving
+it back to the system takes longer here than many of the copies.
 """
 
 from __future__ import annotations
 
-import time
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
+from statistics import median
 from typing import Any
 
 import lightning as L
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.optim import Optimizer
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
 
-from benchmarks.measuring import arguments, print_table, save
-from benchmarks.placements import Repeated, TakingTurns
-from benchmarks.sleeping import plain_sgd
+from benchmarks.holding import Holder, PeakTurns
+from benchmarks.measuring import arguments, interval, print_table, save, shown
+from benchmarks.placements import Repeated
 from lightning_pipeshift import MemoryCompression, PipeShiftStrategy, Plan
+from lightning_pipeshift.errors import BudgetError
 from lightning_pipeshift.runtime.planning import make_plan
 from lightning_pipeshift.runtime.stage_memory import MemoryWishes
 from tests.features_models import quiet_trainer
 from tests.harness import run_ranks
 
 NUM_STAGES, LAYERS_PER_STAGE = 4, 2
+NUM_LAYERS = NUM_STAGES * LAYERS_PER_STAGE
 SLEEPS = (0.020, 0.040)
-TENSORS = 4
 WIDTH, SAMPLES = 64, 4
 SLACK_BYTES = 400_000
 """What a unit does not count: weights, and what layers are called with."""
@@ -66,66 +69,7 @@ KEEPS_FREED_MEMORY = {
 }
 """For glibc, which asks the system for what is larger all the same."""
 
-STAYS, LENT, HOST = "everything stays", "3 units, other stages", "3 units, the host"
-AGAIN, LIKE_AGAIN, NAIVE = "all recomputed", "that peak, planned", "naive copies"
-
-
-class _Holds(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, num_bytes: int) -> Tensor:
-        begun = time.perf_counter()
-        inner = [torch.full((num_bytes // TENSORS // 4,), float(n)) for n in range(TENSORS)]
-        ctx.save_for_backward(*inner)
-        time.sleep(max(0.0, SLEEPS[0] - (time.perf_counter() - begun)))
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        for number, inner in enumerate(ctx.saved_tensors):
-            if inner[-1] != number:
-                raise AssertionError("a saved tensor has changed")
-        time.sleep(SLEEPS[1])
-        return gradients[0], None
-
-
-class Holding(nn.Module):
-    """A layer that costs time and memory, and little processor."""
-
-    def __init__(self, num_bytes: int) -> None:
-        super().__init__()
-        self.num_bytes = num_bytes
-        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        held: Tensor = _Holds.apply(self.linear(x), self.num_bytes)
-        return held
-
-
-class Model(L.LightningModule):
-    """Such layers, one after the other."""
-
-    copies = False
-
-    def __init__(self, num_bytes: int) -> None:
-        super().__init__()
-        count = NUM_STAGES * LAYERS_PER_STAGE
-        self.layers = nn.ModuleList(Holding(num_bytes) for _ in range(count))
-
-    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Mean squared error."""
-        x, target = batch
-        with saved_tensors_hooks(_copied, _copied) if self.copies else nullcontext():
-            for layer in self.layers:
-                x = layer(x)
-        return F.mse_loss(x, target)
-
-    def configure_optimizers(self) -> Optimizer:
-        """Plain SGD."""
-        return plain_sgd(self.parameters())
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor).copy_(tensor) if tensor.numel() > WIDTH**2 else tensor
+STAYS = "everything stays"
 
 
 @dataclass(frozen=True)
@@ -133,78 +77,91 @@ class Terms:
     """What a contender may use.
 
     Args:
-        unit_bytes: what a stage saves for a microbatch.
-        units: of them that a stage may hold; ``None``: any.
+        units: that a stage may hold; ``None``: any.
         host_units: of them on the host.
         recompute: as in the strategy.
+        num_copied: layers that the model runs in ``save_on_cpu``, from the first on.
+        num_checkpointed: likewise in ``torch.utils.checkpoint``.
     """
 
-    unit_bytes: int
     units: float | None = None
     host_units: float = 0.0
     recompute: str = "none"
+    num_copied: int = 0
+    num_checkpointed: int = 0
 
-    def wishes(self) -> MemoryWishes:
+    def wishes(self, unit_bytes: int) -> MemoryWishes:
         """The same as ``MemoryCompression`` has it."""
-        budget = 1e12 if self.units is None else self.units * self.unit_bytes + SLACK_BYTES
-        return MemoryWishes(budget, self.host_units * self.unit_bytes)
+        budget = 1e12 if self.units is None else self.units * unit_bytes + SLACK_BYTES
+        return MemoryWishes(budget, self.host_units * unit_bytes)
 
 
-class Turns(TakingTurns):
+CONTENDERS = {
+    STAYS: Terms(),
+    "3 units: planned, other stages' room": Terms(3.0),
+    "3 units: planned, the host's room": Terms(3.0, 8.0),
+    "3 units: save_on_cpu, first layer": Terms(num_copied=1),
+    "3 units: checkpoint, first layer": Terms(num_checkpointed=1),
+    "1 unit: planned, the host's room": Terms(1.0, 8.0),
+    "1 unit: planned, that or recomputed": Terms(1.0, 8.0, recompute="auto"),
+    '1 unit: recompute="full"': Terms(recompute="full"),
+    "1 unit: save_on_cpu, all layers": Terms(num_copied=NUM_LAYERS),
+    "1 unit: checkpoint, all layers": Terms(num_checkpointed=NUM_LAYERS),
+}
+
+
+class Model(Holder):
+    """Its first layers may be copied or checkpointed."""
+
+    terms = Terms()
+
+    def run(self, number: int, layer: nn.Module, x: Tensor) -> Tensor:
+        """Calls a layer."""
+        if number < self.terms.num_checkpointed:
+            again: Tensor = checkpoint(layer, x, use_reentrant=False)
+            return again
+        is_copied = number < self.terms.num_copied
+        with save_on_cpu(pin_memory=True) if is_copied else nullcontext():
+            return super().run(number, layer, x)
+
+
+class Turns(PeakTurns):
     """Contenders with memory of their own.
 
     Args:
-        terms: of each contender.
+        unit_bytes: what a stage saves for a microbatch.
         num_rounds: how often each has its turn.
         num_steps: how many steps of a turn are timed.
-        module: to be told what copies.
+        module: to be told what it copies.
     """
 
-    def __init__(
-        self, terms: dict[str, Terms], num_rounds: int, num_steps: int, module: Model
-    ) -> None:
+    def __init__(self, unit_bytes: int, num_rounds: int, num_steps: int, module: Model) -> None:
         super().__init__(self._planned, num_rounds, num_steps, self._entered)
-        self.peaks: dict[str, list[float]] = {}
-        self._terms = terms
+        self._unit_bytes = unit_bytes
         self._module = module
         self._memory: Any = None
-        self._now: str | None = None
 
     def _planned(self, strategy: Any) -> dict[str, Plan]:
         pipeline = strategy._require_pipeline()
         self._memory = pipeline.memory
-        return {name: _plan(pipeline, terms) for name, terms in self._terms.items()}
+        plans = {
+            name: _plan(pipeline, terms, self._unit_bytes) for name, terms in CONTENDERS.items()
+        }
+        return {name: plan for name, plan in plans.items() if plan is not None}
 
     def _entered(self, name: str) -> None:
-        wishes = self._terms[name].wishes()
+        wishes = CONTENDERS[name].wishes(self._unit_bytes)
         # Nothing is under way between two steps.
         self._memory.wishes = wishes
         self._memory.room = replace(self._memory.room, budget_bytes=int(wishes.budget_bytes or 0))
-        self._module.copies = name == NAIVE
-        self._now = None
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        """A step begins."""
-        super().on_train_batch_start(*args)
-        traffic = self._memory.store.traffic if self._memory is not None else None
-        if traffic is not None and self._turns and self._left == self._num_steps + 1:
-            # From here on it is the contender's own.
-            traffic.peak_bytes = 0
-            self._now = self._turns[0]
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        """A step is over."""
-        if self._now is not None:
-            peak = self._memory.store.traffic.peak_bytes / self._terms[self._now].unit_bytes
-            self.peaks.setdefault(self._now, []).append(peak)
-        super().on_train_batch_end(*args)
+        self._module.terms = CONTENDERS[name]
 
 
-def _plan(pipeline: Any, terms: Terms) -> Plan:
-    """The plan under some terms, on all ranks."""
+def _plan(pipeline: Any, terms: Terms, unit_bytes: int) -> Plan | None:
+    """The plan under some terms, on all ranks; None where no plan keeps the budget."""
     text, measured = None, pipeline.planning.measured
     if measured is not None:
-        wishes = terms.wishes()
+        wishes = terms.wishes(unit_bytes)
         devices = [
             replace(
                 device,
@@ -214,22 +171,24 @@ def _plan(pipeline: Any, terms: Terms) -> Plan:
             )
             for device in measured.cluster.devices
         ]
-        text = make_plan(
-            replace(pipeline.settings, memory=wishes, recompute=terms.recompute),
-            measured.profile,
-            replace(measured.cluster, devices=tuple(devices)),
-            pipeline.replicas.topology,
-        ).to_json()
-    return Plan.from_json(pipeline.replicas.world.share_object(text, source=0))
+        with suppress(BudgetError):
+            text = make_plan(
+                replace(pipeline.settings, memory=wishes, recompute=terms.recompute),
+                measured.profile,
+                replace(measured.cluster, devices=tuple(devices)),
+                pipeline.replicas.topology,
+            ).to_json()
+    text = pipeline.replicas.world.share_object(text, source=0)
+    return None if text is None else Plan.from_json(text)
 
 
-def measure(terms: dict[str, Terms], microbatches: int, num_rounds: int, num_steps: int) -> Any:
-    """Runs on every rank: what rank 0 timed, and this rank's peaks in units."""
+def measure(layer_bytes: int, microbatches: int, num_rounds: int, num_steps: int) -> Any:
+    """Runs on every rank: what rank 0 timed, and this rank's peaks in bytes."""
     torch.set_num_threads(1)
     L.seed_everything(0, verbose=False)
-    unit_bytes = next(iter(terms.values())).unit_bytes
-    module = Model(unit_bytes // LAYERS_PER_STAGE)
-    turns = Turns(terms, num_rounds, num_steps, module)
+    unit_bytes = layer_bytes * LAYERS_PER_STAGE
+    module = Model(NUM_LAYERS, WIDTH, layer_bytes, SLEEPS)
+    turns = Turns(unit_bytes, num_rounds, num_steps, module)
     strategy = PipeShiftStrategy(
         microbatches=microbatches, partition=[LAYERS_PER_STAGE] * NUM_STAGES, profile_steps=4
     )
@@ -247,92 +206,36 @@ def measure(terms: dict[str, Terms], microbatches: int, num_rounds: int, num_ste
 
 def main() -> None:
     parser = arguments(__doc__)
+    parser.add_argument("--layer-mb", type=int, nargs="+", default=[8, 32, 128])
     parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--num-rounds", type=int, default=5)
+    parser.add_argument("--num-rounds", type=int, default=6)
     parser.add_argument("--num-steps", type=int, default=2)
     options = parser.parse_args()
-
-    large, medium, small = 256_000_000, 128_000_000, 16_000_000
     rounds = (options.microbatches, options.num_rounds, options.num_steps)
-    evened, evened_medium = (
-        _compared(
-            {
-                STAYS: Terms(unit),
-                LENT: Terms(unit, 3.0),
-                HOST: Terms(unit, 3.0, 8.0),
-                NAIVE: Terms(unit),
-            },
-            *rounds,
-        )
-        for unit in (large, medium)
-    )
-    again = _compared(
-        {
-            STAYS: Terms(small),
-            # It holds one unit: what the microbatch has made again whose backward runs.
-            AGAIN: Terms(small, recompute="full"),
-            LIKE_AGAIN: Terms(small, 1.0, 8.0),
-        },
-        *rounds,
-    )
-    ratios = {
-        "lent_over_stays": evened[LENT]["median_seconds"] / evened[STAYS]["median_seconds"],
-        "naive_over_lent": evened[NAIVE]["median_seconds"] / evened[LENT]["median_seconds"],
-        "naive_over_lent_64_MB": evened_medium[NAIVE]["median_seconds"]
-        / evened_medium[LENT]["median_seconds"],
-        "recomputed_over_planned": again[AGAIN]["median_seconds"]
-        / again[LIKE_AGAIN]["median_seconds"],
-    }
-    print(
-        f"\nEvened out among the stages: {ratios['lent_over_stays']:.3f} times the step (at most"
-        f" 1.05), and {ratios['naive_over_lent']:.2f} times\nas fast as naive copies (at least 1.5;"
-        f" with half as much to copy, {ratios['naive_over_lent_64_MB']:.2f}). At the peak of"
-        f"\nrecomputing everything, the plan is {ratios['recomputed_over_planned']:.2f} times as"
-        " fast as that (at least 1.25)."
-    )
-    save(
-        options.json,
-        {
-            "ratios": ratios,
-            "128 MB a layer": evened,
-            "64 MB a layer": evened_medium,
-            "8 MB a layer": again,
-        },
-    )
+    figures = {f"{mb} MB": _compared(1_000_000 * mb, *rounds) for mb in options.layer_mb}
+    save(options.json, {"microbatches": options.microbatches, **figures})
 
 
-def _compared(terms: dict[str, Terms], *rounds: int) -> dict[str, dict[str, Any]]:
-    """Runs contenders, prints what came of them, and returns that."""
-    ranks = run_ranks(measure, NUM_STAGES, terms, *rounds, timeout=1800, env=KEEPS_FREED_MEMORY)
+def _compared(layer_bytes: int, *rounds: int) -> dict[str, dict[str, Any]]:
+    """Runs all contenders with layers of one size, prints what came of them, and returns that."""
+    ranks = run_ranks(
+        measure, NUM_STAGES, layer_bytes, *rounds, timeout=3000, env=KEEPS_FREED_MEMORY
+    )
     found = ranks[0][0]
-    base = found[STAYS].median
     rows, figures = [], {}
     for name, timed in found.items():
-        peaks = [max(peaks[name]) for _, peaks in ranks]
-        is_known = name != NAIVE
-        rows.append(
-            [
-                name,
-                " ".join(f"{peak:.2f}" for peak in peaks) if is_known else "",
-                f"{sum(peaks) / len(peaks):.2f}" if is_known else "",
-                timed.median,
-                timed.median / base,
-            ]
-        )
+        # Other stages may still copy what the step before has saved, so not the largest of all.
+        peaks = [median(peaks[name]) / layer_bytes / LAYERS_PER_STAGE for _, peaks in ranks]
+        times = timed.times(found[STAYS])
+        rows.append([name, " ".join(f"{p:.2f}" for p in peaks), timed.median, shown(times)])
         figures[name] = {
-            "peaks_in_units": peaks if is_known else None,
-            "predicted_seconds": timed.predicted_seconds,
-            "median_seconds": timed.median,
-            "step_seconds": timed.step_seconds,
-            "times_everything_stays": timed.median / base,
-            "plan": timed.plan,
+            "peaks_in_units": peaks,
+            "step_seconds": interval(timed.turns),
+            "times_everything_stays": times,
+            "timed": asdict(timed),
         }
-    unit_bytes = terms[STAYS].unit_bytes
-    print_table(
-        f"{NUM_STAGES} stages, {rounds[0]} microbatches, a unit of {unit_bytes / 1e6:.0f} MB",
-        ["", "peaks in units", "mean", "s a step", "times"],
-        rows,
-    )
+    title = f"{NUM_STAGES} stages, {rounds[0]} microbatches, {layer_bytes / 1e6:.0f} MB a layer"
+    print_table(title, ["", "peaks in units", "s a step", "times everything stays"], rows)
     return figures
 
 

@@ -24,7 +24,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.hosts import Link, hosts, why_not
-from benchmarks.measuring import arguments, print_table, save
+from benchmarks.measuring import arguments, interval, print_table, save, shown
 from benchmarks.sleeping import SleepingLayer
 from lightning_pipeshift import PipeShiftStrategy
 
@@ -97,7 +97,7 @@ def measure(aggregation: Any, num_steps: int) -> list[tuple[float, float]]:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--num-steps", type=int, default=6)
+    parser.add_argument("--num-steps", type=int, default=10)
     parser.add_argument("--megabits", type=float, nargs="+", default=[200.0, 1000.0])
     options = parser.parse_args()
     reason = why_not()
@@ -117,8 +117,16 @@ def main() -> None:
                 ]
                 step = median(seconds for seconds, _ in slowest)
                 exposed = median(seconds for _, seconds in slowest)
-                percent = 100 * median(e / s for s, e in slowest)
-                rows.append([f"{megabits:g} Mbit/s, {aggregation}", step, alone, exposed, percent])
+                percent = interval([100 * e / s for s, e in slowest])
+                rows.append(
+                    [
+                        f"{megabits:g} Mbit/s, {aggregation}",
+                        step,
+                        alone,
+                        exposed,
+                        shown(percent, ".1f"),
+                    ]
+                )
                 figures[f"{megabits:g} {aggregation}"] = {
                     "step_seconds": [s for s, _ in slowest],
                     "exposed_seconds": [e for _, e in slowest],

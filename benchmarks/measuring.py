@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import lightning
@@ -46,13 +49,40 @@ def _cell(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
+def interval(values: Sequence[float]) -> dict[str, float]:
+    """The median of rounds, and in which range the true median lies with 95 % confidence.
+
+    The range goes from the r-th smallest to the r-th largest round, by the binomial distribution,
+    whatever the values are distributed like (Hahn and Meeker, "Statistical Intervals", 1991,
+    section 5.2). Fewer than six rounds cannot give 95 %: then it is that of all rounds.
+    """
+    ordered = sorted(values)
+    count = len(ordered)
+    left_out, below = 0, 0.5**count
+    while below + math.comb(count, left_out + 1) * 0.5**count <= 0.025:
+        left_out += 1
+        below += math.comb(count, left_out) * 0.5**count
+    low, high = ordered[left_out], ordered[count - 1 - left_out]
+    return {"median": median(ordered), "low": low, "high": high, "rounds": count}
+
+
+def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
+    """The ratio in each round, of two contenders that took turns."""
+    return [a / b for a, b in zip(numerators, denominators, strict=True)]
+
+
+def shown(found: Mapping[str, float], form: str = ".3f") -> str:
+    """An :func:`interval` in words."""
+    middle, low, high = (format(found[name], form) for name in ("median", "low", "high"))
+    return f"{middle} ({low} to {high})"
+
+
 def save(path: Path | None, figures: Mapping[str, Any], says_so: bool = True) -> None:
     """Writes the figures, the command that made them and where it ran, if a file was asked for."""
     if path is None:
         return
-    module = Path(sys.argv[0]).stem
     record = {
-        "command": " ".join(["python -m", f"benchmarks.{module}", *sys.argv[1:]]),
+        "command": _command(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
         "machine": machine(),
@@ -63,12 +93,31 @@ def save(path: Path | None, figures: Mapping[str, Any], says_so: bool = True) ->
         print(f"\nwritten to {path}")
 
 
+def _command() -> str:
+    """What was called, without where the figures were to be written."""
+    words = ["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}"]
+    rest = iter(sys.argv[1:])
+    for word in rest:
+        if word == "--json":
+            next(rest)
+        elif not word.startswith("--json="):
+            words.append(word)
+    return shlex.join(words)
+
+
 def commit() -> str:
-    """The version of the code, with a plus where files differ from it."""
+    """The version of the code, with a plus where files differ from it. Pages and results are no
+    code: a benchmark that has just written its own would make all later ones look changed."""
+    version = _git("rev-parse", "--short", "HEAD")
+    no_code = (":(exclude)benchmarks/results", ":(exclude)*.md")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", *no_code)
+    return f"{version}+" if changed else version or "unknown"
+
+
+def _git(*words: str) -> str:
     folder = Path(__file__).parent
-    name = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    done = subprocess.run(name, cwd=folder, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 def machine() -> dict[str, Any]:

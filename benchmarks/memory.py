@@ -196,7 +196,14 @@ def main() -> None:
     rows, figures = [], {}
     for num_stages in options.stages:
         ranks = run_ranks(measure, num_stages, num_stages, timeout=600)
-        figures[f"{num_stages} stages"] = [asdict(held) for held in ranks]
+        figures[f"{num_stages} stages"] = {
+            "own": ranks[0].own,
+            "most_in_all": max(held.in_all for held in ranks),
+            "most_beside_own": max(held.in_all - held.own for held in ranks),
+            "least_resident": min(held.resident for held in ranks),
+            "most_resident": max(held.resident for held in ranks),
+            "ranks": [asdict(held) for held in ranks],
+        }
         for stage, held in enumerate(ranks):
             exact = held.parameters + held.gradients + held.optimizer
             rows.append(

@@ -3,9 +3,9 @@
     python -m benchmarks.migration
 
 Reaction: 24 sleeping layers on 4 stages; the last stage gets half as fast in the middle of the run.
-With ``LayerMigration()`` against the split that stays (6 layers each), both under the slow stage;
-and after how many steps the layers had moved. 24 layers on speeds 1, 1, 1 and 0.5: at best 7, 7, 7
-and 3, where a slot takes 7 instead of 12.
+With ``LayerMigration()`` against the split that stays (6 layers each), in turns, both under the
+slow stage; and after how many steps the layers had moved. 24 layers on speeds 1, 1, 1 and 0.5: at
+best 7, 7, 7 and 3, where a slot takes 7 instead of 12.
 
 Gap: layers with real weights and Adam's state go back and forth between stages. How long the move
 holds the stage up that it holds up longest, and by how much the longest step around it is longer
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 from torch.utils.data import DataLoader
 
-from benchmarks.measuring import arguments, print_table, save
+from benchmarks.measuring import arguments, interval, print_table, save, shown
 from benchmarks.placements import Repeated
 from benchmarks.sleeping import Sleeper, SleepingLayer, slow_down
 from lightning_pipeshift import LayerMigration, PipeShiftStrategy
@@ -96,26 +96,31 @@ def react(watches: bool, microbatches: int, at: int, num_steps: int, patience: i
 
 
 def reaction(options: Any) -> dict[str, Any]:
-    """Both runs, one after the other, as often as asked for."""
-    gains, steps, found = [], [], []
+    """Both runs, in turns, as often as asked for."""
+    gains, steps, found, static_seconds, moved_seconds = [], [], [], [], []
     given = (options.microbatches, options.at, options.num_steps, options.patience)
+    # Nothing moves, so fewer steps say as much.
+    given_static = (options.microbatches, options.at, options.num_static_steps, 0)
     for _ in range(options.num_rounds):
-        stays, _ = run_ranks(react, NUM_STAGES, False, *given, timeout=1200)[0]
+        stays, _ = run_ranks(react, NUM_STAGES, False, *given_static, timeout=1200)[0]
         moves, counts = run_ranks(react, NUM_STAGES, True, *given, timeout=1200)[0]
         # What is there in the end has been there for a while.
         last = counts[-1]
         reacted = next(i for i in range(len(counts)) if set(counts[i:]) == {last})
         after = moves[reacted + 1 :]
-        gains.append(median(stays) / median(after))
+        static_seconds.append(median(stays))
+        moved_seconds.append(median(after))
+        gains.append(static_seconds[-1] / moved_seconds[-1])
         steps.append(reacted)
         found.append(list(last))
     return {
-        "gain": median(gains),
+        "gain": interval(gains),
         "gains": gains,
+        "num_steps_after": len(after),
         "steps_until_moved": steps,
         "counts": found,
-        "static_seconds": median(stays),
-        "moved_seconds": median(after),
+        "static_seconds": interval(static_seconds),
+        "moved_seconds": interval(moved_seconds),
         "optimum": OPTIMUM,
     }
 
@@ -344,13 +349,13 @@ def gap(options: Any, folder: Path) -> dict[str, Any]:
         "moved_megabytes": layers * 3 * 4 * NUM_WEIGHTS / 1e6,
         "median_step_seconds": usual,
         "slot_seconds": max(PLACEMENTS[0]) * sum(SLOT),
-        "held_up_seconds": live,
+        "held_up_seconds": interval(held_up),
         "worst_held_up_seconds": max(held_up),
-        "gap_seconds": median(around),
+        "gap_seconds": interval(around),
         "worst_gap_seconds": max(around),
-        "undisturbed_gap_seconds": median(undisturbed),
+        "undisturbed_gap_seconds": interval(undisturbed),
         "step_of_the_move_seconds": median(found.steps[step] for step in found.live),
-        "blocking_seconds": median(found.blocking),
+        "blocking_seconds": interval(found.blocking),
         "restart_seconds": restarted,
         "blocking_over_live": median(found.blocking) / live,
         "restart_over_live": restarted / live,
@@ -364,10 +369,11 @@ def longest(steps: dict[int, float], at: int) -> float:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--microbatches", type=int, default=64)
+    parser.add_argument("--microbatches", type=int, default=32)
     parser.add_argument("--at", type=int, default=4)
-    parser.add_argument("--num-steps", type=int, default=12)
-    parser.add_argument("--num-rounds", type=int, default=1)
+    parser.add_argument("--num-steps", type=int, default=16)
+    parser.add_argument("--num-static-steps", type=int, default=5)
+    parser.add_argument("--num-rounds", type=int, default=3)
     parser.add_argument("--patience", type=int, default=3)
     parser.add_argument("--gap-microbatches", type=int, default=4)
     parser.add_argument("--num-moves", type=int, default=8)
@@ -380,34 +386,37 @@ def main() -> None:
     if options.only != "gap":
         found = figures["reaction"] = reaction(options)
         rows = [
-            ["the split that stays", str(list(EVEN)), found["static_seconds"], 1.0],
-            ["LayerMigration", str(found["counts"][-1]), found["moved_seconds"], found["gain"]],
+            ["the split that stays", str(list(EVEN)), shown(found["static_seconds"]), "1"],
+            [
+                "LayerMigration",
+                str(found["counts"][-1]),
+                shown(found["moved_seconds"]),
+                shown(found["gain"]),
+            ],
         ]
         title = f"One of {NUM_STAGES} stages gets half as fast, {options.microbatches} microbatches"
         print_table(title, ["", "layers", "s a step", "times as fast"], rows)
         steps = found["steps_until_moved"]
-        print(
-            f"\nat least 1.63 is asked for, {OPTIMUM:.2f} is the optimum; moved after {steps} steps"
-        )
+        print(f"\n{OPTIMUM:.2f} is the optimum; moved after {steps} steps")
     if options.only != "reaction":
         found = figures["gap"] = gap(options, options.folder)
-        live = found["held_up_seconds"]
-        rows = [
-            ["live move", live, 1.0],
-            ["blocking transfer", found["blocking_seconds"], found["blocking_over_live"]],
+        live, blocking = found["held_up_seconds"], found["blocking_seconds"]
+        held_up_rows = [
+            ["live move", live["median"], 1.0],
+            ["blocking transfer", blocking["median"], found["blocking_over_live"]],
             ["checkpoint and restart", found["restart_seconds"], found["restart_over_live"]],
         ]
         title = (
             f"How long training is held up for {found['moved_layers']} layers"
             f" ({found['moved_megabytes']:.0f} MB), the median of {options.num_moves}"
         )
-        print_table(title, ["", "s", "times the live move"], rows)
+        print_table(title, ["", "s", "times the live move"], held_up_rows)
         print(
             f"\nthe worst live move: {found['worst_held_up_seconds']:.3f} s\n"
             f"the longest of three steps around a move, beyond the median step of"
-            f" {found['median_step_seconds']:.3f} s: {found['gap_seconds']:.3f} s, at worst"
+            f" {found['median_step_seconds']:.3f} s: {shown(found['gap_seconds'])} s, at worst"
             f" {found['worst_gap_seconds']:.3f} s\n"
-            f"where nothing moves: {found['undisturbed_gap_seconds']:.3f} s; a slot is"
+            f"where nothing moves: {shown(found['undisturbed_gap_seconds'])} s; a slot is"
             f" {found['slot_seconds']:.3f} s"
         )
     save(options.json, figures)

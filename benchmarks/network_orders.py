@@ -4,8 +4,12 @@
 
 Four hosts, two of them joined at 200 Mbit/s and two at 50 (network namespaces; needs root), as two
 virtual machines of two stages. The model and the links are measured, and the planner chooses. Then
-every order and grouping that there is takes some steps, each with its own best cut: the chosen one
-is compared with the worst of all, and with their mean.
+every order and grouping that there is takes some steps, each with its own best cut, in rounds.
+
+Hosts of one rate are alike, so the twelve orders are of four kinds, named by the rates of their
+stages. All orders of a kind should take the same: what they differ by is the machine's noise. The
+chosen kind is compared with the others round by round: every order of a kind with the median of the
+chosen one's.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.hosts import Link, hosts, why_not
-from benchmarks.measuring import arguments, print_table, save
+from benchmarks.measuring import arguments, interval, print_table, ratios, save, shown
 from benchmarks.placements import Repeated
 from benchmarks.sleeping import Sleeper
 from lightning_pipeshift import PipeShiftStrategy
@@ -29,7 +33,7 @@ from lightning_pipeshift.plan.planner import arrange_all
 from tests.features_models import quiet_trainer
 
 MEGABITS = (200.0, 50.0, 50.0, 200.0)
-NUM_LAYERS, WIDTH, ROWS, NUM_MICROBATCHES = 8, 1024, 64, 8
+NUM_LAYERS, WIDTH, ROWS, NUM_MICROBATCHES = 8, 512, 64, 8
 SLEEPS = (0.010, 0.020)
 NUM_WARM_UP = 2
 
@@ -81,8 +85,15 @@ def every_arrangement() -> list[Machines]:
     return [machines for machines in found if 0 in machines[0]]
 
 
+def kind_of(machines: Machines) -> str:
+    """The rates of an order's stages, the same for orders that differ by equal hosts only."""
+    rates = sorted([f"{MEGABITS[host]:g}" for host in machine] for machine in machines)
+    return " | ".join(" - ".join(machine) for machine in rates)
+
+
 def main() -> None:
     parser = arguments(__doc__)
+    parser.add_argument("--num-rounds", type=int, default=6)
     parser.add_argument("--num-steps", type=int, default=4)
     options = parser.parse_args()
     reason = why_not()
@@ -100,32 +111,67 @@ def main() -> None:
         )
         best = arrange_all(profile, cluster, wishes)
         chosen = sorted(map(list, best.ranks), key=lambda ranks: 0 not in ranks)
-        rows, seconds = [], {}
-        for machines in every_arrangement():
-            took, counts = made.run(run, machines, options.num_steps, False, timeout=300.0)[0]
-            seconds[str(machines)] = took
-            mark = "<- chosen" if machines == chosen else ""
-            rows.append([str(machines), str(counts), took, mark])
-    rows.sort(key=lambda row: row[2])
-    print_table(
-        f"Hosts at {', '.join(f'{rate:g}' for rate in MEGABITS)} Mbit/s, as 2 x 2",
-        ["virtual machines", "layers", "s a step", ""],
-        rows,
-    )
-    mine, all_of_them = seconds[str(chosen)], list(seconds.values())
-    figures = {
+        seconds: dict[str, list[float]] = {str(order): [] for order in every_arrangement()}
+        cuts = {}
+        for number in range(options.num_rounds):
+            orders = every_arrangement()
+            # Nobody always goes first.
+            turn = number % len(orders)
+            for machines in orders[turn:] + orders[:turn]:
+                took, counts = made.run(run, machines, options.num_steps, False, timeout=300.0)[0]
+                seconds[str(machines)].append(took)
+                cuts[str(machines)] = str(counts)
+    kinds: dict[str, list[str]] = {}
+    for machines in every_arrangement():
+        kinds.setdefault(kind_of(machines), []).append(str(machines))
+    by_kind = {
+        kind: [median(seconds[order][n] for order in orders) for n in range(options.num_rounds)]
+        for kind, orders in kinds.items()
+    }
+    mine = kind_of(chosen)
+    means = [mean(rounds) for rounds in zip(*seconds.values(), strict=True)]
+    figures: dict[str, Any] = {
         "chosen": chosen,
-        "worst_over_chosen": max(all_of_them) / mine,
-        "mean_over_chosen": mean(all_of_them) / mine,
-        "chosen_over_best": mine / min(all_of_them),
+        "chosen_kind": mine,
+        "mean_over_chosen": interval(ratios(means, by_kind[mine])),
         "predicted_seconds": best.prediction.step_seconds,
+        "kinds": {},
         "seconds": seconds,
     }
-    print(
-        f"\nthe chosen one is {figures['worst_over_chosen']:.2f} times as fast as the worst, and"
-        f" {figures['mean_over_chosen']:.2f} times as the mean; predicted"
-        f" {best.prediction.step_seconds:.3g} s"
+    rows = []
+    for kind in by_kind:
+        alike = [[seconds[order][n] for order in kinds[kind]] for n in range(options.num_rounds)]
+        found: dict[str, Any] = {
+            "orders": kinds[kind],
+            "cuts": [cuts[order] for order in kinds[kind]],
+            "step_seconds": interval([each for order in kinds[kind] for each in seconds[order]]),
+            "over_chosen": interval(
+                [each for order in kinds[kind] for each in ratios(seconds[order], by_kind[mine])]
+            ),
+            "slowest_over_fastest_alike": interval([max(each) / min(each) for each in alike]),
+        }
+        figures["kinds"][kind] = found
+        rows.append(
+            [
+                kind,
+                len(kinds[kind]),
+                shown(found["step_seconds"]),
+                shown(found["over_chosen"]),
+                shown(found["slowest_over_fastest_alike"]),
+                "<- chosen" if kind == mine else "",
+            ]
+        )
+    rows.sort(key=lambda row: str(row[2]))
+    worst = max(by_kind, key=lambda kind: median(by_kind[kind]))
+    figures["worst_kind"] = worst
+    figures["worst_over_chosen"] = figures["kinds"][worst]["over_chosen"]
+    print_table(
+        f"Hosts at {', '.join(f'{rate:g}' for rate in MEGABITS)} Mbit/s, as 2 x 2:"
+        f" {options.num_rounds} rounds",
+        ["Mbit/s", "orders", "s a step", "times the chosen", "slowest / fastest of them", ""],
+        rows,
     )
+    print(f"\nall orders' mean: {shown(figures['mean_over_chosen'])} times the chosen kind")
     save(options.json, figures)
 
 

@@ -17,6 +17,7 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.measuring import interval, ratios
 from lightning_pipeshift import PipeShiftStrategy, Plan
 from tests.features_models import quiet_trainer
 
@@ -29,18 +30,31 @@ class Timed:
 
     Args:
         plan: the plan.
+        counts: layers of each stage, by virtual machine.
+        num_steps: how many steps of a turn are timed.
         predicted_seconds: of a step, by the simulator, from what the first steps measured.
         step_seconds: measured, of each step but the first two of each turn.
     """
 
     plan: str
     counts: list[list[int]]
+    num_steps: int
     predicted_seconds: float | None = None
     step_seconds: list[float] = field(default_factory=list)
 
     @property
     def median(self) -> float:
         return median(self.step_seconds)
+
+    @property
+    def turns(self) -> list[float]:
+        """The seconds of a step in each turn: what is compared with others' turns beside it."""
+        starts = range(0, len(self.step_seconds), self.num_steps)
+        return [median(self.step_seconds[i : i + self.num_steps]) for i in starts]
+
+    def times(self, other: Timed) -> dict[str, float]:
+        """How many times as long as ``other`` this takes, as an interval over the turns."""
+        return interval(ratios(self.turns, other.turns))
 
 
 class TakingTurns(L.Callback):
@@ -87,7 +101,7 @@ class TakingTurns(L.Callback):
             for name, plan in self._plans.items():
                 said = plan.prediction.step_seconds if plan.prediction is not None else None
                 counts = [list(row) for row in plan.placement.counts]
-                self.found[name] = Timed(str(plan), counts, said)
+                self.found[name] = Timed(str(plan), counts, self._num_steps, said)
             self._turns = [*self._plans] * self._num_rounds
             self._begin(strategy)
             return

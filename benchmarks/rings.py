@@ -45,13 +45,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.hosts import CARD, Hosts, Link, hosts, why_not
-from benchmarks.measuring import arguments, print_table, put_session_first, save
+from benchmarks.measuring import (
+    arguments,
+    interval,
+    print_table,
+    put_session_first,
+    ratios,
+    save,
+    shown,
+)
 from lightning_pipeshift.runtime.channels import make_groups
 from lightning_pipeshift.runtime.rings import Rings
 from tests.runtime.stages import connect
 
 NUM_HOSTS = 4
-RINGS = "rings"
+RINGS, DEFAULT_DDP = "rings", "DDP, default buckets"
 # Before and after a stretch that is counted: everything else has come to rest.
 _REST_SECONDS = 0.5
 
@@ -66,7 +74,7 @@ class Config:
     num_layers: int
     layer_bytes: int
     layer_seconds: float
-    bucket_mb: tuple[float, ...]
+    bucket_mb: tuple[float | None, ...]
     num_rounds: int
     seed: int
     first_in_line: bool
@@ -288,9 +296,15 @@ class RingContender:
 
 
 class DDPContender:
-    """What everybody uses."""
+    """What everybody uses.
 
-    def __init__(self, config: Config, bucket_mb: float) -> None:
+    Args:
+        config: the model's.
+        bucket_mb: the buckets' size. None is torch's default: 25 MiB, and a first one of 1 MiB;
+            with any number, 25 too, there is no smaller first one.
+    """
+
+    def __init__(self, config: Config, bucket_mb: float | None) -> None:
         self.model = Model(config)
         self._ddp = DistributedDataParallel(
             self.model, bucket_cap_mb=bucket_mb, process_group=dist.new_group(backend="gloo")
@@ -309,7 +323,8 @@ def measure_ddp(config: Config) -> dict[str, dict[str, list[Span]]]:
         # New for each case: DDP makes its buckets in the order of the first gradients.
         contenders: dict[str, RingContender | DDPContender] = {RINGS: RingContender(config, rings)}
         for bucket_mb in config.bucket_mb:
-            contenders[f"DDP, {bucket_mb:g} MB"] = DDPContender(config, bucket_mb)
+            name = DEFAULT_DDP if bucket_mb is None else f"DDP, {bucket_mb:g} MB"
+            contenders[name] = DDPContender(config, bucket_mb)
         for contender in contenders.values():
             contender.step(Readiness(ready.order, [0.01] * config.num_layers))
             contender.model.take_gradients()
@@ -414,14 +429,14 @@ def report_bound(made: Hosts, config: Config) -> dict[str, Any]:
     rows = []
     for name in ranks[0]:
         seconds = seconds_of([rank[name] for rank in ranks])
-        ratios = [bound / each for each in seconds]
-        rates = [made.link.megabits * ratio for ratio in ratios]
-        rows.append([name, bound, median(seconds), median(ratios), max(ratios), median(rates)])
-        figures[name] = {"seconds": seconds, "bound_over_time": median(ratios)}
+        parts = interval([bound / each for each in seconds])
+        rate = made.link.megabits * parts["median"]
+        rows.append([name, bound, median(seconds), shown(parts), rate])
+        figures[name] = {"seconds": seconds, "bound_over_time": parts}
     print_table(
         f"{config.gradient_bytes >> 20} MiB over {NUM_HOSTS} hosts, {describe(made.link)}:"
         f" {config.num_rounds} rounds",
-        ["", "bound s", "s", "bound / time", "best", "Mbit/s"],
+        ["", "bound s", "s", "bound / time", "Mbit/s"],
         rows,
     )
     print("\nThe rings are to reach 0.95 of the bound.")
@@ -440,27 +455,29 @@ def report_ddp(made: Hosts, config: Config) -> dict[str, Any]:
         medians = {name: median(each) for name, each in seconds.items()}
         best = min((name for name in medians if name != RINGS), key=medians.__getitem__)
 
-        def times_as_fast(name: str, seconds: dict[str, list[float]] = seconds) -> float:
-            pairs = zip(seconds[name], seconds[RINGS], strict=True)
-            return median(theirs / ours for theirs, ours in pairs)
+        over_rings = {
+            name: interval(ratios(each, seconds[RINGS])) for name, each in seconds.items()
+        }
 
         ideal = ideal_seconds(case, config, made.link)
         for name in seconds:
-            ratio = times_as_fast(name)
             note = "best DDP" if name == best else ""
-            rows.append([case, name, ideal, medians[name], min(seconds[name]), ratio, note])
+            rows.append([case, name, ideal, medians[name], shown(over_rings[name]), note])
         figures[case] = {
             "ideal_seconds": ideal,
             "seconds": seconds,
             "best_ddp": best,
-            "best_ddp_over_rings": times_as_fast(best),
-            "default_ddp_over_rings": times_as_fast(f"DDP, {config.bucket_mb[0]:g} MB"),
+            "rings_seconds": interval(seconds[RINGS]),
+            "best_ddp_seconds": interval(seconds[best]),
+            "best_ddp_over_rings": over_rings[best],
+            "default_ddp_seconds": interval(seconds[DEFAULT_DDP]),
+            "default_ddp_over_rings": over_rings[DEFAULT_DDP],
         }
     print_table(
         f"{config.num_layers} layers of {config.layer_bytes >> 20} MiB that take"
         f" {config.layer_seconds * 1e3:.0f} ms each in the backward, {describe(made.link)}:"
         f" {config.num_rounds} rounds",
-        ["gradients", "", "rings' ideal s", "s a step", "best", "time / rings'", ""],
+        ["gradients", "", "rings' ideal s", "s a step", "time / rings'", ""],
         rows,
     )
     print("\nThe rings' ideal: each at the bandwidth bound, once all ranks have the gradient.")
@@ -496,6 +513,9 @@ def report_wire(made: Hosts, config: Config) -> dict[str, Any]:
             figures[f"{stretch}, rank {rank}"] = {
                 "to_ranks": dict(sent),
                 "wire_bytes": num_bytes,
+                "to_previous_bytes": sent[(rank - 1) % NUM_HOSTS],
+                "payload_excess": payload / must - 1 if must else None,
+                "wire_excess": num_bytes / must - 1 if must else None,
                 "wire_packets": after.num_packets - before.num_packets,
                 "store_bytes": after.store - before.store,
             }
@@ -517,6 +537,11 @@ def report_wire(made: Hosts, config: Config) -> dict[str, Any]:
         ],
         rows,
     )
+    by_rank = [figures[f"{RINGS}, rank {rank}"] for rank in range(NUM_HOSTS)]
+    figures["largest"] = {
+        name: max(each[name] for each in by_rank)
+        for name in ("payload_excess", "wire_excess", "to_previous_bytes", "store_bytes")
+    }
     return figures
 
 
@@ -532,7 +557,9 @@ def main() -> None:
     parser.add_argument("--num-layers", type=int, default=16)
     parser.add_argument("--layer-mb", type=int, default=4)
     parser.add_argument("--layer-seconds", type=float, default=0.25, help="a layer's backward")
-    parser.add_argument("--bucket-mb", type=float, nargs="+", default=[25.0, 4.0, 64.0])
+    parser.add_argument(
+        "--bucket-mb", type=float, nargs="*", default=[4.0, 8.0], help="beside DDP's default"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the permutations")
     parser.add_argument(
         "--first-in-line", action="store_true", help="run before this machine's other programs"
@@ -550,7 +577,7 @@ def main() -> None:
         num_layers=options.num_layers,
         layer_bytes=options.layer_mb << 20,
         layer_seconds=options.layer_seconds,
-        bucket_mb=tuple(options.bucket_mb),
+        bucket_mb=(None, *options.bucket_mb),
         num_rounds=options.num_rounds,
         seed=options.seed,
         first_in_line=options.first_in_line,

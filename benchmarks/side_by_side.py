@@ -22,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.measuring import busy_seconds, put_session_first
+from benchmarks.measuring import busy_seconds, put_session_first, ratios
 from lightning_pipeshift import PipeShiftStrategy
 
 PIPESHIFT = "PipeShift, in Trainer.fit"
@@ -32,6 +32,11 @@ BURSTS_HELP = "on a machine that others use: each round first in line, then a re
 
 # Runs so many of a contender's steps on this rank.
 Contender = Callable[[int], None]
+
+# Of this process. PipeShift takes a module that a callback keeps, and that looks like the model,
+# for an average or a copy of it, and each rank then holds a part of its values only: a competitor
+# that is kept there would compute next to nothing.
+_contenders: dict[str, Contender] = {}
 
 
 @dataclass(frozen=True)
@@ -72,10 +77,9 @@ class Series:
         """The seconds of a step."""
         return median(self.step_seconds)
 
-    def ratio(self, other: Series) -> float:
-        """How many times as fast as ``other`` this is: the median of the rounds' ratios."""
-        pairs = zip(self.step_seconds, other.step_seconds, strict=True)
-        return median(theirs / mine for mine, theirs in pairs)
+    def times_as_fast(self, other: Series) -> list[float]:
+        """How many times as fast as ``other`` this was, in each round."""
+        return ratios(other.step_seconds, self.step_seconds)
 
 
 class Alternation(L.Callback):
@@ -104,7 +108,6 @@ class Alternation(L.Callback):
     ) -> None:
         self.rounds: list[Round] = []
         self._make_contenders = make_contenders
-        self._contenders: Mapping[str, Contender] = {}
         self._steps = steps
         self._num_rounds = num_rounds
         self._num_warm_up_steps = num_warm_up_steps
@@ -117,7 +120,7 @@ class Alternation(L.Callback):
         return self._num_warm_up_steps + self._num_rounds * self._steps[PIPESHIFT] + 1
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._contenders = self._make_contenders()
+        _contenders.update(self._make_contenders())
         cores = sorted(os.sched_getaffinity(0))
         if self._bursts and trainer.world_size <= len(cores):
             # Two ranks that are first in line would at times stand in one line.
@@ -135,14 +138,14 @@ class Alternation(L.Callback):
         if number == self._num_rounds:
             return
         if number == 0:
-            for run in self._contenders.values():
+            for run in _contenders.values():
                 run(self._num_warm_up_steps)
         # Nobody always goes first.
-        names = list(self._contenders)
+        names = list(_contenders)
         turn = number % len(names) if names else 0
         for name in names[turn:] + names[:turn]:
             self._begin()
-            self._contenders[name](self._steps[name])
+            _contenders[name](self._steps[name])
             self._end(name)
         self._begin()
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from benchmarks.measuring import arguments, print_table, save
+from benchmarks.measuring import arguments, interval, print_table, save, shown
 from benchmarks.placements import Plans, Repeated, TakingTurns, Timed, compare
 from benchmarks.sleeping import Sleeper
 from lightning_pipeshift import PipeShiftStrategy
@@ -94,7 +94,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--num-plans", type=int, default=3)
-    parser.add_argument("--num-rounds", type=int, default=3)
+    parser.add_argument("--num-rounds", type=int, default=5)
     options = parser.parse_args()
 
     rows, figures, errors = [], [], []
@@ -113,14 +113,16 @@ def main() -> None:
         )[0]
         for name, timed in found.items():
             assert timed.predicted_seconds is not None
-            error = timed.predicted_seconds / timed.median - 1
-            errors.append(abs(error))
+            predicted = timed.predicted_seconds
+            error = interval([100 * (predicted / seconds - 1) for seconds in timed.turns])
             layers = "compute" if computes else "sleep"
+            errors.append((layers, abs(error["median"])))
             rows.append(
-                [num_stages, layers, schedule, name, timed.predicted_seconds, timed.median, error]
+                [num_stages, layers, schedule, name, predicted, timed.median, shown(error, "+.1f")]
             )
             figures.append(
-                {"stages": num_stages, "layers": layers, "schedule": schedule, "error": error}
+                {"stages": num_stages, "layers": layers, "schedule": schedule}
+                | {"error_percent": error, "measured_seconds": interval(timed.turns)}
                 | asdict(timed)
             )
     header = [
@@ -130,12 +132,20 @@ def main() -> None:
         "placement",
         "predicted s",
         "measured s",
-        "off by",
+        "off by, %",
     ]
     print_table("Predicted and measured step times", header, rows)
-    mean = sum(errors) / len(errors)
-    print(f"\noff by {max(errors):.1%} at most, {mean:.1%} on average (target: 5 %)")
-    save(options.json, {"largest_error": max(errors), "cases": figures})
+    summary = {}
+    for layers in ("sleep", "compute"):
+        found_errors = [error for kind, error in errors if kind == layers]
+        summary[layers] = {
+            "cases": len(found_errors),
+            "within_2_percent": sum(error <= 2 for error in found_errors),
+            "within_5_percent": sum(error <= 5 for error in found_errors),
+            "largest_error_percent": max(found_errors),
+        }
+        print(f"\nlayers that {layers}: {summary[layers]}")
+    save(options.json, summary | {"cases": figures})
 
 
 if __name__ == "__main__":

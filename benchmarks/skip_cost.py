@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.measuring import arguments, print_table, save
+from benchmarks.measuring import arguments, interval, print_table, save, shown
 from lightning_pipeshift import PipeShiftStrategy
 from tests.harness import run_ranks
 
@@ -137,6 +137,7 @@ def _fit(module: Chain, num_steps: int, **options: Any) -> Passing:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--num-steps", type=int, default=60)
+    parser.add_argument("--num-rounds", type=int, default=5)
     parser.add_argument("--num-operations", type=int, default=4, help="between two layers")
     options = parser.parse_args()
 
@@ -150,16 +151,38 @@ def main() -> None:
         each = 1e6 / (MANY - FEW)
         return (skipped[1] - skipped[0]) * each, (plain[1] - plain[0]) * each
 
-    layer, plain_layer = cost(0)
-    both, plain_both = cost(options.num_operations)
-    operation = (both - layer) / options.num_operations
-    plain_operation = (plain_both - plain_layer) / options.num_operations
+    costs: dict[str, list[float]] = {
+        name: []
+        for name in (
+            "skipped_layer_us",
+            "plain_layer_us",
+            "skipped_operation_us",
+            "plain_operation_us",
+        )
+    }
+    for _ in range(options.num_rounds):
+        layer, plain_layer = cost(0)
+        both, plain_both = cost(options.num_operations)
+        operation = (both - layer) / options.num_operations
+        plain_operation = (plain_both - plain_layer) / options.num_operations
+        found = (layer, plain_layer, operation, plain_operation)
+        for each, value in zip(costs.values(), found, strict=True):
+            each.append(value)
+    figures = {name: interval(each) for name, each in costs.items()}
     print_table(
         "Microseconds in a forward pass",
         ["", "skipped", "on a plain model"],
         [
-            [f"a layer, nn.Linear({WIDTH}, {WIDTH})", layer, plain_layer],
-            ["an operation between layers, x * 0.5", operation, plain_operation],
+            [
+                f"a layer, nn.Linear({WIDTH}, {WIDTH})",
+                shown(figures["skipped_layer_us"], ".1f"),
+                shown(figures["plain_layer_us"], ".1f"),
+            ],
+            [
+                "an operation between layers, x * 0.5",
+                shown(figures["skipped_operation_us"], ".1f"),
+                shown(figures["plain_operation_us"], ".1f"),
+            ],
         ],
     )
 
@@ -182,15 +205,18 @@ def main() -> None:
         )
         return costs
 
-    layer_parts = parts("layer", (FEW, 0), (MANY, 0), layer)
-    operation_parts = parts("operation", (MANY, 0), (MANY, options.num_operations), operation)
+    layer_parts = parts("layer", (FEW, 0), (MANY, 0), figures["skipped_layer_us"]["median"])
+    operation_parts = parts(
+        "operation",
+        (MANY, 0),
+        (MANY, options.num_operations),
+        figures["skipped_operation_us"]["median"],
+    )
     save(
         options.json,
         {
-            "skipped_layer_us": layer,
-            "plain_layer_us": plain_layer,
-            "skipped_operation_us": operation,
-            "plain_operation_us": plain_operation,
+            **figures,
+            "rounds": costs,
             "layer_parts_us": layer_parts,
             "operation_parts_us": operation_parts,
         },

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
-from benchmarks.measuring import arguments, print_table, save
+from benchmarks.measuring import arguments, interval, print_table, save, shown
 from benchmarks.side_by_side import (
     BURSTS_HELP,
     PIPESHIFT,
@@ -91,6 +91,11 @@ def main() -> None:
             timeout=900,
         )
         results = series(ranks, num_cores=len(os.sched_getaffinity(0)))
+        of_ideal = {
+            name: interval([ideal / seconds for seconds in result.step_seconds])
+            for name, result in results.items()
+        }
+        times = interval(results[PIPESHIFT].times_as_fast(results[TORCH]))
         for name, result in results.items():
             rows.append(
                 [
@@ -99,18 +104,18 @@ def main() -> None:
                     name,
                     ideal,
                     result.median,
-                    ideal / result.median,
-                    ideal / min(result.step_seconds),
+                    shown(of_ideal[name]),
                     f"{median(result.others):.0%}",
                 ]
             )
         figures[f"{num_stages} stages"] = {
             "ideal_seconds": ideal,
-            "pipeshift_over_ideal": ideal / results[PIPESHIFT].median,
-            "torch_over_ideal": ideal / results[TORCH].median,
+            "pipeshift_over_ideal": of_ideal[PIPESHIFT],
+            "torch_over_ideal": of_ideal[TORCH],
+            "pipeshift_over_torch": times,
             "contenders": {name: asdict(result) for name, result in results.items()},
         }
-    header = ["stages", "microbatches", "", "ideal s", "s a step", "of the ideal", "best", "others"]
+    header = ["stages", "microbatches", "", "ideal s", "s a step", "of the ideal", "others"]
     print_table(
         f"Layers that sleep {FORWARD_SECONDS * 1000:.0f} ms forward and"
         f" {BACKWARD_SECONDS * 1000:.0f} ms backward: {options.num_rounds} rounds"

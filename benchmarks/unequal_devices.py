@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from benchmarks.measuring import arguments, print_table, save
+from benchmarks.measuring import arguments, interval, print_table, ratios, save, shown
 from benchmarks.placements import Plans, Repeated, TakingTurns, Timed, compare
 from benchmarks.sleeping import Sleeper, slow_down
 from lightning_pipeshift import PipeShiftStrategy
@@ -131,7 +131,7 @@ def _slot(strategy: PipeShiftStrategy) -> float | None:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--num-rounds", type=int, default=3)
+    parser.add_argument("--num-rounds", type=int, default=6)
     parser.add_argument("--num-steps", type=int, default=2)
     parser.add_argument("--only", choices=("sleep", "compute"))
     options = parser.parse_args()
@@ -153,14 +153,15 @@ def main() -> None:
                     str(timed.counts[0]),
                     timed.predicted_seconds,
                     timed.median,
-                    even.median / timed.median,
-                    bound / timed.median,
+                    shown(interval(ratios(even.turns, timed.turns))),
+                    shown(interval([bound / seconds for seconds in timed.turns])),
                 ]
             )
         figures[name] = {
             "bound_seconds": bound,
-            "times_the_uniform": even.median / planned.median,
-            "of_the_bound": bound / planned.median,
+            "times_the_uniform": interval(ratios(even.turns, planned.turns)),
+            "of_the_bound": interval([bound / seconds for seconds in planned.turns]),
+            "counts": ", ".join(map(str, planned.counts[0])),
             "plans": {what: asdict(timed) for what, timed in found.items()},
         }
     header = ["", "plan", "layers", "predicted s", "s a step", "times the uniform", "of the bound"]

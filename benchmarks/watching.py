@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader
 
-from benchmarks.measuring import arguments, print_table, save
+from benchmarks.measuring import arguments, interval, print_table, ratios, save, shown
 from benchmarks.placements import Repeated
 from lightning_pipeshift import PipeShiftStrategy
 from tests.features_models import quiet_trainer
@@ -74,8 +74,8 @@ class Switching(L.Callback):
         trainer.should_stop = len(self.seconds[False]) > self._num_pairs
 
 
-def measure(num_pairs: int) -> tuple[float, float, float]:
-    """Runs on every rank: a step with and without measuring, and the median ratio of neighbours."""
+def measure(num_pairs: int) -> tuple[list[float], list[float]]:
+    """Runs on every rank: the seconds of steps with measuring, and of their neighbours without."""
     L.seed_everything(0, verbose=False)
     torch.set_num_threads(1)
     switching = Switching(num_pairs)
@@ -89,19 +89,28 @@ def measure(num_pairs: int) -> tuple[float, float, float]:
     sample = (torch.randn(LENGTH, WIDTH),)
     trainer.fit(Blocks(), DataLoader(Repeated(sample), batch_size=2 * NUM_MICROBATCHES))
     on, off = (switching.seconds[is_on][5:] for is_on in (True, False))
-    ratios = [a / b for a, b in zip(on, off, strict=False)]
-    return median(on), median(off), median(ratios)
+    count = min(len(on), len(off))
+    return on[:count], off[:count]
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--num-pairs", type=int, default=150)
     options = parser.parse_args()
-    on, off, ratio = run_ranks(measure, 2, options.num_pairs, timeout=1200)[0]
-    rows = [["measured", on], ["not measured", off]]
+    on, off = run_ranks(measure, 2, options.num_pairs, timeout=1200)[0]
+    costs = interval([100 * (ratio - 1) for ratio in ratios(on, off)])
+    rows = [["measured", median(on)], ["not measured", median(off)]]
     print_table(f"{options.num_pairs} pairs of steps", ["", "s a step"], rows)
-    print(f"\nmeasuring costs {ratio - 1:+.2%} (median of neighbours); at most 0.5 % is allowed")
-    save(options.json, {"measured_seconds": on, "plain_seconds": off, "cost": ratio - 1})
+    print(f"\nmeasuring costs {shown(costs, '+.2f')} % (of neighbours); at most 0.5 % is allowed")
+    save(
+        options.json,
+        {
+            "cost_percent": costs,
+            "measured_seconds": interval(on),
+            "plain_seconds": interval(off),
+            "rounds": {"measured": on, "plain": off},
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,152 @@
+"""Makes every figure that the README and the pages in ``docs`` quote.
+
+    python -m benchmarks.all
+    python -m benchmarks.all --only throughput rings
+    python -m benchmarks.all --list
+
+Runs the benchmarks one after the other, each with the command that stands here and nowhere else:
+the pages take it from the results. The sweeps over other people's models run only where ``--only``
+names them. Afterwards ``python -m benchmarks.figures`` writes the figures
+into the pages. A benchmark that fails is named at the end, and its old result stays.
+
+Needs root for those with a network between hosts, takes a few hours on two cores, and should be the
+only thing that runs there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+# Parts of the package, for what is measured of them.
+PACKAGE = "lightning_pipeshift"
+STEP = (f"{PACKAGE}/model", f"{PACKAGE}/runtime", f"{PACKAGE}/pipelined.py")
+PLANNING = (f"{PACKAGE}/plan",)
+RINGS = tuple(
+    f"{PACKAGE}/runtime/{name}.py" for name in ("rings", "lane", "channels", "waits", "aggregation")
+)
+CHECKPOINTS = (
+    f"{PACKAGE}/checkpointing.py",
+    f"{PACKAGE}/plugins/checkpoint_io.py",
+    *(f"{PACKAGE}/runtime/{name}.py" for name in ("sharded", "saving", "stored", "beside")),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One benchmark, and how it is called for the pages.
+
+    Args:
+        result: its file in ``benchmarks/results``, without ``.json``.
+        words: the benchmark's module and its arguments.
+        measures: files and folders whose changes may change the figures, beside its own module.
+        is_sweep: takes many hours, and has a page of its own: ``python -m benchmarks.zoo_page``.
+            Runs only where ``--only`` names it.
+    """
+
+    result: str
+    words: str
+    measures: tuple[str, ...]
+    is_sweep: bool = False
+
+    @property
+    def command(self) -> str:
+        """For a shell."""
+        return f"python -m benchmarks.{self.words}"
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All that the figures depend on: what is measured, and what measures."""
+        return (*self.measures, f"benchmarks/{self.words.split()[0]}.py")
+
+
+RUNS = (
+    Run("memory", "memory", STEP),
+    Run("skip_cost", "skip_cost --num-rounds 3", STEP),
+    Run("example", "example", (*STEP, f"{PACKAGE}/testing", "examples/train_gpt.py")),
+    Run("big_models", "big_models", (*STEP, *CHECKPOINTS, f"{PACKAGE}/pretrained.py")),
+    Run("watching", "watching", STEP),
+    Run("recomputation", "recomputation", STEP),
+    Run("sleeping_stages", "sleeping_stages --num-rounds 8", STEP),
+    Run("sleeping_stages_eager", "sleeping_stages --schedule eager_1f1b --num-rounds 8", STEP),
+    Run("throughput", "throughput --num-rounds 12 --num-steps 2", STEP),
+    Run(
+        "throughput_eager",
+        "throughput --schedule eager_1f1b --num-rounds 12 --num-steps 2",
+        STEP,
+    ),
+    Run("rings_mtu1500", "rings --first-in-line --parts bound --mtu 1500", RINGS),
+    Run("rings", "rings --first-in-line", RINGS),
+    Run("exposed", "exposed --num-steps 8", (*STEP, *RINGS)),
+    Run("checkpoints", "checkpoints --depth 32 --num-rounds 3", CHECKPOINTS),
+    Run("unequal_devices", "unequal_devices --num-rounds 4", (*PLANNING, *STEP)),
+    Run("simulator", "simulator --stages 4 --num-rounds 3", (*PLANNING, *STEP)),
+    Run("planner", "planner", PLANNING),
+    Run(
+        "compression",
+        "compression --layer-mb 8 64 --microbatches 8 --num-rounds 3 --num-steps 1",
+        (*PLANNING, *STEP, f"{PACKAGE}/plugins"),
+    ),
+    Run("network_orders", "network_orders --num-rounds 2 --num-steps 2", (*PLANNING, *RINGS)),
+    Run("moves", "migration --only gap --num-moves 4", (*STEP, f"{PACKAGE}/callbacks")),
+    Run(
+        "migration",
+        "migration --only reaction --num-rounds 2 --num-steps 12 --num-static-steps 3",
+        (*PLANNING, *STEP, f"{PACKAGE}/callbacks"),
+    ),
+    *(
+        Run(f"zoo_{library}", f"zoo --library {library} --steps 2", (PACKAGE,), is_sweep=True)
+        for library in ("timm", "torchvision", "transformers")
+    ),
+)
+
+
+def make(run: Run, folder: Path) -> bool:
+    """Runs a benchmark; whether it has written its figures."""
+    path = folder / f"{run.result}.json"
+    before = path.stat().st_mtime_ns if path.exists() else None
+    words = [sys.executable, *shlex.split(run.command)[1:], "--json", str(path)]
+    begin = time.perf_counter()
+    print(f"::: {run.command}", flush=True)
+    ended = subprocess.run(words, cwd=ROOT, check=False).returncode
+    # A benchmark that cannot run here says why, and writes nothing.
+    is_made = ended == 0 and path.exists() and path.stat().st_mtime_ns != before
+    how = "made" if is_made else "NOT MADE"
+    print(f"::: {run.result}: {how} in {time.perf_counter() - begin:.0f} s", flush=True)
+    return is_made
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [run.result for run in RUNS]
+    usual = [run.result for run in RUNS if not run.is_sweep]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", default=usual)
+    parser.add_argument("--json-folder", type=Path, default=RESULTS)
+    parser.add_argument("--list", action="store_true", help="show the commands, and run none")
+    options = parser.parse_args(given)
+    chosen = [run for run in RUNS if run.result in options.only]
+    if options.list:
+        for run in chosen:
+            print(f"{run.result}: {run.command}")
+        return 0
+    folder = options.json_folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    missing = [run.result for run in chosen if not make(run, folder)]
+    if missing:
+        print(f"::: not made: {', '.join(missing)}")
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

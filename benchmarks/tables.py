@@ -1,0 +1,366 @@
+"""What stands in the tables of the README and of ``docs``, and what there is no measurement.
+
+A table is a header and rows; a figure in a cell stands in braces, in the words of
+:mod:`benchmarks.figures`: ``{file / key / key FORMAT}``. To try a change: ``python -m
+benchmarks.figures``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+Rows = list[list[str]]
+
+
+class Values(Protocol):
+    """Where figures come from."""
+
+    def value(self, where: str) -> Any:
+        """What lies behind ``file / key / key``."""
+
+
+_NOT_AGAIN = "not made again, for lack of quiet time on the machine"
+OLD: dict[str, str] = {
+    "big_models": _NOT_AGAIN,
+    "checkpoints": _NOT_AGAIN,
+    "exposed": _NOT_AGAIN,
+    "migration": f"{_NOT_AGAIN}; the reaction is one run, with two steps after the move",
+    "network_orders": f"{_NOT_AGAIN}; one run of each order, on a loaded machine",
+    "planner": _NOT_AGAIN,
+    "sleeping_stages": _NOT_AGAIN,
+    "sleeping_stages_eager": _NOT_AGAIN,
+    "unequal_devices": _NOT_AGAIN,
+}
+"""Results that were not made with this code, and why they are still shown. They are marked as such
+wherever they stand. Make them again, and take them out."""
+
+_SETUP = "how a benchmark is set up, not what it found"
+_LIMIT = "a default or a limit of the package, or a threshold that a reader sets"
+
+NOT_MEASURED: Mapping[str, Mapping[str, str]] = {
+    "README.md": {
+        "Python 3.11 or newer": "a requirement",
+        "Apache-2.0": "a licence",
+        "promises 5 % or more the layers": _LIMIT,
+        "a better plan promises 5 % for the rest": _LIMIT,
+        "NumPy arrays of up to 1 MB": _LIMIT,
+        "`heartbeat_timeout` (10 seconds,": _LIMIT,
+        "within 10 more seconds": _LIMIT,
+        "nothing was heard for 10 s (`heartbeat_timeout` is 10 s)": _LIMIT,
+        "`stall_timeout` (60 seconds)": _LIMIT,
+    },
+    "docs/performance.md": {
+        "1.0 (0.9 to 1.1)": "an example of how a figure is written",
+        "with 95 % confidence": "what an interval means",
+        "2 x (1 + 1/8)": "the formula of the ideal",
+        "20 ms forward and 40 ms backward": _SETUP,
+        "joined at 200 Mbit/s, for 16 layers of 4 MB whose backwards take 250 ms each": _SETUP,
+        "are 25 MiB, the first one 1 MiB": "torch's defaults",
+        "the same sum of 64 MB": _SETUP,
+        "speeds 1 : 0.5 : 0.25 and": _SETUP,
+        "two of them at 200 and two at 50 Mbit/s": _SETUP,
+        "with 8 MB a layer, `save_on_cpu`": _SETUP,
+    },
+    "docs/compatibility.md": {},
+}
+"""The numbers on the pages that are no measurement, and what they are instead."""
+
+PIPESHIFT, TORCH = "PipeShift, in Trainer.fit", "torch Schedule1F1B, bare loop"
+
+
+def tables(results: Values) -> dict[str, Callable[[], Rows]]:
+    """By name, what makes each table's header and rows."""
+    return {
+        "headlines": headlines,
+        "throughput": throughput,
+        "sleeping_stages": sleeping_stages,
+        "rings": rings,
+        "rings_bound": rings_bound,
+        "exposed": exposed,
+        "checkpoints": checkpoints,
+        "unequal_devices": unequal_devices,
+        "recomputation": lambda: recomputation(results),
+        "simulator": lambda: simulator(results),
+        "network_orders": lambda: network_orders(results),
+        "migration": migration,
+        "moves": moves,
+        "compression": lambda: compression(results),
+    }
+
+
+def headlines() -> Rows:
+    """The README's: one line for each system."""
+    return [
+        ["what", "compared with", "times as fast"],
+        [
+            "the pipeline, in `Trainer.fit`, `1f1b`",
+            "`torch.distributed.pipelining.Schedule1F1B`, in a bare loop",
+            "{throughput / pipeshift_over_torch .2f}",
+        ],
+        [
+            "rings, gradients in an order of its own on each rank",
+            "`DistributedDataParallel` on gloo, best buckets",
+            "{rings / ddp / permuted / best_ddp_over_rings .2f}",
+        ],
+        [
+            "a cut by measured speed, devices of speeds 1 : 0.5 : 0.25",
+            "as many layers on each",
+            "{unequal_devices / sleep / times_the_uniform .2f}",
+        ],
+        [
+            "`LayerMigration`, one of four stages gets half as fast",
+            "the cut that stays",
+            "{migration / reaction / gain .2f}",
+        ],
+    ]
+
+
+def throughput() -> Rows:
+    """Against torch's pipeline, and against the ideal."""
+    files = ("throughput", "throughput_eager")
+
+    def row(name: str, where: str, form: str) -> list[str]:
+        return [name, *(f"{{{file} / {where} {form}}}" for file in files)]
+
+    return [
+        ["", "`1f1b`", "`eager_1f1b`"],
+        row("PipeShift, inside `Trainer.fit`, s", f"step_seconds / {PIPESHIFT}", ".3f"),
+        row(
+            "torch's `Schedule1F1B` (plain 1F1B in both columns), in a bare loop, s",
+            f"step_seconds / {TORCH}",
+            ".3f",
+        ),
+        row("**PipeShift / torch, steps per second**", "pipeshift_over_torch", ".2f"),
+        [
+            "rounds in which PipeShift was faster",
+            *(
+                f"{{{file} / rounds_faster d}} of {{{file} / pipeshift_over_torch / rounds d}}"
+                for file in files
+            ),
+        ],
+        row("PipeShift / the ideal", "pipeshift_over_ideal", ".2f"),
+        row("torch / the ideal", "torch_over_ideal", ".2f"),
+        row(
+            "PipeShift / the ideal, both cores busy",
+            "pipeshift_over_ideal_both_cores_busy",
+            ".2f",
+        ),
+        row("torch / the ideal, both cores busy", "torch_over_ideal_both_cores_busy", ".2f"),
+    ]
+
+
+def sleeping_stages() -> Rows:
+    """Overhead by the number of stages."""
+    rows = [["stages, microbatches", "`1f1b`", "`eager_1f1b`", "torch's `Schedule1F1B`"]]
+    for stages in (4, 8):
+        plain, eager = (
+            f"{name} / {stages} stages" for name in ("sleeping_stages", "sleeping_stages_eager")
+        )
+        rows.append(
+            [
+                f"{stages}, {2 * stages}",
+                f"{{{plain} / pipeshift_over_ideal .2f}}",
+                f"{{{eager} / pipeshift_over_ideal .2f}}",
+                f"{{{plain} / torch_over_ideal .2f}}; {{{eager} / torch_over_ideal .2f}}",
+            ]
+        )
+    return rows
+
+
+def rings() -> Rows:
+    """Against DistributedDataParallel."""
+    cases = {
+        "gradients ready in one order on all ranks": "in order",
+        "in an order of its own on each rank": "permuted",
+        "the same, and one rank late with half of its layers": "permuted, one late",
+    }
+    header = ["", "rings, s", "DDP, best buckets, s", "DDP, default buckets, s"]
+    rows = [[*header, "best / rings", "default / rings"]]
+    for name, case in cases.items():
+        where = f"rings / ddp / {case}"
+        rows.append(
+            [
+                name,
+                f"{{{where} / rings_seconds .2f}}",
+                f"{{{where} / best_ddp_seconds .2f}}",
+                f"{{{where} / default_ddp_seconds .2f}}",
+                f"**{{{where} / best_ddp_over_rings .2f}}**",
+                f"{{{where} / default_ddp_over_rings .2f}}",
+            ]
+        )
+    return rows
+
+
+def rings_bound() -> Rows:
+    """Against the bandwidth bound."""
+    contenders = {
+        "rings, 16 layers": "16 layers",
+        "ring, 1 layer": "1 layer",
+        "a TCP stream from each host to the next": "TCP, all hosts",
+        "one TCP stream": "TCP",
+    }
+    files = {"MTU 9000": "rings", "MTU 1500": "rings_mtu1500"}
+    return [
+        ["part of the bound", *files],
+        *(
+            [
+                name,
+                *(f"{{{file} / bound / {key} / bound_over_time .3f}}" for file in files.values()),
+            ]
+            for name, key in contenders.items()
+        ),
+    ]
+
+
+def exposed() -> Rows:
+    """Waiting for gradients inside ``Trainer.fit``."""
+    rows = [["% of a step spent waiting for gradients", "rings", "all-reduce"]]
+    for megabits in (200, 1000):
+        cells = [
+            f"{{exposed / {megabits} {how} / exposed_percent .1f}}" for how in ("ring", "allreduce")
+        ]
+        rows.append([f"{megabits} Mbit/s", *cells])
+    return rows
+
+
+def checkpoints() -> Rows:
+    """How long training stands still."""
+    names = {
+        "DDP, one file": "DDP",
+        "`ModelParallelStrategy` (FSDP2), folder": "ModelParallelStrategy",
+        "PipeShift, one file": "PipeShift, one file",
+        "PipeShift, folder": "PipeShift, folder",
+        "PipeShift, one file, asynchronous": "PipeShift, one file, asynchronous",
+        "PipeShift, folder, asynchronous": "PipeShift, folder, asynchronous",
+    }
+    rows = [["", "the first save, s", "/ DDP", "a later one, s", "/ DDP"]]
+    for name, key in names.items():
+        cells = [name]
+        for when in ("the first save", "a later one"):
+            cells += [
+                f"{{checkpoints / {when} / {key} / seconds .2f}}",
+                f"{{checkpoints / {when} / {key} / over_ddp .2f}}",
+            ]
+        rows.append(cells)
+    return rows
+
+
+def unequal_devices() -> Rows:
+    """Cuts by measured speed."""
+    header = ["layers that", "cut by PipeShift", "times the uniform split's throughput"]
+    rows = [[*header, "of the bound (all work / all speeds, with the fill)"]]
+    for name, kind in (("sleep", "sleep"), ("compute, under a CPU quota", "compute")):
+        where = f"unequal_devices / {kind}"
+        rows.append(
+            [
+                name,
+                f"{{{where} / counts s}}",
+                f"**{{{where} / times_the_uniform .2f}}**",
+                f"{{{where} / of_the_bound .2f}}",
+            ]
+        )
+    return rows
+
+
+def recomputation(results: Values) -> Rows:
+    """In idle time, against checkpoints of the same layers."""
+    rows = [["recomputed", "costs, % of a step", "MB of saved tensors at the peak, by stage"]]
+    for name in results.value("recomputation"):
+        where = f"recomputation / {name}"
+        stages = range(len(results.value(f"{where} / peak_bytes")))
+        peaks = ", ".join(f"{{{where} / peak_bytes / {stage} .0f/1e6}}" for stage in stages)
+        cost = f"{{{where} / costs_percent +.1f}}" if name != "nothing" else "0"
+        rows.append([f"`{name}`" if "=" in name else name, cost, peaks])
+    return rows
+
+
+def simulator(results: Values) -> Rows:
+    """Predicted and measured steps."""
+    rows = [["stages", "layers that", "schedule", "cut", "measured, s", "predicted is off by, %"]]
+    for number, case in enumerate(results.value("simulator / cases")):
+        where = f"simulator / cases / {number}"
+        rows.append(
+            [
+                *(str(case[key]) for key in ("stages", "layers", "schedule")),
+                ", ".join(map(str, case["counts"][0])),
+                f"{{{where} / measured_seconds .2f}}",
+                f"{{{where} / error_percent +.1f}}",
+            ]
+        )
+    return rows
+
+
+def network_orders(results: Values) -> Rows:
+    """Orders of hosts, by the rates of their stages."""
+    kinds = results.value("network_orders / kinds")
+    chosen = results.value("network_orders / chosen_kind")
+    header = ["Mbit/s of the stages of both pipelines", "orders", "a step, s", "/ the chosen"]
+    rows = [[*header, "slowest / fastest of equal orders"]]
+    for kind in sorted(kinds, key=lambda kind: kinds[kind]["step_seconds"]["median"]):
+        where = f"network_orders / kinds / {kind}"
+        name = kind.replace("|", "and")
+        rows.append(
+            [
+                f"**{name}** (chosen)" if kind == chosen else name,
+                str(len(kinds[kind]["orders"])),
+                f"{{{where} / step_seconds .2f}}",
+                f"{{{where} / over_chosen .2f}}",
+                f"{{{where} / slowest_over_fastest_alike .2f}}",
+            ]
+        )
+    return rows
+
+
+def migration() -> Rows:
+    """A stage gets slow."""
+    where = "migration / reaction"
+    return [
+        ["", "a step, s", "times as fast"],
+        ["the split that stays: 6, 6, 6, 6", f"{{{where} / static_seconds .2f}}", "1"],
+        [
+            "`LayerMigration`",
+            f"{{{where} / moved_seconds .2f}}",
+            f"**{{{where} / gain .2f}}**",
+        ],
+    ]
+
+
+def moves() -> Rows:
+    """What a move costs."""
+    where = "moves / gap"
+    return [
+        ["", "holds training up for, s", "times the live move"],
+        ["live move", f"{{{where} / held_up_seconds .4f}}", "1"],
+        [
+            "blocking send and receive of the same tensors, and a barrier",
+            f"{{{where} / blocking_seconds .3f}}",
+            f"{{{where} / blocking_over_live .1f}}",
+        ],
+        [
+            "checkpoint, restart and resume",
+            f"{{{where} / restart_seconds .1f}}",
+            f"{{{where} / restart_over_live .0f}}",
+        ],
+    ]
+
+
+def compression(results: Values) -> Rows:
+    """At equal memory, by the size of what layers save."""
+    sizes = [key for key in results.value("compression") if key.endswith(" MB")]
+    rows = [["", "units on each stage", *(f"{size} a layer" for size in sizes)]]
+    by_size = [results.value(f"compression / {size}") for size in sizes]
+    for name in by_size[0]:
+        peaks = results.value(f"compression / {sizes[0]} / {name} / peaks_in_units")
+        units = ", ".join(
+            f"{{compression / {sizes[0]} / {name} / peaks_in_units / {stage} .1f}}"
+            for stage in range(len(peaks))
+        )
+        times = [
+            f"{{compression / {size} / {name} / times_everything_stays .2f}}"
+            if name in found
+            else "refused"
+            for size, found in zip(sizes, by_size, strict=True)
+        ]
+        rows.append([name.replace("save_on_cpu", "`save_on_cpu`"), units, *times])
+    return rows
