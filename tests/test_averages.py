@@ -8,6 +8,7 @@ that move while it runs; parameters, averages and what checkpoints hold are comp
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -654,6 +655,21 @@ class KeepsASum(L.Callback):
         return {"total": self.total}
 
 
+class TrainsAModelOfItsOwn(L.Callback):
+    """Which looks like a copy."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.net = copy.deepcopy(module.net)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1]).backward()
+        self.optimizer.step()
+
+
 def refused(callback: Callable[[], L.Callback]) -> None:
     module = built(Plain)
     trainer = quiet_trainer(
@@ -671,6 +687,7 @@ def refused(callback: Callable[[], L.Callback]) -> None:
         (ReadsOnRankZero, "LayerError", "reads the value of 'net."),
         (TiesByHand, "LayerError", "`copy_` writes what is made of 'net.0.bias'"),
         (KeepsASum, "CheckpointError", "No stage has the values"),
+        (TrainsAModelOfItsOwn, "LayerError", "must not look like a copy"),
     ],
 )
 def test_what_no_stage_can_know_is_an_error(
@@ -678,3 +695,26 @@ def test_what_no_stage_can_know_is_an_error(
 ) -> None:
     outcomes = run_ranks(refused, 2, callback, expect_failure=True)
     assert any(o.error_type == error and message in o.message for o in outcomes), outcomes
+
+
+def losing(callback: Callable[[], L.Callback]) -> list[str]:
+    heard: list[str] = []
+
+    class Hears(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    logging.getLogger("lightning_pipeshift").addHandler(Hears())
+    trainer = quiet_trainer(
+        {"pipeshift": {"microbatches": 2, "partition": "uniform"}, "devices": 2},
+        max_epochs=1,
+        callbacks=[callback()],
+    )
+    trainer.fit(built(Plain), points(2))
+    return heard
+
+
+def test_what_is_lost_is_said() -> None:
+    first, second = run_ranks(losing, 2, KeepsASum)
+    assert [text for text in first if "No stage has the values of callback 0.total" in text]
+    assert not [text for text in second if "No stage has" in text], "once is enough"

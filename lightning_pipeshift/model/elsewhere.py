@@ -43,6 +43,9 @@ class Whereabouts(Protocol):
     def is_held(self, tensor: Tensor) -> bool:
         """Whether a tensor shares memory with a part of the model that this stage holds."""
 
+    def copied(self, tensor: Tensor) -> str | None:
+        """The parameter or buffer of which user code keeps a copy with this tensor's memory."""
+
     def aliases(self, tensor: Tensor, afresh: bool = False) -> list[Tensor]:
         """The tensors kept by user code that have the same memory.
 
@@ -224,8 +227,8 @@ def _without_values(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], absent: list[Elsewhere]
 ) -> Any:
     """The result of an operation on a stage that lacks its inputs."""
-    lives_with = _together(func, absent)
     leaves, spec = pytree.tree_flatten((args, kwargs))
+    lives_with = _together(func, absent, leaves)
     if torch.Tag.nondeterministic_seeded in func.tags:
         # The stage that has the tensor draws random numbers, so all stages have to.
         drawn = pytree.tree_unflatten([_some_numbers(leaf) for leaf in leaves], spec)
@@ -291,14 +294,21 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return [results[number][0] for number in range(length)]
 
 
-def _together(func: Any, absent: Sequence[Elsewhere]) -> frozenset[str]:
+def _together(func: Any, absent: Sequence[Elsewhere], leaves: Iterable[Any]) -> frozenset[str]:
     """The names that the result of an operation lives with.
+
+    Args:
+        func: the operation.
+        absent: those of its inputs that have no values here.
+        leaves: all of its inputs.
 
     Raises:
         LayerError: its inputs are on different stages.
     """
     names = frozenset().union(*(tensor.lives_with for tensor in absent))
     known = _known[0]
+    if known is not None:
+        _refuse_copies(func, names, leaves, known)
     if known is not None and len(names) > 1 and not known.stages_of(names):
         places = "; ".join(
             f"{_named(one)} on {_stages(one)}"
@@ -311,6 +321,25 @@ def _together(func: Any, absent: Sequence[Elsewhere]) -> frozenset[str]:
             " `training_step`, or after the run."
         )
     return names
+
+
+def _refuse_copies(
+    func: Any, names: frozenset[str], leaves: Iterable[Any], known: Whereabouts
+) -> None:
+    for leaf in leaves:
+        # Of a copy, too, other stages have no values: each would take the result for another's.
+        if not isinstance(leaf, Tensor) or leaf.is_meta:
+            continue
+        name = known.copied(leaf)
+        if name is not None and not known.stages_of({*names, name}):
+            raise LayerError(
+                f"`{_short(func)}` takes a copy of {name!r}, and what is made of {_named(names)}:"
+                f" the one is on {_stages([name])}, the other on {_stages(names)}. Copies of the"
+                " model that callbacks and the LightningModule keep are where their originals are,"
+                " for averages and the like. A model of its own that you train or evaluate beside"
+                " this one must not look like a copy: keep it outside of callbacks and the"
+                " LightningModule, in a global variable, say."
+            )
 
 
 def _on_meta(leaf: Any) -> Any:

@@ -35,7 +35,7 @@ from lightning_pipeshift.model.parameters import (
 )
 from lightning_pipeshift.model.placeholder import META
 from lightning_pipeshift.runtime.channels import Channels
-from lightning_pipeshift.runtime.kept import Originals, exchange, kept_by_user
+from lightning_pipeshift.runtime.kept import Originals, exchange, kept_by_user, nowhere
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,8 @@ class Holdings:
         self._of_user_code = frozenset(of_user_code)
         self._has_let_go = False
         self._aliases: dict[int, list[Tensor]] | None = None
+        # By memory: the original's name.
+        self._copies: dict[int, str] | None = None
         # By identity of a parameter held elsewhere: the gradient that user code sees.
         self._shown: dict[int, Tensor] = {}
         self.place(stage_of)
@@ -180,6 +182,24 @@ class Holdings:
                 self._aliases.setdefault(memory, []).append(kept)
         return self._aliases.get(tensor.untyped_storage()._cdata, [])
 
+    def copied(self, tensor: Tensor) -> str | None:
+        """The parameter or buffer of which user code keeps a copy with this tensor's memory."""
+        memory = tensor.untyped_storage()._cdata
+        if self._copies is not None and memory not in self._copies:
+            return None
+        # Searched once in a step, and again for a memory that another tensor may have by now.
+        self._copies = {
+            copy.untyped_storage()._cdata: name
+            for copy, name in self._found_copies()
+            if not copy.is_meta
+        }
+        return self._copies.get(memory)
+
+    def _found_copies(self) -> Iterator[tuple[Tensor, str]]:
+        originals = Originals(self.root)
+        for node in kept_by_user(self.root, self._own()):
+            yield from originals.of(node.value)
+
     def _own(self) -> set[int]:
         """The identities of the model's parameters, and of the other tensors of its layers."""
         own = {id(use.parameter) for use in self.uses}
@@ -204,15 +224,13 @@ class Holdings:
         """Drops the copies that user code made while the whole model was here, except copies of
         what this stage holds: values computed from copies are computed where the originals are.
         """
-        originals = Originals(self.root)
-        for node in kept_by_user(self.root, self._own()):
-            for tensor, name in originals.of(node.value):
-                if tensor.is_meta or self.stage in self.stages_of([name]) or self.is_held(tensor):
-                    continue
-                try:
-                    swap(tensor, Elsewhere.like(tensor, [name]))
-                except RuntimeError as error:
-                    log.warning("PipeShift: a copy of %s stays on this stage: %s", name, error)
+        for tensor, name in self._found_copies():
+            if tensor.is_meta or self.stage in self.stages_of([name]) or self.is_held(tensor):
+                continue
+            try:
+                swap(tensor, Elsewhere.like(tensor, [name]))
+            except RuntimeError as error:
+                log.warning("PipeShift: a copy of %s stays on this stage: %s", name, error)
 
     def pass_copies_on(self, stage_of: Sequence[int]) -> None:
         """Sends the copies of parameters that user code keeps to the stages that will hold these
@@ -354,12 +372,14 @@ class Holdings:
             with self._changing_kept():
                 for path, values in found.received.items():
                     hold(kept[path], values)
+        if found.nowhere and self.stage == 0:
+            log.warning("PipeShift: %s", nowhere(found.nowhere))
         self.to_cpu()
 
     def to_cpu(self) -> None:
         """Moves what is held to the CPU, and stops tracking which stage holds which tensor."""
         let_whereabouts_be(None)
-        self._aliases = None
+        self._aliases = self._copies = None
         for slot in slots_of(self.root):
             tensor = slot.get()
             if tensor is not None and tensor.device.type not in ("cpu", "meta"):
@@ -394,7 +414,7 @@ class Holdings:
             keep: whether the present gradients are still needed.
         """
         self._aside = []
-        self._aliases = None
+        self._aliases = self._copies = None
         self.shared.sums.clear()
         for use in self.held:
             if use.parameter.grad is not None and keep:

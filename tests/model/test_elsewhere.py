@@ -30,13 +30,17 @@ class Known:
     def __init__(self) -> None:
         self.held: list[Tensor] = []
         self.kept: list[Tensor] = []
+        self.copies: dict[int, str] = {}
 
     def stages_of(self, names: Collection[str]) -> set[int]:
-        stages = {"a": {1}, "b": {1}, "c": {2}}
+        stages = {"a": {1}, "b": {1}, "c": {2}, "here": {0}}
         return set.intersection({0, 1, 2}, *(stages[name] for name in names))
 
     def is_held(self, tensor: Tensor) -> bool:
         return any(_memory(one) == _memory(tensor) for one in self.held)
+
+    def copied(self, tensor: Tensor) -> str | None:
+        return self.copies.get(_memory(tensor))
 
     def aliases(self, tensor: Tensor, afresh: bool = False) -> list[Tensor]:
         return [one for one in self.kept if _memory(one) == _memory(tensor)]
@@ -274,3 +278,19 @@ def test_after_a_run_it_may_be_sent() -> None:
     assert isinstance(sent, nn.Parameter)
     assert sent.shape == (3, 4)
     assert lives_with(sent) == {"a"}
+
+
+def test_a_copy_of_this_stage_does_not_meet_what_is_elsewhere(known: Known) -> None:
+    """The stage of ``a`` has no values of the copy: no stage could compute this."""
+    copied, other = torch.ones(3, 4), torch.ones(3, 4)
+    known.copies[_memory(copied)] = "here"
+    for compute in (
+        lambda: elsewhere() + copied,
+        lambda: copied.add_(elsewhere()),
+        lambda: elsewhere() @ copied.t(),
+        lambda: torch._foreach_add_([other, copied], [elsewhere(), elsewhere()]),
+    ):
+        with pytest.raises(LayerError, match="takes a copy of 'here', and what is made of 'a'"):
+            compute()
+    known.copies[_memory(copied)] = "b"
+    assert lives_with(elsewhere() + copied) == {"a"}
