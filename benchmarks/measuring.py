@@ -109,7 +109,7 @@ def commit() -> str:
     """The version of the code, with a plus where files differ from it. Pages and results are no
     code: a benchmark that has just written its own would make all later ones look changed."""
     version = _git("rev-parse", "--short", "HEAD")
-    no_code = (":(exclude)benchmarks/results", ":(exclude)*.md")
+    no_code = (":(top,exclude)benchmarks/results", ":(top,exclude)*.md")
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", *no_code)
     return f"{version}+" if changed else version or "unknown"
 
