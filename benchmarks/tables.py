@@ -27,7 +27,6 @@ OLD: dict[str, str] = {
     "migration": f"{_NOT_AGAIN}; the reaction is one run, with two steps after the move",
     "network_orders": f"{_NOT_AGAIN}; one run of each order, on a loaded machine",
     "planner": _NOT_AGAIN,
-    "unequal_devices": _NOT_AGAIN,
 }
 """Results that were not made with this code, and why they are still shown. They are marked as such
 wherever they stand. Make them again, and take them out."""
