@@ -65,6 +65,9 @@ class Switches(Protocol):
     def go_to(self, event: int) -> None:
         """From here on, draws come from the stream of a place in the pass."""
 
+    def torch_states(self) -> list[Tensor]:
+        """The states of torch's generators: that of the CPU, and of the stage's device."""
+
 
 def record(
     step: Step,
@@ -890,10 +893,10 @@ class _Recorder(Watcher):
         """Calls a function, and notes whether it drew random numbers."""
         if self.inside is not None:
             return function(*args, **kwargs)
-        before = torch.default_generator.get_state()
+        before = self._random_states()
         count = self._placeholder_draws
         result = function(*args, **kwargs)
-        drew = not torch.equal(before, torch.default_generator.get_state())
+        drew = not all(map(torch.equal, before, self._random_states()))
         if drew or self._placeholder_draws > count:
             self._draws_in_gap.setdefault(len(self.calls), []).append(self._number)
         if drew or any(self._storage_of(x) in self._drawn for x in tensors_of((args, kwargs))):
@@ -902,6 +905,11 @@ class _Recorder(Watcher):
                 if storage:
                     self._drawn[storage] = tensor
         return result
+
+    def _random_states(self) -> list[Tensor]:
+        if self._streams is None:
+            return [torch.default_generator.get_state()]
+        return self._streams.torch_states()
 
     def used(self, origin: Origin) -> None:
         if origin.inside is self.inside:

@@ -90,7 +90,7 @@ class Streams:
     def switched(self, *key: int | str) -> Iterator[None]:
         """Context in which draws come from the key's stream; afterwards, the generators continue as
         if it had not happened."""
-        torch_states = [generator.get_state() for generator in self._generators]
+        torch_states = self.torch_states()
         python_state = random.getstate()
         outer = np.random.get_bit_generator()  # type: ignore[attr-defined]
         numpy_state: Any = np.random.get_state(legacy=False)
@@ -146,6 +146,10 @@ class Streams:
         seed = _mixed(self._bases[-1] + event) >> 1
         self._seed(seed, self._switches_host() if host is None else host)
         return seed
+
+    def torch_states(self) -> list[Tensor]:
+        """The states of torch's generators: that of the CPU, and of the stage's device."""
+        return [generator.get_state() for generator in self._generators]
 
     def has_drawn_on_host(self) -> bool:
         """Whether anything was drawn from NumPy or ``random`` since they were switched last."""

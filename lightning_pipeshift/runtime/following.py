@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_pipeshift.model.gate import Gate, Switch
 from lightning_pipeshift.model.measure import Stopwatch
@@ -145,3 +145,7 @@ class _Watched:
         """See :meth:`Streams.go_to`."""
         self.has_drawn |= event > 0 and self._streams.has_drawn_on_host()
         self._streams.go_to(event)
+
+    def torch_states(self) -> list[Tensor]:
+        """See :meth:`Streams.torch_states`."""
+        return self._streams.torch_states()

@@ -12,7 +12,7 @@ from lightning_pipeshift.model.gate import Gate, Switch, install, remove
 from lightning_pipeshift.model.layers import find_layers
 from lightning_pipeshift.model.measure import Stopwatch
 from lightning_pipeshift.model.placeholder import Placeholder, Watcher, spec_of
-from lightning_pipeshift.model.recorder import record
+from lightning_pipeshift.model.recorder import Switches, record
 from lightning_pipeshift.model.trace import Trace
 from lightning_pipeshift.plan.flow import Value
 
@@ -41,7 +41,12 @@ def linears(names: str, width: int = 4) -> dict[str, nn.Module]:
     return {name: nn.Linear(width, width) for name in names.split()}
 
 
-def follow(model: nn.Module, *batch: Any, stopwatch: Stopwatch | None = None) -> Trace:
+def follow(
+    model: nn.Module,
+    *batch: Any,
+    stopwatch: Stopwatch | None = None,
+    streams: Switches | None = None,
+) -> Trace:
     """The trace of ``model.user_step(model, *batch)``."""
     switch = Switch()
     gates = [
@@ -57,6 +62,7 @@ def follow(model: nn.Module, *batch: Any, stopwatch: Stopwatch | None = None) ->
             switch,
             CPU,
             stopwatch,
+            streams=streams,
         )
     finally:
         remove(gates)

@@ -847,6 +847,28 @@ def test_where_placeholders_have_to_use_up_draws(step, gaps):
     assert drawing_gaps(follow(model, X)) == gaps
 
 
+class OnADevice:
+    """Streams of a device with a generator of its own, as a GPU has."""
+
+    generator = torch.Generator()
+
+    def go_to(self, event):
+        pass
+
+    def torch_states(self):
+        return [torch.default_generator.get_state(), self.generator.get_state()]
+
+
+def draws_on_the_device(m, x):
+    hidden = F.dropout(m.a(x))
+    return m.c(m.b(hidden + torch.rand(4, generator=OnADevice.generator))).sum()
+
+
+def test_draws_on_the_device_are_noticed():
+    model = Model(draws_on_the_device, **linears("a b c"))
+    assert drawing_gaps(follow(model, X, streams=OnADevice())) == {1}
+
+
 def test_dropout_inside_a_layer_is_not_the_users_draw():
     block = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
     model = Model(lambda m, x: m.b(m.a(x[None])).sum(), a=block, b=nn.Linear(4, 4))
