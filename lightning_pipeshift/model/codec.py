@@ -70,6 +70,12 @@ class Encoded:
         """The same with other parts: the ones that have been moved."""
         return replace(self, parts=tuple(parts))
 
+    def without_values(self) -> Encoded:
+        """The same with parts that have shapes and types only. Who moves the parts keeps this: a
+        reference to them, or to the tensor if it is the only one, would keep their memory.
+        """
+        return self.with_parts(tuple(torch.empty_like(part, device="meta") for part in self.parts))
+
 
 class Codec(Protocol):
     """Compresses and decompresses tensors."""

@@ -401,8 +401,9 @@ class _RemoteParcel:
         self._was_taken = False
         parts: tuple[Tensor, ...] = (memory,)
         if place.codec is not None:
-            self._encoded = place.codec.encode(memory)
-            parts = self._encoded.parts
+            encoded = place.codec.encode(memory)
+            parts = encoded.parts
+            self._encoded = encoded.without_values()
         whole = parts[0].view(torch.uint8)
         if len(parts) > 1:
             whole = torch.cat([part.view(torch.uint8) for part in parts])

@@ -113,8 +113,9 @@ class _LocalParcel:
         place = self._place
         parts: tuple[Tensor, ...] = (memory,)
         if place.codec is not None:
-            self._encoded = place.codec.encode(memory)
-            parts = self._encoded.parts
+            encoded = place.codec.encode(memory)
+            parts = encoded.parts
+            self._encoded = encoded.without_values()
         claimed = {id(rooms): size for rooms, size in place.sizes(memory.nbytes)}
         for part in parts:
             flat = part.view(torch.uint8)

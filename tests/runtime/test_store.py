@@ -480,6 +480,27 @@ def test_blocks_in_parts_and_made_smaller(name: str) -> None:
         assert peaks[0] < peaks[2] < peaks[1]
 
 
+@pytest.mark.parametrize("name", ["lossless", "8bit"])
+@pytest.mark.parametrize("values", ["zeros", "random"])
+def test_what_was_encoded_and_moved_is_not_held(name: str, values: str) -> None:
+    """Random numbers cannot be made smaller: they travel as they are."""
+    copier = ThreadCopier()
+    place = LocalPlace([Rooms(CPU, NO_LIMIT)], copier, codec=codec_named(name))
+    memory = torch.zeros(4096) if values == "zeros" else torch.randn(4096)
+    expected = memory.clone()
+    storage = StorageWeakRef(memory.untyped_storage())
+    parcel = place.put(memory, nothing)
+    assert parcel is not None
+    del memory
+    # Behind the first one, so that the thread has put that away.
+    copier.out(nothing, nothing).wait()
+    assert storage.expired()
+    back = torch.empty(4096)
+    parcel.fetch(back, nothing).wait()
+    assert torch.allclose(back, expected, atol=0 if name == "lossless" else 0.05)
+    copier.close()
+
+
 @pytest.mark.parametrize("row", ["gpipe", "first of 1f1b", "middle of 1f1b"])
 @pytest.mark.parametrize("moved", ["all", "some", "nothing"])
 def test_what_is_counted_is_what_is_there(
