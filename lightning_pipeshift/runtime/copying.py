@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -100,17 +101,29 @@ class ThreadCopier:
 
 
 class _Marked:
-    """A ticket for work of a stream."""
+    """A ticket for work of a stream.
 
-    def __init__(self, event: Any, device: torch.device) -> None:
+    Args:
+        event: recorded behind the work.
+        device: the stream's.
+        let_go: called when memory that the work uses may be used for something else.
+    """
+
+    def __init__(self, event: Any, device: torch.device, let_go: Callable[[], Any]) -> None:
         self._event = event
         self._device = device
+        self._let_go = let_go
 
     def is_done(self) -> bool:
-        return bool(self._event.query())
+        is_done = bool(self._event.query())
+        if is_done:
+            self._let_go()
+        return is_done
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
+        # The compute uses the memory again behind the copy.
+        self._let_go()
 
 
 class StreamCopier:
@@ -123,6 +136,10 @@ class StreamCopier:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._streams = {name: torch.cuda.Stream(device) for name in ("out", "back")}
+        # Copies under way, with all that they read and write: a tensor that nobody refers to any
+        # more (a prefetch that is not wanted after all) would be given to the compute at once.
+        self._under_way: dict[int, tuple[Any, Callable[[], Any]]] = {}
+        self._count = 0
 
     def out(self, work: Callable[[], Any], done: Done) -> Ticket:
         """See :class:`Copier`."""
@@ -140,12 +157,18 @@ class StreamCopier:
             work()
             event = torch.cuda.Event()
             event.record(stream)
-        return _Marked(event, self._device)
+        for number, (earlier, _) in list(self._under_way.items()):
+            if earlier.query():
+                self._under_way.pop(number, None)
+        self._count += 1
+        self._under_way[self._count] = event, work
+        return _Marked(event, self._device, partial(self._under_way.pop, self._count, None))
 
     def close(self) -> None:
         """See :class:`Copier`."""
         for stream in self._streams.values():
             stream.synchronize()
+        self._under_way.clear()
 
 
 def copier_of(

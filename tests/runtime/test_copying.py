@@ -7,15 +7,22 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_pipeshift.runtime.copying import Rooms, ThreadCopier, Ticket, copier_of
+from lightning_pipeshift.runtime.copying import (
+    Rooms,
+    StreamCopier,
+    ThreadCopier,
+    Ticket,
+    copier_of,
+)
 from tests.harness import LIMIT_SECONDS
 
 CPU = torch.device("cpu")
@@ -196,6 +203,57 @@ def test_a_copier_that_has_nothing_to_do_has_no_threads() -> None:
 
 
 # --- rooms ---
+
+
+class FakeStream:
+    """Of a GPU that is not there; copies are complete when an event says so."""
+
+    def wait_stream(self, _: Any) -> None: ...
+
+    def wait_event(self, _: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class FakeEvent:
+    all: ClassVar[list[FakeEvent]] = []
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self.all.append(self)
+
+    def record(self, _: Any) -> None: ...
+
+    def query(self) -> bool:
+        return self.is_over
+
+
+@pytest.mark.parametrize("end", ["the copy ends", "the ticket says so", "the compute waits"])
+def test_memory_of_a_copy_under_way_is_not_freed(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody wants what is coming back any more, and the stream still writes it."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: FakeStream())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: FakeStream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    copier = StreamCopier(torch.device("cuda", 0))
+    target = torch.zeros(100)
+    storage = StorageWeakRef(target.untyped_storage())
+    ticket = copier.back(partial(target.copy_, torch.ones(100)), nothing)
+    event = FakeEvent.all[-1]
+    del target
+    copier.out(nothing, nothing)
+    assert not ticket.is_done()
+    assert not storage.expired()
+    if end == "the compute waits":
+        ticket.wait()
+    else:
+        event.is_over = True
+        if end == "the copy ends":
+            copier.out(nothing, nothing)
+        else:
+            assert ticket.is_done()
+    assert storage.expired()
+    copier.close()
 
 
 def test_no_more_is_set_aside_than_there_is() -> None:
