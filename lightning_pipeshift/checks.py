@@ -13,7 +13,7 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from lightning_pipeshift.errors import ConfigurationError
+from lightning_pipeshift.errors import ConfigurationError, some_of
 from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.plan.schedule import MOST_MICROBATCHES
 
@@ -76,6 +76,19 @@ def check_seconds(name: str, seconds: Any, least: float) -> None:
     if not is_number or not seconds >= least:
         raise ConfigurationError(
             f"{name}={seconds!r}: pass a number of seconds, {least:g} or more."
+        )
+
+
+def check_devices(devices: Iterable[torch.device]) -> None:
+    """Raises ConfigurationError for kinds of devices that PipeShift does not know: their generators
+    would not be seeded, and their times not be measured.
+    """
+    unknown = {device.type for device in devices} - {"cpu", "cuda"}
+    if unknown:
+        raise ConfigurationError(
+            f"PipeShift runs on CPUs and on GPUs of CUDA or ROCm, and these devices are"
+            f" {some_of(sorted(unknown))}. Use `Trainer(accelerator='cpu')` or"
+            " `Trainer(accelerator='gpu')`."
         )
 
 

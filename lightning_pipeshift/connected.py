@@ -27,7 +27,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_pipeshift.adjusting import Adjustments
-from lightning_pipeshift.checks import check_packages, check_processes
+from lightning_pipeshift.checks import check_devices, check_packages, check_processes
 from lightning_pipeshift.connection import (
     backends,
     device_of,
@@ -238,6 +238,7 @@ class ConnectedStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        check_devices(self.parallel_devices or ())
         if self.num_processes * self.num_nodes == 1:
             return  # this process is all there is
         if self.cluster_environment.creates_processes_externally:

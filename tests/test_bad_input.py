@@ -16,6 +16,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -105,6 +106,20 @@ def test_an_argument_that_is_not_allowed(
     for part in parts:
         assert part in str(caught.value)
     assert isinstance(caught.value, PipeShiftError)
+
+
+class AnotherAccelerator(CPUAccelerator):
+    """Of a machine with devices that nobody has tried."""
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        return [torch.device("xpu", number) for number in range(int(devices))]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_devices_of_an_unknown_kind(devices: int) -> None:
+    with pytest.raises(ConfigurationError, match=r"these devices are xpu\. Use `Trainer\(accel"):
+        L.Trainer(accelerator=AnotherAccelerator(), devices=devices, strategy="pipeshift")
 
 
 def test_a_damaged_plan(tmp_path: Any) -> None:
