@@ -28,6 +28,8 @@ _MOST_NAME: Final = 255
 _MOST_SHOWN: Final = 200
 
 _TEMPORARY: Final = ".tmp"
+# Where the system does not say which processes know each other by their numbers.
+_UNKNOWN: Final = "00000000"
 _NAME: Final = re.compile(r"\..+\.([0-9a-f]{8})-(\d+)-[0-9a-f]{8}\.tmp")
 # For writers on other hosts, of which nobody here knows whether they live; and where another
 # process has got the number of one that is gone.
@@ -148,16 +150,16 @@ def delete(path: Path) -> None:
 
 def _space() -> str:
     """Names the processes among which a process's number tells whether it lives."""
-    space = "nowhere"
-    with suppress(OSError):
-        space = process_space()
-    return hashlib.sha256(space.encode()).hexdigest()[:8]
+    try:
+        return hashlib.sha256(process_space().encode()).hexdigest()[:8]
+    except OSError:
+        return _UNKNOWN
 
 
 def _is_left(path: Path, space: str, process: int) -> bool:
     if hasattr(os, "geteuid") and path.lstat().st_uid != os.geteuid():
         return False
-    if space == _space() and hasattr(os, "pidfd_open"):
+    if space == _space() != _UNKNOWN:
         try:
             os.kill(process, 0)
         except ProcessLookupError:
