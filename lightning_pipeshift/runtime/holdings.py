@@ -5,6 +5,7 @@ and their gradients.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import (
     Callable,
     Collection,
@@ -72,6 +73,19 @@ class Holdings:
         self._aliases: dict[int, list[Tensor]] | None = None
         # By memory: the original's name.
         self._copies: dict[int, str] | None = None
+        # The fewest elements of a parameter or buffer, by whether it is of a floating type.
+        self._smallest = {
+            is_float: min(
+                (
+                    tensor.numel()
+                    for tensors in (root.parameters(), root.buffers())
+                    for tensor in tensors
+                    if tensor.is_floating_point() is is_float
+                ),
+                default=sys.maxsize,
+            )
+            for is_float in (True, False)
+        }
         # By identity of a parameter held elsewhere: the gradient that user code sees.
         self._shown: dict[int, Tensor] = {}
         self.place(stage_of)
@@ -184,7 +198,12 @@ class Holdings:
 
     def copied(self, tensor: Tensor) -> str | None:
         """The parameter or buffer of which user code keeps a copy with this tensor's memory."""
-        memory = tensor.untyped_storage()._cdata
+        storage = tensor.untyped_storage()
+        # Averages of all kinds mix in counters and weights in every step: they are too small.
+        num_elements = storage.nbytes() // tensor.element_size()
+        if num_elements < self._smallest[tensor.is_floating_point()]:
+            return None
+        memory = storage._cdata
         if self._copies is not None and memory not in self._copies:
             return None
         # Searched once in a step, and again for a memory that another tensor may have by now.
