@@ -217,8 +217,9 @@ def test_counters_are_no_copies_and_cost_no_search(monkeypatch: pytest.MonkeyPat
     """An average's counter and weight are mixed with parameters in each step: a search of all that
     user code keeps takes tens of milliseconds.
     """
-    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-    average = copy.deepcopy(net[1])
+    last = nn.Linear(3, 2)
+    net = nn.Sequential(nn.Linear(3, 3), last)
+    average = copy.deepcopy(last)
     net.__dict__["kept"] = [average]
     layers = list(net)
     channels: Any = SimpleNamespace(stage=0, num_stages=1, device=torch.device("cpu"))
