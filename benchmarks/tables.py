@@ -20,14 +20,7 @@ class Values(Protocol):
         """What lies behind ``file / key / key``."""
 
 
-_NOT_AGAIN = "not made again, for lack of quiet time on the machine"
-OLD: dict[str, str] = {
-    "big_models": _NOT_AGAIN,
-    "checkpoints": _NOT_AGAIN,
-    "migration": f"{_NOT_AGAIN}; the reaction is one run, with two steps after the move",
-    "network_orders": f"{_NOT_AGAIN}; one run of each order, on a loaded machine",
-    "planner": _NOT_AGAIN,
-}
+OLD: dict[str, str] = {}
 """Results that were not made with this code, and why they are still shown. They are marked as such
 wherever they stand. Make them again, and take them out."""
 
