@@ -16,6 +16,8 @@ from lightning_pipeshift.model.parameters import ParameterUse
 
 Sums = dict[tuple[str, int], Tensor]
 
+_CONTAINERS = (tuple, list, dict, slice)
+
 # Inputs that make autograd record the functions below, which have no other differentiable input.
 _anchors: dict[torch.device, Tensor] = {}
 
@@ -146,6 +148,17 @@ class SharedParameters:
     def knows(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter that is held here."""
         return id(tensor) in self._names
+
+    def are_used(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a function that is called with this may be given a parameter that is held here:
+        a quick look, which does not go into lists and the like.
+        """
+        names = self._names
+        for values in (args, kwargs.values()) if kwargs else (args,):
+            for value in values:
+                if id(value) in names or isinstance(value, _CONTAINERS):
+                    return True
+        return False
 
     def alias(self, parameter: Tensor) -> Tensor:
         """The stand-in that code between layers uses for a parameter."""

@@ -170,7 +170,7 @@ class Operations(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        stack = _Applied.stack()
+        stack = _applied.stack
         stack.append(None)
         try:
             return self._told.operation(func, args, kwargs or {})
@@ -179,11 +179,11 @@ class Operations(TorchFunctionMode):
 
     def __enter__(self) -> Operations:
         super().__enter__()  # type: ignore[no-untyped-call]
-        _Applied.stack().append(self._told)
+        _applied.stack.append(self._told)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        stack = _Applied.stack()
+        stack = _applied.stack
         if stack:
             stack.pop()
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
@@ -199,7 +199,7 @@ class Operations(TorchFunctionMode):
 
     @contextmanager
     def _bypassed(self) -> Iterator[None]:
-        stack = _Applied.stack()
+        stack = _applied.stack
         stack.append(None)
         before, self._is_paused = self._is_paused, True
         try:
@@ -220,7 +220,7 @@ class Operations(TorchFunctionMode):
         """Leaves the context if :meth:`begin_in_backward` has entered it."""
         while self.is_innermost():
             super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        _Applied.stack().clear()
+        _applied.stack.clear()
 
 
 class _Without:
@@ -248,26 +248,25 @@ class _Direct:
 _DIRECT = _Direct()
 
 
-class _Applied:
+class _Applied(threading.local):
     """Makes :class:`Operations` handle ``torch.autograd.Function.apply`` as one function. Without
     this, the mode would see the operations of its ``forward``, but not the differentiable result.
+
+    Attributes:
+        stack: the handlers in force in this thread, innermost last; ``None``: functions are called
+            directly.
     """
 
-    _local = threading.local()
-
-    @classmethod
-    def stack(cls) -> list[Told | None]:
-        if not hasattr(cls._local, "stack"):
-            cls._local.stack = []
-        stack: list[Told | None] = cls._local.stack
-        return stack
+    def __init__(self) -> None:
+        self.stack: list[Told | None] = []
 
 
+_applied = _Applied()
 _plain_apply = Function.__dict__["apply"].__func__
 
 
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-    stack = _Applied.stack()
+    stack = _applied.stack
     told = stack[-1] if stack else None
     if told is None:
         return _plain_apply(cls, *args, **kwargs)

@@ -331,7 +331,12 @@ class StagePass(Watcher):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         kind, name = kind_of(function)
-        if kind is Kind.QUESTION or is_transformed():
+        if self.trace is None and kind is Kind.OPERATION and function is not torch.tensor:
+            # The code of one stage, or of the steps before it is followed: every operation of the
+            # model comes through here.
+            if is_transformed() or not self.shared.are_used(args, kwargs):
+                return function(*args, **kwargs)
+        elif kind is Kind.QUESTION or is_transformed():
             if name in _OF_TRACKED and isinstance(args[0], Placeholder) and args[0].is_tracked:
                 return _OF_TRACKED[name]()
             return function(*args, **kwargs)
