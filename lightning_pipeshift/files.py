@@ -21,6 +21,9 @@ from typing import Any, Final
 
 from lightning_pipeshift.host import process_space
 
+PACKAGE: Final = Path(__file__).resolve().parent
+"""The folder of this package's own source."""
+
 MOST_BYTES: Final = 64 << 20
 """How large a document may be: more than any plan or profile needs."""
 

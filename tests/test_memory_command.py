@@ -25,7 +25,7 @@ from lightning_pipeshift.plan.files import load_cluster, load_profile, save_prof
 from lightning_pipeshift.plan.profile import KindProfile, LayerProfile, Profile
 from lightning_pipeshift.plan.saved_tensors import SavedTensor
 from lightning_pipeshift.testing.workers import free_port
-from tests.harness import run_ranks
+from tests.harness import ROOT, run_ranks
 from tests.test_memory_compression import SAMPLES, WIDTH, same_bits, train
 
 MB = 10**6
@@ -54,7 +54,7 @@ data: {class_path: tests.test_memory_command.Rows}
 def pipeshift(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs the command in a folder, as a user would."""
     (folder / "config.yaml").write_text(CONFIGURATION)
-    root = str(Path(__file__).parent.parent)
+    root = str(ROOT)
     return subprocess.run(
         [sys.executable, "-m", "lightning_pipeshift", *arguments, "--config", "config.yaml"],
         cwd=folder,

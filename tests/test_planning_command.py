@@ -21,7 +21,7 @@ from lightning_pipeshift.plan.files import load_cluster, load_profile, save_prof
 from lightning_pipeshift.plan.profile import KindProfile, LayerProfile, Profile
 from lightning_pipeshift.testing.workers import free_port
 from tests.features_models import quiet_trainer
-from tests.harness import run_ranks
+from tests.harness import ROOT, run_ranks
 from tests.models import ZOO
 
 GB = 10**9
@@ -149,7 +149,7 @@ data: {class_path: tests.test_planning_command.Rows}
 
 def test_measured_planned_and_not_trained(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(CONFIGURATION)
-    root = str(Path(__file__).parent.parent)
+    root = str(ROOT)
     ran = subprocess.run(
         [sys.executable, "-m", "lightning_pipeshift", "plan", "--config", "config.yaml"],
         cwd=tmp_path,

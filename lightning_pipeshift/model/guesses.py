@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from lightning_pipeshift.files import PACKAGE
+
 # How often a step is followed at most to find answers with which it does not fail.
 _MOST_TRIES = 64
 
@@ -54,7 +56,7 @@ class Guesses:
         self._certain.add(place)
 
 
-_OURS = str(Path(__file__).parents[1])
+_OURS = str(PACKAGE)
 _TORCH = str(Path(torch.__file__).parent)
 _DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
 

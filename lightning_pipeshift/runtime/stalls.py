@@ -23,6 +23,7 @@ from typing import Any, Final
 
 import torch
 
+from lightning_pipeshift.files import PACKAGE
 from lightning_pipeshift.model.stage_pass import StagePass
 from lightning_pipeshift.plan.action import Action, Kind
 from lightning_pipeshift.runtime.step_run import StepRun
@@ -46,7 +47,7 @@ _LIBRARIES: Final = tuple(
         for folder in (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), *torch.__path__)
     }
 )
-_OURS: Final = str(Path(__file__).resolve().parent.parent) + os.sep
+_OURS: Final = str(PACKAGE) + os.sep
 
 
 def activity(thread: int) -> dict[str, Any]:
