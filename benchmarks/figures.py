@@ -23,6 +23,7 @@ since its commit, but for those in ``OLD``.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import subprocess
@@ -269,14 +270,33 @@ def age_of(run: Run, record: Mapping[str, Any]) -> list[str]:
 
 
 def _changed(before: str, after: str, run: Run) -> float:
-    """How many of the measured files' lines are others, as a part of all of them."""
-    counted = [
-        line.split("\t")
-        for line in git("diff", "--numstat", before, after, "--", *run.paths).split("\n")
-    ]
-    changed = sum(max(int(each[0]), int(each[1])) for each in counted if each[0].isdigit())
+    """How many of the measured files' lines are others, as a part of all of them. A file that has
+    another name or place by now has changed where its lines have.
+    """
+    changed = sum(
+        lines
+        for path, lines in _changed_lines(before, after)
+        if any(path == measured or path.startswith(f"{measured}/") for measured in run.paths)
+    )
     files = git("ls-files", "--", *run.paths).split("\n")
     return changed / sum(len((ROOT / file).read_text().splitlines()) for file in files)
+
+
+@functools.cache
+def _changed_lines(before: str, after: str) -> list[tuple[str, int]]:
+    """The files that differ, by their present paths, and in how many lines."""
+    found = []
+    fields = iter(git("diff", "--numstat", "-z", "-M40%", "-l9999", before, after).split("\0"))
+    for field in fields:
+        if not field:
+            continue
+        added, removed, path = field.split("\t")
+        if not path:
+            # Renamed: the old path and the new one follow.
+            _, path = next(fields), next(fields)
+        if added.isdigit():
+            found.append((path, max(int(added), int(removed))))
+    return found
 
 
 def problems_of_age(names: Sequence[str], results: Results) -> Iterator[str]:
