@@ -40,11 +40,12 @@ from lightning_pipeshift.launching import Launcher, NotebookLauncher
 from lightning_pipeshift.model.streams import global_state, set_global_state
 from lightning_pipeshift.plan.cluster import Device
 from lightning_pipeshift.plan.topology import Topology, VirtualMachinesSpec, arrange
-from lightning_pipeshift.runtime.channels import Channels, make_groups
+from lightning_pipeshift.runtime.channels import Channels, connect_devices, make_groups
 from lightning_pipeshift.runtime.failure import FailureBoard
 from lightning_pipeshift.runtime.lane import gathered
 from lightning_pipeshift.runtime.mesh import connect_all
 from lightning_pipeshift.runtime.outside import FOLDER, WITHOUT_LOGGER
+from lightning_pipeshift.runtime.process_groups import ProcessGroups, nccl_environment
 from lightning_pipeshift.runtime.replicas import Replicas
 from lightning_pipeshift.runtime.rings import Rings
 from lightning_pipeshift.runtime.sockets import Opened, open_sockets, shut_down
@@ -53,8 +54,9 @@ from lightning_pipeshift.runtime.stalls import STACKS, print_stacks_on_a_signal
 T = TypeVar("T")
 
 
-# That of the job's process group, which may serve several strategies one after the other.
+# Those of the job's process group, which may serve several strategies one after the other.
 _boards: list[tuple[weakref.ref[Any], FailureBoard]] = []
+_groups_of: weakref.WeakKeyDictionary[FailureBoard, ProcessGroups] = weakref.WeakKeyDictionary()
 
 
 def _board_of(group: Any) -> FailureBoard | None:
@@ -101,6 +103,7 @@ class ConnectedStrategy(ParallelStrategy):
         self._channels: Channels | None
         self._replicas: Replicas | None
         self._rings: Rings | None
+        self._groups: ProcessGroups | None
         self._failed: bool
         self._sockets: Opened
         # Ranks that have all failed together can still complete a checkpoint.
@@ -125,6 +128,7 @@ class ConnectedStrategy(ParallelStrategy):
             "_channels": None,
             "_replicas": None,
             "_rings": None,
+            "_groups": None,
             "_failed": False,
             "_sockets": frozenset(),
             "_checkpoint_sockets": frozenset(),
@@ -286,7 +290,7 @@ class ConnectedStrategy(ParallelStrategy):
                 self._timeout or default_pg_timeout,
             )
             board = self._make_board(store, before)
-            with board.watched():
+            with board.watched(), nccl_environment():
                 _init_dist_connection(
                     self.cluster_environment,
                     backends(self.root_device, self._process_group_backend),
@@ -310,12 +314,14 @@ class ConnectedStrategy(ParallelStrategy):
             # All ranks have the board: what is opened from here on is shut down after a failure.
             if is_new or self._replicas is None or self._replicas.topology != topology:
                 self._connect(topology)
-        self._sockets |= open_sockets() - before - board.sockets
+        groups = self._require_groups()
+        self._sockets |= open_sockets() - before - board.sockets - groups.sockets
         board.interrupt, board.give_up = self._interrupt, self._give_up
         self._watch_for_stalls(board)
         world = self._require_replicas().world
         for channels in (self._require_channels(), world):
             channels.watched = board.watched
+        groups.watched = board.watched
         if self._rings is not None:
             self._rings.watched = board.watched
         # Random numbers drawn from here on (for a split of the data in `setup`, for example) are
@@ -354,10 +360,10 @@ class ConnectedStrategy(ParallelStrategy):
 
     def _interrupt(self) -> None:
         """Ends what this rank may be waiting for; called in a thread when another rank failed."""
+        groups = self._groups
+        if groups is not None:
+            groups.abort()
         shut_down(self._sockets)
-        channels = self._channels
-        if channels is not None:
-            channels.abort()
 
     def _give_up(self) -> None:
         """Ends what can only end while all ranks are there; called in a thread when one is gone."""
@@ -377,19 +383,30 @@ class ConnectedStrategy(ParallelStrategy):
 
     def _connect(self, topology: Topology) -> None:
         assert self._board is not None
-        backend = payload_backend(self.root_device, self._process_group_backend, self.world_size)
         device, watched = self.root_device, self._board.watched
+        timeout = self._timeout
+        backend = payload_backend(device, self._process_group_backend, watched)
+        groups = _groups_of.get(self._board)
+        if groups is None or (groups.backend, groups.device) != (backend, device):
+            groups = ProcessGroups(backend, device, watched, timeout)
+        self._groups = _groups_of[self._board] = groups
         vm, stage = topology.place_of(self.global_rank)
-        groups = [make_groups(ranks, backend, has_bulk=True) for ranks in topology.ranks]
-        machine = Channels(topology.ranks[vm], stage, device, backend, watched, groups[vm])
+        hosts = [make_groups(ranks, has_bulk=True, timeout=timeout) for ranks in topology.ranks]
+        connect_devices(groups, topology.ranks)
+        machine = Channels(topology.ranks[vm], stage, device, watched, hosts[vm], groups)
+        machine.open_lines()
         world = machine
         if topology.num_virtual_machines > 1:
-            all_ranks = range(self.world_size)
-            group = make_groups(all_ranks, "gloo")
-            world = Channels(all_ranks, self.global_rank, device, "gloo", watched, group)
-            self._rings = Rings(make_groups(all_ranks, "gloo"), self.global_rank, watched)
+            everyone = range(self.world_size)
+            of_all = make_groups(everyone, timeout=timeout)
+            world = Channels(everyone, self.global_rank, device, watched, of_all, groups)
+            self._rings = Rings(make_groups(everyone, timeout=timeout), self.global_rank, watched)
         self._channels = machine
         self._replicas = Replicas(topology, self.global_rank, world, machine)
+
+    def _require_groups(self) -> ProcessGroups:
+        assert self._groups is not None
+        return self._groups
 
     def _require_replicas(self) -> Replicas:
         if self._replicas is None:
@@ -503,6 +520,10 @@ class ConnectedStrategy(ParallelStrategy):
         heard = isinstance(exception, StageFailedError)
         if board is not None and not heard and not board.is_first(exception):
             board.publish(board.own_name, exception)
+        groups = self._groups
+        if groups is not None:
+            # What follows may wait for the device, which may wait for other ranks.
+            groups.abort()
         self._let_go()
         self._end_checkpoints()
         if self._channels is not None and self._replicas is not None:
@@ -510,8 +531,11 @@ class ConnectedStrategy(ParallelStrategy):
             self._replicas.world.close()
         if self._rings is not None:
             self._rings.close()
-        self._channels = self._replicas = self._rings = None
-        dist.destroy_process_group()
+        self._channels = self._replicas = self._rings = self._groups = None
+        if groups is not None:
+            groups.end_all()
+        else:
+            dist.destroy_process_group()
         self._sockets = self._checkpoint_sockets = frozenset()
         if board is not None:
             board.close()

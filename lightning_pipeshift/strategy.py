@@ -352,6 +352,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
             channels=channels,
             replicas=replicas,
             rings=self._rings,
+            groups=self._require_groups(),
             settings=settings,
             here=device_of(self.root_device),
             deferred=self._deferred,

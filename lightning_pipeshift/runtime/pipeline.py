@@ -59,6 +59,7 @@ from lightning_pipeshift.runtime.matching import gradient_groups, match_replicas
 from lightning_pipeshift.runtime.one_stage import OneStage
 from lightning_pipeshift.runtime.outside import Answer, Outside
 from lightning_pipeshift.runtime.planning import Settings, check_order, stages_without_work
+from lightning_pipeshift.runtime.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.replanning import Replanning
 from lightning_pipeshift.runtime.replicas import Replicas
 from lightning_pipeshift.runtime.report import Report, logs_on_cpu, merge_reports, on_cpu
@@ -115,6 +116,7 @@ class Pipeline:
         channels: this stage's connections.
         replicas: the virtual machines.
         rings: this rank's part in their rings, where there are several.
+        groups: the groups for sums over them.
         settings: the user's settings.
         here: this rank's device.
         deferred: makes the tensors of the model that are on the meta device.
@@ -131,6 +133,7 @@ class Pipeline:
         channels: Channels,
         replicas: Replicas,
         rings: Rings | None,
+        groups: ProcessGroups,
         settings: Settings,
         here: Device,
         deferred: Deferred,
@@ -151,6 +154,7 @@ class Pipeline:
         self.replicas = replicas
         self.vm = replicas.vm
         self._rings = rings
+        self._groups = groups
         self._aggregation: Aggregation | None = None
         self._denominators: Denominators | None = None
         self._has_agreed = False
@@ -454,18 +458,15 @@ class Pipeline:
         kind, why = self.settings.aggregation(self.channels.backend, len(owners), placement)
         if is_new:
             self.news.append(f"gradient_aggregation is {kind!r}: {why}.")
-        backend, device, watched = (
-            self.channels.backend,
-            self.channels.device,
-            self.channels.watched,
-        )
-        if backend == "gloo":
+        device, watched = self.channels.device, self.channels.watched
+        if self.channels.backend == "gloo":
             device = torch.device("cpu")
             if kind == "ring":
                 return Aggregation(mine, self._rings.start, device, in_order=False)
-        sums: Any = AllReduce(owners, backend, watched)
+        self._groups.want(Purpose.SUMS, owners)
+        sums: Any = AllReduce(self._groups, watched)
         if kind == "ring":
-            sums = DeviceRings(owners, self.replicas.rank, device, watched)
+            sums = DeviceRings(self._groups, self.replicas.rank, watched)
         return Aggregation(mine, sums.start, device, in_order=True)
 
     @property

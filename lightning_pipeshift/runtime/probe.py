@@ -144,8 +144,7 @@ def probe(
     same.
 
     All devices compute at the same time, as in training: ranks that share a host's cores are as
-    slow here as in training. Tensors travel as :meth:`Channels.send_tensor` sends them, by way of
-    the CPU.
+    slow here as in training. Tensors travel between the devices as payloads do.
 
     Args:
         world: connections between all ranks; nothing else is under way in them.
@@ -171,7 +170,9 @@ def probe(
     found: list[Found] = _gather(world, mine)
     links: dict[Pair, Link] = {}
     rounds = rounds_of([each.device.host for each in found])
-    for measured in _gather(world, _measure_links(world, rounds, report)):
+    with world.links():
+        mine_of_them = _measure_links(world, rounds, report)
+    for measured in _gather(world, mine_of_them):
         links.update(measured)
     world.settle()
     return assess(found, links)
@@ -456,12 +457,14 @@ def _measure_link(world: Channels, other: int) -> Link:
     def one_way(num_bytes: int, times: int) -> list[float]:
         world.send_object((num_bytes, times), other)
         world.settle()
-        tensor = torch.zeros(num_bytes, dtype=torch.uint8)
+        tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=world.device)
         seconds = []
         for _ in range(times):
             begun = time.perf_counter()
-            world.send_tensor(tensor, other)
-            world.receive_tensor(tensor, other)
+            world.send_on_device(tensor, other)
+            back = world.receive_on_device(tensor, other)
+            if back.device.type != "cpu":
+                back[0].item()  # waits for the device
             seconds.append((time.perf_counter() - begun) / 2)
         return seconds
 
@@ -490,7 +493,7 @@ def _echo(world: Channels, other: int) -> None:
         num_bytes, times = asked
         like = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
         for _ in range(times):
-            world.send_tensor(world.receive_tensor(like, other), other)
+            world.send_on_device(world.receive_on_device(like, other), other)
 
 
 # --- communication ---

@@ -23,7 +23,7 @@ def connect() -> tuple[Channels, FailureBoard]:
     mesh = connect_all(store, rank, world_size, address, port, timedelta(seconds=60))
     board = FailureBoard(rank, mesh)
     ranks = range(world_size)
-    groups = make_groups(ranks, "gloo", has_bulk=True)
-    channels = Channels(ranks, rank, torch.device("cpu"), "gloo", board.watched, groups)
+    groups = make_groups(ranks, has_bulk=True)
+    channels = Channels(ranks, rank, torch.device("cpu"), board.watched, groups)
     board.interrupt = lambda: shut_down(groups.sockets)
     return channels, board
