@@ -46,7 +46,8 @@ _FEWEST_SLICES, _MOST_SLICES = 3, 64
 _CPU_SIZE, _GPU_SIZE = 448, 2048
 
 _ALL_PAIRS_RANKS = 8
-_FIRST_BYTES, _MOST_BYTES = 1 << 16, 1 << 22
+# From device to device a few megabytes take hardly longer than one byte.
+_FIRST_BYTES, _MOST_BYTES, _MOST_DEVICE_BYTES = 1 << 16, 1 << 22, 1 << 26
 _TRANSFER_SECONDS, _MOST_TRANSFER_SECONDS = 0.02, 0.2
 _REPORT_SECONDS = 1.0
 
@@ -474,13 +475,14 @@ def _measure_link(world: Channels, other: int) -> Link:
     # Large enough that the latency, and TCP's slow start with it, hardly count; but a few megabytes
     # over a link around the world are not worth seconds of every start.
     enough = min(max(_TRANSFER_SECONDS, 10 * latency), _MOST_TRANSFER_SECONDS)
+    most_bytes = _MOST_BYTES if world.backend == "gloo" else _MOST_DEVICE_BYTES
     num_bytes = _FIRST_BYTES
     seconds = min(one_way(num_bytes, 1))
-    while seconds < enough and num_bytes < _MOST_BYTES:
+    while seconds < enough and num_bytes < most_bytes:
         growth = min(max(enough / seconds, 2), 16)
-        num_bytes = min(int(num_bytes * growth), _MOST_BYTES)
+        num_bytes = min(int(num_bytes * growth), most_bytes)
         # Over a fast link the transfer is so short that one interruption doubles its time.
-        seconds = min(one_way(num_bytes, 4 if num_bytes == _MOST_BYTES else 1))
+        seconds = min(one_way(num_bytes, 4 if num_bytes == most_bytes else 1))
     world.send_object(None, other)
     world.settle()
     # By noise, the measured latency may exceed the whole time.
