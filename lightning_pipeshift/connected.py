@@ -7,6 +7,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -54,20 +55,33 @@ from lightning_pipeshift.runtime.stalls import STACKS, print_stacks_on_a_signal
 T = TypeVar("T")
 
 
-# Those of the job's process group, which may serve several strategies one after the other.
-_boards: list[tuple[weakref.ref[Any], FailureBoard]] = []
-_groups_of: weakref.WeakKeyDictionary[FailureBoard, ProcessGroups] = weakref.WeakKeyDictionary()
+@dataclass
+class _Job:
+    """What serves all strategies that a job's ranks run one after the other.
+
+    Args:
+        world: torch's default process group.
+        board: tells of failures.
+        groups: the groups beside the default one.
+    """
+
+    world: weakref.ref[Any]
+    board: FailureBoard
+    groups: ProcessGroups | None = None
 
 
-def _board_of(group: Any) -> FailureBoard | None:
-    return next((board for known, board in _boards if known() is group and board.is_open), None)
+_jobs: list[_Job] = []
 
 
-def _keep(group: Any, board: FailureBoard) -> None:
-    for known, other in _boards:
-        if known() is not group:
-            other.close()
-    _boards[:] = [(weakref.ref(group), board)]
+def _job_of(world: Any) -> _Job | None:
+    return next((job for job in _jobs if job.world() is world and job.board.is_open), None)
+
+
+def _keep(job: _Job) -> None:
+    for other in _jobs:
+        if other.world() is not job.world():
+            other.board.close()
+    _jobs[:] = [job]
 
 
 class ConnectedStrategy(ParallelStrategy):
@@ -301,8 +315,10 @@ class ConnectedStrategy(ParallelStrategy):
                 )
         else:
             default = dist.distributed_c10d._get_default_store()
-            board = _board_of(dist.group.WORLD) or self._make_board(default, before)
-        _keep(dist.group.WORLD, board)
+            known = _job_of(dist.group.WORLD)
+            board = known.board if known is not None else self._make_board(default, before)
+        job = _job_of(dist.group.WORLD) or _Job(weakref.ref(dist.group.WORLD), board)
+        _keep(job)
         is_new = self._board is not board
         self._board = board
         board.resume()
@@ -313,7 +329,7 @@ class ConnectedStrategy(ParallelStrategy):
             ].__getitem__
             # All ranks have the board: what is opened from here on is shut down after a failure.
             if is_new or self._replicas is None or self._replicas.topology != topology:
-                self._connect(topology)
+                self._connect(topology, job)
         groups = self._require_groups()
         self._sockets |= open_sockets() - before - board.sockets - groups.sockets
         board.interrupt, board.give_up = self._interrupt, self._give_up
@@ -381,15 +397,15 @@ class ConnectedStrategy(ParallelStrategy):
     def _check_devices(self, topology: Topology, devices: Sequence[Device]) -> None:
         """Raises ConfigurationError where these devices are not the requested ones."""
 
-    def _connect(self, topology: Topology) -> None:
+    def _connect(self, topology: Topology, job: _Job) -> None:
         assert self._board is not None
         device, watched = self.root_device, self._board.watched
         timeout = self._timeout
         backend = payload_backend(device, self._process_group_backend, watched)
-        groups = _groups_of.get(self._board)
+        groups = job.groups
         if groups is None or (groups.backend, groups.device) != (backend, device):
             groups = ProcessGroups(backend, device, watched, timeout)
-        self._groups = _groups_of[self._board] = groups
+        self._groups = job.groups = groups
         vm, stage = topology.place_of(self.global_rank)
         hosts = [make_groups(ranks, has_bulk=True, timeout=timeout) for ranks in topology.ranks]
         connect_devices(groups, topology.ranks)
@@ -511,6 +527,9 @@ class ConnectedStrategy(ParallelStrategy):
         if not board.is_first(exception):
             board.publish_beside(exception)
         channels.interrupt_bulk()
+        if self._groups is not None:
+            # On a device, this rank would wait for those that the failure ends.
+            self._groups.abort()
 
     def _fail(self, exception: BaseException) -> None:
         if self._failed or not dist.is_initialized():

@@ -9,7 +9,7 @@ communicator, on which both ends proceed in microbatch order. Everything else go
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -163,7 +163,7 @@ def make_groups(
 
 
 def connect_devices(devices: ProcessGroups, machines: Sequence[Sequence[int]]) -> None:
-    """Makes the groups in which tensors travel from device to device. Every rank of the job calls
+    """Makes the groups in which payloads travel from device to device. Every rank of the job calls
     this.
 
     Args:
@@ -175,7 +175,6 @@ def connect_devices(devices: ProcessGroups, machines: Sequence[Sequence[int]]) -
     pairs = [pair for ranks in machines for pair in pairwise(ranks)]
     devices.want(Purpose.PAYLOAD, pairs)
     devices.want(Purpose.GRADIENT, pairs)
-    devices.want(Purpose.STAGES, [ranks for ranks in machines if len(ranks) > 1])
 
 
 class Channels(Lane):
@@ -209,8 +208,6 @@ class Channels(Lane):
         self._bulk_sockets = groups.bulk_sockets
         self.num_done = 0
         """How many actions this stage has completed."""
-        self.carries = Purpose.STAGES
-        """The group in which single tensors travel from device to device."""
         # Collectives that have begun and may be under way still.
         self._under_way: list[Any] = []
 
@@ -347,53 +344,54 @@ class Channels(Lane):
     def _line(self, neighbour: int, direction: Direction) -> Line:
         if self._devices is None:
             return self._line_to(neighbour)
-        peer = self.ranks[neighbour]
-        return self._devices.line(_PURPOSE[direction], (self.ranks[self.stage], peer), peer)
+        return self._devices.line(
+            _PURPOSE[direction], self.ranks[self.stage], self.ranks[neighbour]
+        )
 
     # --- single tensors ---
 
-    def send_on_device(self, tensor: Tensor, to: int) -> None:
-        """Sends one tensor to any stage, from device to device where payloads go so. What runs on
-        the device after this may change the tensor.
+    def send_on_device(self, tensor: Tensor, to: int, purpose: Purpose = Purpose.SHARED) -> None:
+        """Sends one tensor to any stage, from device to device where payloads go so: in the group
+        that the two stages have for a purpose. What runs on the device after this may change the
+        tensor.
         """
         if self._devices is None:
             self.send_tensor(tensor, to)
             return
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        line = self._devices.line(self.carries, self.ranks, self.ranks[to])
         if flat.numel():
+            line = self._devices.line(purpose, self.ranks[self.stage], self.ranks[to])
             work = self._post_send(flat, to, line, 0)
             with self.watched(self.ranks[to]):
                 complete(work)
 
-    def receive_on_device(self, like: Tensor, source: int) -> Tensor:
+    def receive_on_device(
+        self, like: Tensor, source: int, purpose: Purpose = Purpose.SHARED
+    ) -> Tensor:
         """The tensor that stage ``source`` sends with :meth:`send_on_device`, of the shape and type
         of ``like``; on this stage's device.
         """
         if self._devices is None:
             return self.receive_tensor(like, source).to(self.device)
         tensor = torch.empty(like.shape, dtype=like.dtype, device=self.device)
-        group, member = self._devices.line(self.carries, self.ranks, self.ranks[source])
         if tensor.numel():
-            with self.watched(self.ranks[source]):
+            rank, peer = self.ranks[self.stage], self.ranks[source]
+            group, member = self._devices.line(purpose, rank, peer)
+            with self.watched(peer):
                 complete(group.recv([as_bytes(tensor.view(-1))], member, 0))
         return tensor
 
     @contextmanager
-    def links(self) -> Iterator[None]:
-        """Context in which single tensors travel in a group that exists only here. Every rank of
-        the job calls this.
+    def links(self, pairs: Iterable[tuple[int, int]]) -> Iterator[None]:
+        """Context in which pairs of stages have groups to measure their links. Every rank of the
+        job calls this.
         """
-        if self._devices is None:
-            yield
-            return
-        self._devices.want(Purpose.LINKS, [self.ranks])
-        self.carries = Purpose.LINKS
-        try:
-            yield
-        finally:
-            self.carries = Purpose.STAGES
-        self._devices.want(Purpose.LINKS, [])
+        ranks = [tuple(self.ranks[stage] for stage in pair) for pair in pairs]
+        if self._devices is not None:
+            self._devices.want(Purpose.LINKS, ranks)
+        yield
+        if self._devices is not None:
+            self._devices.want(Purpose.LINKS, [])
 
     # --- all stages together ---
 

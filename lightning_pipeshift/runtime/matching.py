@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -26,6 +27,21 @@ def holder_ranks(use: ParameterUse, placement: Placement, topology: Topology) ->
         stage_of = [placement.stage_of(vm, layer) for layer in range(placement.num_layers)]
         found.append([ranks[stage] for stage in use.holders(stage_of, len(ranks))])
     return found
+
+
+def pairs_that_share(
+    uses: Sequence[ParameterUse], placement: Placement, topology: Topology
+) -> list[tuple[int, int]]:
+    """The pairs of ranks between which gradients of shared parameters travel: from each holder to
+    the next, which adds its own, and from the last one, which has the sum, to the others.
+    """
+    return [
+        pair
+        for use in uses
+        if use.is_shared
+        for ranks in holder_ranks(use, placement, topology)
+        for pair in [*pairwise(ranks), *((rank, ranks[-1]) for rank in ranks[:-1])]
+    ]
 
 
 def gradient_groups(

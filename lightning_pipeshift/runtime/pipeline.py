@@ -55,7 +55,11 @@ from lightning_pipeshift.runtime.device_rings import DeviceRings
 from lightning_pipeshift.runtime.following import Follower, Key
 from lightning_pipeshift.runtime.holdings import Holdings
 from lightning_pipeshift.runtime.lane import Sent
-from lightning_pipeshift.runtime.matching import gradient_groups, match_replicas
+from lightning_pipeshift.runtime.matching import (
+    gradient_groups,
+    match_replicas,
+    pairs_that_share,
+)
 from lightning_pipeshift.runtime.one_stage import OneStage
 from lightning_pipeshift.runtime.outside import Answer, Outside
 from lightning_pipeshift.runtime.planning import Settings, check_order, stages_without_work
@@ -339,6 +343,7 @@ class Pipeline:
             self._deferred.forget()
         if trains:
             self._follow_with_memory()
+            self._connect_sharers(uses, placement)
         if trains and self.replicas.count > 1:
             self._aggregation = self._make_aggregation(uses, placement)
         self._is_final = final
@@ -419,6 +424,7 @@ class Pipeline:
         self._ownership = self._ownership.moved(plan.placement, self._num_microbatches_done)
         self._plan = plan
         self._follow_with_memory()
+        self._connect_sharers(self.holdings.uses, plan.placement)
         if self._aggregation is not None:
             self._aggregation.close()
             self._aggregation = self._make_aggregation(
@@ -447,6 +453,11 @@ class Pipeline:
             self._modules_outside_layers(),
             self.holdings.uses if parameters_too else [],
         )
+
+    def _connect_sharers(self, uses: list[ParameterUse], placement: Placement) -> None:
+        if self.channels.backend != "gloo":
+            pairs = pairs_that_share(uses, placement, self.replicas.topology)
+            self._groups.want(Purpose.SHARED, pairs)
 
     def _make_aggregation(
         self, uses: list[ParameterUse], placement: Placement, is_new: bool = True

@@ -25,6 +25,7 @@ from lightning_pipeshift.errors import some_of
 from lightning_pipeshift.host import boot_id, host_names
 from lightning_pipeshift.plan.cluster import FREE, Cluster, Device, Link
 from lightning_pipeshift.runtime.channels import Channels
+from lightning_pipeshift.runtime.process_groups import Purpose
 
 SAME_SPEED: Final = 0.75
 """Devices of one kind at this part of the fastest's rate, or above, count as equally fast."""
@@ -171,7 +172,7 @@ def probe(
     found: list[Found] = _gather(world, mine)
     links: dict[Pair, Link] = {}
     rounds = rounds_of([each.device.host for each in found])
-    with world.links():
+    with world.links(pair for pairs in rounds for pair in pairs):
         mine_of_them = _measure_links(world, rounds, report)
     for measured in _gather(world, mine_of_them):
         links.update(measured)
@@ -462,8 +463,8 @@ def _measure_link(world: Channels, other: int) -> Link:
         seconds = []
         for _ in range(times):
             begun = time.perf_counter()
-            world.send_on_device(tensor, other)
-            back = world.receive_on_device(tensor, other)
+            world.send_on_device(tensor, other, Purpose.LINKS)
+            back = world.receive_on_device(tensor, other, Purpose.LINKS)
             if back.device.type != "cpu":
                 back[0].item()  # waits for the device
             seconds.append((time.perf_counter() - begun) / 2)
@@ -495,7 +496,8 @@ def _echo(world: Channels, other: int) -> None:
         num_bytes, times = asked
         like = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
         for _ in range(times):
-            world.send_on_device(world.receive_on_device(like, other), other)
+            received = world.receive_on_device(like, other, Purpose.LINKS)
+            world.send_on_device(received, other, Purpose.LINKS)
 
 
 # --- communication ---

@@ -20,7 +20,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from enum import Enum
@@ -39,12 +39,8 @@ _MOST_CTAS: Final = 4
 # How long a rank that fails waits for its communicators to be aborted.
 _PATIENCE_SECONDS: Final = 10.0
 # Read when a group of NCCL's is made. Who is alive is decided by heartbeats: the watchdog of torch
-# would end a process whose receive has waited for long, whatever for. And pairs in a larger group
-# get communicators of their own on purpose, which torch warns of.
-_ENVIRONMENT: Final = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
-}
+# would end a process whose receive has waited for long, whatever for.
+_ENVIRONMENT: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 
 
 class Purpose(Enum):
@@ -54,7 +50,7 @@ class Purpose(Enum):
 
     PAYLOAD = "payloads, from a stage to the next"
     GRADIENT = "gradients of payloads, from a stage to the one before"
-    STAGES = "single tensors between any two stages"
+    SHARED = "gradients of shared parameters, between two stages that hold them"
     LINKS = "measuring links"
     SUMS = "sums over the virtual machines"
 
@@ -123,10 +119,9 @@ class ProcessGroups:
         """The group of some ranks, in any order, of which this rank is one."""
         return self._groups[purpose, tuple(sorted(ranks))]
 
-    def line(self, purpose: Purpose, ranks: Sequence[int], to: int) -> Line:
-        """The group of some ranks, and the place of one of them in it."""
-        ordered = tuple(sorted(ranks))
-        return self._groups[purpose, ordered], ordered.index(to)
+    def line(self, purpose: Purpose, rank: int, to: int) -> Line:
+        """The group of this rank and another one, and the place of the other in it."""
+        return self.group(purpose, (rank, to)), int(to > rank)
 
     @contextmanager
     def connecting(self) -> Iterator[None]:

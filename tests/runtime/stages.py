@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from lightning_pipeshift.runtime import process_groups
 from lightning_pipeshift.runtime.channels import Channels, connect_devices, make_groups
 from lightning_pipeshift.runtime.failure import FailureBoard
 from lightning_pipeshift.runtime.mesh import connect_all
-from lightning_pipeshift.runtime.process_groups import ProcessGroups
+from lightning_pipeshift.runtime.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.sockets import shut_down
 
 CPU = torch.device("cpu")
@@ -44,6 +45,7 @@ def connect(has_devices: bool = False) -> tuple[Channels, FailureBoard]:
         let_gloo_stand_in()
         devices = ProcessGroups("nccl", CPU, board.watched)
         connect_devices(devices, [ranks])
+        devices.want(Purpose.SHARED, combinations(ranks, 2))
     channels = Channels(ranks, rank, CPU, board.watched, groups, devices)
     channels.open_lines()
     board.interrupt = lambda: shut_down(groups.sockets)

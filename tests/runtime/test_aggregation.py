@@ -34,7 +34,7 @@ def test_sums_begin_beside_the_backward_though_parameters_are_shared(in_order: b
     """A shared parameter's own sum begins at the step's end. Where all sums begin in one order,
     that of the backwards, no layer's waits for it.
     """
-    layers = [nn.Linear(2, 2, bias=False) for _ in range(3)]
+    layers: list[Any] = [nn.Linear(2, 2, bias=False) for _ in range(3)]
     scale = nn.Parameter(torch.ones(2))
     uses = [ParameterUse("scale", scale, [], (), (), everywhere=True)]
     uses += [ParameterUse(f"{n}", layer.weight, [], (n,), (n,)) for n, layer in enumerate(layers)]
