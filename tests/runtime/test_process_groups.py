@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_pipeshift import StageFailedError
 from lightning_pipeshift.plan.action import Kind
-from lightning_pipeshift.runtime import process_groups, side_streams, step_run
+from lightning_pipeshift.runtime import pipeline, process_groups, side_streams, step_run
 from lightning_pipeshift.runtime.copying import StreamCopier
 from lightning_pipeshift.runtime.migration import Migration
 from lightning_pipeshift.runtime.process_groups import (
@@ -25,6 +24,7 @@ from lightning_pipeshift.runtime.process_groups import (
     Purpose,
     group_timeout,
 )
+from lightning_pipeshift.runtime.threads import Threads
 from tests.features_models import built
 from tests.harness import LIMIT_SECONDS, run_ranks
 from tests.models import points
@@ -202,45 +202,53 @@ def test_the_thread_that_hears_of_a_failure_does_not_wait(monkeypatch: pytest.Mo
     never.set()
 
 
-class Raises(FewLayers):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        if batch_idx == 2:
-            raise ValueError("the user's own")
-        return loss
-
-
-def one_rank_raises() -> str:
+def one_rank_fails(where: str) -> str:
     kernels = Kernels()
     let_gloo_stand_in()
     process_groups._abort_of = kernels.abort_of
+    made: list[Threads] = []
+
+    def noted(*arguments: Any) -> Threads:
+        made.append(Threads(*arguments))
+        return made[-1]
+
+    # Those of the run, so that one of them can fail.
+    vars(pipeline)["Threads"] = noted
     destroy, forward = dist.destroy_process_group, step_run.StepRun.forward
+    is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
     count = 0
 
     def destroy_when_all_is_done(group: Any = None) -> None:
         kernels.synchronize()
         destroy(group)
 
+    def fail() -> None:
+        raise ValueError("the user's own")
+
     def forward_until_it_waits(run: Any, number: int) -> None:
         nonlocal count
         count += 1
-        if count == 2 * MICROBATCHES + 2:
+        if is_last and count == 2 * MICROBATCHES + 1:
+            if where == "main":
+                fail()
+            made[0].submit(fail)
+        if count == 2 * MICROBATCHES + 2 - is_last:
             # As `loss.cpu()` behind a receive whose sender is gone.
             kernels.synchronize()
         forward(run, number)
 
     dist.destroy_process_group = destroy_when_all_is_done
-    if int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"]) - 1:
-        step_run._ACTIONS[Kind.FORWARD] = forward_until_it_waits
+    step_run._ACTIONS[Kind.FORWARD] = forward_until_it_waits
     with pytest.raises((ValueError, StageFailedError)) as caught:
-        fit(Raises(), points(4), Pipelined("uniform"))
+        fit(FewLayers(), points(4), Pipelined("uniform"))
     assert not dist.is_initialized()
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def test_a_rank_that_raises_ends_those_that_wait_for_their_device() -> None:
-    *survivors, raised = run_ranks(one_rank_raises, 3)
-    assert raised == "ValueError: the user's own"
+@pytest.mark.parametrize("where", ["main", "thread"])
+def test_a_rank_that_fails_ends_those_that_wait_for_their_device(where: str) -> None:
+    *survivors, failed = run_ranks(one_rank_fails, 3, where)
+    assert failed == "ValueError: the user's own"
     for reason in survivors:
         assert reason.startswith("StageFailedError: Stage 2")
         assert "failed first: ValueError: the user's own" in reason
