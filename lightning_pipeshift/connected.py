@@ -333,6 +333,7 @@ class ConnectedStrategy(ParallelStrategy):
         groups = self._require_groups()
         self._sockets |= open_sockets() - before - board.sockets - groups.sockets
         board.interrupt, board.give_up = self._interrupt, self._give_up
+        board.trouble = groups.error
         self._watch_for_stalls(board)
         world = self._require_replicas().world
         for channels in (self._require_channels(), world):

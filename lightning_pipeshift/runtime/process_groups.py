@@ -132,6 +132,20 @@ class ProcessGroups:
 
     # --- a failure ---
 
+    def error(self) -> str | None:
+        """What is wrong with a group's connections on the devices, in words; ``None`` where nothing
+        is. Any thread may call this.
+        """
+        for (purpose, ranks), group in list(self._groups.items()):
+            found = _error_of(group, self.device) if self.backend == "nccl" else None
+            if found is not None:
+                return (
+                    f"reports an error of NCCL ({found}) between the ranks"
+                    f" {', '.join(map(str, ranks))}, in the group for {purpose.value}. The"
+                    " variable NCCL_DEBUG=WARN lets NCCL print what it has met"
+                )
+        return None
+
     def abort(self) -> None:
         """Begins to end everything that is under way on the device, in all groups at once, and
         returns at once. Any thread may call this, several times.
@@ -224,12 +238,9 @@ def nccl_options(timeout: timedelta, purpose: Purpose) -> Any:
     return options
 
 
-def _abort_of(group: Any, device: torch.device) -> Callable[[], None] | None:
-    """What aborts a group's operations on a device; ``None`` where nothing has to: this rank is no
-    member, or gloo carries them.
-
-    Raises:
-        ConfigurationError: this torch has no way to abort them.
+def _backend_of(group: Any, device: torch.device) -> Any:
+    """What carries a group's operations on a device; ``None`` where this rank is no member, or gloo
+    carries them.
     """
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return None
@@ -237,7 +248,17 @@ def _abort_of(group: Any, device: torch.device) -> Callable[[], None] | None:
         backend = group._get_backend(device)
     except RuntimeError:
         return None
-    if backend.name() == "gloo":
+    return None if backend.name() == "gloo" else backend
+
+
+def _abort_of(group: Any, device: torch.device) -> Callable[[], None] | None:
+    """What aborts a group's operations on a device; ``None`` where nothing has to.
+
+    Raises:
+        ConfigurationError: this torch has no way to abort them.
+    """
+    backend = _backend_of(group, device)
+    if backend is None:
         return None
     found: Callable[[], None] | None = getattr(backend, "abort", None)
     if found is None:
@@ -247,6 +268,14 @@ def _abort_of(group: Any, device: torch.device) -> Callable[[], None] | None:
             " newer, or set `PipeShiftStrategy(process_group_backend='gloo')`."
         )
     return found
+
+
+def _error_of(group: Any, device: torch.device) -> str | None:
+    """The name of the error that torch's watchdog has found in a group, if it has."""
+    backend = _backend_of(group, device)
+    get_error = getattr(backend, "get_error", None)
+    name = "SUCCESS" if get_error is None else str(get_error().name)
+    return None if name == "SUCCESS" else name
 
 
 def _forget_all_groups() -> None:

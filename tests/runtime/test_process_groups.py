@@ -202,6 +202,36 @@ def test_the_thread_that_hears_of_a_failure_does_not_wait(monkeypatch: pytest.Mo
     never.set()
 
 
+class Links:
+    """A group, and its backend, whose connections break while the ranks are alive."""
+
+    def _get_backend(self, device: torch.device) -> Links:
+        return self
+
+    def name(self) -> str:
+        return "nccl"
+
+    def get_error(self) -> Any:
+        return SimpleNamespace(name="COMM_ERROR")
+
+
+def a_link_breaks() -> str:
+    channels, board = connect()
+    if channels.stage == 1:
+        groups = ProcessGroups("nccl", CPU, board.watched)
+        groups._groups[Purpose.PAYLOAD, (1, 2)] = Links()
+        board.trouble = groups.error
+    with pytest.raises(StageFailedError) as caught:
+        channels.receive_object((channels.stage + 1) % 3)
+    return str(caught.value)
+
+
+def test_an_error_of_nccl_ends_the_run_though_every_rank_is_alive() -> None:
+    for reason in run_ranks(a_link_breaks, 3):
+        assert reason.startswith("Rank 1 reports an error of NCCL (COMM_ERROR) between the ranks")
+        assert "1, 2, in the group for payloads, from a stage to the next" in reason
+
+
 def one_rank_fails(where: str) -> str:
     kernels = Kernels()
     let_gloo_stand_in()
