@@ -200,7 +200,11 @@ def make_a_group() -> tuple[bool, bool, int | None, bool]:
     groups.want(Purpose.PAYLOAD, [(0,)])
     for purpose in (Purpose.SUMS, Purpose.PAYLOAD):
         dist.all_reduce(torch.ones(1, device=device), group=groups.group(purpose, (0,)))
-    options = groups.group(Purpose.PAYLOAD, (0,))._get_backend(device).options
+    backend = groups.group(Purpose.PAYLOAD, (0,))._get_backend(device)
+    options = backend.options
+    # Errors can be seen, and there are none.
+    assert backend.get_error().name == "SUCCESS"
+    assert groups.error() is None
     # All streams of the pool from which NCCL's come, and ours.
     theirs = {torch.cuda.Stream(device, priority=-5).cuda_stream for _ in range(64)}
     ours = {side_stream(device, name).cuda_stream for name in ("out", "back", "moves", "rings")}

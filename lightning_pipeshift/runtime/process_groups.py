@@ -38,9 +38,8 @@ from lightning_pipeshift.runtime.sockets import Opened, keep_for_ever, open_sock
 _MOST_CTAS: Final = 4
 # How long a rank that fails waits for its communicators to be aborted.
 _PATIENCE_SECONDS: Final = 10.0
-# Read when a group of NCCL's is made. Who is alive is decided by heartbeats: the watchdog of torch
-# would end a process whose receive has waited for long, whatever for.
-_ENVIRONMENT: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+# Read when a group is made; torchrun sets it to 1.
+_ERROR_HANDLING: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Purpose(Enum):
@@ -191,9 +190,9 @@ class ProcessGroups:
 
 
 def group_timeout(timeout: timedelta | None) -> timedelta:
-    """How long an operation of a group may take: what the user allows for the start, if that is
-    longer than gloo's default. (NCCL's is a third of that.) A stalled rank is alive; so this is no
-    limit for a rank that is slow.
+    """How long an operation of a group may take: at least gloo's default, of which NCCL's is a
+    third. A rank that stalls is alive, so a user who is impatient at the start is not taken to be
+    so later on.
     """
     default: timedelta = dist.default_pg_timeout
     return default if timeout is None else max(timeout, default)
@@ -201,17 +200,19 @@ def group_timeout(timeout: timedelta | None) -> timedelta:
 
 @contextmanager
 def nccl_environment() -> Iterator[None]:
-    """Context in which groups of NCCL's are made. The user's variables are restored."""
-    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
-    os.environ.update(_ENVIRONMENT)
+    """Context in which groups of NCCL's are made: torch's watchdog is not to end this process when
+    an operation fails, or has waited for long, whatever for. Heartbeats tell who is alive, and
+    errors are looked for (:meth:`ProcessGroups.error`). The user's variable is restored.
+    """
+    before = os.environ.get(_ERROR_HANDLING)
+    if hasattr(getattr(dist, "ProcessGroupNCCL", None), "get_error"):
+        os.environ[_ERROR_HANDLING] = "0"
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        os.environ.pop(_ERROR_HANDLING, None)
+        if before is not None:
+            os.environ[_ERROR_HANDLING] = before
 
 
 def _quietly(abort: Callable[[], None]) -> None:
@@ -248,6 +249,8 @@ def _backend_of(group: Any, device: torch.device) -> Any:
         backend = group._get_backend(device)
     except RuntimeError:
         return None
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch puts one around each that cannot abort.
+    backend = getattr(backend, "wrapped_pg", backend)
     return None if backend.name() == "gloo" else backend
 
 

@@ -110,11 +110,15 @@ class _Options:
         self._timeout = timedelta(minutes=10)
 
 
-def test_what_nccl_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tells_errors", [True, False])
+def test_what_nccl_is_told(monkeypatch: pytest.MonkeyPatch, tells_errors: bool) -> None:
     """A stream of another pool than ours, our timeout, few multiprocessors for what waits early,
-    and no watchdog that ends the process.
+    and no watchdog that ends the process, if torch tells errors otherwise.
     """
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
+    kind = SimpleNamespace(Options=_Options)
+    if tells_errors:
+        kind.get_error = None
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", kind, raising=False)
     found: list[tuple[Any, timedelta, str | None]] = []
 
     def made(ranks: Any, timeout: timedelta, backend: str, pg_options: Any) -> Any:
@@ -131,7 +135,7 @@ def test_what_nccl_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for options, timeout, handling in found:
         assert options.is_high_priority_stream
         assert options._timeout == timeout == two_hours
-        assert handling == "0"
+        assert handling == ("0" if tells_errors else "1")
     (payload, _, _), (sums, _, _) = found
     assert payload.config.max_ctas == 4
     assert sums.config.max_ctas is None
