@@ -95,7 +95,7 @@ def make_rings(first_in_line: bool) -> Rings:
     if first_in_line:
         put_session_first(True)
     _, board = connect()
-    groups = make_groups(range(dist.get_world_size()), "gloo")
+    groups = make_groups(range(dist.get_world_size()))
     return Rings(groups, dist.get_rank(), board.watched)
 
 

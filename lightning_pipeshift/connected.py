@@ -7,6 +7,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -40,11 +41,12 @@ from lightning_pipeshift.launching import Launcher, NotebookLauncher
 from lightning_pipeshift.model.streams import global_state, set_global_state
 from lightning_pipeshift.plan.cluster import Device
 from lightning_pipeshift.plan.topology import Topology, VirtualMachinesSpec, arrange
-from lightning_pipeshift.runtime.channels import Channels, make_groups
+from lightning_pipeshift.runtime.channels import Channels, connect_devices, make_groups
 from lightning_pipeshift.runtime.failure import FailureBoard
 from lightning_pipeshift.runtime.lane import gathered
 from lightning_pipeshift.runtime.mesh import connect_all
 from lightning_pipeshift.runtime.outside import FOLDER, WITHOUT_LOGGER
+from lightning_pipeshift.runtime.process_groups import ProcessGroups, nccl_environment
 from lightning_pipeshift.runtime.replicas import Replicas
 from lightning_pipeshift.runtime.rings import Rings
 from lightning_pipeshift.runtime.sockets import Opened, open_sockets, shut_down
@@ -53,19 +55,33 @@ from lightning_pipeshift.runtime.stalls import STACKS, print_stacks_on_a_signal
 T = TypeVar("T")
 
 
-# That of the job's process group, which may serve several strategies one after the other.
-_boards: list[tuple[weakref.ref[Any], FailureBoard]] = []
+@dataclass
+class _Job:
+    """What serves all strategies that a job's ranks run one after the other.
+
+    Args:
+        world: torch's default process group.
+        board: tells of failures.
+        groups: the groups beside the default one.
+    """
+
+    world: weakref.ref[Any]
+    board: FailureBoard
+    groups: ProcessGroups | None = None
 
 
-def _board_of(group: Any) -> FailureBoard | None:
-    return next((board for known, board in _boards if known() is group and board.is_open), None)
+_jobs: list[_Job] = []
 
 
-def _keep(group: Any, board: FailureBoard) -> None:
-    for known, other in _boards:
-        if known() is not group:
-            other.close()
-    _boards[:] = [(weakref.ref(group), board)]
+def _job_of(world: Any) -> _Job | None:
+    return next((job for job in _jobs if job.world() is world and job.board.is_open), None)
+
+
+def _keep(job: _Job) -> None:
+    for other in _jobs:
+        if other.world() is not job.world():
+            other.board.close()
+    _jobs[:] = [job]
 
 
 class ConnectedStrategy(ParallelStrategy):
@@ -101,6 +117,7 @@ class ConnectedStrategy(ParallelStrategy):
         self._channels: Channels | None
         self._replicas: Replicas | None
         self._rings: Rings | None
+        self._groups: ProcessGroups | None
         self._failed: bool
         self._sockets: Opened
         # Ranks that have all failed together can still complete a checkpoint.
@@ -125,6 +142,7 @@ class ConnectedStrategy(ParallelStrategy):
             "_channels": None,
             "_replicas": None,
             "_rings": None,
+            "_groups": None,
             "_failed": False,
             "_sockets": frozenset(),
             "_checkpoint_sockets": frozenset(),
@@ -286,7 +304,7 @@ class ConnectedStrategy(ParallelStrategy):
                 self._timeout or default_pg_timeout,
             )
             board = self._make_board(store, before)
-            with board.watched():
+            with board.watched(), nccl_environment():
                 _init_dist_connection(
                     self.cluster_environment,
                     backends(self.root_device, self._process_group_backend),
@@ -297,8 +315,10 @@ class ConnectedStrategy(ParallelStrategy):
                 )
         else:
             default = dist.distributed_c10d._get_default_store()
-            board = _board_of(dist.group.WORLD) or self._make_board(default, before)
-        _keep(dist.group.WORLD, board)
+            known = _job_of(dist.group.WORLD)
+            board = known.board if known is not None else self._make_board(default, before)
+        job = _job_of(dist.group.WORLD) or _Job(weakref.ref(dist.group.WORLD), board)
+        _keep(job)
         is_new = self._board is not board
         self._board = board
         board.resume()
@@ -309,13 +329,16 @@ class ConnectedStrategy(ParallelStrategy):
             ].__getitem__
             # All ranks have the board: what is opened from here on is shut down after a failure.
             if is_new or self._replicas is None or self._replicas.topology != topology:
-                self._connect(topology)
-        self._sockets |= open_sockets() - before - board.sockets
+                self._connect(topology, job)
+        groups = self._require_groups()
+        self._sockets |= open_sockets() - before - board.sockets - groups.sockets
         board.interrupt, board.give_up = self._interrupt, self._give_up
+        board.trouble = groups.error
         self._watch_for_stalls(board)
         world = self._require_replicas().world
         for channels in (self._require_channels(), world):
             channels.watched = board.watched
+        groups.watched = board.watched
         if self._rings is not None:
             self._rings.watched = board.watched
         # Random numbers drawn from here on (for a split of the data in `setup`, for example) are
@@ -354,10 +377,10 @@ class ConnectedStrategy(ParallelStrategy):
 
     def _interrupt(self) -> None:
         """Ends what this rank may be waiting for; called in a thread when another rank failed."""
+        groups = self._groups
+        if groups is not None:
+            groups.abort()
         shut_down(self._sockets)
-        channels = self._channels
-        if channels is not None:
-            channels.abort()
 
     def _give_up(self) -> None:
         """Ends what can only end while all ranks are there; called in a thread when one is gone."""
@@ -375,21 +398,32 @@ class ConnectedStrategy(ParallelStrategy):
     def _check_devices(self, topology: Topology, devices: Sequence[Device]) -> None:
         """Raises ConfigurationError where these devices are not the requested ones."""
 
-    def _connect(self, topology: Topology) -> None:
+    def _connect(self, topology: Topology, job: _Job) -> None:
         assert self._board is not None
-        backend = payload_backend(self.root_device, self._process_group_backend, self.world_size)
         device, watched = self.root_device, self._board.watched
+        timeout = self._timeout
+        backend = payload_backend(device, self._process_group_backend, watched)
+        groups = job.groups
+        if groups is None or (groups.backend, groups.device) != (backend, device):
+            groups = ProcessGroups(backend, device, watched, timeout)
+        self._groups = job.groups = groups
         vm, stage = topology.place_of(self.global_rank)
-        groups = [make_groups(ranks, backend, has_bulk=True) for ranks in topology.ranks]
-        machine = Channels(topology.ranks[vm], stage, device, backend, watched, groups[vm])
+        hosts = [make_groups(ranks, has_bulk=True, timeout=timeout) for ranks in topology.ranks]
+        connect_devices(groups, topology.ranks)
+        machine = Channels(topology.ranks[vm], stage, device, watched, hosts[vm], groups)
+        machine.open_lines()
         world = machine
         if topology.num_virtual_machines > 1:
-            all_ranks = range(self.world_size)
-            group = make_groups(all_ranks, "gloo")
-            world = Channels(all_ranks, self.global_rank, device, "gloo", watched, group)
-            self._rings = Rings(make_groups(all_ranks, "gloo"), self.global_rank, watched)
+            everyone = range(self.world_size)
+            of_all = make_groups(everyone, timeout=timeout)
+            world = Channels(everyone, self.global_rank, device, watched, of_all, groups)
+            self._rings = Rings(make_groups(everyone, timeout=timeout), self.global_rank, watched)
         self._channels = machine
         self._replicas = Replicas(topology, self.global_rank, world, machine)
+
+    def _require_groups(self) -> ProcessGroups:
+        assert self._groups is not None
+        return self._groups
 
     def _require_replicas(self) -> Replicas:
         if self._replicas is None:
@@ -494,6 +528,9 @@ class ConnectedStrategy(ParallelStrategy):
         if not board.is_first(exception):
             board.publish_beside(exception)
         channels.interrupt_bulk()
+        if self._groups is not None:
+            # On a device, this rank would wait for those that the failure ends.
+            self._groups.abort()
 
     def _fail(self, exception: BaseException) -> None:
         if self._failed or not dist.is_initialized():
@@ -503,6 +540,10 @@ class ConnectedStrategy(ParallelStrategy):
         heard = isinstance(exception, StageFailedError)
         if board is not None and not heard and not board.is_first(exception):
             board.publish(board.own_name, exception)
+        groups = self._groups
+        if groups is not None:
+            # What follows may wait for the device, which may wait for other ranks.
+            groups.abort()
         self._let_go()
         self._end_checkpoints()
         if self._channels is not None and self._replicas is not None:
@@ -510,8 +551,11 @@ class ConnectedStrategy(ParallelStrategy):
             self._replicas.world.close()
         if self._rings is not None:
             self._rings.close()
-        self._channels = self._replicas = self._rings = None
-        dist.destroy_process_group()
+        self._channels = self._replicas = self._rings = self._groups = None
+        if groups is not None:
+            groups.end_all()
+        else:
+            dist.destroy_process_group()
         self._sockets = self._checkpoint_sockets = frozenset()
         if board is not None:
             board.close()

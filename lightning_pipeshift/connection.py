@@ -10,7 +10,6 @@ import socket
 import time
 import uuid
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from lightning_pipeshift.errors import StageFailedError
 from lightning_pipeshift.host import boot_id
 from lightning_pipeshift.plan.cluster import Device
+from lightning_pipeshift.runtime.lane import Watched, gathered
 
 log = logging.getLogger(__name__)
 
@@ -118,21 +118,20 @@ def device_of(device: torch.device) -> Device:
     return Device(host="/".join(marks), kind=kind)
 
 
-def payload_backend(device: torch.device, asked: str | None, world_size: int) -> str:
+def payload_backend(device: torch.device, asked: str | None, watched: Watched) -> str:
     """NCCL if every rank has its own GPU and all are of the same vendor, otherwise gloo by way of
     the host. Every rank calls this.
 
     Args:
         device: this rank's device.
         asked: as for :func:`backends`.
-        world_size: how many ranks there are.
+        watched: the context to communicate in.
     """
     if device.type != "cuda" or asked == "gloo":
         return "gloo"
     properties = torch.cuda.get_device_properties(device)
     mine = (str(getattr(properties, "uuid", "")), torch.version.hip is not None)
-    devices: list[Any] = [None] * world_size
-    dist.all_gather_object(devices, mine, group=dist.new_group(backend="gloo"))
+    devices = gathered(mine, dist.group.WORLD, watched)
     shared = len({uuid for uuid, _ in devices}) < len(devices)
     mixed = len({is_hip for _, is_hip in devices}) > 1
     if (shared or mixed) and asked is None:

@@ -123,7 +123,8 @@ class PipeShiftStrategy(CheckpointingStrategy):
             own collectives; ``"auto"``, rings on gloo and collectives on NCCL.
         process_group_backend: ``"nccl"`` or ``"gloo"``; by default what the devices allow. With
             gloo, tensors on a GPU go through host memory.
-        timeout: how long a rank waits for the others at the start before it gives up.
+        timeout: how long a rank waits for the others at the start before it gives up; and, where it
+            is longer than half an hour, in each operation later on.
         heartbeat_timeout: after how many seconds without a sign of life a rank counts as gone, and
             the run ends on all others; at least 1. A thread of each rank gives these signs. More
             than that is needed only where single calls keep Python's lock for longer.
@@ -352,6 +353,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
             channels=channels,
             replicas=replicas,
             rings=self._rings,
+            groups=self._require_groups(),
             settings=settings,
             here=device_of(self.root_device),
             deferred=self._deferred,

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipeshift.runtime.lane import Watched, finish
+from lightning_pipeshift.runtime.process_groups import ProcessGroups, Purpose
 
 
 class Sum(Protocol):
@@ -192,25 +193,23 @@ class _Noticed:
 
 
 class AllReduce:
-    """Sums by torch's own collective, in one process group for each set of owners. Every rank makes
-    one, with the same sets.
+    """Sums by torch's own collective.
 
     Args:
-        owners: the owners' ranks; all sets that exist.
-        backend: that of the groups.
+        groups: have one group for each set of owners.
         watched: the context to communicate in.
     """
 
-    def __init__(self, owners: Sequence[tuple[int, ...]], backend: str, watched: Watched) -> None:
-        self._groups = {ranks: dist.new_group(list(ranks), backend=backend) for ranks in owners}
+    def __init__(self, groups: ProcessGroups, watched: Watched) -> None:
+        self._groups = groups
         self._watched = watched
-        self._is_gloo = backend == "gloo"
 
     def start(self, number: int, members: Sequence[int], buffer: Tensor) -> Sum:
         """Begins to sum a vector in place."""
         with self._watched(None):
-            work = dist.all_reduce(buffer, group=self._groups[tuple(members)], async_op=True)
-        return _Collective(work, self._watched, self._is_gloo)
+            group = self._groups.group(Purpose.SUMS, members)
+            work = dist.all_reduce(buffer, group=group, async_op=True)
+        return _Collective(work, self._watched, self._groups.backend == "gloo")
 
 
 @dataclass

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_pipeshift.host import process_space
 from lightning_pipeshift.runtime.copying import Rooms
+from lightning_pipeshift.runtime.side_streams import side_stream
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ def copy(target: Tensor, source: Tensor) -> None:
             return
         # A stream of its own, on this process's device: the copy does not wait for the compute.
         own = source.device if source.device.type == "cuda" else target.device
-        stream = torch.cuda.Stream(own)
+        stream = side_stream(own, "beside")
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
         stream.synchronize()

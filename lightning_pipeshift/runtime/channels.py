@@ -8,10 +8,11 @@ communicator, on which both ends proceed in microbatch order. Everything else go
 
 from __future__ import annotations
 
-import contextlib
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -31,6 +32,7 @@ from lightning_pipeshift.runtime.lane import (
     as_bytes,
     finish,
 )
+from lightning_pipeshift.runtime.process_groups import ProcessGroups, Purpose, group_timeout
 from lightning_pipeshift.runtime.sockets import (
     Opened,
     ends_soon,
@@ -132,34 +134,47 @@ class Groups:
         control: for messages that have to arrive soon.
         bulk: for large transfers that are not urgent: separate connections, so that they delay no
             other message.
-        neighbours: for payloads, where ``control`` does not carry them too.
         sockets: those of all groups.
         bulk_sockets: those of ``bulk``.
     """
 
     control: Any
     bulk: Any
-    neighbours: dict[tuple[int, Direction], Any]
     sockets: Opened
     bulk_sockets: Opened = frozenset()
 
 
-def make_groups(ranks: Sequence[int], backend: str, has_bulk: bool = False) -> Groups:
+def make_groups(
+    ranks: Sequence[int], has_bulk: bool = False, timeout: timedelta | None = None
+) -> Groups:
     """Makes the groups of a virtual machine. Every rank of the job calls this for every virtual
     machine, in the same order, whether it is a member or not.
     """
+
+    def make() -> Any:
+        return dist.new_group(list(ranks), backend="gloo", timeout=group_timeout(timeout))
+
     before = open_sockets()
-    control = dist.new_group(list(ranks), backend="gloo")
+    control = make()
     others = open_sockets()
-    bulk = dist.new_group(list(ranks), backend="gloo") if has_bulk else None
-    of_bulk = open_sockets() - others
-    neighbours = {}
-    if backend == "nccl":
-        for left in range(len(ranks) - 1):
-            for direction in Direction:
-                pair = list(ranks[left : left + 2])
-                neighbours[left, direction] = dist.new_group(pair, backend="nccl")
-    return Groups(control, bulk, neighbours, open_sockets() - before, of_bulk)
+    bulk = make() if has_bulk else None
+    after = open_sockets()
+    return Groups(control, bulk, after - before, after - others)
+
+
+def connect_devices(devices: ProcessGroups, machines: Sequence[Sequence[int]]) -> None:
+    """Makes the groups in which payloads travel from device to device. Every rank of the job calls
+    this.
+
+    Args:
+        devices: gets the groups; with gloo, :func:`make_groups` has made all that is needed.
+        machines: the ranks of each virtual machine, in stage order.
+    """
+    if devices.backend == "gloo":
+        return
+    pairs = [pair for ranks in machines for pair in pairwise(ranks)]
+    devices.want(Purpose.PAYLOAD, pairs)
+    devices.want(Purpose.GRADIENT, pairs)
 
 
 class Channels(Lane):
@@ -169,9 +184,10 @@ class Channels(Lane):
         ranks: the global ranks of the virtual machine's stages, in stage order.
         stage: this stage.
         device: where tensors live.
-        backend: ``"gloo"`` or ``"nccl"``. Tensors on a GPU go through host memory with gloo.
         watched: the context to communicate in.
         groups: what :func:`make_groups` made for ``ranks``.
+        devices: carry tensors from device to device, from :func:`connect_devices` on. By
+            default, and with gloo, tensors on a GPU go through host memory.
     """
 
     def __init__(
@@ -179,40 +195,49 @@ class Channels(Lane):
         ranks: Sequence[int],
         stage: int,
         device: torch.device,
-        backend: str,
         watched: Watched,
         groups: Groups,
+        devices: ProcessGroups | None = None,
     ) -> None:
         super().__init__(ranks, stage, groups.control, watched)
         self.device = device
-        self.backend = backend
-        self._staged = backend == "gloo" and device.type != "cpu"
+        self._devices = devices if devices is not None and devices.backend != "gloo" else None
+        self._staged = self._devices is None and device.type != "cpu"
         self._bulk = groups.bulk
         self._sockets = groups.sockets
         self._bulk_sockets = groups.bulk_sockets
-        self._neighbours = dict(groups.neighbours)
         self.num_done = 0
         """How many actions this stage has completed."""
         # Collectives that have begun and may be under way still.
         self._under_way: list[Any] = []
-        self._open_communicators()
 
-    def _open_communicators(self) -> None:
-        """Sends one byte over every communicator, from the first stage to the last.
+    @property
+    def backend(self) -> str:
+        """What carries payloads: ``"gloo"`` or ``"nccl"``."""
+        return "gloo" if self._devices is None else self._devices.backend
+
+    def open_lines(self) -> None:
+        """Sends one byte to each neighbour and back, from the first stage to the last, where
+        payloads go from device to device. Every stage calls this.
 
         NCCL makes a communicator at its first use, and both ends wait for each other there: if one
         stage first sends a payload and the other first posts the receive of a gradient, both would
         wait for ever.
         """
-        for (left, direction), group in self._neighbours.items():
-            if self.stage not in (left, left + 1):
-                continue
-            byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
-            sends = (self.stage == left) == (direction is Direction.PAYLOAD)
-            transfer = group.send if sends else group.recv
-            neighbour = left + (self.stage == left)
-            with self.watched(self.ranks[neighbour]):
-                complete(transfer([byte], self._line(neighbour, direction)[1], 0))
+        if self._devices is None:
+            return
+        with self._devices.connecting():
+            for left in range(self.num_stages - 1):
+                if self.stage not in (left, left + 1):
+                    continue
+                neighbour = left + (self.stage == left)
+                for direction in Direction:
+                    group, member = self._line(neighbour, direction)
+                    byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
+                    sends = (self.stage == left) == (direction is Direction.PAYLOAD)
+                    transfer = group.send if sends else group.recv
+                    with self.watched(self.ranks[neighbour]):
+                        complete(transfer([byte], member, 0))
 
     def bulk(self, number: int = 0) -> Lane:
         """A lane for large transfers that are not urgent. Only one thread at a time may use it for
@@ -227,17 +252,9 @@ class Channels(Lane):
         """Ends the connections of :meth:`bulk`, here and for the peers."""
         shut_down(self._bulk_sockets)
 
-    def abort(self) -> None:
-        """Ends what waits for a neighbour on a device, which has no sockets of this process."""
-        if self.backend != "gloo":
-            for group in list(self._neighbours.values()):
-                with contextlib.suppress(Exception):
-                    group._get_backend(self.device).abort()
-
     def close(self) -> None:
         """Closes the connections; peers that wait on them see an error at once."""
         self._object_sends.clear()
-        self._neighbours.clear()
         shut_down(self._sockets)
         if not all(map(ends_soon, self._under_way)):
             keep_for_ever(self.control)
@@ -286,7 +303,7 @@ class Channels(Lane):
 
     @property
     def _message_device(self) -> torch.device:
-        return torch.device("cpu") if self.backend == "gloo" else self.device
+        return torch.device("cpu") if self._devices is None else self.device
 
     def post_receive(
         self,
@@ -325,10 +342,56 @@ class Channels(Lane):
         return receipts
 
     def _line(self, neighbour: int, direction: Direction) -> Line:
-        if self.backend == "gloo":
+        if self._devices is None:
             return self._line_to(neighbour)
-        group = self._neighbours[min(self.stage, neighbour), direction]
-        return group, int(self.ranks[neighbour] > self.ranks[self.stage])
+        return self._devices.line(
+            _PURPOSE[direction], self.ranks[self.stage], self.ranks[neighbour]
+        )
+
+    # --- single tensors ---
+
+    def send_on_device(self, tensor: Tensor, to: int, purpose: Purpose = Purpose.SHARED) -> None:
+        """Sends one tensor to any stage, from device to device where payloads go so: in the group
+        that the two stages have for a purpose. What runs on the device after this may change the
+        tensor.
+        """
+        if self._devices is None:
+            self.send_tensor(tensor, to)
+            return
+        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        if flat.numel():
+            line = self._devices.line(purpose, self.ranks[self.stage], self.ranks[to])
+            work = self._post_send(flat, to, line, 0)
+            with self.watched(self.ranks[to]):
+                complete(work)
+
+    def receive_on_device(
+        self, like: Tensor, source: int, purpose: Purpose = Purpose.SHARED
+    ) -> Tensor:
+        """The tensor that stage ``source`` sends with :meth:`send_on_device`, of the shape and type
+        of ``like``; on this stage's device.
+        """
+        if self._devices is None:
+            return self.receive_tensor(like, source).to(self.device)
+        tensor = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+        if tensor.numel():
+            rank, peer = self.ranks[self.stage], self.ranks[source]
+            group, member = self._devices.line(purpose, rank, peer)
+            with self.watched(peer):
+                complete(group.recv([as_bytes(tensor.view(-1))], member, 0))
+        return tensor
+
+    @contextmanager
+    def links(self, pairs: Iterable[tuple[int, int]]) -> Iterator[None]:
+        """Context in which pairs of stages have groups to measure their links. Every rank of the
+        job calls this.
+        """
+        ranks = [tuple(self.ranks[stage] for stage in pair) for pair in pairs]
+        if self._devices is not None:
+            self._devices.want(Purpose.LINKS, ranks)
+        yield
+        if self._devices is not None:
+            self._devices.want(Purpose.LINKS, [])
 
     # --- all stages together ---
 
@@ -383,6 +446,8 @@ class Channels(Lane):
         finish(work, self.watched)
         return [int(parts[member]) for member in self._members]
 
+
+_PURPOSE = {Direction.PAYLOAD: Purpose.PAYLOAD, Direction.GRADIENT: Purpose.GRADIENT}
 
 # Apart from the tensors' tags, which are small numbers.
 _HEADER_TAG = 1 << 19

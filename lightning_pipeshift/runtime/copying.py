@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.model.pages import ask_for_large_pages
+from lightning_pipeshift.runtime.side_streams import side_stream
 from lightning_pipeshift.runtime.threads import InOrder
 
 Done = Callable[[], None]
@@ -135,7 +136,7 @@ class StreamCopier:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams = {name: torch.cuda.Stream(device) for name in ("out", "back")}
+        self._streams = {name: side_stream(device, name) for name in ("out", "back")}
         # Copies under way, with all that they read and write: a tensor that nobody refers to any
         # more (a prefetch that is not wanted after all) would be given to the compute at once.
         self._under_way: dict[int, tuple[Any, Callable[[], Any]]] = {}

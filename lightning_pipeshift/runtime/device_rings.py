@@ -8,14 +8,15 @@ The transfers and the additions are queued on a separate stream, and the host do
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeshift.runtime.lane import Watched
+from lightning_pipeshift.runtime.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.rings import chunks_of, received_at, sent_at
+from lightning_pipeshift.runtime.side_streams import side_stream
 
 
 class DeviceSum:
@@ -34,32 +35,23 @@ class DeviceSum:
 
 
 class DeviceRings:
-    """One rank's part in all rings, on NCCL. Every rank makes one, with the same sets of owners.
+    """One rank's part in all rings, on NCCL.
 
     Args:
-        owners: the owners' ranks; all sets that exist.
+        groups: have one group for each set of owners.
         rank: this rank.
-        device: its GPU.
         watched: the context to communicate in.
     """
 
-    def __init__(
-        self,
-        owners: Sequence[tuple[int, ...]],
-        rank: int,
-        device: torch.device,
-        watched: Watched,
-    ) -> None:
-        self._groups: dict[tuple[int, ...], Any] = {
-            ranks: dist.new_group(list(ranks), backend="nccl") for ranks in owners
-        }
+    def __init__(self, groups: ProcessGroups, rank: int, watched: Watched) -> None:
+        self._groups = groups
         self._rank = rank
         self._watched = watched
-        self._stream = torch.cuda.Stream(device)
+        self._stream = side_stream(groups.device, "rings")
 
     def start(self, number: int, members: Sequence[int], buffer: Tensor) -> DeviceSum:
         """Queues the sum of a vector on the GPU, in place, over the members."""
-        group = self._groups[tuple(members)]
+        group = self._groups.group(Purpose.SUMS, members)
         place, count = members.index(self._rank), len(members)
         upstream, downstream = members[place - 1], members[(place + 1) % count]
         chunks = chunks_of(buffer, count)

@@ -63,6 +63,9 @@ class FailureBoard:
         self.give_up: Callable[[], None] = lambda: None
         """Called in a thread when a rank is gone: shuts down the connections on which only those
         ranks go on after a failure that are still there."""
+        self.trouble: Callable[[], str | None] = lambda: None
+        """Called in a thread about every second: what is wrong with this rank's connections on its
+        device, in words that follow its name; ``None`` where nothing is."""
         self.lost_at: float | None = None
         """Since when any rank has been gone, by ``time.monotonic``."""
         self.is_running = True
@@ -199,6 +202,11 @@ class FailureBoard:
                 time.monotonic(),
             )
 
+    def _look_for_trouble(self) -> None:
+        if (trouble := self.trouble()) is not None:
+            # No rank has failed; but all would wait for ever.
+            self._note({"by": None, "reason": f"{self.own_name} {trouble}."})
+
     def _hear(self, entry: dict[str, Any]) -> None:
         # Not at once: where all ranks find the same mistake, each is to raise the error itself.
         self._note(entry)
@@ -239,6 +247,8 @@ class FailureBoard:
         if not self._is_known.is_set():
             with suppress(Exception):
                 self._look_for_stalls(peers)
+            with suppress(Exception):
+                self._look_for_trouble()
             return
         since = time.monotonic() - self._known_at
         if not self._is_over and since > _RESPITE_SECONDS:

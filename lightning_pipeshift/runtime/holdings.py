@@ -567,12 +567,12 @@ class Holdings:
     def _send_optional(self, tensor: Tensor | None, to: int) -> None:
         self.channels.send_object(tensor is not None, to)
         if tensor is not None:
-            self.channels.send_tensor(tensor, to)
+            self.channels.send_on_device(tensor, to)
 
     def _receive_optional(self, use: ParameterUse, source: int) -> Tensor | None:
         if not self.channels.receive_object(source):
             return None
-        return self.channels.receive_tensor(use.parameter, source).to(self.channels.device)
+        return self.channels.receive_on_device(use.parameter, source)
 
     def gradient_norms(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
         """The norms of all parameters' gradients, in the model's order, bitwise equal on all

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -28,17 +29,42 @@ def holder_ranks(use: ParameterUse, placement: Placement, topology: Topology) ->
     return found
 
 
+def pairs_that_share(
+    uses: Sequence[ParameterUse], placement: Placement, topology: Topology
+) -> list[tuple[int, int]]:
+    """The pairs of ranks between which gradients of shared parameters travel: from each holder to
+    the next, which adds its own, and from the last one, which has the sum, to the others.
+    """
+    return [
+        pair
+        for use in uses
+        if use.is_shared
+        for ranks in holder_ranks(use, placement, topology)
+        for pair in [*pairwise(ranks), *((rank, ranks[-1]) for rank in ranks[:-1])]
+    ]
+
+
 def gradient_groups(
     uses: Sequence[ParameterUse], placement: Placement, topology: Topology
 ) -> list[GradientGroup]:
-    """One group for each layer, over its owners, and one for each shared parameter, over the last
-    of its holders in each virtual machine. In call order; the same on every rank.
+    """One group for each shared parameter, over the last of its holders in each virtual machine,
+    and one for each layer, over its owners, in call order. The same on every rank.
     """
     own: dict[int, list[nn.Parameter]] = {}
     for use in uses:
         if not use.is_shared:
             own.setdefault(use.layers[0], []).append(use.parameter)
-    groups = [
+    groups = []
+    # First in the list, so last in the order of backwards: their gradients are summed over the
+    # stages before they are summed over the virtual machines, which is at the step's end. Behind
+    # the layers, they would keep all of these waiting where sums have to begin in one order.
+    for number, use in enumerate(uses):
+        if use.is_shared:
+            last = [ranks[-1] for ranks in holder_ranks(use, placement, topology)]
+            groups.append(
+                GradientGroup(placement.num_layers + number, [use.parameter], last, is_hooked=False)
+            )
+    groups += [
         GradientGroup(
             layer,
             parameters,
@@ -46,14 +72,6 @@ def gradient_groups(
         )
         for layer, parameters in sorted(own.items())
     ]
-    # Their gradients are summed over the stages before they are summed over the virtual machines,
-    # which is at the step's end.
-    for number, use in enumerate(uses):
-        if use.is_shared:
-            last = [ranks[-1] for ranks in holder_ranks(use, placement, topology)]
-            groups.append(
-                GradientGroup(placement.num_layers + number, [use.parameter], last, is_hooked=False)
-            )
     return groups
 
 

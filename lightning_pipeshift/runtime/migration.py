@@ -38,6 +38,7 @@ from lightning_pipeshift.model.parameters import (
     take_other_state,
 )
 from lightning_pipeshift.runtime.holdings import Holdings
+from lightning_pipeshift.runtime.side_streams import side_stream
 from lightning_pipeshift.runtime.staging import room_for
 from lightning_pipeshift.runtime.threads import Threads
 
@@ -115,7 +116,7 @@ class Migration:
         self._stream: Any = None
         self._is_ready: Any = None
         if self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device)
+            self._stream = side_stream(self._device, "moves")
         # Set when the new owner owns the layers, or the move is cancelled.
         self._is_settled = threading.Event()
         self._is_cancelled = False

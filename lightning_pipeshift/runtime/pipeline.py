@@ -55,10 +55,15 @@ from lightning_pipeshift.runtime.device_rings import DeviceRings
 from lightning_pipeshift.runtime.following import Follower, Key
 from lightning_pipeshift.runtime.holdings import Holdings
 from lightning_pipeshift.runtime.lane import Sent
-from lightning_pipeshift.runtime.matching import gradient_groups, match_replicas
+from lightning_pipeshift.runtime.matching import (
+    gradient_groups,
+    match_replicas,
+    pairs_that_share,
+)
 from lightning_pipeshift.runtime.one_stage import OneStage
 from lightning_pipeshift.runtime.outside import Answer, Outside
 from lightning_pipeshift.runtime.planning import Settings, check_order, stages_without_work
+from lightning_pipeshift.runtime.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.replanning import Replanning
 from lightning_pipeshift.runtime.replicas import Replicas
 from lightning_pipeshift.runtime.report import Report, logs_on_cpu, merge_reports, on_cpu
@@ -115,6 +120,7 @@ class Pipeline:
         channels: this stage's connections.
         replicas: the virtual machines.
         rings: this rank's part in their rings, where there are several.
+        groups: the groups for sums over them.
         settings: the user's settings.
         here: this rank's device.
         deferred: makes the tensors of the model that are on the meta device.
@@ -131,6 +137,7 @@ class Pipeline:
         channels: Channels,
         replicas: Replicas,
         rings: Rings | None,
+        groups: ProcessGroups,
         settings: Settings,
         here: Device,
         deferred: Deferred,
@@ -151,6 +158,7 @@ class Pipeline:
         self.replicas = replicas
         self.vm = replicas.vm
         self._rings = rings
+        self._groups = groups
         self._aggregation: Aggregation | None = None
         self._denominators: Denominators | None = None
         self._has_agreed = False
@@ -335,6 +343,7 @@ class Pipeline:
             self._deferred.forget()
         if trains:
             self._follow_with_memory()
+            self._connect_sharers(uses, placement)
         if trains and self.replicas.count > 1:
             self._aggregation = self._make_aggregation(uses, placement)
         self._is_final = final
@@ -415,6 +424,7 @@ class Pipeline:
         self._ownership = self._ownership.moved(plan.placement, self._num_microbatches_done)
         self._plan = plan
         self._follow_with_memory()
+        self._connect_sharers(self.holdings.uses, plan.placement)
         if self._aggregation is not None:
             self._aggregation.close()
             self._aggregation = self._make_aggregation(
@@ -444,6 +454,11 @@ class Pipeline:
             self.holdings.uses if parameters_too else [],
         )
 
+    def _connect_sharers(self, uses: list[ParameterUse], placement: Placement) -> None:
+        if self.channels.backend != "gloo":
+            pairs = pairs_that_share(uses, placement, self.replicas.topology)
+            self._groups.want(Purpose.SHARED, pairs)
+
     def _make_aggregation(
         self, uses: list[ParameterUse], placement: Placement, is_new: bool = True
     ) -> Aggregation:
@@ -454,18 +469,15 @@ class Pipeline:
         kind, why = self.settings.aggregation(self.channels.backend, len(owners), placement)
         if is_new:
             self.news.append(f"gradient_aggregation is {kind!r}: {why}.")
-        backend, device, watched = (
-            self.channels.backend,
-            self.channels.device,
-            self.channels.watched,
-        )
-        if backend == "gloo":
+        device, watched = self.channels.device, self.channels.watched
+        if self.channels.backend == "gloo":
             device = torch.device("cpu")
             if kind == "ring":
                 return Aggregation(mine, self._rings.start, device, in_order=False)
-        sums: Any = AllReduce(owners, backend, watched)
+        self._groups.want(Purpose.SUMS, owners)
+        sums: Any = AllReduce(self._groups, watched)
         if kind == "ring":
-            sums = DeviceRings(owners, self.replicas.rank, device, watched)
+            sums = DeviceRings(self._groups, self.replicas.rank, watched)
         return Aggregation(mine, sums.start, device, in_order=True)
 
     @property

@@ -25,6 +25,7 @@ from lightning_pipeshift.errors import some_of
 from lightning_pipeshift.host import boot_id, host_names
 from lightning_pipeshift.plan.cluster import FREE, Cluster, Device, Link
 from lightning_pipeshift.runtime.channels import Channels
+from lightning_pipeshift.runtime.process_groups import Purpose
 
 SAME_SPEED: Final = 0.75
 """Devices of one kind at this part of the fastest's rate, or above, count as equally fast."""
@@ -46,7 +47,8 @@ _FEWEST_SLICES, _MOST_SLICES = 3, 64
 _CPU_SIZE, _GPU_SIZE = 448, 2048
 
 _ALL_PAIRS_RANKS = 8
-_FIRST_BYTES, _MOST_BYTES = 1 << 16, 1 << 22
+# From device to device a few megabytes take hardly longer than one byte.
+_FIRST_BYTES, _MOST_BYTES, _MOST_DEVICE_BYTES = 1 << 16, 1 << 22, 1 << 26
 _TRANSFER_SECONDS, _MOST_TRANSFER_SECONDS = 0.02, 0.2
 _REPORT_SECONDS = 1.0
 
@@ -144,8 +146,7 @@ def probe(
     same.
 
     All devices compute at the same time, as in training: ranks that share a host's cores are as
-    slow here as in training. Tensors travel as :meth:`Channels.send_tensor` sends them, by way of
-    the CPU.
+    slow here as in training. Tensors travel between the devices as payloads do.
 
     Args:
         world: connections between all ranks; nothing else is under way in them.
@@ -171,7 +172,9 @@ def probe(
     found: list[Found] = _gather(world, mine)
     links: dict[Pair, Link] = {}
     rounds = rounds_of([each.device.host for each in found])
-    for measured in _gather(world, _measure_links(world, rounds, report)):
+    with world.links(pair for pairs in rounds for pair in pairs):
+        mine_of_them = _measure_links(world, rounds, report)
+    for measured in _gather(world, mine_of_them):
         links.update(measured)
     world.settle()
     return assess(found, links)
@@ -456,12 +459,14 @@ def _measure_link(world: Channels, other: int) -> Link:
     def one_way(num_bytes: int, times: int) -> list[float]:
         world.send_object((num_bytes, times), other)
         world.settle()
-        tensor = torch.zeros(num_bytes, dtype=torch.uint8)
+        tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=world.device)
         seconds = []
         for _ in range(times):
             begun = time.perf_counter()
-            world.send_tensor(tensor, other)
-            world.receive_tensor(tensor, other)
+            world.send_on_device(tensor, other, Purpose.LINKS)
+            back = world.receive_on_device(tensor, other, Purpose.LINKS)
+            if back.device.type != "cpu":
+                back[0].item()  # waits for the device
             seconds.append((time.perf_counter() - begun) / 2)
         return seconds
 
@@ -471,13 +476,14 @@ def _measure_link(world: Channels, other: int) -> Link:
     # Large enough that the latency, and TCP's slow start with it, hardly count; but a few megabytes
     # over a link around the world are not worth seconds of every start.
     enough = min(max(_TRANSFER_SECONDS, 10 * latency), _MOST_TRANSFER_SECONDS)
+    most_bytes = _MOST_BYTES if world.backend == "gloo" else _MOST_DEVICE_BYTES
     num_bytes = _FIRST_BYTES
     seconds = min(one_way(num_bytes, 1))
-    while seconds < enough and num_bytes < _MOST_BYTES:
+    while seconds < enough and num_bytes < most_bytes:
         growth = min(max(enough / seconds, 2), 16)
-        num_bytes = min(int(num_bytes * growth), _MOST_BYTES)
+        num_bytes = min(int(num_bytes * growth), most_bytes)
         # Over a fast link the transfer is so short that one interruption doubles its time.
-        seconds = min(one_way(num_bytes, 4 if num_bytes == _MOST_BYTES else 1))
+        seconds = min(one_way(num_bytes, 4 if num_bytes == most_bytes else 1))
     world.send_object(None, other)
     world.settle()
     # By noise, the measured latency may exceed the whole time.
@@ -490,7 +496,8 @@ def _echo(world: Channels, other: int) -> None:
         num_bytes, times = asked
         like = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
         for _ in range(times):
-            world.send_tensor(world.receive_tensor(like, other), other)
+            received = world.receive_on_device(like, other, Purpose.LINKS)
+            world.send_on_device(received, other, Purpose.LINKS)
 
 
 # --- communication ---

@@ -9,6 +9,7 @@ from torch import nn
 from lightning_pipeshift.model.deferred import Deferred
 from lightning_pipeshift.model.parameters import parameter_uses
 from lightning_pipeshift.runtime.holdings import Holdings, optimizer_to_device
+from lightning_pipeshift.runtime.lane import Lane
 from lightning_pipeshift.runtime.saving import gather_optimizer_state, gather_state
 from tests.harness import run_ranks
 from tests.runtime.stages import connect
@@ -32,8 +33,8 @@ class Net(nn.Module):
 STAGE_OF = [0, 1, 1, 2]
 
 
-def make(settled: bool = True) -> tuple[Net, Holdings, int]:
-    channels, _ = connect()
+def make(settled: bool = True, has_devices: bool = False) -> tuple[Net, Holdings, int]:
+    channels, _ = connect(has_devices)
     net = Net()
     layers = [net.a, net.lstm, net.norm, net.c]
     touched: Any = {id(net.scale): set()}
@@ -127,9 +128,16 @@ def test_shared_parameters_are_the_lowest_holders() -> None:
     assert third["c.bias"] == 3
 
 
-def gradients(correction: float) -> dict[str, Any]:
-    net, holdings, stage = make()
+def gradients(correction: float, has_devices: bool = False) -> dict[str, Any]:
+    net, holdings, stage = make(has_devices=has_devices)
     shared = holdings.shared
+    if has_devices:
+
+        def refuse(*_: Any) -> Any:
+            raise AssertionError("a gradient travels by way of the host")
+
+        for name in ("send_tensor", "receive_tensor"):
+            setattr(Lane, name, refuse)
     if stage != 1:
         net.a.weight.grad = torch.ones(3, 3)  # being accumulated
     holdings.set_gradients_aside(keep=True)
@@ -149,8 +157,9 @@ def gradients(correction: float) -> dict[str, Any]:
     return {"kept": kept, "norms": norms, **found}
 
 
-def test_gradients_of_shared_parameters_are_summed() -> None:
-    results = run_ranks(gradients, 3, 2.0)
+@pytest.mark.parametrize("has_devices", [False, True])
+def test_gradients_of_shared_parameters_are_summed(has_devices: bool) -> None:
+    results = run_ranks(gradients, 3, 2.0, has_devices)
     for stage in (0, 2):
         assert results[stage]["kept"] == 1
         assert torch.equal(results[stage]["a.weight"], torch.full((3, 3), 1 + 2 * 5.0))

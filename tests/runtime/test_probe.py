@@ -1,15 +1,20 @@
+import itertools
 import math
 import random
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations
+from types import SimpleNamespace
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_pipeshift.plan.cluster import FREE, Cluster, Device, Link
 from lightning_pipeshift.runtime import probe as probe_module
+from lightning_pipeshift.runtime.lane import Lane
 from lightning_pipeshift.runtime.probe import (
     Found,
     Measured,
@@ -21,6 +26,7 @@ from lightning_pipeshift.runtime.probe import (
     rounds_of,
     time_slices,
 )
+from lightning_pipeshift.runtime.process_groups import Purpose
 from tests.harness import run_ranks
 from tests.runtime.stages import connect
 
@@ -397,6 +403,62 @@ def test_a_slower_rank():
 def test_a_rank_alone():
     (result,) = run_ranks(measure, 1, "a")
     assert check([result]).cluster.devices[0].speed == 1.0
+
+
+def by_device() -> tuple[Measured, bool, list[str]]:
+    """Between devices that need not go through the host."""
+    channels, _ = connect(has_devices=True)
+
+    def refuse(*_):
+        raise AssertionError("a link between devices is measured by way of the host")
+
+    state = torch.get_rng_state()
+    told: list[str] = []
+    groups = len(dist.distributed_c10d._world.pg_names)
+    for name in ("send_tensor", "receive_tensor"):
+        setattr(Lane, name, refuse)
+    here = Device("a" if channels.stage else "b", "k")
+    measured = probe(channels, torch.device("cpu"), here, told.append, lambda _: [1e-6])
+    # What was made for measuring is gone.
+    assert len(dist.distributed_c10d._world.pg_names) == groups
+    return measured, torch.equal(torch.get_rng_state(), state), told
+
+
+def test_links_between_devices_are_measured_as_payloads_travel():
+    check(run_ranks(by_device, 3))
+
+
+class OnAnotherDevice:
+    """Connections of a rank whose tensors are on the meta device."""
+
+    device, backend = torch.device("meta"), "nccl"
+
+    def __init__(self):
+        self.sent = []
+
+    def send_object(self, *_):
+        pass
+
+    def settle(self):
+        pass
+
+    def send_on_device(self, tensor, to, purpose):
+        assert purpose is Purpose.LINKS
+        self.sent.append((tensor.device.type, tensor.numel()))
+
+    def receive_on_device(self, like, source, purpose):
+        return torch.zeros(1)
+
+
+def test_a_link_is_measured_with_tensors_of_the_device(monkeypatch):
+    ticks = itertools.count()
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks) * 1e-6)
+    monkeypatch.setattr(probe_module, "time", clock)
+    world: Any = OnAnotherDevice()
+    probe_module._measure_link(world, 1)
+    assert {device for device, _ in world.sent} == {"meta"}
+    # A fast link needs more than a network does.
+    assert max(length for _, length in world.sent) == 1 << 26
 
 
 def as_it_is() -> tuple[Measured, bool, list[str]]:

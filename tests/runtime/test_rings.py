@@ -27,7 +27,7 @@ def values(rank: int, number: int, length: int, dtype: torch.dtype = torch.float
 def make_rings() -> tuple[Rings, int]:
     _, board = connect()
     rank = dist.get_rank()
-    groups = make_groups(range(dist.get_world_size()), "gloo")
+    groups = make_groups(range(dist.get_world_size()))
     return Rings(groups, rank, board.watched), rank
 
 
