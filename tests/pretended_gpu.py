@@ -151,6 +151,15 @@ class PretendedGPU:
         """The waits for which somebody's code has asked."""
         return [wait for wait in self.waits if wait.whose == whose]
 
+    def seen(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that a backward calls: torch switches modes like :class:`_Functions` off."""
+
+        def call(*args: Any) -> Any:
+            with _Functions(self):
+                return function(*args)
+
+        return call
+
     # --- where a tensor is ---
 
     def take(self, tensors: Iterable[Any]) -> None:
@@ -331,7 +340,7 @@ class OnAPretendedGPU(L.Callback):
         if batch_idx == self._first:
             self._gpu.take(_tensors_of_run(trainer, module))
             self._gpu.take(pytree.tree_leaves(batch))
-            for owner, name, value in _devices_of_run(trainer, module):
+            for owner, name, value in _devices_of_run(trainer, module, self._gpu):
                 self._stack.enter_context(mock.patch.object(owner, name, value))
             self._stack.enter_context(self._gpu)
         self._gpu.waits.clear()
@@ -362,7 +371,9 @@ def _tensors_of_run(trainer: Any, module: Any) -> Iterator[Any]:
         yield from (scaler._scale, scaler._growth_tracker)
 
 
-def _devices_of_run(trainer: Any, module: Any) -> Iterator[tuple[Any, str, Any]]:
+def _devices_of_run(
+    trainer: Any, module: Any, gpu: PretendedGPU
+) -> Iterator[tuple[Any, str, Any]]:
     """Where a run keeps its device: owner, attribute, value."""
     strategy = trainer.strategy
     yield type(strategy), "root_device", property(lambda _: GPU)
@@ -379,5 +390,6 @@ def _devices_of_run(trainer: Any, module: Any) -> Iterator[tuple[Any, str, Any]]
     if pipeline._aggregation is not None:
         # As with NCCL, whose sums are made in the device's memory.
         yield pipeline._aggregation, "_device", GPU
+        yield pipeline._aggregation, "notice", gpu.seen(pipeline._aggregation.notice)
         for group in pipeline._aggregation._groups:
             yield group, "_buffers", {}

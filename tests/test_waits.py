@@ -62,8 +62,8 @@ def train(
         how = {"strategy": PipeShiftStrategy(**strategy), "devices": int(os.environ["WORLD_SIZE"])}
     module = built(lambda: Model(kind))
     gpu = OnAPretendedGPU()
-    trainer = L.Trainer(accelerator="cpu", max_epochs=1, callbacks=[gpu], **QUIET, **how, **arguments)
-    trainer.fit(module, points(6))
+    trainer = L.Trainer(accelerator="cpu", max_epochs=1, limit_train_batches=6, callbacks=[gpu], **QUIET, **how, **arguments)
+    trainer.fit(module, points(12))
     return gpu.steps, gpu.mixed, parameters_of(module)
 
 CASES = {
