@@ -255,6 +255,11 @@ class _Functions(TorchFunctionMode):
         own = args[0] if args else None
         if function in _QUESTIONS:
             return _QUESTIONS[function](gpu, own) if gpu.has(own) else function(*args, **kwargs)
+        if function is Tensor.pin_memory:
+            pinned = own.clone()
+            gpu.put(pinned, CPU)
+            gpu.pin(pinned)
+            return pinned
         if function is Tensor.is_pinned:
             return gpu.is_pinned(own)
         if function in (Tensor.tolist, Tensor.numpy, Tensor.__array__) and gpu.has(own):
@@ -371,9 +376,7 @@ def _tensors_of_run(trainer: Any, module: Any) -> Iterator[Any]:
         yield from (scaler._scale, scaler._growth_tracker)
 
 
-def _devices_of_run(
-    trainer: Any, module: Any, gpu: PretendedGPU
-) -> Iterator[tuple[Any, str, Any]]:
+def _devices_of_run(trainer: Any, module: Any, gpu: PretendedGPU) -> Iterator[tuple[Any, str, Any]]:
     """Where a run keeps its device: owner, attribute, value."""
     strategy = trainer.strategy
     yield type(strategy), "root_device", property(lambda _: GPU)
@@ -381,6 +384,9 @@ def _devices_of_run(
     for metric in [*module.modules(), *(trainer._results or {}).values()]:
         if isinstance(metric, Metric):
             yield metric, "_device", GPU
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is not None:
+        yield scaler, "_device", "cuda"
     if not isinstance(strategy, PipeShiftStrategy) or strategy._pipeline is None:
         return
     pipeline = strategy._pipeline

@@ -20,6 +20,7 @@ from tests.harness import run_ranks
 from tests.models import NUM_CLASSES, NUM_FEATURES, points
 from tests.pretended_gpu import OnAPretendedGPU, Wait
 
+
 class Model(L.LightningModule):
     def __init__(self, kind: str = "plain") -> None:
         super().__init__()
@@ -37,7 +38,9 @@ class Model(L.LightningModule):
         loss = F.cross_entropy(scores, classes)
         if self.kind in ("logging", "metric"):
             self.log("loss", loss, on_step=True, on_epoch=True)
-            self.log("largest", scores.detach().amax(), reduce_fx="max", on_step=True, on_epoch=True)
+            self.log(
+                "largest", scores.detach().amax(), reduce_fx="max", on_step=True, on_epoch=True
+            )
         if self.kind == "metric":
             self.accuracy(scores, classes)
             self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
@@ -62,9 +65,18 @@ def train(
         how = {"strategy": PipeShiftStrategy(**strategy), "devices": int(os.environ["WORLD_SIZE"])}
     module = built(lambda: Model(kind))
     gpu = OnAPretendedGPU()
-    trainer = L.Trainer(accelerator="cpu", max_epochs=1, limit_train_batches=6, callbacks=[gpu], **QUIET, **how, **arguments)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        limit_train_batches=6,
+        callbacks=[gpu],
+        **QUIET,
+        **how,
+        **arguments,
+    )
     trainer.fit(module, points(12))
     return gpu.steps, gpu.mixed, parameters_of(module)
+
 
 CASES = {
     "plain": ("plain", {}, {}),
@@ -75,5 +87,9 @@ CASES = {
     "fp16": ("plain", {}, {"fp16": True}),
     "accumulation": ("plain", {}, {"accumulate_grad_batches": 2}),
     "virtual machines": ("plain", {"virtual_machines": 2, "gradient_aggregation": "allreduce"}, {}),
-    "fp16 accumulation clipping": ("logging", {}, {"fp16": True, "accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
+    "fp16 accumulation clipping": (
+        "logging",
+        {},
+        {"fp16": True, "accumulate_grad_batches": 3, "gradient_clip_val": 0.1},
+    ),
 }
