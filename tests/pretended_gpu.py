@@ -252,7 +252,7 @@ class _Functions(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         gpu, kwargs = self._gpu, dict(kwargs or {})
-        own = args[0] if args else None
+        own: Any = args[0] if args else None
         if function in _QUESTIONS:
             return _QUESTIONS[function](gpu, own) if gpu.has(own) else function(*args, **kwargs)
         if function is Tensor.pin_memory:
@@ -289,7 +289,8 @@ class _Functions(TorchFunctionMode):
         return result
 
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        device, others = None, []
+        device: torch.device | None = None
+        others: list[Any] = []
         for value in args:
             if isinstance(value, str | torch.device):
                 device = torch.device(value)
@@ -304,7 +305,8 @@ class _Functions(TorchFunctionMode):
         moved = tensor if device is None else self._moved(tensor, device, waits)
         kwargs.pop("device", None)
         others = [value for value in others if not isinstance(value, bool)]
-        return Tensor.to(moved, *others, **kwargs) if others or kwargs else moved
+        to: Any = Tensor.to
+        return to(moved, *others, **kwargs) if others or kwargs else moved
 
     def _moved(self, tensor: Tensor, device: torch.device, waits: bool) -> Tensor:
         gpu = self._gpu
@@ -320,7 +322,7 @@ class _Functions(TorchFunctionMode):
 
 
 _QUESTIONS: dict[Any, Callable[[PretendedGPU, Tensor], Any]] = {
-    Tensor.device.__get__: lambda gpu, _: GPU,  # type: ignore[attr-defined]
+    Tensor.device.__get__: lambda gpu, _: GPU,
     Tensor.is_cuda.__get__: lambda gpu, _: True,  # type: ignore[attr-defined]
     Tensor.is_cpu.__get__: lambda gpu, _: False,  # type: ignore[attr-defined]
     Tensor.get_device: lambda gpu, _: 0,

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lightning_pipeshift.model.elsewhere import Elsewhere
 from lightning_pipeshift.model.placeholder import Placeholder
 from lightning_pipeshift.model.transfer import to_device
+from lightning_pipeshift.model.trees import map_leaves
 
 Path = tuple[str, str]
 _DEPTH = 3
@@ -86,7 +87,7 @@ class TailState:
         for path, value in self._attributes():
             change = _change(self._marks.get(path), value, _DEPTH)
             if change is not None:
-                found[path] = change
+                found[path] = map_leaves(_detached, change)
         return found
 
     def apply(self, changes: dict[Path, Any], device: torch.device) -> None:
@@ -249,3 +250,7 @@ def _applied(current: Any, change: Any) -> Any:
     for key, entry in change.changes.items():
         current[key] = _applied(current.get(key), entry)
     return current
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -25,9 +25,12 @@ class Fetch:
 
     Args:
         tree: a structure; tensors in host memory stay as they are.
+        is_kept: whether the values may be kept for long. Then they are copied once more, out of
+            pinned memory, which is scarce.
     """
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: Any, is_kept: bool = True) -> None:
+        self._is_kept = is_kept
         leaves, self._rebuild = flatten(tree)
         self._leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         # The places of the leaves that are copied together, and the copies.
@@ -62,15 +65,17 @@ class Fetch:
                 sizes = [self._leaves[place].numel() for place in places]
                 parts = copy.reshape(-1).split(sizes) if len(places) > 1 else [copy]
                 for place, part in zip(places, parts, strict=True):
-                    # Pinned memory is scarce: not for as long as somebody keeps the value.
-                    self._leaves[place] = part.clone().view(self._leaves[place].shape)
+                    value = part.clone() if self._is_kept else part
+                    self._leaves[place] = value.view(self._leaves[place].shape)
             self._copies.clear()
         return self._rebuild(self._leaves)
 
 
-def to_host(tree: Any) -> Any:
-    """A structure with its tensors in host memory, detached. Waits at most once."""
-    return Fetch(tree).wait()
+def to_host(tree: Any, is_kept: bool = True) -> Any:
+    """A structure with its tensors in host memory, detached: see :class:`Fetch`. Waits at most
+    once.
+    """
+    return Fetch(tree, is_kept).wait()
 
 
 def to_device(tree: Any, device: torch.device) -> Any:

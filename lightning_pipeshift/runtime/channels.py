@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.placeholder import Placeholder, dtype_named, is_dense
+from lightning_pipeshift.model.transfer import to_host
 from lightning_pipeshift.plan.flow import TensorSpec
 from lightning_pipeshift.runtime.lane import (
     Lane,
@@ -105,7 +106,7 @@ class Receipt:
             with self.watched(self.peer):
                 complete(self.work)
         if self.staging is not None:
-            self.flat.copy_(self.staging)
+            self.flat.copy_(self.staging, non_blocking=True)
         return _as_it_was(self.flat, self.spec.shape, self.layout.known()[self.number])
 
 
@@ -275,13 +276,15 @@ class Channels(Lane):
                 header.copy_(torch.tensor([n for strides in layout.strides for n in strides]))
                 work = self._post_send(header, to, line, _HEADER_TAG + int(direction))
                 sent.works.append((work, header))
-        for number, (tensor, spec) in enumerate(zip(tensors, specs, strict=True)):
-            if spec.num_bytes == 0:
-                continue
-            flat = _flat(tensor, layout.strides[number])
-            if self._staged:
-                flat = flat.cpu()
-            sent.works.append((self._post_send(flat, to, line, _tag(direction, number)), flat))
+        flats = [
+            _flat(tensor, strides) for tensor, strides in zip(tensors, layout.strides, strict=True)
+        ]
+        if self._staged:
+            flats = to_host(flats, is_kept=False)
+        for number, (flat, spec) in enumerate(zip(flats, specs, strict=True)):
+            if spec.num_bytes:
+                work = self._post_send(flat, to, line, _tag(direction, number))
+                sent.works.append((work, flat))
         return sent
 
     @property
@@ -312,7 +315,9 @@ class Channels(Lane):
         for number, spec in enumerate(specs):
             numel = spec.num_bytes // spec.itemsize
             flat = torch.empty(numel, dtype=dtype_named(spec.dtype), device=self.device)
-            staging = torch.empty_like(flat, device="cpu") if self._staged else None
+            staging = None
+            if self._staged:
+                staging = torch.empty_like(flat, device="cpu", pin_memory=True)
             work = None
             if spec.num_bytes:
                 with self.watched(peer):
