@@ -195,7 +195,7 @@ def test_a_structure_is_fetched_at_once_and_as_it_is() -> None:
             "half": torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16),
             "count": torch.tensor(7),
             "is": torch.tensor([True, False]),
-            "laid out": torch.arange(24.0).view(1, 2, 3, 4).to(memory_format=torch.channels_last),
+            "laid out": torch.arange(24.0).view(2, 2, 3, 2).to(memory_format=torch.channels_last),
             "part": torch.arange(12.0).view(3, 4)[:, 1:3],
             "large": torch.arange(1 << 15, dtype=torch.float32),
             "empty": torch.empty(0, 3),
