@@ -10,6 +10,7 @@ dry.
 from __future__ import annotations
 
 import contextlib
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -144,8 +145,9 @@ class PretendedGPU:
         self._stack.close()
 
     def note(self, what: str, num_behind: int = 0) -> None:
-        """Notes a wait."""
-        self.waits.append(Wait(what, *_asked_by(), num_behind))
+        """Notes a wait; one of a thread beside the compute holds nobody up."""
+        if threading.current_thread() is threading.main_thread():
+            self.waits.append(Wait(what, *_asked_by(), num_behind))
 
     def of(self, whose: str) -> list[Wait]:
         """The waits for which somebody's code has asked."""
@@ -333,10 +335,12 @@ class OnAPretendedGPU(L.Callback):
     """Puts a run on the pretended GPU from one step on, and notes the waits of each step.
 
     Args:
+        is_shared: whether ranks share the GPU, so that payloads go by way of their host.
         first: that step: by then, what a run does once is done.
     """
 
-    def __init__(self, first: int = 2) -> None:
+    def __init__(self, is_shared: bool = False, first: int = 2) -> None:
+        self._is_shared = is_shared
         self._first = first
         self._gpu = PretendedGPU()
         self._stack = ExitStack()
@@ -347,7 +351,8 @@ class OnAPretendedGPU(L.Callback):
         if batch_idx == self._first:
             self._gpu.take(_tensors_of_run(trainer, module))
             self._gpu.take(pytree.tree_leaves(batch))
-            for owner, name, value in _devices_of_run(trainer, module, self._gpu):
+            devices = _devices_of_run(trainer, module, self._gpu, self._is_shared)
+            for owner, name, value in devices:
                 self._stack.enter_context(mock.patch.object(owner, name, value))
             self._stack.enter_context(self._gpu)
         self._gpu.waits.clear()
@@ -378,7 +383,9 @@ def _tensors_of_run(trainer: Any, module: Any) -> Iterator[Any]:
         yield from (scaler._scale, scaler._growth_tracker)
 
 
-def _devices_of_run(trainer: Any, module: Any, gpu: PretendedGPU) -> Iterator[tuple[Any, str, Any]]:
+def _devices_of_run(
+    trainer: Any, module: Any, gpu: PretendedGPU, is_shared: bool
+) -> Iterator[tuple[Any, str, Any]]:
     """Where a run keeps its device: owner, attribute, value."""
     strategy = trainer.strategy
     yield type(strategy), "root_device", property(lambda _: GPU)
@@ -393,6 +400,7 @@ def _devices_of_run(trainer: Any, module: Any, gpu: PretendedGPU) -> Iterator[tu
         return
     pipeline = strategy._pipeline
     yield pipeline.channels, "device", GPU
+    yield pipeline.channels, "_staged", is_shared
     assert pipeline.holdings is not None
     yield pipeline.holdings, "device", GPU
     if pipeline._aggregation is not None:

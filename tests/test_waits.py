@@ -75,6 +75,7 @@ def train(
     arguments: Mapping[str, Any],
     strategy: Mapping[str, Any] | None = None,
     on_gpu: bool = True,
+    is_shared: bool = False,
 ) -> Trained:
     """One rank's part; without a strategy, plain Lightning."""
     L.seed_everything(7, verbose=False)
@@ -84,7 +85,7 @@ def train(
     if strategy is not None:
         how["strategy"] = PipeShiftStrategy(microbatches=4, partition="uniform", **strategy)
         how["devices"] = int(os.environ["WORLD_SIZE"])
-    module, gpu, diary = built(lambda: Model(kind)), OnAPretendedGPU(), Diary()
+    module, gpu, diary = built(lambda: Model(kind)), OnAPretendedGPU(is_shared), Diary()
     callbacks = [diary, *([gpu] if on_gpu else [])]
     trainer = L.Trainer(accelerator="cpu", max_epochs=1, callbacks=callbacks, **{**QUIET, **how})
     trainer.fit(module, points(2 * NUM_STEPS))
@@ -102,6 +103,7 @@ class Case:
         strategy: arguments of the strategy.
         at_the_end: how often a step may wait for all of the device's work: before an optimizer step
             that depends on the gradients of all stages.
+        is_shared: whether the ranks share the device.
     """
 
     kind: str = "plain"
@@ -109,6 +111,7 @@ class Case:
     ranks: int = 2
     strategy: Mapping[str, Any] = field(default_factory=dict)
     at_the_end: int = 0
+    is_shared: bool = False
 
 
 CASES = {
@@ -120,6 +123,7 @@ CASES = {
     "clipping": Case("logging", {"gradient_clip_val": 0.1}, at_the_end=1),
     "fp16": Case("weight", {"fp16": True}, at_the_end=1),
     "fp16, accumulation": Case("logging", {"fp16": True, "accumulate_grad_batches": 3}, 2, {}, 1),
+    "one GPU for all": Case("logging", ranks=3, is_shared=True),
     "gpipe": Case("logging", strategy={"schedule": "gpipe"}),
     "virtual machines": Case(
         "logging", {}, 4, {"virtual_machines": 2, "gradient_aggregation": "allreduce"}
@@ -132,7 +136,7 @@ def test_a_step_waits_once_and_while_the_device_has_work(name: str) -> None:
     case = CASES[name]
     strategy = dict(case.strategy)
     (plain,) = run_ranks(train, 1, case.kind, case.arguments)
-    found = run_ranks(train, case.ranks, case.kind, case.arguments, strategy)
+    found = run_ranks(train, case.ranks, case.kind, case.arguments, strategy, True, case.is_shared)
     stages = case.ranks // strategy.get("virtual_machines", 1)
     for rank, mine in enumerate(found):
         assert len(mine.steps) == NUM_STEPS - 2

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.placeholder import Placeholder, dtype_named, is_dense
-from lightning_pipeshift.model.transfer import to_host
+from lightning_pipeshift.model.transfer import Fetch
 from lightning_pipeshift.plan.flow import TensorSpec
 from lightning_pipeshift.runtime.lane import (
     Lane,
@@ -39,6 +39,7 @@ from lightning_pipeshift.runtime.sockets import (
     open_sockets,
     shut_down,
 )
+from lightning_pipeshift.runtime.threads import InOrder
 from lightning_pipeshift.runtime.waits import complete
 
 
@@ -188,6 +189,7 @@ class Channels(Lane):
         self.device = device
         self.backend = backend
         self._staged = backend == "gloo" and device.type != "cpu"
+        self._staging = InOrder("send")
         self._bulk = groups.bulk
         self._sockets = groups.sockets
         self._bulk_sockets = groups.bulk_sockets
@@ -239,6 +241,7 @@ class Channels(Lane):
         """Closes the connections; peers that wait on them see an error at once."""
         self._object_sends.clear()
         self._neighbours.clear()
+        self._staging.close()
         shut_down(self._sockets)
         if not all(map(ends_soon, self._under_way)):
             keep_for_ever(self.control)
@@ -279,12 +282,19 @@ class Channels(Lane):
         flats = [
             _flat(tensor, strides) for tensor, strides in zip(tensors, layout.strides, strict=True)
         ]
+
+        def post(flats: Sequence[Tensor]) -> None:
+            for number, (flat, spec) in enumerate(zip(flats, specs, strict=True)):
+                if spec.num_bytes:
+                    work = self._post_send(flat, to, line, _tag(direction, number))
+                    sent.works.append((work, flat))
+
         if self._staged:
-            flats = to_host(flats, is_kept=False)
-        for number, (flat, spec) in enumerate(zip(flats, specs, strict=True)):
-            if spec.num_bytes:
-                work = self._post_send(flat, to, line, _tag(direction, number))
-                sent.works.append((work, flat))
+            # gloo needs the values in host memory: a thread waits until they are there.
+            fetch = Fetch(flats, is_kept=False)
+            sent.posted = self._staging.submit(lambda: post(fetch.wait()))
+        else:
+            post(flats)
         return sent
 
     @property

@@ -464,5 +464,6 @@ def test_what_the_computation_leaves_in_the_cache_is_free_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (8 * GB - sum(used.values()), 8 * GB))
     used["mine"] = GB
     device = torch.device("cuda", 0)
-    measured = probe(Alone(others_end), device, Device("a", "gpu"), slices=slices)
+    world = Alone(others_end)
+    measured = probe(world, device, Device("a", "gpu"), slices=slices)  # type: ignore[arg-type]
     assert measured.cluster.devices[0].free_bytes == 8 * GB
