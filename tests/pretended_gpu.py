@@ -345,6 +345,8 @@ class OnAPretendedGPU(L.Callback):
         self._gpu = PretendedGPU()
         self._stack = ExitStack()
         self.steps: list[list[Wait]] = []
+        self.validation: list[Wait] = []
+        """Those of a validation at the end of the epoch."""
         self.mixed: list[str] = []
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
@@ -361,9 +363,14 @@ class OnAPretendedGPU(L.Callback):
         if trainer.fit_loop.epoch_loop.batch_idx < self._first:
             return
         self.steps.append(list(self._gpu.waits))
-        self.mixed = self._gpu.mixed
-        if trainer.fit_loop.epoch_loop.batch_idx + 1 == trainer.num_training_batches:
-            self._stack.close()
+        self.mixed = list(self._gpu.mixed)
+        self._gpu.waits.clear()
+
+    def on_validation_end(self, *_: Any) -> None:
+        self.validation = list(self._gpu.waits)
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self._stack.close()
 
 
 def _tensors_of_run(trainer: Any, module: Any) -> Iterator[Any]:

@@ -20,6 +20,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.model.transfer import Fetch, to_device, to_host
+from lightning_pipeshift.runtime.checksum import _FIRST_BATCHES
 from tests.features_models import QUIET, Diary, built, parameters_of
 from tests.harness import run_ranks
 from tests.models import NUM_CLASSES, NUM_FEATURES, points
@@ -57,6 +58,12 @@ class Model(L.LightningModule):
             return {"loss": loss, "weight": classes.gt(3).sum()}
         return loss
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        features, classes = batch
+        scores = self.net(features)
+        self.log("val_loss", F.cross_entropy(scores, classes))
+        self.log("val_largest", scores.amax(), reduce_fx="max")
+
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
@@ -67,6 +74,7 @@ class Trained(NamedTuple):
     parameters: dict[str, Tensor]
     diary: list[Any]
     steps: list[list[Wait]]
+    validation: list[Wait]
     mixed: list[str]
 
 
@@ -88,8 +96,9 @@ def train(
     module, gpu, diary = built(lambda: Model(kind)), OnAPretendedGPU(is_shared), Diary()
     callbacks = [diary, *([gpu] if on_gpu else [])]
     trainer = L.Trainer(accelerator="cpu", max_epochs=1, callbacks=callbacks, **{**QUIET, **how})
-    trainer.fit(module, points(2 * NUM_STEPS))
-    return Trained(parameters_of(module), diary.entries, gpu.steps, gpu.mixed)
+    val = points(3, seed=2) if kind == "logging" else None
+    trainer.fit(module, points(2 * NUM_STEPS), val)
+    return Trained(parameters_of(module), diary.entries, gpu.steps, gpu.validation, gpu.mixed)
 
 
 @dataclass(frozen=True)
@@ -141,14 +150,21 @@ def test_a_step_waits_once_and_while_the_device_has_work(name: str) -> None:
     for rank, mine in enumerate(found):
         assert len(mine.steps) == NUM_STEPS - 2
         assert not mine.mixed
+        is_last = rank % stages == stages - 1
         for step, waits in enumerate(mine.steps):
             ours = [wait for wait in waits if wait.whose == "pipeshift"]
             # The last stage fetches what it reports, while the device has a backward to do.
             early = [wait for wait in ours if wait.num_behind]
-            assert len(early) == (rank % stages == stages - 1), ours
+            assert len(early) == is_last, ours
             assert len(ours) - len(early) <= case.at_the_end, ours
             # Others wait no more often than in plain Lightning.
-            assert len(waits) - len(ours) <= len(plain.steps[step]), waits
+            others = [wait for wait in waits if wait.whose != "pipeshift"]
+            assert len(others) <= len(plain.steps[step]), others
+        # A validation waits once for what all of its batches log, and compares its first batches
+        # over the stages.
+        if case.kind == "logging" and stages == case.ranks:
+            ours = [wait for wait in mine.validation if wait.whose == "pipeshift"]
+            assert len(ours) == _FIRST_BATCHES + is_last, ours
     # What is computed on the device, of what a CPU would read, has the same bits.
     for mine, on_cpu in zip(
         found, run_ranks(train, case.ranks, case.kind, case.arguments, strategy, False), strict=True

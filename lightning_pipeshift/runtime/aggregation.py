@@ -210,10 +210,10 @@ class Aggregation:
         for group in reversed(self._groups):
             group.finish()
             present[list(group._present)] = 1.0
+        self.exposed_seconds = time.perf_counter() - begin
         num_owners = self._agree(present).tolist()
         for group in self._groups:
             group.let_go(num_owners)
-        self.exposed_seconds = time.perf_counter() - begin
 
 
 @dataclass

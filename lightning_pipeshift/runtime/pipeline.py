@@ -928,6 +928,7 @@ class Pipeline:
         last stage.
         """
         pending, self._pending = self._pending, []
+        self._result_under_way = Fetch(None)
         reports: list[Report] | None = None
         if self.is_last:
             logs = [merge_logs([one.logs], [size], [float(size)]) for (one,), size in pending]
