@@ -35,7 +35,7 @@ class Fetch:
         self._leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         # The places of the leaves that are copied together, and the copies.
         self._copies: list[tuple[list[int], Tensor]] = []
-        self._event: Any = None
+        self._events: list[Any] = []
         groups: dict[Hashable, list[int]] = {}
         for place, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor) or leaf.device.type == "cpu":
@@ -52,22 +52,22 @@ class Fetch:
                     there = torch.cat([self._leaves[place].reshape(-1) for place in places])
                 copy = torch.empty_like(there, device="cpu", pin_memory=True)
                 self._copies.append((places, copy.copy_(there, non_blocking=True)))
-        if self._copies:
-            self._event = torch.cuda.Event()
-            self._event.record()
+        for device in {self._leaves[places[0]].device for places, _ in self._copies}:
+            self._events.append(torch.cuda.Event())
+            self._events[-1].record(torch.cuda.current_stream(device))
 
     def wait(self) -> Any:
         """The structure in host memory, detached."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._event = None
-            for places, copy in self._copies:
-                sizes = [self._leaves[place].numel() for place in places]
-                parts = copy.reshape(-1).split(sizes) if len(places) > 1 else [copy]
-                for place, part in zip(places, parts, strict=True):
-                    value = part.clone() if self._is_kept else part
-                    self._leaves[place] = value.view(self._leaves[place].shape)
-            self._copies.clear()
+        for event in self._events:
+            event.synchronize()
+        for places, copy in self._copies:
+            sizes = [self._leaves[place].numel() for place in places]
+            parts = copy.reshape(-1).split(sizes) if len(places) > 1 else [copy]
+            for place, part in zip(places, parts, strict=True):
+                value = part.clone() if self._is_kept else part
+                self._leaves[place] = value.view(self._leaves[place].shape)
+        self._events.clear()
+        self._copies.clear()
         return self._rebuild(self._leaves)
 
 
