@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset
 from lightning_pipeshift.errors import BatchError
 from lightning_pipeshift.model.logs import say_again
 from lightning_pipeshift.model.trace import Trace
+from lightning_pipeshift.model.transfer import to_device
 from lightning_pipeshift.model.trees import map_leaves
 from lightning_pipeshift.runtime.pipeline import Pipeline
 from lightning_pipeshift.runtime.report import Report
@@ -192,6 +193,6 @@ class EvaluationSteps:
             for report, (predictions, place) in zip(earlier, awaited, strict=False):
                 if place < len(predictions):
                     predictions[place] = report.result
-        return map_leaves(
-            lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf, last.result
-        )
+        # Tensors do not wait; other objects may have tensors of their own.
+        result = to_device(last.result, device)
+        return map_leaves(lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf, result)

@@ -50,6 +50,7 @@ from lightning_pipeshift.evaluation import (
 from lightning_pipeshift.finetuning import SharedComparison
 from lightning_pipeshift.model.logs import say_again
 from lightning_pipeshift.model.streams import SharedStream, global_state, set_global_state
+from lightning_pipeshift.model.transfer import to_device
 from lightning_pipeshift.plan.cluster import Cluster, Device
 from lightning_pipeshift.plan.plan import Plan
 from lightning_pipeshift.plan.planner import Wishes
@@ -536,7 +537,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
                 epoch_loop.batch_idx,
                 step,
                 number,
-                loss_scale_of(self.precision_plugin) / trainer.accumulate_grad_batches,
+                loss_scale_of(self.precision_plugin, trainer.accumulate_grad_batches),
                 self.optimizers,
                 wants_result=are_results_used(trainer, "train_step"),
                 keeps_gradients=self._keeps_gradients(epoch_loop.batch_idx),
@@ -551,7 +552,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
         say_again(report.logs, module.log, module, self.root_device, synchronised)
         if report.loss is None:
             return self._counted(NO_LOSS)
-        loss = report.loss.to(self.root_device)
+        loss = to_device(report.loss, self.root_device)
         if isinstance(report.result, Mapping):
             return self._counted({**report.result, "loss": loss})
         return self._counted(loss)

@@ -17,6 +17,7 @@ from torchmetrics import Metric
 
 from lightning_pipeshift.model.microbatch import weighted_mean
 from lightning_pipeshift.model.placeholder import Placeholder
+from lightning_pipeshift.model.transfer import to_device
 from lightning_pipeshift.model.trees import map_leaves
 
 
@@ -174,7 +175,7 @@ def say_again(
         if isinstance(record.value, MetricRef):
             value: Any = root.get_submodule(record.value.name)
         else:
-            value = map_leaves(lambda v: v.to(device) if isinstance(v, Tensor) else v, record.value)
+            value = to_device(record.value, device)
         options = record.options
         if sync_dist is not None and not isinstance(value, Metric):
             options = {**options, "sync_dist": sync_dist}

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.model.elsewhere import Elsewhere
 from lightning_pipeshift.model.placeholder import Placeholder
+from lightning_pipeshift.model.transfer import to_device
 from lightning_pipeshift.model.trees import map_leaves
 
 Path = tuple[str, str]
@@ -79,12 +80,14 @@ class TailState:
         self._marks = {path: _mark(value, _DEPTH) for path, value in self._attributes()}
 
     def changes(self) -> dict[Path, Any]:
-        """The differences from the last recorded state; values are on the CPU and can be sent."""
+        """The differences from the last recorded state: values that can be sent. Their tensors stay
+        on their device.
+        """
         found: dict[Path, Any] = {}
         for path, value in self._attributes():
             change = _change(self._marks.get(path), value, _DEPTH)
             if change is not None:
-                found[path] = map_leaves(_to_cpu, change)
+                found[path] = map_leaves(_detached, change)
         return found
 
     def apply(self, changes: dict[Path, Any], device: torch.device) -> None:
@@ -93,7 +96,7 @@ class TailState:
             module = self.modules[module_name]
             table = module._buffers if name in module._buffers else module.__dict__
             current = table.get(name)
-            change = map_leaves(lambda v: v.to(device) if isinstance(v, Tensor) else v, change)
+            change = to_device(change, device)
             if (
                 name in module._buffers
                 and isinstance(current, Tensor)
@@ -249,5 +252,5 @@ def _applied(current: Any, change: Any) -> Any:
     return current
 
 
-def _to_cpu(leaf: Any) -> Any:
-    return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -13,6 +13,8 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipeshift.model.transfer import to_device, to_host
+
 # A function of the optimizer's parameters and the kind of norm: returns the norm of each parameter
 # of the model, over all stages.
 GradientNorms = Callable[[list[Tensor], float], Tensor]
@@ -47,7 +49,8 @@ class _OverStages(Precision):
         total = torch.linalg.vector_norm(norms.float(), 2.0)
         held = [p for p in parameters if p.grad is not None and not p.grad.is_meta]
         if held:
-            torch.nn.utils.clip_grads_with_norm_(held, clip_val, total.to(held[0].device))
+            total = to_device(total, held[0].device)
+            torch.nn.utils.clip_grads_with_norm_(held, clip_val, total)
 
 
 class _ScalerOverStages(torch.amp.GradScaler):
@@ -69,14 +72,15 @@ class _ScalerOverStages(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         found = state["found_inf_per_device"]
         mine = torch.zeros(1)
-        for flag in found.values():
-            mine += flag.detach().cpu()
+        for flag in to_host(list(found.values())):
+            mine += flag
         # Kernels take 1, and nothing else, for an overflow, and the scaler adds the entries up.
         verdict = self.any_stage(mine).clamp(max=1).reshape(())
         scale = self._scale
         device = scale.device if scale is not None else torch.device(self._device)
-        # A stage without gradients recorded nothing; the scaler insists on an entry.
-        state["found_inf_per_device"] = {next(iter(found), device): verdict.to(device)}
+        # A stage without gradients recorded nothing; the scaler insists on an entry. In host memory
+        # it can be read at once; for kernels, the scaler takes it to the device.
+        state["found_inf_per_device"] = {next(iter(found), device): verdict}
 
 
 def over_stages(
@@ -115,11 +119,16 @@ def by_itself(plugin: Precision) -> None:
         setattr(scaler, "__class__", torch.amp.GradScaler)  # noqa: B010
 
 
-def loss_scale_of(plugin: Precision) -> float:
-    """The factor by which the plugin multiplies a loss before its backward."""
+def loss_scale_of(plugin: Precision, num_steps: int) -> float | Tensor:
+    """The factor by which the plugin multiplies a loss before its backward, divided by the number
+    of steps whose gradients add up. On a GPU it is a float64 tensor: to read the scaler's, the
+    program would have to wait for the earlier step.
+    """
     scaler = getattr(plugin, "scaler", None)
     if scaler is None or not scaler.is_enabled():
-        return 1.0
+        return 1.0 / num_steps
     # The first `scale` makes the scaler's state.
-    device = torch.device(scaler._device)
-    return float(scaler.scale(torch.ones((), device=device)))
+    scale: Tensor = scaler.scale(torch.ones((), device=torch.device(scaler._device))).double()
+    # Divided by a plain number, a GPU would multiply by its rounded reciprocal.
+    scale = scale / torch.full_like(scale, num_steps)
+    return float(scale) if scale.device.type == "cpu" else scale

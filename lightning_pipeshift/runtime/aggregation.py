@@ -1,8 +1,9 @@
 """Sums the gradients of every layer over its owners in the virtual machines.
 
 A layer's sum begins when the last microbatch's backward has passed the layer, and goes on behind
-the backwards of the layers in front of it. Whether a parameter has a gradient at all is sent along
-with the gradients, so no separate exchange is needed.
+the backwards of the layers in front of it. Whether a parameter has a gradient at all is known on
+the hosts, and is sent from host to host: for flags among the gradients a rank would wait, layer by
+layer, until its GPU has summed them.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ class Sum(Protocol):
 # Given a number, the members' ranks and a vector: begins to sum it in place.
 StartSum = Callable[[int, Sequence[int], Tensor], Sum]
 
+# Given a vector in host memory: returns its sum over all ranks, which all call this.
+Agree = Callable[[Tensor], Tensor]
+
 _MOST_TYPES = 8
 
 
@@ -40,17 +44,21 @@ class GradientGroup:
     Args:
         number: identifies the group; the same on every rank.
         parameters: in the same order on every owner.
+        places: their places among all parameters of the model.
         members: the ranks of the owners, one for each virtual machine.
         is_hooked: whether the gradients are whole as soon as the last backward made them.
     """
 
     number: int
     parameters: list[nn.Parameter]
+    places: list[int]
     members: list[int]
     is_hooked: bool = True
     _missing: int = 0
     _sums: list[tuple[list[nn.Parameter], Tensor, Sum]] = field(default_factory=list)
     _buffers: dict[torch.dtype, Tensor] = field(default_factory=dict)
+    _present: set[int] = field(default_factory=set)
+    """The places of the parameters that had a gradient when the sum began."""
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -59,24 +67,32 @@ class GradientGroup:
 
     def start(self, start_sum: StartSum, device: torch.device) -> None:
         """Begins to sum the gradients that exist."""
+        self._present = {
+            place
+            for place, parameter in zip(self.places, self.parameters, strict=True)
+            if parameter.grad is not None
+        }
         by_type: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in self.trained:
             by_type.setdefault(parameter.dtype, []).append(parameter)
         for index, (dtype, parameters) in enumerate(by_type.items()):
             length = sum(parameter.numel() for parameter in parameters)
+            there = parameters[0].device
             buffer = self._buffers.get(dtype)
-            if buffer is None or len(buffer) != length + len(parameters):
-                buffer = torch.empty(length + len(parameters), dtype=dtype, device=device)
+            if buffer is None or len(buffer) != length:
+                # Gradients of a GPU may be summed in host memory.
+                is_pinned = device != there and there.type == "cuda"
+                buffer = torch.empty(length, dtype=dtype, device=device, pin_memory=is_pinned)
                 self._buffers[dtype] = buffer
-            flags = []
-            for parameter, part in zip(parameters, _parts(buffer, parameters), strict=True):
+            joined = buffer if device == there else torch.empty_like(buffer, device=there)
+            for parameter, part in zip(parameters, _parts(joined, parameters), strict=True):
                 gradient = parameter.grad
-                flags.append(float(gradient is not None))
                 if gradient is None:
                     part.zero_()
                 else:
                     part.view(parameter.shape).copy_(_dense(gradient))
-            buffer[length:] = torch.tensor(flags, dtype=dtype, device=device)
+            if joined is not buffer:
+                buffer.copy_(joined)
             under_way = start_sum(self.number * _MOST_TYPES + index, self.members, buffer)
             self._sums.append((parameters, buffer, under_way))
 
@@ -85,17 +101,22 @@ class GradientGroup:
         """Waits for the sums, and makes them the parameters' gradients."""
         for parameters, buffer, under_way in self._sums:
             under_way.wait()
-            there = buffer[len(buffer) - len(parameters) :].tolist()
-            for parameter, part, owners in zip(
-                parameters, _parts(buffer, parameters), there, strict=True
-            ):
-                if not owners:
-                    parameter.grad = None
-                    continue
+            summed = buffer.to(parameters[0].device, non_blocking=True)
+            for parameter, part in zip(parameters, _parts(summed, parameters), strict=True):
                 if parameter.grad is None or parameter.grad.layout is not torch.strided:
                     parameter.grad = torch.empty_like(parameter)
                 parameter.grad.copy_(part.view(parameter.shape))
         self._sums = []
+
+    def let_go(self, num_owners: Sequence[float]) -> None:
+        """Takes the gradients off parameters for which no virtual machine had one.
+
+        Args:
+            num_owners: how many had one, for each parameter of the model.
+        """
+        for place, parameter in zip(self.places, self.parameters, strict=True):
+            if parameter.requires_grad and not num_owners[place]:
+                parameter.grad = None
 
     @property
     def is_started(self) -> bool:
@@ -109,6 +130,8 @@ class Aggregation:
     Args:
         groups: one for each layer that this rank owns, in call order.
         start_sum: begins a sum.
+        agree: sums a vector over all ranks, by way of the hosts.
+        num_parameters: how many the model has.
         device: where the sums are made.
         in_order: whether sums have to begin in the same order on all ranks; that order is then the
             one in which backwards pass the layers, the last layer first.
@@ -118,11 +141,15 @@ class Aggregation:
         self,
         groups: list[GradientGroup],
         start_sum: StartSum,
+        agree: Agree,
+        num_parameters: int,
         device: torch.device,
         in_order: bool,
     ) -> None:
         self._groups = groups
         self._start_sum = start_sum
+        self._agree = agree
+        self._num_parameters = num_parameters
         self._device = device
         self._in_order = in_order
         self._is_armed = False
@@ -169,16 +196,25 @@ class Aggregation:
                 self._groups[index].start(self._start_sum, self._device)
 
     def finish(self) -> None:
-        """Begins what has not begun (a layer that no gradient reached), and waits for all sums."""
+        """Begins what has not begun (a layer that no gradient reached), and waits for all sums.
+
+        Every rank calls this, and it returns when all have their sums: no rank takes its optimizer
+        step before. (On a GPU they are submitted then, and what follows is ordered behind them.)
+        """
         self._is_armed = False
         with torch.no_grad():
             for group in reversed(self._groups):
                 if not group.is_started:
                     group.start(self._start_sum, self._device)
         begin = time.perf_counter()
+        present = torch.zeros(self._num_parameters)
         for group in reversed(self._groups):
             group.finish()
+            present[list(group._present)] = 1.0
         self.exposed_seconds = time.perf_counter() - begin
+        num_owners = self._agree(present).tolist()
+        for group in self._groups:
+            group.let_go(num_owners)
 
 
 @dataclass
@@ -228,8 +264,7 @@ class _Collective:
 
 
 def _parts(buffer: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
-    sizes = [parameter.numel() for parameter in parameters]
-    return list(buffer[: sum(sizes)].split(sizes))
+    return list(buffer.split([parameter.numel() for parameter in parameters]))
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,12 +30,13 @@ class Address:
 
     Args:
         host: the running system, the user, and the namespace of process numbers.
-        devices: the GPUs that the process sees, in its order; empty on a CPU.
+        devices: the GPUs that the process sees, in its order, by their UUIDs; empty on a CPU. A
+            handle names its GPU by the place in this order.
         kind: the kind of device.
     """
 
     host: str
-    devices: str
+    devices: tuple[str, ...]
     kind: str
 
 
@@ -46,8 +48,34 @@ def address_here(device: torch.device) -> Address | None:
         space = process_space()
     except OSError:
         return None
-    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "all") if device.type == "cuda" else ""
-    return Address(space, devices, device.type)
+    return Address(space, _visible() if device.type == "cuda" else (), device.type)
+
+
+def _visible() -> tuple[str, ...]:
+    properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    found = tuple(str(getattr(each, "uuid", "")) for each in properties)
+    if all(found):
+        return found
+    # This build does not know them. What selects GPUs selects them on ROCm, too.
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+    return tuple(os.environ.get(name, "all") for name in names)
+
+
+@contextmanager
+def aside(device: torch.device) -> Iterator[None]:
+    """Context in which this thread's work on a GPU, its memory included, has nothing to do with the
+    compute: for threads that serve other ranks.
+
+    A thread begins on the stream of the compute. What it submits there waits for all that the
+    compute waits for; that may be another rank's payload, and that rank may wait for this thread.
+    The same holds for memory that another process is given: it waits for what is queued on the
+    stream that was current here, on the one that is current there.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.stream(side_stream(device, "other ranks")):
+        yield
 
 
 class Opening(NamedTuple):
@@ -84,7 +112,10 @@ class SharedRooms(Rooms):
 
     def opening(self, room: Tensor) -> Opening | None:
         """The message with which the other process opens a room; ``None`` if the room cannot be
-        shared.
+        shared. Call it :func:`aside` from the compute.
+
+        Raises:
+            RuntimeError: the GPU's memory cannot be shared.
         """
         handle: Any = None
         number = self._numbers.get(room.data_ptr())
@@ -135,7 +166,8 @@ def _mapped(process: int, file: int, num_bytes: int) -> Tensor:
 
 
 def opened(handle: Any, device: torch.device) -> Tensor:
-    """The room that another process's handle refers to, as a vector of bytes.
+    """The room that another process's handle refers to, as a vector of bytes. Call it :func:`aside`
+    from the compute.
 
     Args:
         handle: that of its :class:`Opening`.
@@ -148,21 +180,23 @@ def opened(handle: Any, device: torch.device) -> Tensor:
         rebuild: Callable[..., Tensor]
         rebuild, arguments = handle
         room = rebuild(*arguments)
-        if not torch.cuda.can_device_access_peer(device.index or 0, room.device.index or 0):
+        here, there = device.index or 0, room.device.index or 0
+        # A GPU is no peer of its own.
+        if here != there and not torch.cuda.can_device_access_peer(here, there):
             raise RuntimeError(f"{device} cannot reach {room.device}")
         return room
     return _mapped(*handle)
 
 
-def copy(target: Tensor, source: Tensor) -> None:
-    """Copies bytes in the calling thread; returns when the copy is complete."""
-    with torch.no_grad():
-        if target.device.type != "cuda":
-            target.copy_(source)
-            return
-        # A stream of its own, on this process's device: the copy does not wait for the compute.
-        own = source.device if source.device.type == "cuda" else target.device
-        stream = side_stream(own, "beside")
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-        stream.synchronize()
+def copy(target: Tensor, source: Tensor, device: torch.device) -> None:
+    """Copies bytes in the calling thread; returns when the copy is complete.
+
+    Args:
+        target: where to.
+        source: where from.
+        device: this process's own.
+    """
+    with torch.no_grad(), aside(device):
+        target.copy_(source, non_blocking=True)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()

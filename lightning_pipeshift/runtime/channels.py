@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.placeholder import Placeholder, dtype_named, is_dense
+from lightning_pipeshift.model.transfer import Fetch
 from lightning_pipeshift.plan.flow import TensorSpec
 from lightning_pipeshift.runtime.lane import (
     Lane,
@@ -40,6 +41,7 @@ from lightning_pipeshift.runtime.sockets import (
     open_sockets,
     shut_down,
 )
+from lightning_pipeshift.runtime.threads import InOrder
 from lightning_pipeshift.runtime.waits import complete
 
 
@@ -107,7 +109,7 @@ class Receipt:
             with self.watched(self.peer):
                 complete(self.work)
         if self.staging is not None:
-            self.flat.copy_(self.staging)
+            self.flat.copy_(self.staging, non_blocking=True)
         return _as_it_was(self.flat, self.spec.shape, self.layout.known()[self.number])
 
 
@@ -203,6 +205,7 @@ class Channels(Lane):
         self.device = device
         self._devices = devices if devices is not None and devices.backend != "gloo" else None
         self._staged = self._devices is None and device.type != "cpu"
+        self._staging = InOrder("send")
         self._bulk = groups.bulk
         self._sockets = groups.sockets
         self._bulk_sockets = groups.bulk_sockets
@@ -255,6 +258,7 @@ class Channels(Lane):
     def close(self) -> None:
         """Closes the connections; peers that wait on them see an error at once."""
         self._object_sends.clear()
+        self._staging.close()
         shut_down(self._sockets)
         if not all(map(ends_soon, self._under_way)):
             keep_for_ever(self.control)
@@ -292,13 +296,22 @@ class Channels(Lane):
                 header.copy_(torch.tensor([n for strides in layout.strides for n in strides]))
                 work = self._post_send(header, to, line, _HEADER_TAG + int(direction))
                 sent.works.append((work, header))
-        for number, (tensor, spec) in enumerate(zip(tensors, specs, strict=True)):
-            if spec.num_bytes == 0:
-                continue
-            flat = _flat(tensor, layout.strides[number])
-            if self._staged:
-                flat = flat.cpu()
-            sent.works.append((self._post_send(flat, to, line, _tag(direction, number)), flat))
+        flats = [
+            _flat(tensor, strides) for tensor, strides in zip(tensors, layout.strides, strict=True)
+        ]
+
+        def post(flats: Sequence[Tensor]) -> None:
+            for number, (flat, spec) in enumerate(zip(flats, specs, strict=True)):
+                if spec.num_bytes:
+                    work = self._post_send(flat, to, line, _tag(direction, number))
+                    sent.works.append((work, flat))
+
+        if self._staged:
+            # gloo needs the values in host memory: a thread waits until they are there.
+            fetch = Fetch(flats, is_kept=False)
+            sent.posted = self._staging.submit(lambda: post(fetch.wait()))
+        else:
+            post(flats)
         return sent
 
     @property
@@ -329,7 +342,9 @@ class Channels(Lane):
         for number, spec in enumerate(specs):
             numel = spec.num_bytes // spec.itemsize
             flat = torch.empty(numel, dtype=dtype_named(spec.dtype), device=self.device)
-            staging = torch.empty_like(flat, device="cpu") if self._staged else None
+            staging = None
+            if self._staged:
+                staging = torch.empty_like(flat, device="cpu", pin_memory=True)
             work = None
             if spec.num_bytes:
                 with self.watched(peer):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.errors import BatchError
+from lightning_pipeshift.model.transfer import to_host
 from lightning_pipeshift.model.trees import leaves_of
 from lightning_pipeshift.runtime.channels import Channels
 from lightning_pipeshift.runtime.replicas import Replicas
@@ -29,10 +30,10 @@ def is_checked(batch_idx: int) -> bool:
 def checksum(batch: Any) -> int:
     """A number that differs where two batches differ in a type, a shape, the order or a bit."""
     total = 0
-    for leaf in leaves_of(batch):
+    for leaf in leaves_of(to_host(batch)):
         if isinstance(leaf, Tensor):
-            data = leaf.detach().to_dense() if leaf.layout != torch.strided else leaf.detach()
-            data = data.cpu().resolve_conj().resolve_neg().contiguous()
+            data = leaf.to_dense() if leaf.layout != torch.strided else leaf
+            data = data.resolve_conj().resolve_neg().contiguous()
             total = zlib.crc32(f"{data.dtype}{tuple(data.shape)}".encode(), total)
             if data.numel():
                 total = zlib.crc32(data.reshape(-1).view(torch.uint8).numpy().tobytes(), total)

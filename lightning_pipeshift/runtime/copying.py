@@ -7,9 +7,13 @@ made by a thread for each direction.
 
 from __future__ import annotations
 
+import mmap
+import sys
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -47,6 +51,11 @@ class Copier(Protocol):
 
     def back(self, work: Callable[[], Any], done: Done) -> Ticket:
         """The same for copies to the device."""
+
+    def finish(self) -> None:
+        """Returns when all copies so far are complete; only where they do not hold the memory that
+        they use.
+        """
 
     def close(self) -> None:
         """Closes the copier when the copies under way are complete."""
@@ -94,6 +103,9 @@ class ThreadCopier:
         # both orders are correct.
         future.add_done_callback(lambda done_one: done() if not done_one.exception() else None)
         return _Promise(future)
+
+    def finish(self) -> None:
+        """See :class:`Copier`: the threads' work holds its tensors."""
 
     def close(self) -> None:
         """See :class:`Copier`."""
@@ -165,10 +177,14 @@ class StreamCopier:
         self._under_way[self._count] = event, work
         return _Marked(event, self._device, partial(self._under_way.pop, self._count, None))
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """See :class:`Copier`."""
         for stream in self._streams.values():
             stream.synchronize()
+
+    def close(self) -> None:
+        """See :class:`Copier`."""
+        self.finish()
         self._under_way.clear()
 
 
@@ -179,6 +195,40 @@ def copier_of(
     return StreamCopier(device) if device.type == "cuda" else ThreadCopier(on_error)
 
 
+def pinned_room(num_bytes: int, finish: Callable[[], None]) -> Tensor:
+    """Pinned host memory, as a vector of bytes, of this size and not more.
+
+    Torch's own allocator rounds pinned memory up to powers of two, and keeps it to the end of the
+    process: a budget of 9 GB would take 16.
+
+    Args:
+        num_bytes: how many, at least 1.
+        finish: called before the memory is released; returns when no copy uses it.
+
+    Raises:
+        RuntimeError: so much memory cannot be pinned.
+    """
+    # Whole pages, as no page can be pinned twice.
+    is_linux = sys.platform == "linux"
+    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if is_linux else {}
+    room = torch.frombuffer(mmap.mmap(-1, num_bytes, **flags), dtype=torch.uint8)
+    ask_for_large_pages(room)
+    address = room.data_ptr()
+    failure = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+    if failure:
+        # CUDA reports an error once more with the next kernel, which has nothing to do with it.
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+        raise RuntimeError(f"CUDA's error {failure} when pinning {num_bytes} bytes")
+    weakref.finalize(room, _unpin, address, finish).atexit = False
+    return room
+
+
+def _unpin(address: int, finish: Callable[[], None]) -> None:
+    finish()
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
 class Rooms:
     """Memory blocks that hold copies, and are used again.
 
@@ -186,6 +236,7 @@ class Rooms:
         device: whose memory.
         limit_bytes: how much of it may be taken.
         pinned: whether a GPU is to read and write it beside its compute.
+        finish: returns when no copy uses pinned memory that is to be released.
         say: called once with a message if memory cannot be pinned.
         is_tight: whether used and unused rooms together never exceed the peak of what was in use.
     """
@@ -195,6 +246,7 @@ class Rooms:
         device: torch.device,
         limit_bytes: float,
         pinned: bool = False,
+        finish: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = lambda _: None,
         is_tight: bool = False,
     ) -> None:
@@ -203,6 +255,7 @@ class Rooms:
         self.used_bytes = 0
         self.peak_bytes = 0
         self._pinned = pinned
+        self._finish = finish
         self._say = say
         self._is_tight = is_tight
         self._lock = threading.Lock()
@@ -263,9 +316,9 @@ class Rooms:
         """Called with a room that will not be used again."""
 
     def _made(self, num_bytes: int) -> Tensor:
-        if self._pinned:
+        if self._pinned and num_bytes:
             try:
-                return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+                return pinned_room(num_bytes, self._finish)
             except RuntimeError as error:
                 self._pinned = False
                 self._say(

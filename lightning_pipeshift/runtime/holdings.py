@@ -35,6 +35,7 @@ from lightning_pipeshift.model.parameters import (
     take_other_state,
 )
 from lightning_pipeshift.model.placeholder import META
+from lightning_pipeshift.model.transfer import to_host
 from lightning_pipeshift.runtime.channels import Channels
 from lightning_pipeshift.runtime.kept import Originals, exchange, kept_by_user, nowhere
 
@@ -589,7 +590,7 @@ class Holdings:
             A float64 vector on the CPU with one entry for each of ``uses``.
         """
         chosen = {id(parameter) for parameter in parameters}
-        norms = torch.zeros(len(self.uses), dtype=torch.float64)
+        found: dict[int, Tensor] = {}
         for number, use in enumerate(self.uses):
             gradient = use.parameter.grad
             counted = self.stage == self.holders_of(use.parameter)[0]
@@ -599,9 +600,10 @@ class Holdings:
                 and not gradient.is_meta
                 and id(use.parameter) in chosen
             ):
-                norms[number] = (
-                    torch.linalg.vector_norm(gradient.detach(), norm_type).double().cpu()
-                )
+                found[number] = torch.linalg.vector_norm(gradient.detach(), norm_type)
+        norms = torch.zeros(len(self.uses), dtype=torch.float64)
+        for number, norm in to_host(found).items():
+            norms[number] = norm
         # Each entry is one stage's value plus zeros: the sum is exact in any order.
         return self.channels.sum(norms)
 

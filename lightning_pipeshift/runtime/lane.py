@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -82,14 +83,24 @@ def gathered(obj: Any, group: Any, watched: Watched) -> list[Any]:
 
 @dataclass
 class Sent:
-    """A send under way; it keeps the tensor alive."""
+    """A send under way; it keeps the tensor alive.
+
+    Args:
+        watched: the context to communicate in.
+        peer: the rank that it goes to.
+        works: what has been posted.
+        posted: where a thread posts it: complete when it has.
+    """
 
     watched: Watched
     peer: int
     works: list[tuple[Any, Tensor]] = field(default_factory=list)
+    posted: Future[None] | None = None
 
     def wait(self) -> None:
         """Returns when the tensors may be reused."""
+        if self.posted is not None:
+            self.posted.result()
         with self.watched(self.peer):
             for work, _ in self.works:
                 complete(work)

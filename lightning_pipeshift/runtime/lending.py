@@ -19,7 +19,14 @@ from torch import Tensor
 
 from lightning_pipeshift.model.codec import Codec, Encoded
 from lightning_pipeshift.plan.saved_tensors import Swap
-from lightning_pipeshift.runtime.beside import Address, Opening, SharedRooms, copy, opened
+from lightning_pipeshift.runtime.beside import (
+    Address,
+    Opening,
+    SharedRooms,
+    aside,
+    copy,
+    opened,
+)
 from lightning_pipeshift.runtime.copying import Done, Ticket
 from lightning_pipeshift.runtime.lane import Lane
 from lightning_pipeshift.runtime.places import Parcel, claim_all
@@ -84,8 +91,12 @@ class Lender:
         if stage not in self.rooms:
             self.rooms[stage] = SharedRooms(self._device)
             self._num_answered[stage] = 0.0
-            self._threads.submit(partial(self._receive, stage))
-            self._threads.submit(partial(self._answer, stage))
+            self._threads.submit(partial(self._aside, self._receive, stage))
+            self._threads.submit(partial(self._aside, self._answer, stage))
+
+    def _aside(self, serve: Callable[[int], None], stage: int) -> None:
+        with aside(self._device):
+            serve(stage)
 
     def _receive(self, stage: int) -> None:
         lane, rooms = self._lanes(_THERE), self.rooms[stage]
@@ -109,11 +120,11 @@ class Lender:
                 rooms.claim(put.num_bytes)
                 room = rooms.take(put.num_bytes)
             if put.address is not None:
-                opening = rooms.opening(room) if rooms.is_shared else None
+                opening = _opening(rooms, room)
                 answers = self._lanes(_ROOMS)
                 answers.send_object(opening, stage)
                 answers.settle()
-                if opening is not None:
+                if isinstance(opening, Opening):
                     last = room
                     self._hold(put.key, room)
                     continue
@@ -122,7 +133,7 @@ class Lender:
                 staging = room_for((put.num_bytes,), torch.uint8)
             lane.receive_into(staging, stage)
             if staging is not room:
-                room.copy_(staging)
+                copy(room, staging, self._device)
             self._hold(put.key, room)
         rooms.clear()
 
@@ -155,6 +166,18 @@ class Lender:
             with self._changed:
                 self._num_answered[stage] += 1
                 self._changed.notify_all()
+
+
+def _opening(rooms: SharedRooms, room: Tensor) -> Opening | str | None:
+    """The answer to the announcement of a block: how to open its room, or why that is impossible;
+    ``None`` if the two processes are too far apart.
+    """
+    try:
+        return rooms.opening(room) if rooms.is_shared else None
+    except RuntimeError as error:
+        # What the allocator was told (`expandable_segments`), or a container, may forbid it.
+        rooms.is_shared = False
+        return str(error)
 
 
 class Borrower:
@@ -228,7 +251,7 @@ class Borrower:
         try:
             room = self._room(key, block.numel())
             if room is not None:
-                copy(room, block)
+                copy(room, block, self._device)
                 self.num_direct += 1
             else:
                 self._lanes(_THERE).send_tensor(block, self.stage)
@@ -254,9 +277,11 @@ class Borrower:
         lane.settle()
         if self._address is None:
             return None
-        opening: Opening | None = self._lanes(_ROOMS).receive_object(self.stage)
-        if opening is None:
+        opening: Opening | str | None = self._lanes(_ROOMS).receive_object(self.stage)
+        if not isinstance(opening, Opening):
             self._address = None
+            if opening is not None:
+                self._say_why(opening)
             return None
         for number in opening.gone:
             self._opened.pop(number, None)
@@ -265,13 +290,16 @@ class Borrower:
                 self._opened[opening.number] = opened(opening.handle, self._device)
             except (OSError, RuntimeError) as error:
                 self._address = None
-                self._say(
-                    f"memory of stage {self.stage} cannot be written to directly ({error}), so"
-                    " what is swapped there goes by the network."
-                )
+                self._say_why(error)
                 # The lender has room for the block already, and finds that room by the key.
                 return self._room(key, num_bytes)
         return self._opened[opening.number]
+
+    def _say_why(self, reason: object) -> None:
+        self._say(
+            f"memory of stage {self.stage} cannot be written to directly ({reason}), so what is"
+            " swapped there goes by the network."
+        )
 
     def take(self, key: Key, block: Tensor) -> None:
         """Brings a part back, which may still be on its way to the lender."""
@@ -282,14 +310,14 @@ class Borrower:
                 self._changed.wait()
             room = self._arrived.pop(key)
         if room is not None:
-            copy(block, room)
+            copy(block, room, self._device)
             self._ask(key, is_wanted=False)
             return
         lane = self._ask(key, is_wanted=True)
         if block.device.type == "cpu":
             lane.receive_into(block, self.stage)
         else:
-            copy(block, lane.receive_tensor(block, self.stage))
+            copy(block, lane.receive_tensor(block, self.stage), self._device)
 
     def forget(self, key: Key) -> None:
         """Lets the lender release a part, which may still be on its way there."""
@@ -429,8 +457,9 @@ class _RemoteParcel:
             def work() -> None:
                 if event is not None:
                     event.synchronize()
-                act(borrower, key, block)
-                then()
+                with aside(block.device):
+                    act(borrower, key, block)
+                    then()
 
             return line(borrower).submit(work)
 

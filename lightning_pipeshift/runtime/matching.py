@@ -50,10 +50,10 @@ def gradient_groups(
     """One group for each shared parameter, over the last of its holders in each virtual machine,
     and one for each layer, over its owners, in call order. The same on every rank.
     """
-    own: dict[int, list[nn.Parameter]] = {}
-    for use in uses:
+    own: dict[int, list[int]] = {}
+    for place, use in enumerate(uses):
         if not use.is_shared:
-            own.setdefault(use.layers[0], []).append(use.parameter)
+            own.setdefault(use.layers[0], []).append(place)
     groups = []
     # First in the list, so last in the order of backwards: their gradients are summed over the
     # stages before they are summed over the virtual machines, which is at the step's end. Behind
@@ -61,16 +61,16 @@ def gradient_groups(
     for number, use in enumerate(uses):
         if use.is_shared:
             last = [ranks[-1] for ranks in holder_ranks(use, placement, topology)]
-            groups.append(
-                GradientGroup(placement.num_layers + number, [use.parameter], last, is_hooked=False)
-            )
+            group = placement.num_layers + number
+            groups.append(GradientGroup(group, [use.parameter], [number], last, is_hooked=False))
     groups += [
         GradientGroup(
             layer,
-            parameters,
+            [uses[place].parameter for place in places],
+            places,
             [ranks[placement.stage_of(vm, layer)] for vm, ranks in enumerate(topology.ranks)],
         )
-        for layer, parameters in sorted(own.items())
+        for layer, places in sorted(own.items())
     ]
     return groups
 

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeshift.errors import LayerError, PipeShiftError, PlanError
@@ -34,6 +34,7 @@ from lightning_pipeshift.model.state import TailState
 from lightning_pipeshift.model.streams import Streams
 from lightning_pipeshift.model.timing import Timer
 from lightning_pipeshift.model.trace import LAST_STAGE, Trace
+from lightning_pipeshift.model.transfer import Fetch, to_host
 from lightning_pipeshift.plan.action import Row, Schedule
 from lightning_pipeshift.plan.check import check
 from lightning_pipeshift.plan.cluster import Device
@@ -66,7 +67,7 @@ from lightning_pipeshift.runtime.planning import Settings, check_order, stages_w
 from lightning_pipeshift.runtime.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.replanning import Replanning
 from lightning_pipeshift.runtime.replicas import Replicas
-from lightning_pipeshift.runtime.report import Report, logs_on_cpu, merge_reports, on_cpu
+from lightning_pipeshift.runtime.report import Report, merge_reports
 from lightning_pipeshift.runtime.rings import Rings
 from lightning_pipeshift.runtime.stage_memory import StageMemory
 from lightning_pipeshift.runtime.step_run import (
@@ -227,6 +228,7 @@ class Pipeline:
         self.is_to_end = False
         # The outcomes and sizes of evaluation batches whose reports have not been fetched yet.
         self._pending: list[tuple[list[Outcome], int]] = []
+        self._result_under_way = Fetch(None)
         self._under_way: list[Sent] = []
 
     # --- the plan ---
@@ -470,15 +472,18 @@ class Pipeline:
         if is_new:
             self.news.append(f"gradient_aggregation is {kind!r}: {why}.")
         device, watched = self.channels.device, self.channels.watched
+        agree = self.replicas.world.sum
         if self.channels.backend == "gloo":
             device = torch.device("cpu")
             if kind == "ring":
-                return Aggregation(mine, self._rings.start, device, in_order=False)
+                return Aggregation(
+                    mine, self._rings.start, agree, len(uses), device, in_order=False
+                )
         self._groups.want(Purpose.SUMS, owners)
         sums: Any = AllReduce(self._groups, watched)
         if kind == "ring":
             sums = DeviceRings(self._groups, self.replicas.rank, watched)
-        return Aggregation(mine, sums.start, device, in_order=True)
+        return Aggregation(mine, sums.start, agree, len(uses), device, in_order=True)
 
     @property
     def exposed_seconds(self) -> float:
@@ -595,7 +600,7 @@ class Pipeline:
         batch_idx: int,
         step: UserStep,
         step_number: int,
-        loss_scale: float,
+        loss_scale: float | Tensor,
         optimizers: Sequence[Optimizer],
         wants_result: bool,
         keeps_gradients: bool,
@@ -666,6 +671,7 @@ class Pipeline:
             profiler.observer if is_measured and not profiler.num_steps else None,
             self.memory.store if self.memory is not None else None,
             self.changes.migration.await_layer if self.changes.migration is not None else None,
+            partial(self._begin_report, wants_result) if self.is_last else None,
         )
         last = self.channels.num_stages - 1
         posted = None if self.is_last else self.channels.post_object(last)
@@ -677,7 +683,7 @@ class Pipeline:
         self.order = run.order or self.order
         mine = None
         if self.is_last:
-            mine = self._training_report(run, microbatches, wants_result, is_last_batch)
+            mine = self._training_report(run, microbatches, is_last_batch)
             mine = merge_reports(self.replicas.exchange(mine), self.vm)
         self._has_agreed = True
         with self._profile(WAIT):
@@ -694,10 +700,6 @@ class Pipeline:
                 sums.finish if sums is not None else None,
                 joins=sums is not None and accumulation.has_begun,
             )
-            if sums is not None:
-                # A sum that is complete here may still be under way elsewhere. No rank takes its
-                # optimizer step before all ranks have all their sums.
-                self.replicas.world.sum(torch.zeros(1))
         asked_to_end, had_mail, is_objected_to = votes.wait().tolist()
         self.is_to_end = bool(asked_to_end)
         self._num_microbatches_done += len(microbatches)
@@ -726,8 +728,9 @@ class Pipeline:
             if microbatch.trace is not None:
                 written |= microbatch.trace.state
         if not self.is_last:
-            changes = {path: new for path, new in report.changes.items() if path not in written}
-            self._tail.apply(changes, self.channels.device)
+            for changes in report.changes:
+                new = {path: change for path, change in changes.items() if path not in written}
+                self._tail.apply(new, self.channels.device)
         for (module_name, name), layer in sorted(written.items()):
             source = self.channels.num_stages - 1
             if layer != LAST_STAGE:
@@ -764,34 +767,43 @@ class Pipeline:
             elif self.changes.last is None:
                 self._plan = plan
 
-    def _training_report(
-        self,
-        run: StepRun,
-        microbatches: Sequence[Microbatch],
-        wants_result: bool,
-        is_last_batch: bool,
-    ) -> Report:
-        if len(microbatches) > 1:
+    def _begin_report(self, wants_result: bool, outcomes: Sequence[Outcome]) -> Fetch:
+        """Called on the last stage behind a step's last forward: begins to fetch what the report
+        consists of. The device still has a backward to do when it arrives.
+        """
+        if len(outcomes) > 1:
             self._metrics.end()
-        weights = run.weights()
+        for outcome in outcomes if not wants_result else ():
+            outcome.result = None
+        return Fetch((list(outcomes), self._changes_since()))
+
+    def _changes_since(self) -> dict[tuple[str, str], Any]:
+        """What user code has changed on the last stage since this was called last."""
+        if self.channels.num_stages == 1:
+            return {}
+        changes = self._tail.changes()
+        self._tail.remember()
+        return changes
+
+    def _training_report(
+        self, run: StepRun, microbatches: Sequence[Microbatch], is_last_batch: bool
+    ) -> Report:
+        outcomes, changes = run.fetched()
+        # Most steps change nothing in their backward, and there is nothing to wait for.
+        late = to_host(self._changes_since())
+        weights = run.weights(outcomes)
         sizes = [microbatch.size for microbatch in microbatches]
-        losses = [
-            (o.loss, w) for o, w in zip(run.outcomes, weights, strict=True) if o.loss is not None
-        ]
+        losses = [(o.loss, w) for o, w in zip(outcomes, weights, strict=True) if o.loss is not None]
         loss = None
         if losses and sum(weights):
-            loss = weighted_mean([x.detach() for x, _ in losses], [w for _, w in losses]).cpu()
-        logs = merge_logs([outcome.logs for outcome in run.outcomes], sizes, weights)
-        result = None
-        if wants_result:
-            result = merge([outcome.result for outcome in run.outcomes], sizes, weights)
+            loss = weighted_mean([x for x, _ in losses], [w for _, w in losses])
         return Report(
-            on_cpu(result),
-            logs_on_cpu(logs),
-            self._tail.changes() if self.channels.num_stages > 1 else {},
+            merge([outcome.result for outcome in outcomes], sizes, weights),
+            merge_logs([outcome.logs for outcome in outcomes], sizes, weights),
+            [changes, late],
             is_last_batch,
             loss,
-            *run.counted(),
+            *run.counted(outcomes),
             size=sum(sizes),
         )
 
@@ -804,7 +816,8 @@ class Pipeline:
     def _agree(self, outcome: Outcome) -> Denominators:
         """On the last stage, once in a run: agrees on denominators with other virtual machines."""
         assert self._denominators is not None
-        weights = [w for w in self.replicas.exchange(outcome.weight) if w]
+        weight = None if outcome.weight is None else float(outcome.weight)
+        weights = [w for w in self.replicas.exchange(weight) if w]
         if weights:
             mean = sum(weights) / len(weights)
             num_microbatches = self.plan.microbatches * self.replicas.count
@@ -841,7 +854,7 @@ class Pipeline:
         self,
         step: UserStep,
         microbatches: Sequence[Microbatch],
-        loss_scale: float = 1.0,
+        loss_scale: float | Tensor = 1.0,
         denominators: Denominators | None = None,
         on_first_outcome: Callable[[Outcome], Denominators] | None = None,
         before_last_backward: Callable[[], None] | None = None,
@@ -849,6 +862,7 @@ class Pipeline:
         observer: Observer | None = None,
         store: ActivationStore | None = None,
         before_layer: Callable[[int], None] | None = None,
+        on_last_outcome: Callable[[Sequence[Outcome]], Fetch] | None = None,
     ) -> StepRun:
         assert self.holdings is not None
         return StepRun(
@@ -868,6 +882,7 @@ class Pipeline:
             observer,
             store,
             before_layer,
+            on_last_outcome,
             self._tail.resolve,
             self._profile,
         )
@@ -907,7 +922,13 @@ class Pipeline:
         run = self._run_of(step, [microbatch])
         run.run(self._row("forward", 1))
         for outcome in run.outcomes:
-            outcome.result = on_cpu(outcome.result) if wants_result else None
+            earlier = self._result_under_way
+            outcome.result = self._result_under_way = Fetch(
+                outcome.result if wants_result else None
+            )
+            # Results of many batches would take much pinned memory. This batch keeps the device
+            # busy while the earlier one's arrives.
+            earlier.wait()
         self._pending.append((run.outcomes, _size_or_one(batch)))
         self._under_way.extend(run.unsettled())
         while len(self._under_way) > _AHEAD:
@@ -919,21 +940,25 @@ class Pipeline:
         last stage.
         """
         pending, self._pending = self._pending, []
+        self._result_under_way = Fetch(None)
         reports: list[Report] | None = None
         if self.is_last:
-            reports = []
-            for (outcome,), size in pending:
-                logs = merge_logs([outcome.logs], [size], [float(size)])
-                reports.append(Report(outcome.result, logs_on_cpu(logs), {}))
-            if reports:
-                reports[-1].changes = self._tail.changes()
+            logs = [merge_logs([one.logs], [size], [float(size)]) for (one,), size in pending]
+            logs, changes = to_host((logs, self._changes_since() if pending else {}))
+            reports = [
+                Report(outcome.result.wait(), logged, [])
+                for ((outcome,), _), logged in zip(pending, logs, strict=True)
+            ]
+            for report in reports[-1:]:
+                report.changes.append(changes)
         reports = self.channels.share_object(reports, source=self.channels.num_stages - 1)
         assert reports is not None
         for sent in self._under_way:
             sent.wait()
         self._under_way.clear()
-        if not self.is_last and reports:
-            self._tail.apply(reports[-1].changes, self.channels.device)
+        for report in reports if not self.is_last else ():
+            for changes in report.changes:
+                self._tail.apply(changes, self.channels.device)
         return reports
 
     @property

@@ -157,6 +157,11 @@ def probe(
     """
     _together(world)
     seconds = sorted(slices(device))
+    if device.type == "cuda":
+        # What the computation has left in torch's cache is free.
+        torch.cuda.empty_cache()
+    # Ranks that share a device: so is what the others have left.
+    _together(world)
     memory_bytes, free_bytes = _memory(device)
     mine = Found(
         device=here,

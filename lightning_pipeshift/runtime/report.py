@@ -10,7 +10,6 @@ from torch import Tensor
 from lightning_pipeshift.errors import BatchError
 from lightning_pipeshift.model.logs import LoggedValue, merge_logs
 from lightning_pipeshift.model.microbatch import weighted_mean
-from lightning_pipeshift.model.trees import map_leaves
 
 
 @dataclass
@@ -20,7 +19,7 @@ class Report:
     Args:
         result: the step's result.
         logs: the values that it logged.
-        changes: its changes to the LightningModule.
+        changes: its changes to the LightningModule, one after the other.
         is_last_batch: whether the epoch ends with this step.
         loss: the batch's loss, ``None`` if no microbatch returned one.
         counted: the total weight of the losses: see :meth:`StepRun.counted`.
@@ -30,7 +29,7 @@ class Report:
 
     result: Any
     logs: list[LoggedValue]
-    changes: dict[tuple[str, str], Any]
+    changes: list[dict[tuple[str, str], Any]]
     is_last_batch: bool = False
     loss: Tensor | None = None
     counted: float = 0.0
@@ -73,13 +72,3 @@ def merge_reports(reports: list[Report], vm: int) -> Report:
         # A virtual machine that had a loss knows the denominator by which it was divided.
         divided=next((r.divided for r in reports if r.counted), mine.divided),
     )
-
-
-def on_cpu(tree: Any) -> Any:
-    """A structure with its tensors in host memory, detached."""
-    return map_leaves(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, tree)
-
-
-def logs_on_cpu(logs: list[LoggedValue]) -> list[LoggedValue]:
-    """Logged values in host memory, as they are sent."""
-    return [replace(entry, value=on_cpu(entry.value)) for entry in logs]

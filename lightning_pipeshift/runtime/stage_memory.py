@@ -103,7 +103,8 @@ class StageMemory:
         self._say = say
         self._address = address = address_here(device)
         host = torch.device("cpu")
-        self._host = Rooms(host, 0.0, pinned=device.type == "cuda", say=say)
+        is_pinned = device.type == "cuda"
+        self._host = Rooms(host, 0.0, is_pinned, self._copier.finish, say)
         self._lender = Lender(
             channels.bulk,
             device,

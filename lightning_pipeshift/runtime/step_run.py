@@ -23,6 +23,7 @@ from lightning_pipeshift.model.stage_pass import StagePass
 from lightning_pipeshift.model.streams import Streams
 from lightning_pipeshift.model.timing import Timer
 from lightning_pipeshift.model.trace import Payload, Trace
+from lightning_pipeshift.model.transfer import Fetch
 from lightning_pipeshift.plan.action import Action, Kind, Row
 from lightning_pipeshift.plan.flow import Value
 from lightning_pipeshift.plan.footprint import SENDS_UNDER_WAY
@@ -80,12 +81,14 @@ class Denominators(NamedTuple):
 
 @dataclass
 class Outcome:
-    """The last stage's result of one microbatch."""
+    """The last stage's result of one microbatch. On a GPU its weight is a float64 tensor: to read
+    it, the program would have to wait for the forward.
+    """
 
     result: Any
     logs: list[LoggedValue]
     loss: Tensor | None = None
-    weight: float | None = None
+    weight: float | Tensor | None = None
 
 
 Profile = Callable[[str], AbstractContextManager[Any]]
@@ -116,6 +119,8 @@ class StepRun:
         store: keeps what layers save within a budget, if there is one.
         before_layer: called in front of each of the stage's layers, if layers may still be on
             their way.
+        on_last_outcome: called on the last stage after its last forward; begins to fetch the
+            outcomes, and more.
         resolve_state: puts values where user code has kept placeholders.
         profile: a context around what the name says.
     """
@@ -130,7 +135,7 @@ class StepRun:
         streams: Streams,
         shared: SharedParameters,
         recorder: LogRecorder,
-        loss_scale: float = 1.0,
+        loss_scale: float | Tensor = 1.0,
         denominators: Denominators | None = None,
         on_first_outcome: Callable[[Outcome], Denominators] | None = None,
         before_last_backward: Callable[[], None] | None = None,
@@ -138,6 +143,7 @@ class StepRun:
         observer: Observer | None = None,
         store: ActivationStore | None = None,
         before_layer: Callable[[int], None] | None = None,
+        on_last_outcome: Callable[[Sequence[Outcome]], Fetch] | None = None,
         resolve_state: Callable[[Callable[[Any], Any]], None] | None = None,
         profile: Profile = nullcontext,
     ) -> None:
@@ -164,6 +170,8 @@ class StepRun:
         self._sent: dict[tuple[Kind, int], Sent] = {}
         self._denominators = denominators
         self._on_first_outcome = on_first_outcome
+        self._on_last_outcome = on_last_outcome
+        self._fetch = Fetch(None)
         self._before_last_backward = before_last_backward
         self._num_backwards = 0
         self._trains = False
@@ -175,7 +183,7 @@ class StepRun:
         # The time until which the action under way has waited for other stages.
         self._waited: Any = None
         # The expected sum of user-given weights, which divides losses meanwhile: see `counted`.
-        self._expected_weight: float | None = None
+        self._expected_weight: float | Tensor | None = None
 
     def run(self, row: Row) -> None:
         """Carries out the stage's actions in order."""
@@ -310,6 +318,8 @@ class StepRun:
             current.result = None
             if self._on_first_outcome is not None and len(self.outcomes) == 1:
                 self._denominators = self._on_first_outcome(self.outcomes[0])
+            if self._on_last_outcome is not None and len(self.outcomes) == len(self._microbatches):
+                self._fetch = self._on_last_outcome(self.outcomes)
 
     @cached_property
     def _resident(self) -> frozenset[int]:
@@ -343,7 +353,7 @@ class StepRun:
                 f"`training_step` returned {type(loss).__name__} as its loss; it has to be a tensor"
                 " with one element, or None to leave the microbatch out."
             )
-        outcome = Outcome(result, logs, loss, None if weight is None else float(weight))
+        outcome = Outcome(result, logs, loss, None if weight is None else self._number(weight))
         if outcome.loss is not None and self.outcomes:
             others = [o for o in self.outcomes if o.loss is not None]
             if others and (others[0].weight is None) != (outcome.weight is None):
@@ -352,6 +362,15 @@ class StepRun:
                     " for others. Return it for every microbatch, or never."
                 )
         return outcome
+
+    def _number(self, value: Any) -> float | Tensor:
+        device = self._channels.device
+        if device.type == "cpu":
+            return float(value)
+        if isinstance(value, Tensor):
+            there: Tensor = value.detach().to(device, torch.float64, non_blocking=True)
+            return there.reshape(())
+        return torch.full((), float(value), dtype=torch.float64, device=device)
 
     def send_payload(self, number: int) -> None:
         """Sends the payload behind this stage's layers."""
@@ -411,7 +430,11 @@ class StepRun:
             outcome = self.outcomes[number]
             if outcome.loss is not None:
                 roots.append(outcome.loss)
-                gradients.append(torch.full_like(outcome.loss, self._scale(outcome, microbatch)))
+                scale = self._scale(outcome, microbatch)
+                if isinstance(scale, Tensor):
+                    gradients.append(scale.to(outcome.loss.dtype).reshape(outcome.loss.shape))
+                else:
+                    gradients.append(torch.full_like(outcome.loss, scale))
                 outcome.loss = outcome.loss.detach()
         else:
             receipts = self._gradients.pop(number)
@@ -465,18 +488,28 @@ class StepRun:
                 back = torch.zeros(spec.shape, dtype=kind, device=self._channels.device)
             self._outgoing[number][value] = back
 
-    def _scale(self, outcome: Outcome, microbatch: Microbatch) -> float:
+    def _scale(self, outcome: Outcome, microbatch: Microbatch) -> float | Tensor:
+        """The factor of a microbatch's loss: a float64 tensor if it depends on values that are on
+        the device, and then the same number. (Torch divides by a plain number otherwise on a GPU
+        than on a CPU: those below are powers of two, or have been made tensors.)
+        """
         if self._denominators is not None:
             if outcome.weight is None:
                 return microbatch.size / self._denominators.sizes * self._loss_scale
             return outcome.weight / self._denominators.weights * self._loss_scale
         if outcome.weight is None:
             return microbatch.share * self._loss_scale
-        if not outcome.weight:
+        weight, expected = outcome.weight, self._expected_weight
+        if isinstance(weight, Tensor):
+            before = expected if isinstance(expected, Tensor) else torch.zeros_like(weight)
+            expected = torch.where(before == 0, weight * len(self._microbatches), before)
+            self._expected_weight = expected
+            return torch.where(weight == 0, 0.0, weight / expected) * self._loss_scale
+        if not weight:
             return 0.0
-        if self._expected_weight is None:
-            self._expected_weight = outcome.weight * len(self._microbatches)
-        return outcome.weight / self._expected_weight * self._loss_scale
+        if expected is None:
+            self._expected_weight = expected = weight * len(self._microbatches)
+        return weight / expected * self._loss_scale
 
     def send_gradient(self, number: int) -> None:
         """Sends the gradients of the received payload back."""
@@ -507,18 +540,26 @@ class StepRun:
 
     # --- results on the last stage ---
 
-    def weights(self) -> list[float]:
-        """The weight of each microbatch; 0 for one without a loss."""
+    def fetched(self) -> Any:
+        """What ``on_last_outcome`` has begun to fetch."""
+        return self._fetch.wait()
+
+    def weights(self, outcomes: Sequence[Outcome]) -> list[float]:
+        """The weight of each microbatch; 0 for one without a loss.
+
+        Args:
+            outcomes: of all microbatches, in host memory.
+        """
         return [
             0.0
             if outcome.loss is None
             else float(microbatch.size)
             if outcome.weight is None
-            else outcome.weight
-            for outcome, microbatch in zip(self.outcomes, self._microbatches, strict=True)
+            else float(outcome.weight)
+            for outcome, microbatch in zip(outcomes, self._microbatches, strict=True)
         ]
 
-    def counted(self) -> tuple[float, float]:
+    def counted(self, outcomes: Sequence[Outcome]) -> tuple[float, float]:
         """The total weight of the losses, and the denominator by which they have been divided.
 
         The weights that ``training_step`` returns are known only after each forward, and the first
@@ -526,15 +567,16 @@ class StepRun:
         would have if all equalled the first, which is exact for equal weights. The quotient of the
         two returned values corrects the rest, also for microbatches without a loss.
         """
-        counted = sum(self.weights())
+        weights = self.weights(outcomes)
+        counted = sum(weights)
+        is_weighted = any(outcome.weight is not None for outcome in outcomes)
         if self._denominators is not None:
-            weighted = any(outcome.weight is not None for outcome in self.outcomes)
-            divided = self._denominators.weights if weighted else self._denominators.sizes
+            divided = self._denominators.weights if is_weighted else self._denominators.sizes
             return counted, divided
-        expected = self._expected_weight
-        if expected is None:
-            expected = float(sum(microbatch.size for microbatch in self._microbatches))
-        return counted, expected
+        first = next((weight for weight in weights if weight), None)
+        if is_weighted and first is not None:
+            return counted, first * len(weights)
+        return counted, float(sum(microbatch.size for microbatch in self._microbatches))
 
 
 # Not on the instance: a table of bound methods would be a reference cycle, and keep the step's

@@ -46,7 +46,7 @@ def test_sums_begin_beside_the_backward_though_parameters_are_shared(in_order: b
         started.append(number // 8)
         return _Done()
 
-    sums = Aggregation(groups, start, torch.device("cpu"), in_order)
+    sums = Aggregation(groups, start, lambda x: x, len(uses), torch.device("cpu"), in_order)
     sums.arm()
     hidden = torch.ones(1, 2)
     for layer in layers:

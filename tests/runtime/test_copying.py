@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 import threading
 import time
@@ -398,50 +399,96 @@ def test_many_threads_never_have_more_than_there_is(
 # --- pinned memory ---
 
 
-class Pinning:
-    """Stands in for ``torch.empty`` where memory can be pinned, or cannot."""
+class Driver:
+    """Stands in for CUDA's runtime: pins memory, or can't."""
 
-    def __init__(self, fails_from: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails_from: int = 1000) -> None:
+        self.pinned: dict[int, int] = {}
         self.num_asked = 0
         self._fails_from = fails_from
-        self._real = torch.empty
+        self.has_error = False
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        zeros = torch.zeros
+        monkeypatch.setattr(
+            torch,
+            "zeros",
+            lambda *size, device=None: self.launch() if device == "cuda" else zeros(*size),
+        )
 
-    def __call__(self, *args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
-        if pin_memory:
-            self.num_asked += 1
-            if self.num_asked >= self._fails_from:
-                raise RuntimeError("cannot lock pages")
-        room: Tensor = self._real(*args, **kwargs)
-        return room
+    def launch(self) -> None:
+        if self.has_error:
+            self.has_error = False
+            raise RuntimeError("out of memory, says the last call before this one")
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.num_asked += 1
+        if self.num_asked >= self._fails_from:
+            self.has_error = True
+            return 2
+        assert address % mmap.PAGESIZE == 0, "another room may be on the same page"
+        self.pinned[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
 
 
 @pytest.mark.parametrize("fails_from", [1, 3])
 def test_where_memory_cannot_be_pinned_other_memory_does_and_it_is_said_once(
     fails_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pinning = Pinning(fails_from)
-    monkeypatch.setattr(torch, "empty", pinning)
+    driver = Driver(monkeypatch, fails_from)
     said: list[str] = []
     rooms = Rooms(CPU, 1000, pinned=True, say=said.append)
+    kept = []
     for number in range(1, 6):
         room = taken(rooms, 100).fill_(number)
         assert (room.dtype, room.shape) == (torch.uint8, (100,))
         assert room.unique().tolist() == [number]
         assert len(said) == (number >= fails_from)
-    assert pinning.num_asked == fails_from, "not tried again"
-    assert "cannot lock pages" in said[0]
+        kept.append(room)
+    assert driver.num_asked == fails_from, "not tried again"
+    assert len(driver.pinned) == fails_from - 1
+    assert not driver.has_error, "the next kernel would fail for it"
+    assert "error 2" in said[0]
     assert "ulimit" in said[0]
     assert "`host_budget`" in said[0]
     assert rooms.used_bytes == 500
 
 
+def test_pinned_memory_is_as_large_as_asked_for_and_is_released(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver(monkeypatch)
+    finished: list[int] = []
+    rooms = Rooms(CPU, 10_000, True, lambda: finished.append(len(driver.pinned)))
+    first, second = taken(rooms, 5000), taken(rooms, 3000)
+    # Torch's own allocator would have taken 8192 and 4096.
+    assert sorted(driver.pinned.values()) == [3000, 5000]
+    for room in (first, second):
+        rooms.give(room)
+    del room, first, second
+    assert not finished
+    # There is no place for both: the larger one goes, when no copy uses it.
+    third = taken(rooms, 6000)
+    assert sorted(driver.pinned.values()) == [3000, 6000]
+    assert finished == [2]
+    rooms.clear()
+    assert list(driver.pinned.values()) == [6000]
+    rooms.give(third)
+    del third
+    rooms.clear()
+    assert not driver.pinned
+    assert finished == [2, 2, 1]
+
+
 def test_memory_is_pinned_only_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    pinning = Pinning(fails_from=100)
-    monkeypatch.setattr(torch, "empty", pinning)
+    driver = Driver(monkeypatch)
     rooms = Rooms(CPU, 1000)
     taken(rooms, 100)
-    assert pinning.num_asked == 0
+    assert driver.num_asked == 0
     rooms = Rooms(CPU, 1000, pinned=True)
     rooms.give(taken(rooms, 100))
     taken(rooms, 100)
-    assert pinning.num_asked == 1, "what is used again is pinned already"
+    assert driver.num_asked == 1, "what is used again is pinned already"

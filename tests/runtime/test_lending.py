@@ -8,8 +8,10 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -20,12 +22,15 @@ from lightning_pipeshift.errors import BudgetError, StageFailedError
 from lightning_pipeshift.model.codec import codec_named
 from lightning_pipeshift.model.saved import SavedTable
 from lightning_pipeshift.plan.action import parse_row
+from lightning_pipeshift.runtime import beside as beside_module
 from lightning_pipeshift.runtime import lending as lending_module
 from lightning_pipeshift.runtime import store as store_module
 from lightning_pipeshift.runtime.beside import Address, address_here
 from lightning_pipeshift.runtime.channels import Channels
+from lightning_pipeshift.runtime.lane import Lane
 from lightning_pipeshift.runtime.lending import Borrower, Lender, RemotePlace
 from lightning_pipeshift.runtime.places import Parcel
+from lightning_pipeshift.runtime.side_streams import side_stream
 from lightning_pipeshift.runtime.store import ActivationStore, Orders
 from lightning_pipeshift.runtime.threads import Threads
 from tests.harness import LIMIT_SECONDS, run_ranks
@@ -615,6 +620,186 @@ def test_what_cannot_be_opened_is_sent_and_said_once(way: str) -> None:
         assert "stage 1 cannot be written to directly (the door is locked)" in message
     else:
         assert not said
+
+
+def cannot_share() -> Any:
+    channels, _ = connect()
+    if channels.stage:
+
+        def fails(*_: Any) -> None:
+            raise RuntimeError("the allocator does not share")
+
+        beside_module.SharedRooms._handle = fails  # type: ignore[method-assign, assignment]
+        return House(channels).answer()
+    said: list[str] = []
+    errors: list[BaseException] = []
+    borrower = Borrower(1, channels.bulk, NO_LIMIT, errors.append, CPU, own_address(), said.append)
+    place = RemotePlace({1: borrower})
+    blocks = [torch.full((1000,), float(number)) for number in range(3)]
+    parcels = [place.put(block, nothing) for block in blocks]
+    for block, parcel in zip(blocks, parcels, strict=True):
+        assert parcel is not None
+        assert torch.equal(fetched(parcel, block), block)
+    borrower.close()
+    channels.send_object("goodbye", 1)
+    channels.settle()
+    assert not errors
+    return said
+
+
+def test_memory_that_cannot_be_shared_is_sent_and_said_once(way: str) -> None:
+    said, counts = run_ranks(cannot_share, 2)
+    assert counts[-1] == 0
+    assert len(said) == (way == "directly")
+    assert all("directly (the allocator does not share)" in message for message in said)
+
+
+# --- the compute of both ends ---
+
+
+class Streams:
+    """Stands in for a GPU's streams: knows what is done on which of them."""
+
+    def __init__(self) -> None:
+        self.current = threading.local()
+        self.found: list[tuple[str, bool]] = []
+
+    @contextmanager
+    def aside(self, _: torch.device) -> Iterator[None]:
+        before = getattr(self.current, "is_aside", False)
+        self.current.is_aside = True
+        yield
+        self.current.is_aside = before
+
+    def watch(self, owner: Any, name: str) -> None:
+        """Notes where a function is called."""
+        function = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.found.append((name, getattr(self.current, "is_aside", False)))
+            return function(*args, **kwargs)
+
+        setattr(owner, name, call)
+
+
+def beside_the_compute() -> list[tuple[str, bool]]:
+    channels, _ = connect()
+    streams = Streams()
+    for module in (beside_module, lending_module):
+        module.aside = streams.aside  # type: ignore[attr-defined]
+    # What touches a GPU's memory: allocates, exports, opens, copies, decodes.
+    streams.watch(beside_module.SharedRooms, "_made")
+    streams.watch(beside_module.SharedRooms, "opening")
+    streams.watch(lending_module, "opened")
+    streams.watch(Lane, "send_tensor")
+    streams.watch(lending_module._RemoteParcel, "_unpack")
+    streams.watch(Tensor, "copy_")
+    if channels.stage:
+        House(channels).answer()
+        return streams.found
+    guest = Guest(channels, (1,), codec="lossless")
+    begun = len(streams.found)
+    blocks = [torch.full((1000,), float(number)) for number in range(3)]
+    parcels = [guest.put(block) for block in blocks]
+    targets = [torch.empty_like(block) for block in blocks]
+    for parcel, target in zip(parcels, targets, strict=True):
+        parcel.fetch(target, nothing).wait()
+    found = streams.found[begun:]
+    assert all(torch.equal(*pair) for pair in zip(blocks, targets, strict=True))
+    guest.leave()
+    return found
+
+
+def test_nothing_is_done_on_the_stream_of_the_compute(way: str) -> None:
+    """It may wait for a payload of a rank which waits for this one's block."""
+    for found, wanted in zip(
+        run_ranks(beside_the_compute, 2),
+        [{"_unpack", "copy_"}, {"_made"}],
+        strict=True,
+    ):
+        names = {name for name, _ in found}
+        assert wanted <= names
+        assert names & {"opening", "opened", "send_tensor"}
+        assert [name for name, is_aside in found if not is_aside] == []
+
+
+def test_work_aside_has_one_stream_and_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.device] = []
+    entered: list[Any] = []
+
+    @contextmanager
+    def stream(found: Any) -> Iterator[None]:
+        entered.append(found)
+        yield
+        entered.append("left")
+
+    def make(device: torch.device) -> str:
+        made.append(device)
+        return f"stream {len(made)}"
+
+    monkeypatch.setattr(torch.cuda, "Stream", make)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    side_stream.cache_clear()
+    try:
+        for _ in range(2):
+            with beside_module.aside(torch.device("cuda", 1)):
+                pass
+        with beside_module.aside(CPU):
+            pass
+    finally:
+        side_stream.cache_clear()
+    assert made == [torch.device("cuda", 1)]
+    assert entered == ["stream 1", "left"] * 2
+
+
+# --- who can share memory ---
+
+
+@pytest.mark.parametrize(("there", "is_peer"), [(1, False), (0, True), (0, False)])
+def test_a_gpu_reaches_itself_and_its_peers(
+    there: int, is_peer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA says that a GPU is no peer of its own."""
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a != b and is_peer)
+    room = SimpleNamespace(device=torch.device("cuda", there))
+    handle = (lambda: room, ())
+    here = torch.device("cuda", 1)
+    if there == 1 or is_peer:
+        found: Any = beside_module.opened(handle, here)
+        assert found is room
+    else:
+        with pytest.raises(RuntimeError, match="cuda:1 cannot reach cuda:0"):
+            beside_module.opened(handle, here)
+
+
+def visible(monkeypatch: pytest.MonkeyPatch, *uuids: str, **environment: str) -> Address | None:
+    """The address of a process that sees these GPUs."""
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda place: SimpleNamespace(uuid=uuids[place]) if uuids[place] else SimpleNamespace(),
+    )
+    return address_here(torch.device("cuda", 0))
+
+
+def test_processes_share_memory_if_they_see_the_same_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = visible(monkeypatch, "a", "b")
+    assert found is not None
+    # However that is written.
+    assert found == visible(monkeypatch, "a", "b", CUDA_VISIBLE_DEVICES="0,1")
+    # A GPU's place among those that a process sees is its name in a handle.
+    assert found != visible(monkeypatch, "b", "a")
+    assert found != visible(monkeypatch, "a")
+    # Without UUIDs there are variables to go by.
+    unnamed = visible(monkeypatch, "", "")
+    assert unnamed == visible(monkeypatch, "", "")
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        assert unnamed != visible(monkeypatch, "", "", **{name: "1,0"})
 
 
 # --- failures ---

@@ -485,3 +485,47 @@ def test_slices_take_time():
     seconds = time_slices(torch.device("cpu"))
     assert len(seconds) >= 3
     assert all(math.isfinite(each) and each > 0 for each in seconds)
+
+
+class Alone:
+    """The connections of a rank without others."""
+
+    stage = 0
+
+    def __init__(self, others_end):
+        self._others_end = others_end
+
+    def sum(self, vector):
+        self._others_end()
+        return vector
+
+    def gather_objects(self, mine):
+        return [mine]
+
+    def share_object(self, found, source):
+        return found
+
+    def settle(self): ...
+
+
+def test_what_the_computation_leaves_in_the_cache_is_free_memory(monkeypatch):
+    """Torch keeps the memory of tensors that are gone; so does a rank that shares the GPU."""
+    used = {"mine": 0, "another's": 3 * GB}
+
+    def slices(device):
+        used["mine"] = 2 * GB
+        return [0.001]
+
+    def others_end():
+        # They are at this point too: what they have left before it is given back.
+        if used["mine"] == 0:
+            used["another's"] = 0
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: used.update(mine=0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (8 * GB - sum(used.values()), 8 * GB))
+    used["mine"] = GB
+    device = torch.device("cuda", 0)
+    world = Alone(others_end)
+    measured = probe(world, device, Device("a", "gpu"), slices=slices)  # type: ignore[arg-type]
+    assert measured.cluster.devices[0].free_bytes == 8 * GB
