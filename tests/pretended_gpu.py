@@ -411,8 +411,9 @@ def _devices_of_run(
     assert pipeline.holdings is not None
     yield pipeline.holdings, "device", GPU
     if pipeline._aggregation is not None:
-        # As with NCCL, whose sums are made in the device's memory.
-        yield pipeline._aggregation, "_device", GPU
+        if not is_shared:
+            # As with NCCL, whose sums are made in the device's memory.
+            yield pipeline._aggregation, "_device", GPU
         yield pipeline._aggregation, "notice", gpu.seen(pipeline._aggregation.notice)
         for group in pipeline._aggregation._groups:
             yield group, "_buffers", {}

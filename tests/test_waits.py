@@ -137,6 +137,9 @@ CASES = {
     "virtual machines": Case(
         "logging", {}, 4, {"virtual_machines": 2, "gradient_aggregation": "allreduce"}
     ),
+    "virtual machines on one GPU": Case(
+        "plain", {}, 4, {"virtual_machines": 2, "gradient_aggregation": "ring"}, is_shared=True
+    ),
 }
 
 

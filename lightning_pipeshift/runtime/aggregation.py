@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.runtime.lane import Watched, finish
 from lightning_pipeshift.runtime.process_groups import ProcessGroups, Purpose
+from lightning_pipeshift.runtime.threads import InOrder
 
 
 class Sum(Protocol):
@@ -65,8 +68,14 @@ class GradientGroup:
         """The parameters that may have a gradient now."""
         return [parameter for parameter in self.parameters if parameter.requires_grad]
 
-    def start(self, start_sum: StartSum, device: torch.device) -> None:
-        """Begins to sum the gradients that exist."""
+    def start(self, start_sum: StartSum, device: torch.device, staging: InOrder) -> None:
+        """Begins to sum the gradients that exist.
+
+        Args:
+            start_sum: begins a sum.
+            device: where the sum is made.
+            staging: waits for gradients of a GPU that are summed in host memory.
+        """
         self._present = {
             place
             for place, parameter in zip(self.places, self.parameters, strict=True)
@@ -91,10 +100,15 @@ class GradientGroup:
                     part.zero_()
                 else:
                     part.view(parameter.shape).copy_(_dense(gradient))
-            if joined is not buffer:
-                buffer.copy_(joined)
-            under_way = start_sum(self.number * _MOST_TYPES + index, self.members, buffer)
-            self._sums.append((parameters, buffer, under_way))
+            begin = partial(start_sum, self.number * _MOST_TYPES + index, self.members, buffer)
+            if joined is buffer:
+                self._sums.append((parameters, buffer, begin()))
+                continue
+            buffer.copy_(joined, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            begun = staging.submit(partial(_behind, event, begin))
+            self._sums.append((parameters, buffer, _Staged(begun)))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -151,6 +165,7 @@ class Aggregation:
         self._agree = agree
         self._num_parameters = num_parameters
         self._device = device
+        self._staging = InOrder("sum")
         self._in_order = in_order
         self._is_armed = False
         self._ready: set[int] = set()
@@ -161,6 +176,7 @@ class Aggregation:
 
     def close(self) -> None:
         """Takes the hooks off the parameters."""
+        self._staging.close()
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
@@ -193,7 +209,7 @@ class Aggregation:
             later = self._groups[index + 1 :] if self._in_order else []
             if all(group.is_started or not group.trained for group in later):
                 self._ready.discard(index)
-                self._groups[index].start(self._start_sum, self._device)
+                self._groups[index].start(self._start_sum, self._device, self._staging)
 
     def finish(self) -> None:
         """Begins what has not begun (a layer that no gradient reached), and waits for all sums.
@@ -205,7 +221,7 @@ class Aggregation:
         with torch.no_grad():
             for group in reversed(self._groups):
                 if not group.is_started:
-                    group.start(self._start_sum, self._device)
+                    group.start(self._start_sum, self._device, self._staging)
         begin = time.perf_counter()
         present = torch.zeros(self._num_parameters)
         for group in reversed(self._groups):
@@ -215,6 +231,21 @@ class Aggregation:
         num_owners = self._agree(present).tolist()
         for group in self._groups:
             group.let_go(num_owners)
+
+
+def _behind(event: Any, begin: Callable[[], Sum]) -> Sum:
+    event.synchronize()
+    return begin()
+
+
+@dataclass
+class _Staged:
+    """A sum that a thread begins."""
+
+    begun: Future[Sum]
+
+    def wait(self) -> None:
+        self.begun.result().wait()
 
 
 @dataclass
