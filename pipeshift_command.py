@@ -41,9 +41,9 @@ def main() -> None:
         return
     if arguments[:1] in (["status"], ["move"]):
         _leave_out_package_code()
-        from lightning_pipeshift.run_commands import main as run
+        from lightning_pipeshift.commands.running import main as run
     else:
-        from lightning_pipeshift.cli import main as run
+        from lightning_pipeshift.commands.cli import main as run
     run()
 
 

@@ -29,15 +29,15 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 # Parts of the package, for what is measured of them.
 PACKAGE = "lightning_pipeshift"
-STEP = (f"{PACKAGE}/model", f"{PACKAGE}/runtime", f"{PACKAGE}/pipelined.py")
+STEP = (f"{PACKAGE}/model", f"{PACKAGE}/runtime", f"{PACKAGE}/lightning/pipelined.py")
 PLANNING = (f"{PACKAGE}/plan",)
-RINGS = tuple(
-    f"{PACKAGE}/runtime/{name}.py" for name in ("rings", "lane", "channels", "waits", "aggregation")
+RINGS = (
+    f"{PACKAGE}/runtime/gradients",
+    *(f"{PACKAGE}/runtime/comm/{name}.py" for name in ("lane", "channels", "waits")),
 )
 CHECKPOINTS = (
-    f"{PACKAGE}/checkpointing.py",
-    f"{PACKAGE}/plugins/checkpoint_io.py",
-    *(f"{PACKAGE}/runtime/{name}.py" for name in ("sharded", "saving", "stored", "beside")),
+    f"{PACKAGE}/lightning/checkpointing.py",
+    f"{PACKAGE}/checkpoint",
 )
 
 
@@ -73,7 +73,7 @@ RUNS = (
     Run("memory", "memory", STEP),
     Run("skip_cost", "skip_cost --num-rounds 3", STEP),
     Run("example", "example", (*STEP, f"{PACKAGE}/testing", "examples/train_gpt.py")),
-    Run("big_models", "big_models", (*STEP, *CHECKPOINTS, f"{PACKAGE}/pretrained.py")),
+    Run("big_models", "big_models", (*STEP, *CHECKPOINTS, f"{PACKAGE}/checkpoint/pretrained.py")),
     Run("watching", "watching", STEP),
     Run("recomputation", "recomputation", STEP),
     Run("sleeping_stages", "sleeping_stages --num-rounds 8", STEP),
@@ -94,14 +94,14 @@ RUNS = (
     Run(
         "compression",
         "compression --layer-mb 8 64 --microbatches 8 --num-rounds 3 --num-steps 1",
-        (*PLANNING, *STEP, f"{PACKAGE}/plugins"),
+        (*PLANNING, *STEP, f"{PACKAGE}/lightning/precision"),
     ),
     Run("network_orders", "network_orders --num-rounds 2 --num-steps 2", (*PLANNING, *RINGS)),
-    Run("moves", "migration --only gap --num-moves 4", (*STEP, f"{PACKAGE}/callbacks")),
+    Run("moves", "migration --only gap --num-moves 4", (*STEP, f"{PACKAGE}/lightning/callbacks")),
     Run(
         "migration",
         "migration --only reaction --num-rounds 2 --num-steps 12 --num-static-steps 3",
-        (*PLANNING, *STEP, f"{PACKAGE}/callbacks"),
+        (*PLANNING, *STEP, f"{PACKAGE}/lightning/callbacks"),
     ),
     *(
         Run(f"zoo_{library}", f"zoo --library {library} --steps 2", (PACKAGE,), is_sweep=True)

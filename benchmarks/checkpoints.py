@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.measuring import arguments, interval, print_table, ratios, save
 from lightning_pipeshift import PipeShiftCheckpointIO, PipeShiftStrategy
-from lightning_pipeshift.runtime.holdings import Holdings
+from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from tests.harness import run_ranks
 
 WIDTH = 1024

@@ -50,8 +50,8 @@ from benchmarks.measuring import arguments, interval, print_table, save, shown
 from benchmarks.placements import Repeated
 from lightning_pipeshift import MemoryCompression, PipeShiftStrategy, Plan
 from lightning_pipeshift.errors import BudgetError
-from lightning_pipeshift.runtime.planning import make_plan
-from lightning_pipeshift.runtime.stage_memory import MemoryWishes
+from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
+from lightning_pipeshift.runtime.planning.make_plan import make_plan
 from tests.features_models import quiet_trainer
 from tests.harness import run_ranks
 
@@ -90,10 +90,10 @@ class Terms:
     num_copied: int = 0
     num_checkpointed: int = 0
 
-    def wishes(self, unit_bytes: int) -> MemoryWishes:
+    def wishes(self, unit_bytes: int) -> MemoryRequest:
         """The same as ``MemoryCompression`` has it."""
         budget = 1e12 if self.units is None else self.units * unit_bytes + SLACK_BYTES
-        return MemoryWishes(budget, self.host_units * unit_bytes)
+        return MemoryRequest(budget, self.host_units * unit_bytes)
 
 
 CONTENDERS = {

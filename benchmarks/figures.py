@@ -15,9 +15,9 @@ Tables are listed in :mod:`benchmarks.tables`, and stand between ``<!-- begin: t
 ``<!-- end: table NAME -->``. Behind each of them stands what made it, when, and at which commit;
 ``<!-- begin: source NAME ... -->`` shows the same for figures that stand in no table.
 
-``tests/test_figures.py`` holds the pages to this: filling them in changes nothing, no number stands
-outside of such marks but those in ``NOT_MEASURED``, and what a result measures has not changed much
-since its commit, but for those in ``OLD``.
+``tests/project/test_figures.py`` holds the pages to this: filling them in changes nothing, no
+number stands outside of such marks but those in ``NOT_MEASURED``, and what a result measures has
+not changed much since its commit, but for those in ``OLD``.
 """
 
 from __future__ import annotations

@@ -35,15 +35,20 @@ import torch.distributed as dist
 
 from benchmarks.measuring import arguments, print_table, save
 from lightning_pipeshift import PipeShiftCheckpointIO
+from lightning_pipeshift.checkpoint import atomic
 from lightning_pipeshift.errors import PipeShiftError
-from lightning_pipeshift.plan.cluster import Cluster, Device, Link
-from lightning_pipeshift.plan.files import load_cluster, load_profile, save_cluster, save_profile
-from lightning_pipeshift.plan.placement import Placement
-from lightning_pipeshift.plan.plan import LayerRecord, Plan
-from lightning_pipeshift.plan.profile import KindProfile, LayerProfile, Profile
-from lightning_pipeshift.plan.saved_tensors import SavedTensor
-from lightning_pipeshift.runtime import atomic
-from lightning_pipeshift.runtime.outside import moves_of
+from lightning_pipeshift.plan.document.files import (
+    load_cluster,
+    load_profile,
+    save_cluster,
+    save_profile,
+)
+from lightning_pipeshift.plan.document.plan import LayerRecord, Plan
+from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
+from lightning_pipeshift.plan.inputs.placement import Placement
+from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
+from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
+from lightning_pipeshift.runtime.step.control_files import moves_of
 
 MOST_SECONDS = 5.0
 MOST_BYTES = 1 << 30

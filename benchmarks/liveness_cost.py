@@ -25,7 +25,7 @@ from benchmarks.measuring import arguments, print_table, save
 from benchmarks.placements import Repeated
 from benchmarks.watching import LENGTH, NUM_MICROBATCHES, WIDTH, Blocks
 from lightning_pipeshift import PipeShiftStrategy
-from lightning_pipeshift.runtime import channels, lane, waits
+from lightning_pipeshift.runtime.comm import channels, lane, waits
 from tests.features_models import quiet_trainer
 from tests.harness import run_ranks
 

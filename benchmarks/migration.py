@@ -33,7 +33,7 @@ from benchmarks.measuring import arguments, interval, print_table, save, shown
 from benchmarks.placements import Repeated
 from benchmarks.sleeping import Sleeper, SleepingLayer, slow_down
 from lightning_pipeshift import LayerMigration, PipeShiftStrategy
-from lightning_pipeshift.plan.placement import Placement
+from lightning_pipeshift.plan.inputs.placement import Placement
 from tests.features_models import quiet_trainer
 from tests.harness import launch_torchrun, run_ranks
 

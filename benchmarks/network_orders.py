@@ -28,8 +28,8 @@ from benchmarks.measuring import arguments, interval, print_table, ratios, save,
 from benchmarks.placements import Repeated
 from benchmarks.sleeping import Sleeper
 from lightning_pipeshift import PipeShiftStrategy
-from lightning_pipeshift.plan.arrangement import Wishes
-from lightning_pipeshift.plan.planner import arrange_all
+from lightning_pipeshift.plan.arrange.planner import arrange_all
+from lightning_pipeshift.plan.arrange.request import PlanRequest
 from tests.features_models import quiet_trainer
 
 MEGABITS = (200.0, 50.0, 50.0, 200.0)
@@ -103,7 +103,7 @@ def main() -> None:
     with hosts(len(MEGABITS), [Link(megabits=rate) for rate in MEGABITS]) as made:
         measured = made.run(run, [[0, 1], [2, 3]], 12, True, timeout=300.0)
         profile, cluster, _ = next(found for found in measured if found is not None)
-        wishes = Wishes(
+        wishes = PlanRequest(
             virtual_machines=2,
             microbatches=NUM_MICROBATCHES,
             batch_samples=float(ROWS * NUM_MICROBATCHES),

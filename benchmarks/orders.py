@@ -20,10 +20,10 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.measuring import arguments, print_table, save
-from lightning_pipeshift.plan.cluster import Cluster, Device, Link
-from lightning_pipeshift.plan.planner import Arrangement, Wishes, arrange_all
-from lightning_pipeshift.plan.profile import KindProfile, LayerProfile, Profile
-from tests.plan.clusters import NARROW, WIDE, every_arrangement, unlike
+from lightning_pipeshift.plan.arrange.planner import Arrangement, PlanRequest, arrange_all
+from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
+from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
+from tests.unit.plan.clusters import NARROW, WIDE, every_arrangement, unlike
 
 NUM_LAYERS = 12
 FORWARD_SECONDS = 0.010
@@ -105,7 +105,7 @@ CLUSTERS = {
 }
 
 
-def compare(name: str, profile: Profile, cluster: Cluster, wishes: Wishes) -> Comparison:
+def compare(name: str, profile: Profile, cluster: Cluster, wishes: PlanRequest) -> Comparison:
     """The planner's choice beside all there is to choose from."""
     rates = [found.samples_per_second for found in every_arrangement(profile, cluster, wishes)]
     chosen = arrange_all(profile, cluster, wishes)
@@ -123,7 +123,7 @@ def compare(name: str, profile: Profile, cluster: Cluster, wishes: Wishes) -> Co
 
 def of_named_clusters() -> list[Comparison]:
     """As two virtual machines of two devices or of one and three; and as is best."""
-    wishes = Wishes(batch_samples=32, microbatches=8)
+    wishes = PlanRequest(batch_samples=32, microbatches=8)
     return [
         compare(name, transformer(), cluster, replace(wishes, virtual_machines=count))
         for count in (2, "auto")
@@ -164,7 +164,7 @@ def planning_times() -> list[dict[str, Any]]:
     for which, memory_bytes in itertools.product(("X", "XYZ"), (0, 4 * 10**9, 10**9)):
         begin = time.perf_counter()
         cpu = time.process_time()
-        chosen = arrange_all(profile, thousand(which, memory_bytes), Wishes(batch_samples=32))
+        chosen = arrange_all(profile, thousand(which, memory_bytes), PlanRequest(batch_samples=32))
         found.append(
             {
                 "kinds": len(which),

@@ -25,8 +25,8 @@ from typing import Any
 
 from benchmarks.measuring import arguments, print_table, save
 from lightning_pipeshift.errors import PlanError
-from lightning_pipeshift.plan.search import best_cut
-from tests.plan.workloads import all_cuts, random_workload
+from lightning_pipeshift.plan.partition.local_search import best_cut
+from tests.unit.plan.workloads import all_cuts, random_workload
 
 # Other seeds than the tests'.
 FIRST_SEED = 100_000

@@ -36,7 +36,7 @@ from benchmarks.holding import Holder, PeakTurns
 from benchmarks.measuring import arguments, interval, print_table, ratios, save, shown
 from benchmarks.placements import Plans, Repeated, compare
 from lightning_pipeshift import PipeShiftStrategy
-from lightning_pipeshift.plan.placement import Placement
+from lightning_pipeshift.plan.inputs.placement import Placement
 from tests.harness import run_ranks
 
 COUNTS = (4, 4, 4, 6)

@@ -54,9 +54,9 @@ from benchmarks.measuring import (
     save,
     shown,
 )
-from lightning_pipeshift.runtime.channels import make_groups
-from lightning_pipeshift.runtime.rings import Rings
-from tests.runtime.stages import connect
+from lightning_pipeshift.runtime.comm.channels import make_groups
+from lightning_pipeshift.runtime.gradients.rings import Rings
+from tests.unit.runtime.stages import connect
 
 NUM_HOSTS = 4
 RINGS, DEFAULT_DDP = "rings", "DDP, default buckets"

@@ -24,7 +24,7 @@ from benchmarks.measuring import arguments, interval, print_table, save, shown
 from benchmarks.placements import Plans, Repeated, TakingTurns, Timed, compare
 from benchmarks.sleeping import Sleeper
 from lightning_pipeshift import PipeShiftStrategy
-from lightning_pipeshift.plan.placement import Placement
+from lightning_pipeshift.plan.inputs.placement import Placement
 from tests.harness import run_ranks
 
 WIDTH = 512

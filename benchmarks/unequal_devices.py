@@ -30,8 +30,8 @@ from benchmarks.measuring import arguments, interval, print_table, ratios, save,
 from benchmarks.placements import Plans, Repeated, TakingTurns, Timed, compare
 from benchmarks.sleeping import Sleeper, slow_down
 from lightning_pipeshift import PipeShiftStrategy
-from lightning_pipeshift.plan.balance import uniform
-from lightning_pipeshift.plan.placement import Placement
+from lightning_pipeshift.plan.inputs.placement import Placement
+from lightning_pipeshift.plan.partition.equal_counts import uniform
 from tests.harness import run_ranks
 
 SPEEDS = (1.0, 0.5, 0.25)

@@ -5,7 +5,8 @@ Importing the package registers the strategy, so that ``Trainer(strategy="pipesh
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_pipeshift.callbacks.layer_migration import LayerMigration
+from lightning_pipeshift.checkpoint.checkpoint_io import PipeShiftCheckpointIO
+from lightning_pipeshift.checkpoint.pretrained import load_pretrained
 from lightning_pipeshift.errors import (
     BatchError,
     BudgetError,
@@ -20,10 +21,13 @@ from lightning_pipeshift.errors import (
     ScheduleError,
     StageFailedError,
 )
-from lightning_pipeshift.grad_norm import grad_norm
-from lightning_pipeshift.plan.moves import Move
-from lightning_pipeshift.plan.plan import Plan
-from lightning_pipeshift.plan.policies import (
+from lightning_pipeshift.lightning.callbacks.layer_migration import LayerMigration
+from lightning_pipeshift.lightning.gradient_norms import grad_norm
+from lightning_pipeshift.lightning.precision.memory_compression import MemoryCompression
+from lightning_pipeshift.lightning.strategy import PipeShiftStrategy
+from lightning_pipeshift.plan.document.moves import Move
+from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.plan.inputs.policies import (
     KeepAll,
     Planned,
     Policy,
@@ -31,11 +35,7 @@ from lightning_pipeshift.plan.policies import (
     SwapAll,
     TensorRecord,
 )
-from lightning_pipeshift.plan.saved_tensors import Choice, Swap
-from lightning_pipeshift.plugins.checkpoint_io import PipeShiftCheckpointIO
-from lightning_pipeshift.plugins.memory_compression import MemoryCompression
-from lightning_pipeshift.pretrained import load_pretrained
-from lightning_pipeshift.strategy import PipeShiftStrategy
+from lightning_pipeshift.plan.inputs.saved_tensors import Choice, Swap
 
 __all__ = [
     "BatchError",

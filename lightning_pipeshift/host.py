@@ -23,7 +23,7 @@ def host_names(identities: Sequence[str]) -> list[str]:
 
     Args:
         identities: a name and what else tells hosts apart, separated by ``/``; see
-            :func:`~lightning_pipeshift.connection.device_of`.
+            :func:`~lightning_pipeshift.runtime.comm.backends.device_of`.
     """
     numbered: dict[str, str] = {}
     counts: Counter[str] = Counter()

@@ -32,8 +32,8 @@ from torch.utils.data import DataLoader
 from benchmarks.measuring import arguments, print_table, save
 from benchmarks.placements import Repeated, TakingTurns
 from lightning_pipeshift import MemoryCompression, PipeShiftStrategy, Plan
-from lightning_pipeshift.runtime.planning import make_plan
-from lightning_pipeshift.runtime.stage_memory import MemoryWishes
+from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
+from lightning_pipeshift.runtime.planning.make_plan import make_plan
 from tests.harness import RanksFailed, run_ranks
 
 STAYS, HALF = "everything stays", "half of the peak"
@@ -119,7 +119,7 @@ class Turns(TakingTurns):
         def plan(budget: float, recompute: str) -> Plan:
             changed = replace(device, memory_bytes=int(budget), free_bytes=0)
             return make_plan(
-                replace(pipeline.settings, memory=MemoryWishes(budget), recompute=recompute),
+                replace(pipeline.settings, memory=MemoryRequest(budget), recompute=recompute),
                 measured.profile,
                 replace(measured.cluster, devices=(changed,)),
                 pipeline.replicas.topology,

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from benchmarks.gpu.cases import Decoder, tokens
 from benchmarks.placements import Repeated
 from lightning_pipeshift import MemoryCompression, PipeShiftStrategy, SwapAll
-from lightning_pipeshift.runtime.store import ActivationStore
+from lightning_pipeshift.runtime.offload.activation_store import ActivationStore
 from tests.features_models import QUIET
 
 _NUM_STEPS, _FIRST_COUNTED = 6, 3

@@ -1,1 +1,1 @@
-
+"""What PipeShift does to a LightningModule. Imports torch, and not Lightning."""

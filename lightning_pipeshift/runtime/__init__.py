@@ -1,1 +1,1 @@
-
+"""What moves, and when: the ranks of a run."""

@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
 from lightning_pipeshift.errors import ConfigurationError
-from lightning_pipeshift.plan.schedule import schedule_named
+from lightning_pipeshift.plan.schedule.schedules import schedule_named
 from lightning_pipeshift.testing import training
 from lightning_pipeshift.testing.findings import Findings
 from lightning_pipeshift.testing.report import CheckedRun, CheckReport, Difference, Failure

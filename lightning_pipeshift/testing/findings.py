@@ -13,10 +13,10 @@ from itertools import pairwise
 
 from torch import nn
 
-from lightning_pipeshift.model.trace import Trace
-from lightning_pipeshift.plan.cuts import possible_cuts
-from lightning_pipeshift.plan.flow import Value
-from lightning_pipeshift.runtime.pipeline import Pipeline
+from lightning_pipeshift.model.trace.trace import Trace
+from lightning_pipeshift.plan.inputs.flow import Value
+from lightning_pipeshift.plan.partition.boundaries import possible_cuts
+from lightning_pipeshift.runtime.step.pipeline import Pipeline
 
 END_OF_STEP = "the end of the step"
 """The code that computes the loss, the logged values and the step's result."""

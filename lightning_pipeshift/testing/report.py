@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
-from lightning_pipeshift.plan.draw import bytes_text, seconds_text
+from lightning_pipeshift.plan.document.text_plan import bytes_text, seconds_text
 from lightning_pipeshift.testing.findings import END_OF_STEP, Findings, FoundCode, FoundTensor
 from lightning_pipeshift.testing.splits import Split
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_pipeshift.errors import ConfigurationError
-from lightning_pipeshift.model.layers import find_layers
-from lightning_pipeshift.strategy import PipeShiftStrategy
+from lightning_pipeshift.lightning.strategy import PipeShiftStrategy
+from lightning_pipeshift.model.gates.layers import find_layers
 from lightning_pipeshift.testing.bits import differences
 from lightning_pipeshift.testing.findings import Findings, FoundLayer, findings_of, layers_of
 

@@ -1,1 +1,0 @@
-"""Callbacks for a Trainer, with which layers change their owners."""

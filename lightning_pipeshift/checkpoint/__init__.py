@@ -1,0 +1,1 @@
+"""Checkpoints: files and folders that do not depend on the placement."""

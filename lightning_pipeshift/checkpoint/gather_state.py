@@ -1,0 +1,165 @@
+"""Collects the state of all stages for a checkpoint: all of it on one rank, or a part on each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipeshift.errors import CheckpointError
+from lightning_pipeshift.model.trace.placeholder import META
+from lightning_pipeshift.runtime.ownership.holdings import Holdings
+from lightning_pipeshift.runtime.ownership.user_copies import exchange, nowhere, walk, with_values
+
+# How deep to search a checkpoint for values that have to be fetched from other stages.
+_DEPTH = 12
+
+
+def gather_state(holdings: Holdings, state_dict: dict[str, Any], home: int) -> dict[str, Any]:
+    """Puts the state of the whole model together, on one stage. Every stage calls this.
+
+    Args:
+        holdings: what this stage holds.
+        home: the stage that gets the state.
+        state_dict: the LightningModule's own, made with ``keep_vars=True``. The stages may have
+            different names in it: a layer may make a buffer when it first runs.
+    """
+    source_of = _sources(holdings, home)
+    there = {}
+    for name, value in state_dict.items():
+        source = source_of(name, value)
+        if (home if source is None else source) == holdings.stage:
+            there[name] = value.detach() if isinstance(value, Tensor) else value
+    if holdings.stage != home:
+        holdings.channels.send_values(there, home)
+        return state_dict
+    for source in range(holdings.channels.num_stages):
+        if source != home:
+            there.update(holdings.channels.receive_values(source))
+    # In the model's order; entries that a layer made later come last, and deleted ones are left
+    # out.
+    for name in list(state_dict):
+        if name in there:
+            state_dict[name] = there.pop(name)
+        else:
+            del state_dict[name]
+    state_dict.update(there)
+    return state_dict
+
+
+def _source_of(holdings: Holdings, parameter: Tensor, home: int) -> int:
+    holders = holdings.holders_of(parameter)
+    return home if home in holders else holders[0]
+
+
+def _sources(holdings: Holdings, home: int) -> Callable[[str, Any], int | None]:
+    """Returns a function that gives the stage from which an entry of the model's state dict is
+    taken: ``home`` if that has the entry, and ``None`` for entries of no layer.
+    """
+    stage_of = {id(layer): stage for layer, stage in holdings.layers}
+    prefixes = {
+        f"{name}.": stage_of[id(module)]
+        for name, module in holdings.root.named_modules(remove_duplicate=False)
+        if id(module) in stage_of
+    }
+
+    def source_of(name: str, value: Any) -> int | None:
+        if holdings.knows(value):
+            return _source_of(holdings, value, home)
+        return next((s for prefix, s in prefixes.items() if name.startswith(prefix)), None)
+
+    return source_of
+
+
+def part_of_state(
+    holdings: Holdings, state_dict: dict[str, Any], vm: int, num_virtual_machines: int
+) -> dict[str, Any]:
+    """The part of the model's state that this rank saves: one rank saves each entry. The virtual
+    machines take turns with the parameters, which are the same in all of them.
+
+    Args:
+        state_dict: see :meth:`gather_state`.
+        vm: this rank's virtual machine.
+        num_virtual_machines: how many there are.
+
+    Returns:
+        The dict itself, with meta tensors for entries that other ranks save; one meta tensor for
+        all names of a parameter.
+    """
+    source_of = _sources(holdings, home=0)
+    of_others: dict[int, Tensor] = {}
+    for number, (name, value) in enumerate(state_dict.items()):
+        source = source_of(name, value)
+        turn = number % num_virtual_machines if holdings.knows(value) else 0
+        if source is None and isinstance(value, Tensor):
+            # An entry of user code, which may be on any stage; if several have it, one is written.
+            source = holdings.stage
+        if (vm, holdings.stage) != (turn, source or 0):
+            like = value if isinstance(value, Tensor) else torch.empty(0)
+            state_dict[name] = of_others.setdefault(
+                id(value), torch.empty(like.shape, dtype=like.dtype, device=META)
+            )
+    return state_dict
+
+
+def complete(holdings: Holdings, checkpoint: dict[str, Any], home: int) -> None:
+    """Fills in values in a checkpoint that are on other stages: averages and other copies that
+    callbacks and the LightningModule have put into it. Every stage calls this.
+
+    Args:
+        holdings: what this stage holds.
+        checkpoint: this stage's own; the entries of the dict itself are replaced.
+        home: the stage whose checkpoint has to be complete.
+
+    Raises:
+        CheckpointError: no stage has a value.
+    """
+    nodes = walk("checkpoint", checkpoint, set(), depth=_DEPTH)
+    found = {node.path: node.value for node in nodes if isinstance(node.value, Tensor)}
+    exchanged = exchange(holdings.channels, found, lambda _: [home])
+    lost = [path for path in exchanged.nowhere if exchanged.asked[path].lives_with]
+    if lost:
+        raise CheckpointError(nowhere(lost))
+    value_of = {id(found[path]): values for path, values in exchanged.received.items()}
+    for name, entry in checkpoint.items():
+        checkpoint[name] = with_values(entry, value_of)
+
+
+def part_of_optimizer_state(
+    holdings: Holdings, optimizer: Optimizer, vm: int, num_virtual_machines: int
+) -> dict[str, Any]:
+    """``optimizer.state_dict()`` with the state of those parameters that this rank saves."""
+    state_dict: dict[str, Any] = optimizer.state_dict()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state_dict["state"] = {
+        index: entry
+        for index, entry in state_dict["state"].items()
+        if vm == index % num_virtual_machines
+        and holdings.stage == holdings.holders_of(parameters[index])[0]
+    }
+    return state_dict
+
+
+def gather_optimizer_state(holdings: Holdings, optimizer: Optimizer, home: int) -> dict[str, Any]:
+    """``optimizer.state_dict()`` with the state of all parameters, on the stage ``home``. Every
+    stage calls this.
+    """
+    state_dict: dict[str, Any] = optimizer.state_dict()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state: dict[int, Any] = {}
+    for index, parameter in enumerate(parameters):
+        source = _source_of(holdings, parameter, home)
+        entry = state_dict["state"].get(index)
+        if source != home and holdings.stage == source:
+            holdings.channels.send_object(entry is not None, home)
+            if entry is not None:
+                holdings.channels.send_values(entry, home)
+        elif source != home and holdings.stage == home and holdings.channels.receive_object(source):
+            entry = dict(holdings.channels.receive_values(source))
+        if entry is not None:
+            state[index] = entry
+    state_dict["state"] = state
+    return state_dict

@@ -1,0 +1,1 @@
+"""The ``pipeshift`` command and its subcommands."""

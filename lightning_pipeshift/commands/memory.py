@@ -1,0 +1,129 @@
+"""``pipeshift memory``: measures a model without training, plans its memory, and shows its use."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightning_pipeshift.commands.planning import add_budgets, measured_strategy, plugin_of
+from lightning_pipeshift.errors import ConfigurationError, PlanError
+from lightning_pipeshift.lightning.precision.memory_compression import MemoryCompression
+from lightning_pipeshift.plan.arrange.plan_builder import cut_of, workloads_of
+from lightning_pipeshift.plan.inputs.policies import Planned
+from lightning_pipeshift.plan.offload.assignment_search import Problem
+from lightning_pipeshift.plan.offload.memory_report import MachineMemory, report
+from lightning_pipeshift.plan.offload.planner import Compression
+from lightning_pipeshift.runtime.planning.make_plan import make_plan
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pipeshift memory",
+        description="Shows every tensor that layers save for their backward, what becomes of each"
+        " under a budget, and each stage's memory over a step. Takes what `pipeshift fit` takes"
+        " (--config ...), measures for some steps and trains nothing.",
+        add_help=False,
+        allow_abbrev=False,
+    )
+    add_budgets(parser)
+    parser.add_argument("--picture", metavar="FILE", type=Path, help="draw it too (matplotlib)")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs ``pipeshift memory``."""
+    parser = _parser()
+    if {"-h", "--help"} & set(arguments):
+        parser.print_help()
+        return
+    options, rest = parser.parse_known_args(list(arguments))
+    if options.picture is not None:
+        _pyplot()
+    plugin = plugin_of(options) or MemoryCompression()
+    strategy = measured_strategy(rest, "memory", plugin)
+    machines = machines_of(strategy)
+    if machines is None:
+        return
+    for vm, machine in enumerate(machines):
+        if len(machines) > 1:
+            print(f"\n════ virtual machine {vm} ".ljust(100, "═"))
+        print(report(machine))
+    if options.picture is not None:
+        _draw(machines, options.picture)
+        print(f"\ndrawn in {options.picture}")
+
+
+def machines_of(strategy: Any) -> list[MachineMemory] | None:
+    """The memory of each virtual machine: on the first rank, once it has measured."""
+    pipeline = strategy._require_pipeline()
+    measured, settings = pipeline.planning.measured, pipeline.settings
+    if measured is None:
+        return None
+    if not pipeline.planning.is_measured:
+        raise PlanError(
+            "The data ended before enough steps had been measured. Give more of it, or fewer"
+            " `profile_steps` in the strategy's arguments."
+        )
+    profile, cluster, topology = measured.profile, measured.cluster, pipeline.replicas.topology
+    plan = make_plan(replace(settings, plan=None), profile, cluster, topology)
+    workloads = workloads_of(profile, cluster, topology.ranks, plan.schedule, plan.microbatches)
+    machines = []
+    for vm, (ranks, workload) in enumerate(zip(topology.ranks, workloads, strict=True)):
+        cut, swaps = cut_of(plan, vm), plan.swapped(vm)
+        problem = Problem.of(profile, workload, cluster, ranks, Planned())
+        footprints = problem.footprints
+        machines.append(
+            MachineMemory(
+                profile,
+                cut,
+                swaps,
+                problem.links,
+                tuple(Compression(problem).records(cut.counts)),
+                footprints.of(cut, swaps),
+                footprints.of(replace(cut, recompute=frozenset())),
+                tuple(room.budget_bytes for room in problem.rooms),
+            )
+        )
+    return machines
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ConfigurationError(
+            "`pipeshift memory --picture` draws with matplotlib, which is not installed. Use `pip"
+            " install lightning-pipeshift[pictures]`, or leave the option out; the text has the"
+            " picture too."
+        ) from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _draw(machines: Sequence[MachineMemory], path: Path) -> None:
+    pyplot = _pyplot()
+    rows = [(vm, s) for vm, m in enumerate(machines) for s in range(len(m.budget_bytes))]
+    figure, axes = pyplot.subplots(
+        len(rows), 1, figsize=(10, 1.8 * len(rows)), sharex=True, squeeze=False
+    )
+    for axis, (vm, stage) in zip(axes[:, 0], rows, strict=True):
+        machine = machines[vm]
+        for found, label in ((machine.uncompressed, "all stays"), (machine.footprint, "plan")):
+            trace, static = found.traces[stage], found.static_bytes[stage]
+            held = [(static + held) / 1e9 for held in trace.held_bytes]
+            axis.step(list(trace.times), held, where="post", label=label, linewidth=1)
+        if math.isfinite(machine.budget_bytes[stage]):
+            axis.axhline(machine.budget_bytes[stage] / 1e9, color="black", linewidth=0.5)
+        axis.set_ylabel(f"stage {stage}\nGB" if len(machines) == 1 else f"{vm}.{stage}\nGB")
+        axis.set_ylim(bottom=0)
+    axes[0, 0].legend(loc="upper right")
+    axes[-1, 0].set_xlabel("seconds since the step began")
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)

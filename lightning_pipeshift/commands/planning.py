@@ -1,0 +1,380 @@
+"""``pipeshift plan``: measures, plans and prints, without training.
+
+Settings that change no bit of a run's results (the owners of layers, the recomputation) are chosen
+while it runs. Settings that do (the numbers of virtual machines and microbatches, the shares of the
+batch) are chosen here and saved, so that the run can be repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import (
+    Callback,
+    Checkpoint,
+    EarlyStopping,
+    ModelSummary,
+    ProgressBar,
+)
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers.logger import DummyLogger
+
+from lightning_pipeshift.errors import BudgetError, ConfigurationError, PlanError
+from lightning_pipeshift.lightning.precision.memory_compression import MemoryCompression
+from lightning_pipeshift.lightning.strategy import PipeShiftStrategy
+from lightning_pipeshift.plan.arrange.plan_builder import plan_of_arrangement
+from lightning_pipeshift.plan.arrange.planner import Arrangement, PlanRequest, arrange_all, evaluate
+from lightning_pipeshift.plan.cost.workload import Cut
+from lightning_pipeshift.plan.document.files import (
+    load_cluster,
+    load_profile,
+    save_cluster,
+    save_profile,
+)
+from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.plan.inputs.cluster import Cluster
+from lightning_pipeshift.plan.inputs.profile import Profile
+from lightning_pipeshift.plan.offload.arrange import arrange_compressed, compressed
+from lightning_pipeshift.plan.partition.boundaries import worthwhile_cuts
+from lightning_pipeshift.plan.partition.equal_counts import uniform
+from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
+
+_ENOUGH_STEPS: Final = 100_000
+_SHOWN_EVERY: Final = 5
+
+Made = tuple[Plan, Arrangement, Arrangement | None]
+"""A plan, its arrangement, and the uniform split for comparison, if that is possible."""
+
+
+def make(profile: Profile, cluster: Cluster, wishes: PlanRequest) -> Made:
+    """The best plan for a model on some machines, and the uniform split of the same virtual
+    machines.
+
+    Raises:
+        PlanError: no allowed plan fits in memory.
+        BudgetError: no plan with swaps of saved tensors fits either.
+    """
+    arrange = arrange_all if wishes.policy is None else arrange_compressed
+    possible = profile.possible_cuts
+    worthwhile = partial(worthwhile_cuts, profile.payload_bytes, possible=possible)
+    best = arrange(profile, cluster, wishes, worthwhile)
+    cuts = [Cut(uniform(profile.num_layers, len(ranks), possible)) for ranks in best.ranks]
+    even: Arrangement | None
+    even = evaluate(profile, cluster, wishes, best.ranks, cuts, best.microbatches)
+    if wishes.policy is not None:
+        try:
+            even = compressed(profile, cluster, wishes, even)
+        except BudgetError:
+            even = None
+    return plan_of_arrangement(best, profile, cluster), best, even
+
+
+def _save_and_show(made: Made, cluster: Cluster, out: Path) -> None:
+    plan, best, even = made
+    plan.save(out)
+    # As it will be read: the file's prediction is rounded.
+    print(report((Plan.load(out), best, even), cluster))
+
+
+def report(made: Made, cluster: Cluster) -> str:
+    """The command's output: a drawing of the plan, and a table of its figures and those of the
+    uniform split.
+    """
+    plan, best, even = made
+    columns = [("this plan", best)] + ([("uniform split", even)] if even is not None else [])
+    rows = [
+        ("", [name for name, _ in columns]),
+        ("a step", [f"{a.prediction.step_seconds:.4g} s" for _, a in columns]),
+        ("samples per second", [f"{a.samples_per_second:.4g}" for _, a in columns]),
+        (
+            "gradients waited for",
+            [f"{a.prediction.exposed_seconds:.3g} s" for _, a in columns],
+        ),
+        ("largest peak of memory", [_peak(a) for _, a in columns]),
+        ("least room left", [_room(a, cluster) for _, a in columns]),
+    ]
+    lines = [str(plan), ""]
+    lines += [f"{name:<24}" + "".join(f"{cell:>21}" for cell in cells) for name, cells in rows]
+    if even is not None:
+        lines.append(
+            f"\n{best.samples_per_second / even.samples_per_second:.2f} times the uniform"
+            " split's samples per second, by the simulator"
+        )
+    else:
+        lines.append("\nthe uniform split would not keep the budget, whatever were moved")
+    return "\n".join(lines)
+
+
+def _peak(arrangement: Arrangement) -> str:
+    peaks = [peak for peaks in arrangement.prediction.memory_bytes for peak in peaks]
+    return _bytes(max(peaks))
+
+
+def _room(arrangement: Arrangement, cluster: Cluster) -> str:
+    left = min(
+        cluster.devices[rank].room_bytes - peak
+        for ranks, peaks in zip(arrangement.ranks, arrangement.prediction.memory_bytes, strict=True)
+        for rank, peak in zip(ranks, peaks, strict=True)
+    )
+    if left == float("inf"):
+        return "not known"
+    return _bytes(left) if left >= 0 else f"{_bytes(-left)} too little"
+
+
+def _bytes(number: float) -> str:
+    return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.2f} MB"
+
+
+# --- machines that aren't available ---
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pipeshift plan",
+        description="Plans a run and prints the plan, without training. With --config (and what"
+        " else `pipeshift fit` takes) the model is measured on the machines in hand for some"
+        " steps; with --cluster and --profile it is planned for machines that need not be there.",
+    )
+    parser.add_argument("--cluster", metavar="YAML", help="the machines")
+    parser.add_argument("--profile", metavar="JSON", help="the model, as it was measured")
+    parser.add_argument(
+        "--out", metavar="JSON", default="plan.json", help="where the plan goes (plan.json)"
+    )
+    parser.add_argument(
+        "--virtual-machines", type=_number_or_auto, default="auto", metavar="N|auto"
+    )
+    parser.add_argument("--microbatches", type=_number_or_auto, default="auto", metavar="N|auto")
+    parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--recompute", choices=("auto", "full", "none"), default="auto")
+    parser.add_argument(
+        "--batch-size", type=int, metavar="N", help="samples of a virtual machine's batch"
+    )
+    add_budgets(parser)
+    return parser
+
+
+def add_budgets(parser: argparse.ArgumentParser) -> None:
+    """The options of a command that makes a plan for ``MemoryCompression``."""
+    parser.add_argument(
+        "--budget",
+        metavar="SIZE",
+        help="of each device, for a run with MemoryCompression: 20GB, 512MiB, or auto for what"
+        " there is",
+    )
+    parser.add_argument(
+        "--host-budget",
+        metavar="SIZE",
+        default="auto",
+        help="of the host's memory, for each rank (auto)",
+    )
+
+
+def plugin_of(options: argparse.Namespace) -> MemoryCompression | None:
+    """The plugin for the options of :func:`add_budgets`.
+
+    Raises ConfigurationError for a meaningless combination."""
+    if options.budget is None and options.host_budget != "auto":
+        raise ConfigurationError(
+            f"`--host-budget {options.host_budget}` goes with `--budget`, and there is none. Add"
+            " `--budget auto` for what the devices have."
+        )
+    if options.budget is None:
+        return None
+    return MemoryCompression(budget=options.budget, host_budget=options.host_budget)
+
+
+def _number_or_auto(text: str) -> Any:
+    return text if text == "auto" else int(text)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs ``pipeshift plan``."""
+    given = list(arguments)
+    if not any(word.split("=")[0] in ("--cluster", "--profile", "-h", "--help") for word in given):
+        options, rest = _measuring_parser().parse_known_args(given)
+        _measure_and_plan(rest, Path(options.out), plugin_of(options))
+        return
+    options = _parser().parse_args(given)
+    if options.cluster is None or options.profile is None:
+        raise PlanError(
+            "`pipeshift plan` was given --cluster or --profile alone; it needs both, or --config to"
+            " measure the machines in hand"
+        )
+    profile, cluster = load_profile(options.profile), load_cluster(options.cluster)
+    plugin = plugin_of(options)
+    if plugin is not None:
+        cluster = _within(cluster, plugin.memory_wishes)
+    wishes = PlanRequest(
+        virtual_machines=options.virtual_machines,
+        microbatches=options.microbatches,
+        schedule=options.schedule,
+        recompute=options.recompute,
+        batch_samples=float(options.batch_size or profile.samples * profile.microbatches),
+        policy=plugin.memory_wishes.policy if plugin is not None else None,
+    )
+    _save_and_show(make(profile, cluster, wishes), cluster, options.out)
+    print(f"\nwritten to {options.out}")
+
+
+def _measuring_parser() -> argparse.ArgumentParser:
+    """The parser of options that are not for Lightning's parser."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--out", default="plan.json")
+    add_budgets(parser)
+    return parser
+
+
+def _within(cluster: Cluster, wishes: MemoryRequest) -> Cluster:
+    """The machines, with the budgets if there are any.
+
+    Raises PlanError where a device's memory, or the bandwidth to its host, is unknown."""
+    devices = []
+    for device in cluster.devices:
+        changed = device
+        if wishes.budget_bytes is not None:
+            changed = replace(changed, memory_bytes=int(wishes.budget_bytes), free_bytes=0)
+        if wishes.host_bytes is not None:
+            changed = replace(changed, host_bytes=int(wishes.host_bytes))
+        if not math.isfinite(changed.room_bytes):
+            raise PlanError(
+                f"`--budget auto` is what a device has, and nothing is said of the memory of"
+                f" {device.kind!r} on host {device.host!r}. Give it a `memory` in the cluster's"
+                " file, or a budget."
+            )
+        if wishes.host_bytes and not device.host_bandwidth:
+            raise PlanError(
+                f"`--host-budget {wishes.host_bytes:.0f}` is of no use to {device.kind!r} on host"
+                f" {device.host!r}, as it is not known how fast tensors get there. Give the device"
+                " a `host_bandwidth` in the cluster's file, or leave the option out."
+            )
+        devices.append(changed)
+    return replace(cluster, devices=tuple(devices))
+
+
+# --- the machines in hand ---
+
+
+class Measuring(Callback):
+    """Ends a run as soon as its steps have been measured, and shows how far it is."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Ends the run if enough has been measured."""
+        strategy = trainer.strategy
+        assert isinstance(strategy, PipeShiftStrategy)
+        if strategy.is_measured:
+            trainer.should_stop = True
+        if trainer.is_global_zero:
+            self._show(trainer.global_step, strategy.steps_to_measure, trainer.should_stop)
+
+    def _show(self, step: int, total: int, is_over: bool) -> None:
+        is_terminal = sys.stderr.isatty()
+        if is_terminal or is_over or step == 1 or not step % _SHOWN_EVERY:
+            begin, end = ("\r", "\n" if is_over else "") if is_terminal else ("", "\n")
+            # The plan is made in a thread, during a few more steps.
+            text = f"{begin}PipeShift measures: step {min(step, total)} of {total}"
+            print(text, end=end, file=sys.stderr, flush=True)
+
+
+def _measuring_cli(
+    base: type[LightningCLI], command: str, memory: MemoryCompression | None
+) -> type[LightningCLI]:
+    class MeasuringCLI(base):  # type: ignore[valid-type, misc]
+        """Builds the same objects as ``fit``, without loggers and checkpoints."""
+
+        def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+            wanted = self._get(self.config_init, "trainer", default={})
+            callbacks = [
+                callback
+                for callback in _listed(wanted.get("callbacks"))
+                if not isinstance(callback, Checkpoint | EarlyStopping | ModelSummary | ProgressBar)
+            ]
+            plugins = _listed(wanted.get("plugins"))
+            if memory is not None and not any(isinstance(p, MemoryCompression) for p in plugins):
+                kwargs["plugins"] = [*plugins, memory]
+            trainer: pl.Trainer = super().instantiate_trainer(
+                **kwargs,
+                callbacks=[*callbacks, Measuring()],
+                # Some callbacks require a logger.
+                logger=DummyLogger(),
+                enable_checkpointing=False,
+                # Its own steps count, not those of an epoch.
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                limit_val_batches=0,
+                num_sanity_val_steps=0,
+                # Enough to measure, and a number: schedulers ask how many steps there will be.
+                max_epochs=-1,
+                max_steps=max(_ENOUGH_STEPS, wanted.get("max_steps") or 0),
+                max_time=None,
+                min_epochs=None,
+                min_steps=None,
+            )
+            if not isinstance(trainer.strategy, PipeShiftStrategy):
+                raise ConfigurationError(
+                    f"`pipeshift {command}` measures what the PipeShift strategy runs, and the"
+                    f" configuration has `{type(trainer.strategy).__name__}`. Set"
+                    " `trainer.strategy: pipeshift`, or leave it out."
+                )
+            trainer.strategy.only_measures()
+            return trainer
+
+    return MeasuringCLI
+
+
+def _listed(callbacks: Any) -> list[Any]:
+    if callbacks is None:
+        return []
+    return list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+
+
+def measured_strategy(
+    arguments: Sequence[str], command: str, memory: MemoryCompression | None = None
+) -> PipeShiftStrategy:
+    """Runs the same training as ``pipeshift fit`` until its steps have been measured; returns the
+    strategy.
+
+    Args:
+        arguments: of ``pipeshift fit``.
+        command: the command, for messages.
+        memory: keeps a budget, unless the configuration has its own.
+    """
+    from lightning_pipeshift.commands.cli import PipeShiftCLI
+
+    make = _measuring_cli(PipeShiftCLI, command, memory)
+    with warnings.catch_warnings():
+        # The command-line arguments are not those of `fit`, and ranks that Lightning launches need
+        # them unchanged.
+        warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")
+        strategy = make(args=["fit", *arguments], save_config_callback=None).trainer.strategy
+    assert isinstance(strategy, PipeShiftStrategy)
+    return strategy
+
+
+def _measure_and_plan(
+    arguments: Sequence[str], out: Path, memory: MemoryCompression | None
+) -> None:
+    strategy = measured_strategy(arguments, "plan", memory)
+    if not strategy.is_measured:
+        raise PlanError(
+            "The data ended before enough steps had been measured. Give more of it, or fewer"
+            " `profile_steps` in the strategy's arguments."
+        )
+    found = strategy.measured
+    if found is None:
+        return
+    profile, cluster, wishes = found
+    _save_and_show(make(profile, cluster, wishes), cluster, out)
+    of_model = out.with_name(f"{out.stem}.profile.json")
+    of_machines = out.with_name(f"{out.stem}.cluster.yaml")
+    save_profile(profile, of_model)
+    save_cluster(cluster, of_machines)
+    print(f"\nwritten to {out}; what was measured is in {of_model} and {of_machines}")

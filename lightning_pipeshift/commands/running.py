@@ -1,0 +1,198 @@
+"""``pipeshift status`` and ``pipeshift move``: for a run that is under way elsewhere.
+
+Imports neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_pipeshift.commands.brief_errors import brief_errors
+from lightning_pipeshift.commands.stage_table import layers_text, table
+from lightning_pipeshift.errors import ConfigurationError
+from lightning_pipeshift.files import parse_json, printable, read_bytes
+from lightning_pipeshift.plan.document.moves import Move
+from lightning_pipeshift.runtime.step.control_files import FOLDER, STATUS, ask
+
+
+def folder_of(run: Path) -> Path:
+    """The folder in which a run takes requests.
+
+    Args:
+        run: the run's own folder, or one above it.
+
+    Raises:
+        ConfigurationError: there is none, or several runs are under way.
+    """
+    if (run / FOLDER / STATUS).is_file():
+        return run / FOLDER
+    found = sorted(path.parent for path in run.glob(f"**/{FOLDER}/{STATUS}"))
+    if not found:
+        raise ConfigurationError(
+            f"No run is under way in {str(run)!r}: there is no `{FOLDER}/{STATUS}`. Pass the folder"
+            " that the run named as it began (its logger's, or `lightning_logs`); it writes there"
+            " while it trains, if it has a `LayerMigration()` callback."
+        )
+    running = [folder for folder in found if _is_alive(_status(folder))] or found
+    if len(running) > 1:
+        names = ", ".join(str(folder.parent) for folder in running)
+        raise ConfigurationError(f"There are several runs under {str(run)!r}; pass one of {names}.")
+    return running[0]
+
+
+def _status(folder: Path) -> dict[str, Any]:
+    path = folder / STATUS
+    try:
+        found = parse_json(read_bytes(path))
+        if not isinstance(found, dict) or not {"host", "process", "time"} <= found.keys():
+            raise ValueError("it has no host, process and time")
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path} is no status of a run: {error}. Remove it.") from error
+    return found
+
+
+def _is_alive(status: dict[str, Any]) -> bool:
+    if status["host"] != socket.gethostname():
+        return True  # this cannot be checked from another host
+    try:
+        os.kill(status["process"], 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def main() -> None:
+    """Runs the one of the two commands that ``sys.argv`` gives."""
+    with brief_errors():
+        {"status": status, "move": move}[sys.argv[1]](sys.argv[2:])
+
+
+def _parser(name: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"pipeshift {name}", description=description)
+    parser.add_argument(
+        "--run",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="the run's folder, which it named as it began, or one above it",
+    )
+    return parser
+
+
+def status(arguments: Sequence[str] | None = None) -> None:
+    """Runs ``pipeshift status``."""
+    parser = _parser("status", "Says who owns which layers in a run, and how fast is who.")
+    folder = folder_of(parser.parse_args(arguments).run)
+    found = _status(folder)
+    print(printable(shown(found, _is_alive(found))))
+
+
+def move(arguments: Sequence[str] | None = None) -> None:
+    """Runs ``pipeshift move``. Raises SystemExit where nothing moves, or there is no answer."""
+    parser = _parser("move", "Lets layers of a run change their owners, all of them at once.")
+    parser.add_argument(
+        "moves",
+        nargs="+",
+        metavar="LAYER STAGE",
+        help="a layer's name as `pipeshift status` shows it, and its new stage; and so on",
+    )
+    parser.add_argument(
+        "--virtual-machine",
+        type=int,
+        metavar="N",
+        help="in which one; by default in all",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, metavar="S", help="how long to wait for an answer"
+    )
+    options = parser.parse_args(arguments)
+    names, stages = options.moves[::2], options.moves[1::2]
+    if len(names) != len(stages) or not all(stage.lstrip("-").isdigit() for stage in stages):
+        parser.error(
+            f"{' '.join(options.moves)!r}: pass a layer and the number of its new stage, in turn,"
+            " such as `model.h.3 1 model.h.4 1`"
+        )
+    moves = [
+        Move(layer=name, stage=int(stage), virtual_machine=options.virtual_machine)
+        for name, stage in zip(names, stages, strict=True)
+    ]
+    folder = folder_of(options.run)
+    found = _status(folder)
+    if not _is_alive(found):
+        raise SystemExit(
+            f"nothing moves: the run's process {found['process']} is gone without a word"
+        )
+    answer = ask(folder, moves, options.timeout)
+    if answer is None:
+        raise SystemExit(
+            f"no answer within {options.timeout:g} s: the run will do it at the end of its next"
+            " training step, if that ever comes"
+        )
+    if not answer.is_done:
+        raise SystemExit(printable(answer.text))
+    print(printable(answer.text))
+
+
+# --- a status as text ---
+
+
+def shown(status: Mapping[str, Any], is_alive: bool) -> str:
+    """A status as text.
+
+    Args:
+        status: the entries of :func:`~lightning_pipeshift.runtime.step.status.status_of`, and those
+            that the writer of the file adds.
+        is_alive: whether the process is known to exist.
+    """
+    heard = max(0.0, time.time() - status["time"])
+    if is_alive and heard < 60:
+        state = "is running"
+    else:
+        state = f"was last heard of {heard:.0f} s ago"
+    lines = [
+        f"The run (process {status['process']} on {status['host']}) {state};"
+        f" {status['step']} steps are done"
+        + (f", the last took {status['step_seconds']:.3g} s." if status["step_seconds"] else ".")
+    ]
+    if not status["virtual_machines"]:
+        lines.append("Its first batch has not come yet: there is no plan.")
+    header = ["stage", "rank", "host", "device", "forward", "backward", "busy", "layers"]
+    for vm, stages in enumerate(status["virtual_machines"]):
+        rows = [header]
+        for number, stage in enumerate(stages):
+            rows.append(
+                [
+                    str(number),
+                    str(stage["rank"]),
+                    stage.get("host", "-"),
+                    stage.get("kind", "-"),
+                    _milliseconds(stage.get("forward_seconds")),
+                    _milliseconds(stage.get("backward_seconds")),
+                    f"{stage['busy']:.0%}" if "busy" in stage else "-",
+                    layers_text(stage["layers"]),
+                ]
+            )
+        lines += ["", f"virtual machine {vm} (seconds are those of a microbatch)", *table(rows)]
+    if any("busy" not in s for stages in status["virtual_machines"] for s in stages):
+        lines.append(
+            "\nHow fast they are is measured where layers are watched, and takes some steps."
+        )
+    for decision in status["decisions"]:
+        if "expected_gain" in decision:
+            lines.append(f"\nLayers moved: {decision['expected_gain']:.2f} times as fast expected.")
+        if "measured_gain" in decision:
+            lines.append(f"It became {decision['measured_gain']:.2f} times as fast.")
+    return "\n".join(lines)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.2f} ms"

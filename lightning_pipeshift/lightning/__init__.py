@@ -1,0 +1,1 @@
+"""Where Lightning's hooks meet PipeShift: each hook delegates to the runtime."""

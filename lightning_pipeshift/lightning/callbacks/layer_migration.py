@@ -1,0 +1,132 @@
+"""``LayerMigration``: moves layers to other owners while training runs, on request or by itself.
+
+CN115454655A moves layers between the stages of a running pipeline when devices slow down or other
+jobs come. Here a callback decides when; the change itself is the strategy's, between two steps.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_pipeshift.errors import ConfigurationError, PipeShiftError
+from lightning_pipeshift.lightning.strategy import PipeShiftStrategy
+from lightning_pipeshift.plan.document.moves import Move, check_moves
+from lightning_pipeshift.runtime.planning.make_plan import Watch
+from lightning_pipeshift.runtime.step.control_files import WITHOUT_LOGGER
+
+
+class LayerMigration(Callback):
+    """Watches the time of every layer on every stage, and moves layers where that pays off.
+
+    Args:
+        moves: moves to make at given steps, besides those found by watching.
+        min_gain: by which fraction a step has to get shorter, by the simulator, for layers to move.
+        patience: for how many consecutive steps an imbalance has to last. Moves that reverse
+            earlier ones need twice the patience, and twice that the next time, so that layers do
+            not move to and fro with a stage whose speed fluctuates.
+        watches: whether to watch at all; ``False``: only ``moves`` and requests from outside are
+            carried out.
+
+    While a run goes on, ``pipeshift move --run DIR LAYER STAGE`` requests a move from it, and
+    ``pipeshift status --run DIR`` shows the owners of all layers. ``DIR`` is the logger's folder,
+    or ``lightning_logs`` in the Trainer's ``default_root_dir``.
+
+    Raises:
+        ConfigurationError: a value that is not allowed; or, as a run begins, another strategy.
+        PlanError: as training begins: a move of a layer, or to a stage, that is not there.
+    """
+
+    def __init__(
+        self,
+        moves: Sequence[Move] | None = None,
+        min_gain: float = 0.05,
+        patience: int = 10,
+        watches: bool = True,
+    ) -> None:
+        if not (isinstance(min_gain, int | float) and math.isfinite(min_gain) and min_gain > 0):
+            raise ConfigurationError(f"min_gain={min_gain!r}: pass a number above 0, such as 0.05.")
+        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+            raise ConfigurationError(f"patience={patience!r}: pass a whole number of 1 or more.")
+        self.moves = list(moves or ())
+        for move in self.moves:
+            if not isinstance(move, Move):
+                raise ConfigurationError(
+                    f"moves has {move!r}: pass `Move(step=20, layer='model.h.3', stage=1)`."
+                )
+        self.min_gain = float(min_gain)
+        self.patience = patience
+        self.watches = watches
+        self._num_logged = 0
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Makes the strategy watch."""
+        strategy = _strategy_of(trainer)
+        strategy.watch(Watch(self.min_gain, self.patience) if self.watches else None)
+        logged = trainer.log_dir if trainer.loggers else None
+        folder = str(logged or os.path.join(trainer.default_root_dir, WITHOUT_LOGGER))
+        # Requests need a local folder, not a remote one.
+        is_here = stage == "fit" and "://" not in folder
+        strategy.take_requests(Path(folder) if is_here else None)
+        self._num_logged = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Raises PlanError where one of the moves names what is not there."""
+        strategy = _strategy_of(trainer)
+        check_moves(self.moves, strategy.layer_names, strategy.topology.stages_per_vm)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Makes the moves for this step."""
+        strategy = _strategy_of(trainer)
+        # The step that begins now prepares the move. There is a plan after the first step.
+        step = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        due = [move for move in self.moves if max(move.step or 0, 2) == step]
+        if not due:
+            return
+        try:
+            strategy.migrate(*due)
+        except PipeShiftError as error:
+            rank_zero_warn(f"PipeShift: nothing moves at step {step}: {error}.")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Logs decisions."""
+        strategy = _strategy_of(trainer)
+        strategy.steps_left = _steps_left(trainer)
+        found = strategy.decisions
+        for decision in found[self._num_logged :]:
+            figures = {f"pipeshift/{name}": value for name, value in decision.items()}
+            for logger in trainer.loggers:
+                logger.log_metrics(figures, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        self._num_logged = len(found)
+
+
+def _strategy_of(trainer: pl.Trainer) -> PipeShiftStrategy:
+    strategy = trainer.strategy
+    if not isinstance(strategy, PipeShiftStrategy):
+        raise ConfigurationError(
+            "`LayerMigration` moves layers between the stages of a pipeline, and this Trainer has"
+            f" the strategy `{type(strategy).__name__}`. Use `Trainer(strategy='pipeshift')`, or"
+            " remove the callback."
+        )
+    return strategy
+
+
+def _steps_left(trainer: pl.Trainer) -> float:
+    """The number of remaining batches; infinite if it is not known."""
+    done = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+    of_steps = math.inf
+    if trainer.max_steps is not None and trainer.max_steps >= 0:
+        of_steps = trainer.max_steps * trainer.accumulate_grad_batches
+    of_epochs = math.inf
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0:
+        of_epochs = trainer.max_epochs * trainer.num_training_batches
+    return max(0.0, min(of_steps, of_epochs) - done)

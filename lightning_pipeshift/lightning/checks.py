@@ -1,0 +1,194 @@
+"""Finds before training what PipeShift cannot honour, and says what to do instead."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_pipeshift.errors import ConfigurationError, some_of
+from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.plan.schedule.schedules import MOST_MICROBATCHES
+
+
+def check_arguments(microbatches: Any, partition: Any, plan: Any, backend: Any) -> None:
+    """Raises ConfigurationError for a value that the strategy's constructor does not take."""
+    if microbatches != "auto" and (
+        isinstance(microbatches, bool)
+        or not isinstance(microbatches, int)
+        or not 1 <= microbatches <= MOST_MICROBATCHES
+    ):
+        raise ConfigurationError(
+            f"microbatches={microbatches!r}: a batch is cut into at least 1 slice."
+            f" Pass a whole number from 1 to {MOST_MICROBATCHES}, or 'auto'."
+        )
+    if partition not in ("auto", "uniform") and not isinstance(partition, list | tuple):
+        raise ConfigurationError(
+            f"partition={partition!r}: allowed are 'auto', 'uniform', a list with the number of"
+            " layers of each stage ([5, 4]), or one such list for each virtual machine."
+        )
+    if backend not in (None, "nccl", "gloo"):
+        raise ConfigurationError(
+            f"process_group_backend={backend!r}: allowed are 'nccl', 'gloo', and None for what the"
+            " devices allow."
+        )
+    if not isinstance(plan, str | Path | Plan | None):
+        raise ConfigurationError(
+            f"plan={plan!r}: pass a `Plan`, or the path of a file that `Plan.save` wrote."
+        )
+
+
+def check_aggregation(kind: Any) -> None:
+    """Raises ConfigurationError for an unknown way to sum gradients."""
+    if kind not in ("auto", "ring", "allreduce"):
+        raise ConfigurationError(
+            f"gradient_aggregation={kind!r}: allowed are 'ring', 'allreduce' and 'auto'."
+        )
+
+
+def check_planning(recompute: Any, profile_steps: Any) -> None:
+    """Raises ConfigurationError for a value that has no meaning to the planner."""
+    if recompute not in ("auto", "full", "none"):
+        raise ConfigurationError(f"recompute={recompute!r}: allowed are 'auto', 'full' and 'none'.")
+    if isinstance(profile_steps, bool) or not isinstance(profile_steps, int) or profile_steps < 0:
+        raise ConfigurationError(
+            f"profile_steps={profile_steps!r}: pass a whole number; 0 plans once, before the first"
+            " step."
+        )
+
+
+def check_seconds(name: str, seconds: Any, least: float) -> None:
+    """Raises ConfigurationError for a time that is none.
+
+    Args:
+        name: of the argument.
+        seconds: its value.
+        least: the shortest allowed.
+    """
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not is_number or not seconds >= least:
+        raise ConfigurationError(
+            f"{name}={seconds!r}: pass a number of seconds, {least:g} or more."
+        )
+
+
+def check_devices(devices: Iterable[torch.device]) -> None:
+    """Raises ConfigurationError for kinds of devices that PipeShift does not know: their generators
+    would not be seeded, and their times not be measured.
+    """
+    unknown = {device.type for device in devices} - {"cpu", "cuda"}
+    if unknown:
+        raise ConfigurationError(
+            f"PipeShift runs on CPUs and on GPUs of CUDA or ROCm, and these devices are"
+            f" {some_of(sorted(unknown))}. Use `Trainer(accelerator='cpu')` or"
+            " `Trainer(accelerator='gpu')`."
+        )
+
+
+def check_run(module: pl.LightningModule, is_plain: bool) -> None:
+    """Raises ConfigurationError for a run that cannot be a pipeline.
+
+    Args:
+        module: what is to be trained.
+        is_plain: whether one device runs the user's own steps, each on a whole batch.
+    """
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            f"`{type(module).__name__}` sets `automatic_optimization = False`. A pipeline runs"
+            " forwards and backwards of several microbatches in an order of its own, so it needs"
+            " automatic optimization: return the loss from `training_step` and leave `backward`"
+            " and `step` to the Trainer, or use another strategy."
+        )
+    if is_plain:
+        return
+    for name in ("training_step", "validation_step", "test_step", "predict_step"):
+        step = getattr(module, name, None)
+        if step is not None and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
+            raise ConfigurationError(
+                f"`{name}` takes a `dataloader_iter`. Every stage has to see each batch: take"
+                " `batch` instead. (One device takes the iterator, with `microbatches=1`.)"
+            )
+    check_backward(module)
+
+
+def check_backward(module: pl.LightningModule) -> None:
+    """Raises ConfigurationError where the user's own ``backward`` would not be called."""
+    if is_overridden("backward", module):
+        raise ConfigurationError(
+            f"`{type(module).__name__}` overrides `backward`. Each stage runs its own part of the"
+            " backward, for every microbatch, so the override would not be called. Remove it; use"
+            " `on_before_backward`, or tensor hooks in `training_step`. (One device calls it, with"
+            " `microbatches=1`, where no layer is recomputed and without `MemoryCompression`.)"
+        )
+
+
+def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], is_plain: bool) -> None:
+    """Raises ConfigurationError for optimizers that cannot step one stage's parameters by
+    themselves.
+
+    Args:
+        optimizers: those of the run.
+        is_plain: whether one device runs the user's own steps, each on a whole batch.
+    """
+    optimizers = list(optimizers)
+    if len(optimizers) > 1:
+        raise several_optimizers()
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS) and not is_plain:
+            raise ConfigurationError(
+                "LBFGS runs the step several times and looks at all parameters at once, which no"
+                " stage holds. Use an optimizer that updates each parameter by itself (SGD, Adam,"
+                " AdamW, ...). (One device takes it, with `microbatches=1`.)"
+            )
+
+
+def several_optimizers() -> ConfigurationError:
+    """The error for a model with more than one optimizer."""
+    return ConfigurationError(
+        "`configure_optimizers` returns several optimizers, or `training_step` takes an"
+        " `optimizer_idx`. A pipeline has one optimizer, and steps it by itself: manual"
+        " optimization, with which other strategies take several, is not possible either. Put all"
+        " parameters into one optimizer, as several parameter groups with their own learning"
+        " rates: torch.optim.AdamW([{'params': a, 'lr': 1e-3}, {'params': b, 'lr': 1e-4}]). Where"
+        " the losses have to be stepped in turns (a GAN), use another strategy."
+    )
+
+
+def check_processes(num_devices: int) -> None:
+    """Raises ConfigurationError where torchrun started more or fewer processes on this host than
+    the Trainer has devices.
+    """
+    started = os.environ.get("LOCAL_WORLD_SIZE")
+    if TorchElasticEnvironment.detect() and started and int(started) != num_devices:
+        raise ConfigurationError(
+            f"torchrun started {started} process(es) on this host, and the Trainer has"
+            f" devices={num_devices}. Set `Trainer(devices={started})`, or"
+            f" `torchrun --nproc-per-node={num_devices}`."
+        )
+
+
+def check_packages(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Raises ConfigurationError where classes of ``pytorch_lightning`` meet those of
+    ``lightning.pytorch``: two packages whose classes do not know each other.
+    """
+    parts: list[Any] = [module, *trainer.callbacks, *trainer.loggers]  # type: ignore[attr-defined]
+    hooks = trainer._data_connector._datahook_selector
+    if hooks is not None and hooks.datamodule is not None:
+        parts.append(hooks.datamodule)
+    for part in parts:
+        for base in type(part).__mro__:
+            if base.__module__.split(".")[0] == "pytorch_lightning":
+                raise ConfigurationError(
+                    f"`{type(part).__name__}` comes from the package `pytorch_lightning`"
+                    f" (`{base.__module__}.{base.__qualname__}`), and the Trainer from"
+                    " `lightning.pytorch`. The two do not work together: import everything from"
+                    " `lightning` (`import lightning as L`, `from lightning.pytorch.callbacks"
+                    " import ...`)."
+                )

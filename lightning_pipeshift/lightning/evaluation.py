@@ -1,0 +1,198 @@
+"""Evaluation: forward only, the stages working on successive batches at once.
+
+Lightning's loop takes one batch's result before it fetches the next. If no code needs the results
+in between, a stage goes on with the next batch at once, and the last stage's logs and results are
+fetched at the end of the data.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BasePredictionWriter
+from torch.utils.data import IterableDataset
+
+from lightning_pipeshift.errors import BatchError
+from lightning_pipeshift.model.execution.transfer import to_device
+from lightning_pipeshift.model.execution.trees import map_leaves
+from lightning_pipeshift.model.trace.trace import Trace
+from lightning_pipeshift.model.user_state.logs import say_again
+from lightning_pipeshift.runtime.step.pipeline import Pipeline
+from lightning_pipeshift.runtime.step.step_report import Report
+from lightning_pipeshift.runtime.step.step_run import UserStep
+
+
+def is_hook_used(trainer: pl.Trainer, hook: str) -> bool:
+    """Whether a hook has code other than Lightning's own, whose callbacks only show progress."""
+    parts: list[Any] = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
+    return any(_is_users_own(part, hook) for part in parts)
+
+
+def _is_users_own(part: Any, hook: str) -> bool:
+    """Whether a callback or a LightningModule has a hook that is not Lightning's.
+
+    A hook's own ``__module__`` is not reliable: `functools.wraps` copies it from the wrapped one.
+    """
+    if hook in vars(part):
+        return True  # `LambdaCallback` sets its hooks on the instance
+    for kind in type(part).__mro__:
+        if hook in vars(kind):
+            function = vars(kind)[hook]
+            written_in = getattr(function, "__globals__", {}).get("__name__", "")
+            return not (_is_lightnings(kind.__module__) and _is_lightnings(written_in))
+    # The attribute may be computed by `__getattr__`.
+    return callable(getattr(part, hook, None))
+
+
+def _is_lightnings(module: str) -> bool:
+    # Some of its hooks are wrapped by decorators of `lightning_utilities`.
+    return module.partition(".")[0] in ("lightning", "lightning_utilities")
+
+
+def are_results_used(trainer: pl.Trainer, step: str) -> bool:
+    """Whether code other than Lightning's own gets the step's result after each batch."""
+    writes = any(
+        isinstance(part, BasePredictionWriter) and part.interval.on_batch
+        for part in trainer.callbacks  # type: ignore[attr-defined]
+    )
+    return writes or is_hook_used(trainer, f"on_{step.removesuffix('_step')}_batch_end")
+
+
+def _may_end_early(loader: Any) -> bool:
+    return isinstance(getattr(loader, "dataset", None), IterableDataset) or not hasattr(
+        loader, "__len__"
+    )
+
+
+class EvaluationSteps:
+    """The evaluation steps of one run on one rank.
+
+    Args:
+        trainer: the Trainer.
+        pipeline: this rank's pipeline.
+    """
+
+    def __init__(self, trainer: pl.Trainer, pipeline: Pipeline) -> None:
+        self._trainer = trainer
+        self._pipeline = pipeline
+        # The target of each result that has not been fetched yet: a list of the predict loop, and
+        # the place in it.
+        self._awaited: list[tuple[list[Any], int]] = []
+
+    def run(self, name: str, batch: Any, rest: tuple[Any, ...], step: UserStep) -> Any:
+        """Runs one evaluation step.
+
+        Args:
+            name: ``"validation_step"``, ``"test_step"`` or ``"predict_step"``.
+            batch: the batch.
+            rest: the step's other arguments: the indices of the batch and of the dataloader.
+            step: runs the user's step on a module and the batch.
+
+        Returns:
+            the step's result, or ``None`` if it comes later and is not needed now.
+        """
+        trainer = self._trainer
+        fitting = trainer.state.fn == "fit"
+        loop = self._loop
+        progress: Any = loop.batch_progress
+        batch_idx, dataloader_idx = self._place(rest)
+        trace = self._pipeline.evaluation_step(
+            batch,
+            batch_idx,
+            step,
+            f"{name}/{dataloader_idx}",
+            batch_idx,
+            # The sanity check releases nothing, as only the first training step shows the whole
+            # flow.
+            final=not fitting,
+            wants_result=name == "predict_step" or are_results_used(trainer, name),
+        )
+        if name == "predict_step":
+            self._await_prediction(loop, dataloader_idx)
+        at_end = bool(progress.is_last_batch) or batch_idx + 1 >= loop.max_batches[dataloader_idx]
+        if not (at_end or self._is_needed_now(name, trace, loop)):
+            return None
+        reports = self._pipeline.fetch_reports()
+        return self._deliver(reports, name)
+
+    def run_plainly(self, name: str, batch: Any, rest: tuple[Any, ...], step: UserStep) -> Any:
+        """Runs one evaluation step on a single device: its result and logs are available at once.
+
+        Args:
+            name: as for :meth:`run`, as are the others.
+            batch: the batch, or Lightning's iterator over them.
+            rest: the step's other arguments.
+            step: runs the user's step.
+
+        Returns:
+            the result of the user's step.
+        """
+        batch_idx, dataloader_idx = self._place(rest)
+        is_final = self._trainer.state.fn != "fit"
+        purpose = f"{name}/{dataloader_idx}"
+        return self._pipeline.plain_evaluation_step(batch, step, purpose, batch_idx, is_final)
+
+    @property
+    def _loop(self) -> Any:
+        trainer = self._trainer
+        return trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+
+    def _place(self, rest: tuple[Any, ...]) -> tuple[int, int]:
+        """The index of the batch and of its dataloader."""
+        batch_idx = rest[0] if rest else self._loop.batch_progress.current.ready - 1
+        return batch_idx, rest[1] if len(rest) > 1 else 0
+
+    def _is_needed_now(self, name: str, trace: Trace | None, loop: Any) -> bool:
+        # The end of one of several dataloaders cannot be predicted if its length is unknown.
+        loaders = loop._combined_loader.flattened
+        unknown_end = len(loaders) > 1 and any(map(_may_end_early, loaders))
+        next_hook = f"on_{name.removesuffix('_step')}_batch_start"
+        return (
+            trace is None
+            or trace.logs_each_step
+            or unknown_end
+            or are_results_used(self._trainer, name)
+            # Even if the step returns nothing: hooks may read attributes that it set on the module.
+            or is_hook_used(self._trainer, next_hook)
+        )
+
+    def require_all_fetched(self, what: str) -> None:
+        """Raises BatchError if there were fewer batches than the dataloader's length, so that the
+        logs of the last batches have not been fetched.
+
+        Args:
+            what: the data's name in the message.
+        """
+        if self._pipeline.num_pending:
+            raise BatchError(
+                f"The {what} data ended early: a dataloader's `__len__` (of its sampler, or of its"
+                " data set) says that there are more batches than it gives. Let it say the right"
+                " number, or none."
+            )
+
+    def _await_prediction(self, loop: Any, dataloader_idx: int) -> None:
+        predictions = loop._predictions
+        if dataloader_idx < len(predictions):
+            self._awaited.append((predictions[dataloader_idx], len(predictions[dataloader_idx])))
+
+    def _deliver(self, reports: list[Report], name: str) -> Any:
+        root: Any = self._pipeline.root
+        device = self._pipeline.channels.device
+        # The class's own method: while a step runs, the recorder replaces it on the instance.
+        log = partial(type(root).log, root)
+        # An epoch's values are reduced over all virtual machines at its end: until then, they may
+        # be at different batches.
+        synchronised = True if self._pipeline.replicas.count > 1 else None
+        for report in reports:
+            say_again(report.logs, log, root, device, synchronised)
+        *earlier, last = reports
+        awaited, self._awaited = self._awaited, []
+        if name == "predict_step":
+            for report, (predictions, place) in zip(earlier, awaited, strict=False):
+                if place < len(predictions):
+                    predictions[place] = report.result
+        # Tensors do not wait; other objects may have tensors of their own.
+        result = to_device(last.result, device)
+        return map_leaves(lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf, result)

@@ -1,0 +1,103 @@
+"""Starts the other ranks of a host, as Lightning does, and ends what is left of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+
+from lightning_pipeshift.runtime.liveness.failure import print_at_once
+
+_POLL_SECONDS: Final = 0.5
+# How long the ranks may take to end each other by themselves, and to say why.
+_GRACE_SECONDS: Final = 20.0
+
+
+class Launcher(_SubprocessScriptLauncher):
+    """Lightning's launcher, except for what happens when a process ends with an error.
+
+    Lightning then kills all others within 5 seconds, before they have said why. Here the ranks
+    notice by themselves; what has not ended some seconds later is killed, for example a rank that
+    waits for one that ended before they were connected.
+    """
+
+    def launch(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: pl.Trainer | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Starts the processes, and calls a function in this one.
+
+        Args:
+            function: what to call.
+            args: its arguments.
+            trainer: not used.
+            kwargs: further arguments of the function.
+        """
+        self.cluster_environment.validate_settings(
+            num_devices=self.num_processes, num_nodes=self.num_nodes
+        )
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+            first = self.cluster_environment.node_rank() * self.num_processes + 1
+            watching = threading.Thread(
+                target=_watch, args=(self.procs, first), name="launcher", daemon=True
+            )
+            watching.start()
+        return function(*args, **kwargs)
+
+
+class NotebookLauncher(_MultiProcessingLauncher):
+    """Starts the ranks as copies of this process, as a notebook is no script that could be run
+    again. What they have trained is copied back.
+    """
+
+    def __init__(self, strategy: ParallelStrategy) -> None:
+        super().__init__(strategy, start_method="fork")
+
+    def launch(self, *args: Any, **kwargs: Any) -> Any:
+        """Starts the processes, and calls a function in them; takes what Lightning's does."""
+        if dist.is_initialized():
+            # Of a run in this process alone; the copies would take it for theirs.
+            dist.destroy_process_group()
+        return super().launch(*args, **kwargs)
+
+
+def _watch(children: Sequence[subprocess.Popen[Any]], first_rank: int) -> None:
+    """Ends this process and its children, if one has ended with an error and the others do not.
+
+    Args:
+        children: the processes.
+        first_rank: that of the first of them.
+    """
+    while True:
+        time.sleep(_POLL_SECONDS)
+        codes = [child.poll() for child in children]
+        if all(code == 0 for code in codes):
+            return
+        failed = next((number for number, code in enumerate(codes) if code), None)
+        if failed is not None:
+            break
+    # If this process ends meanwhile, so does this thread.
+    time.sleep(_GRACE_SECONDS)
+    for child in children:
+        with suppress(OSError):
+            child.kill()
+    print_at_once(
+        f"The process of rank {first_rank + failed} ended with exit code"
+        f" {codes[failed]}, and {_GRACE_SECONDS:g} s later the other ranks of this host had not"
+        " ended by themselves: they are killed. Look at what that rank has printed."
+    )
+    os._exit(1)

@@ -1,0 +1,1 @@
+"""Precision plugins: a memory budget around each step, and decisions over all stages."""

@@ -1,0 +1,1 @@
+"""One microbatch on one stage: the pass, the batch, its timing."""

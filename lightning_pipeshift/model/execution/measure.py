@@ -1,0 +1,213 @@
+"""Measures the time and memory of each layer, before training, on this stage's device.
+
+This gives a first guess, for the plan of the first steps. Training itself is measured later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_pipeshift.model.execution.trees import flatten, leaves_of
+from lightning_pipeshift.model.gates.gate import Gate
+from lightning_pipeshift.model.parameters.gradient_box import GradientBox
+from lightning_pipeshift.model.parameters.uses import Slot, slots_of, substituted
+from lightning_pipeshift.model.saved.recompute import LayerCall
+from lightning_pipeshift.model.saved.saved_tensors import Observer, SavedTable, address_of
+from lightning_pipeshift.model.trace.placeholder import Placeholder
+from lightning_pipeshift.model.user_state.preserve import Arguments
+from lightning_pipeshift.model.user_state.random_streams import RandomStreams
+from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
+
+_REPEATS = 3
+
+
+class Figures(NamedTuple):
+    """Time and memory of one layer for a microbatch.
+
+    Args:
+        forward_seconds: its forward.
+        backward_seconds: its backward, 0 where it was not measured.
+        tensors: the saved tensors of its forward.
+        input_bytes: the size of its inputs.
+    """
+
+    forward_seconds: float
+    backward_seconds: float = 0.0
+    tensors: tuple[SavedTensor, ...] = ()
+    input_bytes: int = 0
+
+    def plus(self, other: Figures) -> Figures:
+        """The sum of two calls."""
+        return Figures(
+            self.forward_seconds + other.forward_seconds,
+            self.backward_seconds + other.backward_seconds,
+            self.tensors,
+            self.input_bytes + other.input_bytes,
+        )
+
+
+class Stopwatch:
+    """Times every layer once while a flow is recorded.
+
+    Each layer runs by itself on synthetic inputs of the recorded shapes, so no other layer has to
+    be on this stage, and nothing in the model changes. Layers of the same class, shapes and kinds
+    of inputs are timed once.
+
+    Args:
+        device: where to run.
+        streams: to keep the random state as it is.
+        trains: whether to measure backwards too.
+        held: addresses of memory that is held anyway, besides parameters and buffers: the batch's.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        streams: RandomStreams,
+        trains: bool = False,
+        held: Collection[int] = (),
+    ) -> None:
+        self.figures: dict[int, Figures] = {}
+        self._device = device
+        self._streams = streams
+        self._trains = trains
+        self._held = frozenset(held)
+        self._known: dict[Any, Figures | None] = {}
+
+    def observe(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Times the layer on inputs like these, unless it fails on synthetic inputs."""
+        leaves, rebuild = flatten((args, kwargs))
+        signature = (
+            type(gate.layer),
+            tuple((name, tuple(p.shape)) for name, p in gate.layer.named_parameters()),
+            tuple(
+                # A layer's output requires a gradient, and then more is saved.
+                (tuple(x.shape), x.dtype, isinstance(x, Placeholder))
+                if isinstance(x, Tensor)
+                else repr(x)
+                for x in leaves
+            ),
+        )
+        if signature not in self._known:
+            figures = self._time(gate, leaves, rebuild, self._trains)
+            if figures is None and self._trains:
+                figures = self._time(gate, leaves, rebuild, False)
+            self._known[signature] = figures
+        figures = self._known[signature]
+        if figures is not None:
+            before = self.figures.get(gate.index)
+            self.figures[gate.index] = figures if before is None else before.plus(figures)
+
+    def renumber(self, place_of: Sequence[int]) -> None:
+        """Gives the layers other numbers.
+
+        Args:
+            place_of: the new number of each layer.
+        """
+        self.figures = {place_of[layer]: figures for layer, figures in self.figures.items()}
+
+    def _time(
+        self, gate: Gate, leaves: Sequence[Any], rebuild: Any, trains: bool
+    ) -> Figures | None:
+        slots = slots_of(gate.layer)
+        forward = backward = float("inf")
+        observer = Observer()
+        try:
+            with (
+                self._streams.switched("measure", gate.index),
+                torch.set_grad_enabled(trains),
+                # The modes that follow the step take longer than small operations, and must not
+                # record the measurement as user code.
+                _disable_current_modes(),
+                torch._C.DisableTorchFunction(),
+                substituted(slots, self._here(slots, trains)),
+            ):
+                for repeat in range(_REPEATS):
+                    made_up = [self._made_up(leaf, trains) for leaf in leaves]
+                    args, kwargs = rebuild(made_up)
+                    # A layer may add to its arguments: a cache of keys and values.
+                    before = Arguments(args, kwargs)
+                    # Counting takes time; the best of several runs excludes it.
+                    run: Callable[[], Any] = partial(gate.run, *args, **kwargs)
+                    if repeat == 0:
+                        table = SavedTable(left_out=self._stand_ins(leaves, made_up))
+                        run = LayerCall(gate, args, kwargs, table, observer).run
+                    try:
+                        output, seconds = self._seconds(run)
+                    finally:
+                        before.put_back()
+                    forward = min(forward, seconds)
+                    ends = [x for x in leaves_of(output) if isinstance(x, Tensor) and x.grad_fn]
+                    seconds = 0.0
+                    if ends:
+                        ones = [torch.ones_like(end) for end in ends]
+                        _, seconds = self._seconds(partial(torch.autograd.backward, ends, ones))
+                    backward = min(backward, seconds)
+                    observer.end()
+        except Exception:
+            # Any error only means that this layer needs real inputs; the planner estimates by its
+            # parameters instead.
+            return None
+        return Figures(
+            forward,
+            backward,
+            tuple(observer.of_layers.get(gate.index, ())) if trains else (),
+            observer.of_inputs.get(gate.index, 0),
+        )
+
+    def _stand_ins(self, leaves: Sequence[Any], made_up: Sequence[Any]) -> Iterator[int]:
+        """Addresses of stand-ins for memory that is held anyway."""
+        for leaf, number in zip(leaves, made_up, strict=True):
+            is_real = isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder)
+            if is_real and address_of(leaf) in self._held:
+                yield address_of(number)
+
+    def _seconds(self, run: Callable[[], Any]) -> tuple[Any, float]:
+        self._wait()
+        start = time.perf_counter()
+        result = run()
+        self._wait()
+        return result, time.perf_counter() - start
+
+    def _here(self, slots: Sequence[Slot], trains: bool) -> dict[int, Tensor]:
+        found = {}
+        for slot in slots:
+            tensor = slot.get()
+            if tensor is not None:
+                stand_in = self._stand_in(tensor, slot.is_buffer)
+                if trains and tensor.requires_grad:
+                    stand_in.requires_grad_()
+                found[id(tensor)] = stand_in
+        return found
+
+    def _stand_in(self, tensor: Tensor, is_buffer: bool) -> Tensor:
+        if tensor.is_meta:
+            # No rank holds the whole model. Any other numbers take as long as the layer's own.
+            return self._numbers(tensor)
+        # Buffers are copied: a layer may write to its running statistics.
+        return tensor.detach().to(self._device, copy=is_buffer)
+
+    def _made_up(self, leaf: Any, trains: bool) -> Any:
+        if not isinstance(leaf, Placeholder):
+            return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+        numbers = self._numbers(leaf)
+        if trains and (numbers.is_floating_point() or numbers.is_complex()):
+            # Like the output of an earlier layer: no leaf, so that this one may write to it.
+            return GradientBox(numbers).open()
+        return numbers
+
+    def _numbers(self, like: Tensor) -> Tensor:
+        if like.dtype.is_floating_point or like.dtype.is_complex:
+            return torch.randn(like.shape, device=self._device).to(like.dtype)
+        return torch.zeros(like.shape, dtype=like.dtype, device=self._device)
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

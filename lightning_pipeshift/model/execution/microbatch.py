@@ -1,0 +1,144 @@
+"""Cuts a batch into microbatches, and merges their results into those of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeshift.errors import BatchError
+from lightning_pipeshift.model.execution.trees import flatten, structure_of
+
+
+def batch_size_of(batch: Any) -> int:
+    """The number of samples: the length of the first tensor in the batch.
+
+    Raises:
+        BatchError: the batch holds no tensor with a dimension.
+    """
+    for leaf in flatten(batch)[0]:
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return leaf.size(0)
+    raise BatchError(
+        f"A batch of type {type(batch).__name__} holds no tensor with a batch dimension, so it"
+        " cannot be cut into microbatches. Let the DataLoader return tensors whose first dimension"
+        " counts the samples, or set `microbatches=1`."
+    )
+
+
+def split(batch: Any, num_microbatches: int) -> list[tuple[Any, int]]:
+    """Cuts a batch along its first dimension into at most ``num_microbatches`` slices of nearly
+    equal size.
+
+    Tensors are cut, and lists and tuples of strings of the same length; values without a batch
+    dimension go into every slice. The first slices are one sample larger where the count does not
+    divide; no slice is empty.
+
+    Args:
+        batch: a nested structure of tensors.
+        num_microbatches: the most slices; a batch of fewer samples gives as many slices as it has
+            samples.
+
+    Returns:
+        The slices, and how many samples each holds.
+
+    Raises:
+        BatchError: tensors of the batch differ in their first dimension.
+    """
+    if num_microbatches == 1:
+        leaves = flatten(batch)[0]
+        sized = any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves)
+        return [(batch, batch_size_of(batch) if sized else 1)]
+    size = batch_size_of(batch)
+    leaves, rebuild = flatten(batch, is_leaf=lambda node: _is_column(node, size))
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.dim() and leaf.size(0) != size:
+            raise BatchError(
+                f"The batch holds tensors of {size} and of {leaf.size(0)} samples (shape"
+                f" {tuple(leaf.shape)}), so it is not clear how to cut it into microbatches. The"
+                " first dimension of every tensor in a batch has to count the samples: move what is"
+                " common to all samples out of the batch (a buffer of the LightningModule, say), or"
+                " set `microbatches=1`."
+            )
+    count = max(1, min(num_microbatches, size))
+    sizes = [len(part) for part in torch.tensor_split(torch.empty(size, 0), count)]
+    pieces = [_pieces(leaf, sizes) for leaf in leaves]
+    return [
+        (rebuild([piece[number] for piece in pieces]), sizes[number]) for number in range(count)
+    ]
+
+
+def _is_column(node: Any, size: int) -> bool:
+    """Whether a list holds one plain value (a name, a number) for each sample."""
+    return (
+        isinstance(node, list | tuple)
+        and len(node) == size
+        and all(isinstance(entry, str | bytes | int | float) for entry in node)
+    )
+
+
+def _pieces(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
+    ends = list(accumulate(sizes))
+    if isinstance(leaf, Tensor) and leaf.dim():
+        # Each slice has its own version counter: a step that writes to its batch in place must not
+        # disturb the backward of another microbatch.
+        return [
+            (leaf if leaf.requires_grad else leaf.data).narrow(0, end - size, size)
+            for size, end in zip(sizes, ends, strict=True)
+        ]
+    if _is_column(leaf, sum(sizes)):
+        return [leaf[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    return [leaf] * len(sizes)
+
+
+def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """The weighted mean of scalars or equal-shaped tensors.
+
+    A single value comes back as it is, with the very same bits.
+    """
+    if len(values) == 1 or not sum(weights):
+        return values[0]
+    # A value with weight 0 may be anything, even NaN.
+    counted = [(v, w) for v, w in zip(values, weights, strict=True) if w]
+    values, weights = [v for v, _ in counted], [w for _, w in counted]
+    total = sum(weights)
+    mean = values[0] * (weights[0] / total)
+    for value, weight in zip(values[1:], weights[1:], strict=True):
+        mean = mean + value * (weight / total)
+    return mean
+
+
+def merge(results: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
+    """Merges the results of a batch's microbatches.
+
+    Tensors with the samples in their first dimension are joined; scalars are averaged with the
+    microbatches' weights; anything else becomes a list with one entry for each microbatch.
+    """
+    if len(results) == 1:
+        return results[0]
+    flat = [flatten(result) for result in results]
+    if len({structure_of(result) for result in results}) != 1:
+        return list(results)
+    merged = [
+        _merge_leaf(list(column), sizes, weights)
+        for column in zip(*(leaves for leaves, _ in flat), strict=True)
+    ]
+    return flat[0][1](merged)
+
+
+def _merge_leaf(leaves: list[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
+    if all(isinstance(leaf, Tensor) for leaf in leaves):
+        if all(
+            leaf.dim() and leaf.size(0) == size for leaf, size in zip(leaves, sizes, strict=True)
+        ):
+            return torch.cat(leaves)
+        if all(leaf.dim() == 0 and leaf.is_floating_point() for leaf in leaves):
+            return weighted_mean(leaves, weights)
+    if all(
+        leaf is leaves[0] or (not isinstance(leaf, Tensor) and leaf == leaves[0]) for leaf in leaves
+    ):
+        return leaves[0]
+    return leaves

@@ -1,0 +1,775 @@
+"""One microbatch's forward pass on one stage, as the gates see it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.execution.finite import FiniteCheck
+from lightning_pipeshift.model.execution.timing import Timer
+from lightning_pipeshift.model.execution.trees import flatten, map_leaves
+from lightning_pipeshift.model.gates.gate import Gate, StageDone
+from lightning_pipeshift.model.gates.side_outputs import Report
+from lightning_pipeshift.model.parameters.gradient_box import GradientBox, SharedParameters
+from lightning_pipeshift.model.saved.between_layers import BetweenLayers
+from lightning_pipeshift.model.saved.recompute import LayerCall, Region
+from lightning_pipeshift.model.saved.saved_tensors import Observer, SavedTable
+from lightning_pipeshift.model.trace.operations import (
+    Kind,
+    Operations,
+    applied_functions_seen,
+    is_transformed,
+    kind_of,
+    tensors_of,
+    with_tensors,
+)
+from lightning_pipeshift.model.trace.placeholder import (
+    Placeholder,
+    Watcher,
+    dtype_named,
+    spec_of,
+    watching,
+)
+from lightning_pipeshift.model.trace.trace import Entry, Trace
+from lightning_pipeshift.model.user_state.random_streams import RandomStreams
+from lightning_pipeshift.plan.inputs.flow import Call, TensorSpec, Value
+
+# The attribute of tensors that depend on a layer in the pass under way.
+_MARK = "_pipeshift_pass"
+
+
+# What user code is told of a stand-in for something that needs a gradient. It is no part of a graph
+# itself: one would save stand-ins, where others save values.
+_OF_TRACKED: dict[str, Callable[[], Any]] = {
+    "requires_grad.__get__": lambda: True,
+    "is_leaf.__get__": lambda: False,
+    "grad_fn.__get__": lambda: torch.ones((), requires_grad=True).clone().grad_fn,
+    # Where the value is, the hook is registered.
+    "register_hook": lambda: RemovableHandle(OrderedDict()),
+    "retain_grad": lambda: None,
+}
+
+
+class _Where:
+    """Where a pass is. Apart from the pass, as the graph refers to it: it would keep the pass, and
+    that keeps the graph.
+    """
+
+    layer = ""
+
+
+class Memory(Protocol):
+    """Keeps the budget for what layers save."""
+
+    def before_layer(self, layer: int) -> None:
+        """A layer is about to save what it saves."""
+
+    def after_layer(self, layer: int) -> None:
+        """A layer has saved what it saves."""
+
+
+@dataclass
+class StagePass(Watcher):
+    """Runs the stage's own layers and the operations on what they return, stands in for the earlier
+    ones, and ends the step at the later ones.
+
+    Args:
+        trace: the flow of this microbatch; ``None`` where one stage does everything, and nothing
+            was followed.
+        layers: the stage's own layers.
+        is_last: whether this is the virtual machine's last stage, which runs the code after the
+            last layer too.
+        received: the payload of the boundary in front of ``layers``. It is not held any longer than
+            the model holds it: what is saved of it may go elsewhere.
+        device: the stage's device.
+        streams: the generators to switch.
+        key: what the random streams of this microbatch depend on.
+        shared: the shared parameters held here.
+        recompute: the layers that let go of what they save, and run again before the backward.
+        timer: measures the layers, where somebody wants to know.
+        table: what the layers have saved.
+        memory: keeps the budget for that, where there is one.
+        observer: notes what the layers save, where somebody wants to know.
+        resident: addresses of what the model has anyway, where what is saved is counted or noted.
+        before_layer: called with the number of a layer that is about to run.
+        outgoing: what the next stage is to get, out of reach of user code that writes in place.
+        edges: where the gradients of that enter this stage's graph; ``None`` where none flows.
+        boxes: where the gradients of ``received`` are found after the backward.
+        result: what the step has returned, on the last stage.
+        resolve_state: puts values where user code has kept placeholders.
+        order: the layers in the order of their calls.
+        finite: checks the arguments and the results of layers for NaN; ``None``: no check.
+    """
+
+    trace: Trace | None
+    layers: range
+    is_last: bool
+    received: dict[Value, Tensor]
+    device: torch.device
+    streams: RandomStreams
+    key: tuple[int | str, ...]
+    shared: SharedParameters
+    recompute: frozenset[int] = frozenset()
+    timer: Timer | None = None
+    table: SavedTable = field(default_factory=SavedTable)
+    memory: Memory | None = None
+    observer: Observer | None = None
+    resident: Set[int] = frozenset()
+    before_layer: Callable[[int], None] | None = None
+    outgoing: dict[Value, Tensor] = field(default_factory=dict)
+    edges: dict[Value, Any] = field(default_factory=dict)
+    boxes: dict[Value, GradientBox] = field(default_factory=dict)
+    result: Any = None
+    resolve_state: Callable[[Callable[[Any], Any]], None] | None = None
+    order: list[int] = field(default_factory=list)
+    finite: FiniteCheck | None = None
+
+    def __post_init__(self) -> None:
+        self._part = self.trace.part(self.layers) if self.trace is not None else None
+        self._position = 0
+        self._number = 0
+        self._event = 0
+        self._events: dict[int, int] = {}
+        """By the seed of a stream, which event it belongs to."""
+        self._begun_at: dict[int, int] = {}
+        """By position of a call, the number of events before it."""
+        self._ended = False
+        self._trains = torch.is_grad_enabled()
+        self._values: dict[Value, Tensor] = {}
+        """Values that are here, by their present names."""
+        self._names: dict[Value, Value] = {}
+        """By the name that a placeholder has, the value's present name."""
+        self._wanted: set[Value] = set()
+        self._sources: dict[Value, list[Value]] = {}
+        """By the first name of a wanted value, its later ones that are wanted."""
+        self._kept: dict[Value, Tensor] = {}
+        self._checkpointed: dict[Value, Tensor] = {}
+        """What the model asks for once more, as it checkpoints by itself what asks for it."""
+        self._regions: list[Region] = []
+        self._reports: list[Report] = []
+        """What has left the layer that was called last besides its return value."""
+        self._where = _Where()
+        self._saves = BetweenLayers(self.table, self.observer, self.resident)
+        self._mode = Operations(self)
+        self._mark = object()
+        self._draws_on_host = self.trace.draws_on_host if self.trace is not None else None
+        self._looks_at_layers = not (
+            self.trace is None
+            and self.memory is None
+            and self.timer is None
+            and self.before_layer is None
+            and self.finite is None
+            and not self.recompute
+            and not self._looks_at_saved
+        )
+        if self.trace is not None:
+            if not self.is_last:
+                self._wanted = {value for value, _ in self.trace.payload(self.layers.stop)}
+            for value in self._wanted:
+                root = self.trace.root(value)
+                if root != value:
+                    self._sources.setdefault(root, []).append(value)
+            for value, tensor in self.received.items():
+                self._receive(self.trace, value, tensor)
+        if not self._runs_user_code:
+            self.received.clear()
+
+    def _receive(self, trace: Trace, value: Value, tensor: Tensor) -> None:
+        handed_out = tensor
+        passed_on = value in self._wanted
+        if passed_on and self._runs_user_code and value in trace.rewritten:
+            # What crosses a boundary is the value as it was computed: user code here writes to its
+            # own copy.
+            handed_out = tensor.clone()
+        # Also where no gradient is expected back: if one comes, it is not lost silently.
+        if value in trace.tracked and torch.is_grad_enabled():
+            box = self.boxes[value] = GradientBox(handed_out)
+            handed_out = box.open()
+        # User code may be given it as it is.
+        self._values[value] = self._marked(handed_out)
+        if passed_on:
+            self.outgoing[value], self.edges[value] = tensor.detach(), _edge(handed_out)
+
+    @property
+    def layer_under_way(self) -> str:
+        """The layer that runs, forward or backward, or has run last."""
+        return self._where.layer
+
+    @property
+    def _runs_user_code(self) -> bool:
+        if self.trace is None or self._part is None or self.is_last or self.trace.writes_state:
+            return True
+        return bool(self._part.calls or self._part.gaps)
+
+    def run(self, step: Callable[[], Any]) -> None:
+        """Runs the stage's part of ``step``; a stage without layers only passes its payload on."""
+        if not self._runs_user_code:
+            return
+        try:
+            self._events[self.streams.go_to(0, host=self._draws_on_host)] = 0
+            self.shared.enter_segment(0)
+            self._enter_gap()
+            if self.observer is not None:
+                self.observer.begin()
+            with watching(self), applied_functions_seen(), self._hooks(), self._mode:
+                self.result = step()
+            if not self.is_last and self._calls_more:
+                raise LayerError(
+                    "The step ended before it called the layers of the later stages. Let the step"
+                    " call the same layers for every batch."
+                )
+            if self.is_last and self.trace is not None:
+                self.result = map_leaves(self.value_of, self.result)
+                if self.trace.keeps and self.resolve_state is not None:
+                    self.resolve_state(self.kept_value)
+        except StageDone:
+            pass
+        finally:
+            self._ended = True
+            self.shared.leave_layer()
+            self._values.clear()
+            self._kept.clear()
+            self.received.clear()
+        # Only now is user code done with what the layers were given.
+        self._regions = [region for region in self._regions if region.let_go()]
+
+    @property
+    def _calls_more(self) -> bool:
+        return self.trace is not None and self._position < len(self.trace.flow.calls)
+
+    def _hooks(self) -> AbstractContextManager[Any]:
+        return self._saves.watched() if self._trains and self._looks_at_saved else nullcontext()
+
+    @property
+    def _looks_at_saved(self) -> bool:
+        """Whether somebody keeps or notes what is saved."""
+        return self.table.is_kept or self.observer is not None
+
+    def recompute_layers(self) -> None:
+        """Makes again what layers let go of, for the backward that comes next: those first that it
+        needs first, and as many as there is room for. The others run again when they are needed.
+        """
+        for region in reversed(self._regions):
+            if not self.table.has_room(region.num_bytes):
+                break
+            region.run_again()
+        self._regions.clear()
+
+    # --- values ---
+
+    def value_of(self, leaf: Any) -> Any:
+        """The value that a placeholder stands for; anything else as it is.
+
+        Raises:
+            LayerError: another stage has it, and has not sent it.
+        """
+        if not isinstance(leaf, Placeholder):
+            return leaf
+        if leaf.label is not None and leaf.owner is not self._mark:
+            raise LayerError(
+                f"A value of an earlier microbatch is needed ({leaf!r}), which another stage has."
+                " Keep such values in the LightningModule's buffers or attributes as they are at"
+                " the end of a step, and do not use them for the next microbatch."
+            )
+        if self._ended:
+            return self._value_again(leaf)
+        if leaf.label is not None:
+            found = self._values.get(self._present(leaf.label))
+            if found is not None:
+                return found
+        raise LayerError(
+            f"A value that another stage holds is needed here ({leaf!r}), and was not when the step"
+            " was first followed. Let the code between the layers compute the same things for every"
+            " batch, or name the layers in `configure_layers()` so that this code is inside one."
+        )
+
+    def _present(self, value: Value) -> Value:
+        while value in self._names:
+            value = self._names[value]
+        return value
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context for code of ours that runs in the middle of user code."""
+        if self._ended:
+            yield
+            return
+        with self._mode.paused():
+            yield
+
+    def kept_value(self, leaf: Any) -> Any:
+        """Like :meth:`value_of`, and a placeholder where the value is on another stage."""
+        is_ours = isinstance(leaf, Placeholder) and leaf.owner is self._mark
+        if is_ours and leaf.label is not None:
+            return self._values.get(self._present(leaf.label), leaf)
+        return leaf
+
+    def written(self, tensor: Tensor, values: set[Value]) -> None:
+        raise LayerError(
+            f"A tensor of shape {tuple(tensor.shape)} is written to with values that another stage"
+            " holds, and was not when the step was first followed. Let the code between the layers"
+            " compute the same things for every batch, or name the layers in `configure_layers()`"
+            " so that this code is inside one."
+        )
+
+    def draws(self, draw: Callable[[], object]) -> None:
+        if self.trace is not None and self._position in self.trace.open_gaps:
+            draw()
+
+    # --- operations between layers ---
+
+    def operation(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        kind, name = kind_of(function)
+        if self.trace is None and kind is Kind.OPERATION and function is not torch.tensor:
+            # The code of one stage, or of the steps before it is followed: every operation of the
+            # model comes through here.
+            if is_transformed() or not self.shared.are_used(args, kwargs):
+                return function(*args, **kwargs)
+        elif kind is Kind.QUESTION or is_transformed():
+            if name in _OF_TRACKED and isinstance(args[0], Placeholder) and args[0].is_tracked:
+                return _OF_TRACKED[name]()
+            return function(*args, **kwargs)
+        if kind is Kind.READ or function is torch.tensor:
+            args, kwargs = with_tensors((args, kwargs), self.value_of)
+            if kind is Kind.READ:
+                return function(*args, **kwargs)
+        is_followed = self.trace is not None and any(
+            map(self._is_followed, tensors_of((args, kwargs)))
+        )
+        trace, entry = self.trace, None
+        if is_followed and trace is not None:
+            self._number += 1
+            entry = trace.entries.get((self._position, self._number))
+        if trace is None or entry is None:
+            result = function(*self._with_aliases(args), **self._with_aliases(kwargs))
+            if is_followed:
+                # What every stage has and writes to stays what every stage has.
+                given = {id(x) for x in tensors_of((args, kwargs)) if not self._is_followed(x)}
+                self._marked([x for x in tensors_of(result) if id(x) not in given])
+            return result
+        if entry.name != name:
+            raise LayerError(
+                f"The code between the layers calls `{name}` where it called `{entry.name}` when it"
+                " was first followed: it took another way. Let what it decides depend on the batch"
+                " only, or name the layers in `configure_layers()` so that this code is inside one."
+            )
+        if entry.layer in self.layers or (entry.is_view and self._is_here(args, kwargs)):
+            return self._compute(entry, function, args, kwargs)
+        return self._stand_in(trace, entry, function, args, kwargs)
+
+    def _is_followed(self, tensor: Tensor) -> bool:
+        """Whether a tensor depends on a layer, or is a parameter that learns."""
+        if isinstance(tensor, Placeholder) or getattr(tensor, _MARK, None) is self._mark:
+            return True
+        is_parameter = tensor.requires_grad and self.shared.knows(tensor)
+        return is_parameter and torch.is_grad_enabled()
+
+    def _marked(self, result: Any) -> Any:
+        """Lets tensors be known for something that depends on a layer."""
+        for tensor in tensors_of(result):
+            if not isinstance(tensor, Placeholder):
+                setattr(tensor, _MARK, self._mark)
+        return result
+
+    def _with_aliases(self, tree: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return tree
+        return with_tensors(tree, lambda x: self.shared.alias(x) if self.shared.knows(x) else x)
+
+    def _is_here(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return not any(
+            isinstance(self.kept_value(x), Placeholder) for x in tensors_of((args, kwargs))
+        )
+
+    def _compute(
+        self,
+        entry: Entry,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        given: list[Tensor] = []
+
+        def real(tensor: Tensor) -> Tensor:
+            value = entry.given.get(len(given))
+            if value is not None:
+                tensor = self._values.get(value, tensor)
+            elif isinstance(tensor, Placeholder):
+                tensor = self.value_of(tensor)
+            elif self.shared.knows(tensor):
+                tensor = self.shared.alias(tensor)
+            given.append(tensor)
+            return tensor
+
+        args, kwargs = with_tensors((args, kwargs), real)
+        result = function(*args, **kwargs)
+        returned, _ = flatten(result)
+        for found, leaf in zip(entry.returns, returned, strict=True):
+            if isinstance(found, Value):
+                self._computed(found, leaf)
+        for old, new in entry.renames.items():
+            tensor = self._values.pop(old, None)
+            if tensor is not None:
+                self._values[new] = tensor
+            self._names[old] = new
+            self._rewritten(new)
+        for number, value in entry.writes.items():
+            self._values[value] = given[number]
+            self._computed(value, given[number])
+            self._marked(given[number])
+        return self._marked(result)
+
+    def _computed(self, value: Value, tensor: Tensor) -> None:
+        """Notes a value that may have to be sent on."""
+        if value in self._wanted:
+            self._send_on(value, tensor)
+        if value in self._sources:
+            self._kept[value] = tensor
+
+    def _rewritten(self, value: Value) -> None:
+        if value in self._wanted and self.trace is not None:
+            root = self.trace.root(value)
+            tensor = self._kept.get(root, self._values.get(value))
+            if tensor is not None:
+                self._send_on(value, tensor)
+
+    def _send_on(self, value: Value, tensor: Tensor) -> None:
+        assert self.trace is not None
+        if self._ended:
+            return
+        data = tensor.detach()
+        self.outgoing[value] = data.clone() if value in self.trace.rewritten else data
+        self.edges[value] = _edge(tensor)
+
+    def _stand_in(
+        self,
+        trace: Trace,
+        entry: Entry,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """What stands for the result of an operation that another stage computes."""
+        given = list(tensors_of((args, kwargs)))
+        if entry.draws:
+            # Draws that come after it are the same on every stage.
+            torch.no_grad()(function)(*self._numbers(args), **self._numbers(kwargs))
+        leaves: list[Any] = []
+        described = zip(entry.returns, entry.specs, entry.template.constants, strict=True)
+        for found, spec, constant in described:
+            if found is None or (spec is None and not isinstance(found, int)):
+                leaves.append(constant)
+            elif isinstance(found, int):
+                leaves.append(given[found])
+            else:
+                leaf = self._values.get(found) if found in trace.eager else None
+                if leaf is None:
+                    assert spec is not None
+                    leaf = self._placeholder(trace, found, spec)
+                leaves.append(leaf)
+        for old, new in entry.renames.items():
+            self._names[old] = new
+        for number in entry.writes:
+            self._marked(given[number])
+        return entry.template.rebuild(leaves)
+
+    def _numbers(self, tree: Any) -> Any:
+        return with_tensors(
+            tree,
+            lambda x: (
+                # A tensor like the placeholder would be one itself.
+                torch.ones(x.shape, dtype=x.dtype, device=self.device)
+                if isinstance(x, Placeholder)
+                else x.detach().clone()
+            ),
+        )
+
+    # --- the gates ---
+
+    def visit(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._ended:
+            return self._again(gate, args, kwargs)
+        with self._mode.paused():
+            output = self._visit(gate, args, kwargs)
+        if gate.reports is not None:
+            reports, self._reports = self._reports, []
+            gate.reports.give(reports)
+        return output
+
+    def _visit(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        position = self._position
+        self._position += 1
+        if self.trace is None:
+            self.order.append(gate.index)
+            if self._looks_at_layers:
+                output = self._run(gate, position, args, kwargs)
+                self._enter_gap()
+            else:
+                self._enter(gate, position)
+                output = gate.original(*args, **kwargs)
+                self._leave()
+            return output
+        calls = self.trace.flow.calls
+        if position >= len(calls) or calls[position].layer != gate.index:
+            raise LayerError(
+                f"The layer {gate.name!r} is called out of turn: when the step was first followed,"
+                " another layer was called here. Let the step call the same layers in the same"
+                " order for every batch of a shape."
+            )
+        assert self._part is not None
+        if not self.is_last and self._part.is_over(position):
+            raise StageDone
+        if position not in self._part.calls:
+            if self.trace.events[position]:
+                self._event += self.trace.events[position] - 1
+                self.leave_scope()
+            output, self._reports = self._skip(self.trace, position)
+        else:
+            args, kwargs = map_leaves(self.value_of, (args, kwargs))
+            output = self._run(gate, position, args, kwargs)
+        self._enter_gap()
+        return output
+
+    def _enter_gap(self) -> None:
+        """From here on, user code in front of the next layer runs."""
+        self._number = 0
+        if self.trace is None:
+            self._saves.in_front_of(0)
+            return
+        calls = self.trace.flow.calls
+        if self._position < len(calls):
+            self._saves.in_front_of(calls[self._position].layer)
+        elif calls:
+            self._saves.behind(calls[-1].layer)
+
+    # --- random streams ---
+
+    def enter_scope(self) -> None:
+        if self._ended:
+            # A part of the pass runs again. Whoever lets it has put the generators back to where
+            # they were when it began, and that tells where it is.
+            event = self._events.get(self.streams.seed_in_force())
+            if event is None:
+                return
+            self._event = event
+            self.streams.resume(*self.key)
+        self._event += 1
+        if not self._ended:
+            self.shared.enter_segment(self._event)
+        seed = self.streams.go_to(self._event, host=self._draws_on_host)
+        self._events[seed] = self._event
+
+    leave_scope = enter_scope
+
+    def _skip(self, trace: Trace, position: int) -> Any:
+        call, template = trace.flow.calls[position], trace.templates[position]
+        leaves: list[Any] = []
+        for number, spec in enumerate(call.leaves):
+            value = Value(call.layer, call.call, number)
+            if spec is None:
+                leaves.append(template.constants[number])
+                continue
+            leaf = self._values.get(value)
+            if leaf is None or value not in trace.eager:
+                leaf = self._placeholder(trace, value, spec)
+            leaves.append(leaf)
+        return template.rebuild(leaves)
+
+    def _placeholder(self, trace: Trace, value: Value, spec: TensorSpec) -> Tensor:
+        leaf = Placeholder.standing_for(value, spec, self.device, self._mark)
+        leaf.is_tracked = value in trace.tracked and torch.is_grad_enabled()
+        return leaf
+
+    def _run(self, gate: Gate, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.before_layer is not None:
+            self.before_layer(gate.index)
+        self._enter(gate, position)
+        if self.finite is not None:
+            self.finite.before_layer(gate.name, (args, kwargs))
+        begin = self.timer.now() if self.timer is not None else None
+        output = self._call(gate, position, args, kwargs)
+        if gate.reports is not None:
+            self._reports = gate.reports.take()
+        leaves, _ = flatten((output, self._reports), opens_objects=True)
+        if self.finite is not None:
+            self.finite.after_layer(gate.name, leaves, (args, kwargs))
+        if self.memory is not None:
+            self._note_backward(gate.name, leaves)
+        if self.timer is not None:
+            self.timer.add("forward", gate.index, begin, self.timer.now())
+            self.timer.watch_backward(gate.index, leaves)
+        for leaf in leaves:
+            if isinstance(leaf, Placeholder):
+                raise LayerError(
+                    f"The layer {gate.name!r} was given a value that another stage holds"
+                    f" ({leaf!r}): when the step was first followed it did not need it. Let the"
+                    " step pass the same values on for every batch."
+                )
+        self._leave()
+        if self.trace is None:
+            return output
+        self._marked(leaves)
+        call = self.trace.flow.calls[position]
+        for number, leaf in enumerate(leaves):
+            value = Value(call.layer, call.call, number)
+            if value in self._wanted or value in self._sources:
+                self._check(gate, call, number, leaf)
+                self._computed(value, leaf)
+        # At its last layer a stage may have nothing left to do; a region that checkpoints has to be
+        # left in good order.
+        assert self._part is not None
+        is_over = self._part.is_over(self._position) and self._position not in self._part.gaps
+        if is_over and not self.is_last and self._saves.is_undisturbed():
+            raise StageDone
+        return output
+
+    def _enter(self, gate: Gate, position: int) -> None:
+        """A layer begins."""
+        self._begun_at[position] = self._event
+        self.enter_scope()
+        self.shared.enter_layer(gate.index)
+        self._where.layer = gate.name
+
+    def _leave(self) -> None:
+        """The layer ends."""
+        self.shared.leave_layer()
+        self.leave_scope()
+
+    def _note_backward(self, name: str, leaves: Sequence[Any]) -> None:
+        """Lets a backward that reaches the layer say so."""
+
+        where = self._where
+
+        def enter(_: Any) -> None:
+            where.layer = name
+
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.grad_fn.register_prehook(enter)
+
+    def _call(
+        self, gate: Gate, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        # A model that checkpoints by itself has its own way with what is saved.
+        if self._is_saved_plainly():
+            if self.memory is not None:
+                self.memory.before_layer(gate.index)
+            output = self._under_hooks(gate, position, args, kwargs)
+            if self.memory is not None:
+                self.memory.after_layer(gate.index)
+            return output
+        if self._trains:
+            self._checkpointed.update(self._values)
+        return gate.run(*args, **kwargs)
+
+    def _under_hooks(
+        self, gate: Gate, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        table, observer = self.table, self.observer
+        if gate.index in self.recompute:
+            draw = partial(self._draw_again, gate, position)
+            region = Region(gate, args, kwargs, draw, table, observer)
+            output = region.run()
+            # What is known of earlier microbatches: user code leaves the inputs alone.
+            if self.memory is not None and gate.keeps_inputs:
+                region.let_go()
+            self._regions.append(region)
+            return output
+        if self._looks_at_saved:
+            return LayerCall(gate, args, kwargs, table, observer).run()
+        return gate.run(*args, **kwargs)
+
+    def _is_saved_plainly(self) -> bool:
+        """Whether autograd saves what the backward needs, as it is."""
+        return torch.is_grad_enabled() and self._saves.is_undisturbed()
+
+    def _draw_again(self, gate: Gate, position: int) -> None:
+        self.streams.begin(*self.key)
+        self._event = self._begun_at[position]
+        self.streams.go_to(self._event)
+        self.enter_scope()
+
+    def _check(self, gate: Gate, call: Call, number: int, leaf: Any) -> None:
+        expected = call.leaves[number] if number < len(call.leaves) else None
+        if (
+            expected is not None
+            and isinstance(leaf, Tensor)
+            and leaf.shape == expected.shape
+            and leaf.dtype is dtype_named(expected.dtype)
+        ):
+            return
+        found = spec_of(leaf) if isinstance(leaf, Tensor) else None
+        # Of the strides nothing is asked: kernels choose their order, and on its way a value takes
+        # that of the record.
+        raise LayerError(
+            f"The layer {gate.name!r} returned {found}, but {expected} was worked out for this"
+            " batch. The shape of what a layer returns may depend on the shapes of its inputs only."
+        )
+
+    def _again(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A layer runs again in the backward (activation checkpointing in the user's model), with
+        the same numbers.
+        """
+        order = self.order
+        if self.trace is not None:
+            order = [call.layer for call in self.trace.flow.calls]
+        positions = [place for place, layer in enumerate(order) if layer == gate.index]
+        if len(positions) != 1:
+            raise LayerError(
+                f"The layer {gate.name!r} is called several times in a pass and checkpointed by the"
+                " model. Checkpoint inside the layer instead."
+            )
+        (position,) = positions
+        with self._mode.paused() if self._mode.is_innermost() else nullcontext():
+            if self.trace is not None and position not in self.trace.part(self.layers).calls:
+                output, _ = self._skip(self.trace, position)
+            else:
+                self._draw_again(gate, position)
+                args, kwargs = map_leaves(self._value_again, (args, kwargs))
+                output = self._marked(gate.run(*args, **kwargs))
+        # What follows is the code behind this call, once more.
+        self._position, self._number = position + 1, 0
+        self._names = {}
+        self._mode.begin_in_backward()
+        return output
+
+    def backward(self, roots: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
+        """Runs this stage's part of the backward."""
+        self._values = {}
+        torch.autograd.backward(roots, gradients)
+        self.end_backward()
+
+    def end_backward(self) -> None:
+        """Makes sure that nothing is left of a backward in which parts of the pass ran again."""
+        self._mode.end_backward()
+
+    def _value_again(self, leaf: Any) -> Any:
+        """A value for a recomputation, whose graph is thrown away: only its values count."""
+        if not isinstance(leaf, Placeholder) or leaf.label is None:
+            return leaf
+        name = self._present(leaf.label)
+        if name in self._values:
+            return self._values[name]
+        found = self._checkpointed.get(name)
+        if found is None:
+            return leaf
+        again = found.detach()
+        if found.requires_grad:
+            again = GradientBox(again).open()
+        self._values[name] = again
+        return again
+
+
+def _edge(tensor: Tensor) -> Any:
+    return torch.autograd.graph.get_gradient_edge(tensor) if tensor.requires_grad else None

@@ -1,0 +1,1 @@
+"""Layers, and the gate in front of each."""

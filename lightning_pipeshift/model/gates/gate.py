@@ -1,0 +1,161 @@
+"""The gate in front of a layer: the only place where PipeShift touches one.
+
+A gate replaces the layer's ``forward``. While a pass is under way, the pass handles the call;
+otherwise the layer behaves as without a gate.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable
+from types import MethodType
+from typing import Any, Protocol
+
+from torch import nn
+
+from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.gates.side_outputs import Reports
+
+
+class StageDone(BaseException):
+    """Ends a stage's part of a step: everything after this point belongs to later stages.
+
+    Not an ``Exception``, so that error handlers in user code do not catch it.
+    """
+
+
+class Pass(Protocol):
+    """One run of the user's step, as the gates see it."""
+
+    def visit(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Handles a call of the gate's layer, and returns its result."""
+
+
+class Scoped(Protocol):
+    """One run of the user's step, as modules with their own random stream see it."""
+
+    def enter_scope(self) -> None:
+        """Called when such a module begins."""
+
+    def leave_scope(self) -> None:
+        """Called when such a module ends."""
+
+
+class Switch:
+    """State shared by the gates of one model: the pass under way, if any."""
+
+    def __init__(self) -> None:
+        self.current: Pass | None = None
+
+
+class Gate:
+    """Stands in front of one layer.
+
+    Args:
+        name: the layer's qualified name.
+        layer: the module.
+        index: the layer's place in the call order.
+        switch: shared with the model's other gates.
+    """
+
+    def __init__(self, name: str, layer: nn.Module, index: int, switch: Switch) -> None:
+        self.name = name
+        self.layer = layer
+        self.index = index
+        self.writes_to_buffers: bool | None = None
+        """Whether the layer writes to its buffers when it runs; ``None`` until that is known."""
+        self.keeps_inputs = False
+        """Whether the layer's inputs were unchanged at the end of the last forward."""
+        self._switch = switch
+        self._installed: Callable[..., Any] | None = None
+        self.reports: Reports | None = None
+        """The values that leave the layer by other ways than its result, if any were found."""
+        self.had_own_forward = "forward" in layer.__dict__
+        self.original: Callable[..., Any] = layer.forward
+        """The layer's own ``forward``."""
+
+    def install(self) -> None:
+        """Puts the gate in front of the layer."""
+        if hasattr(self.original, "__pipeshift__"):
+            raise LayerError(
+                f"The layer {self.name!r} already has a gate: an earlier run of the same model was"
+                " not ended."
+            )
+
+        self._installed = _Forward(self)
+        self.layer.__dict__["forward"] = self._installed
+
+    def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the result of a call of the layer."""
+        current = self._switch.current
+        if current is None:
+            return self.original(*args, **kwargs)
+        return current.visit(self, args, kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the layer itself."""
+        if self.reports is None:
+            return self.original(*args, **kwargs)
+        with self.reports.collecting():
+            return self.original(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Restores the layer's own ``forward``."""
+        if self._installed is None:
+            return
+        if self.had_own_forward:
+            self.layer.__dict__["forward"] = self.original
+        else:
+            self.layer.__dict__.pop("forward", None)
+        self._installed = None
+
+
+class _Forward:
+    """Replaces a module's ``forward``. A copy of the module gets the original one."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.__pipeshift__ = gate
+        functools.update_wrapper(self, gate.original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__pipeshift__.answer(args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        gate = self.__pipeshift__
+        if gate.had_own_forward:
+            return copy.deepcopy(gate.original, memo)
+        copied = memo.get(id(gate.layer))
+        return self if copied is None else MethodType(type(copied).forward, copied)
+
+    @property
+    def __code__(self) -> Any:
+        return self.__pipeshift__.original.__code__
+
+
+class Scope(Gate):
+    """Stands in front of a module that is no layer, but has its own random stream: a part of a
+    layer, or a module with layers in it.
+    """
+
+    def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the result of a call of the module."""
+        current: Any = self._switch.current
+        if current is None:
+            return self.original(*args, **kwargs)
+        current.enter_scope()
+        output = self.original(*args, **kwargs)
+        current.leave_scope()
+        return output
+
+
+def install(gates: Iterable[Gate]) -> None:
+    """Puts all gates in place."""
+    for gate in gates:
+        gate.install()
+
+
+def remove(gates: Iterable[Gate]) -> None:
+    """Removes all gates."""
+    for gate in gates:
+        gate.remove()

@@ -1,0 +1,1 @@
+"""Parameters: who uses them, values on other stages, models that are built later."""

@@ -1,0 +1,500 @@
+"""Tensors on other stages: parameters, copies of them, and values computed from them.
+
+A stage holds its own layers; of the others it knows the names. Hooks run on every stage, on all
+parameters: ``average.mul_(0.9).add_(parameter)``. A value lives where its inputs live: the stage
+that has the parameter computes this; on the others the parameter, and then the average, are tensors
+of this kind, which have a shape and a type but no values. Torch's own meta tensors would not do:
+many operations, ``add_`` among them, silently ignore a meta tensor among their inputs.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
+
+from lightning_pipeshift.errors import LayerError, PipeShiftError, some_of
+from lightning_pipeshift.model.trace.placeholder import META, Placeholder
+from lightning_pipeshift.model.trace.schema import written_arguments
+
+_NORMS = (
+    "Norms of gradients over all stages come from `self.clip_gradients` and"
+    " `lightning_pipeshift.grad_norm`."
+)
+_OWN_ATTRIBUTES = frozenset({"_home", "_is_param"})
+
+
+class OwnerLookup(Protocol):
+    """Finds the stages that hold tensors, during a run."""
+
+    device: torch.device
+    """The device of this stage."""
+
+    def stages_of(self, names: Collection[str]) -> set[int]:
+        """The stages that hold all of these parameters and buffers."""
+
+    def is_held(self, tensor: Tensor) -> bool:
+        """Whether a tensor shares memory with a part of the model that this stage holds."""
+
+    def copied(self, tensor: Tensor) -> str | None:
+        """The parameter or buffer of which user code keeps a copy with this tensor's memory."""
+
+    def aliases(self, tensor: Tensor, afresh: bool = False) -> list[Tensor]:
+        """The tensors kept by user code that have the same memory.
+
+        Args:
+            tensor: its memory is compared.
+            afresh: whether to search again, instead of using an earlier result.
+        """
+
+
+_known: list[OwnerLookup | None] = [None]
+
+
+def set_owner_lookup(known: OwnerLookup | None) -> None:
+    """Sets the object that finds tensors from here on; ``None``: no run is under way."""
+    _known[0] = known
+
+
+class _Home:
+    """The place of the values of a memory; views share it.
+
+    Args:
+        lives_with: see :class:`Elsewhere`.
+        is_the_models: see :class:`Elsewhere`.
+    """
+
+    __slots__ = ("is_the_models", "lives_with")
+
+    def __init__(self, lives_with: frozenset[str], is_the_models: bool = False) -> None:
+        self.lives_with = lives_with
+        self.is_the_models = is_the_models
+
+
+class Elsewhere(Tensor):
+    """A tensor whose values are on other stages.
+
+    Its device is the meta device. Operations on it return tensors of this class. Writing to it has
+    no effect on this stage, as the stages that hold the tensor do it. Writing it into a tensor of
+    this stage makes that one a tensor of this class as well. Reading it is an error.
+
+    Args:
+        data: has its shape and type; on the meta device.
+        home: the place of its values.
+        requires_grad: as for any tensor.
+    """
+
+    _home: _Home
+
+    @staticmethod
+    def __new__(cls, data: Tensor, home: _Home, requires_grad: bool = False) -> Elsewhere:
+        self: Elsewhere = Tensor._make_subclass(cls, data, requires_grad)
+        self._home = home
+        return self
+
+    @classmethod
+    def like(
+        cls, tensor: Tensor, lives_with: Iterable[str], is_the_models: bool = False
+    ) -> Elsewhere:
+        """A tensor of this class that can replace a tensor.
+
+        Args:
+            tensor: the tensor.
+            lives_with: see the property.
+            is_the_models: whether it is a parameter or buffer itself, and stays one whatever is
+                written to it.
+        """
+        data = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
+        made = cls(data, _Home(frozenset(lives_with), is_the_models), tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter):
+            made._is_param = True
+        return made
+
+    @property
+    def lives_with(self) -> frozenset[str]:
+        """The names of the parameters and buffers that it is or was computed from: its values are
+        on the stages that hold all of these.
+        """
+        return self._home.lives_with
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+            return _set_data(*args)
+        try:
+            with _writing(), torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        except PipeShiftError:
+            raise
+        except RuntimeError as error:
+            # Some of torch's own code (`torch.tensor([x])`) does not dispatch to subclasses.
+            if "meta tensor" not in str(error):
+                raise
+            leaves = pytree.tree_leaves((args, kwargs))
+            absent = [leaf for leaf in leaves if isinstance(leaf, Elsewhere)]
+            raise _reading(getattr(func, "__name__", str(func)), absent) from error
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(issubclass(kind, Placeholder) for kind in types):
+            # The other class, a placeholder's, computes the shape.
+            return NotImplemented
+        return _dispatch(func, args, kwargs or {})
+
+    # --- methods that do not dispatch an operation ---
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"Elsewhere({tuple(self.shape)}, {self.dtype}, with {_named(self.lives_with)})"
+
+    def tolist(self) -> Any:
+        """Raises LayerError."""
+        _refuse_reading("tolist", [self])
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Raises LayerError."""
+        _refuse_reading("numpy", [self])
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        _refuse_reading("numpy", [self])
+
+    def __format__(self, format_spec: str) -> str:
+        if format_spec:
+            _refuse_reading("format", [self])
+        return repr(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Elsewhere:
+        if id(self) in memo:
+            found: Elsewhere = memo[id(self)]
+            return found
+        copied = memo[id(self)] = Elsewhere.like(self, self.lives_with)
+        if self.grad is not None:
+            copied.grad = copy.deepcopy(self.grad, memo)
+        own = {name: value for name, value in vars(self).items() if name not in _OWN_ATTRIBUTES}
+        vars(copied).update(copy.deepcopy(own, memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if _known[0] is None:
+            # Part of a model that no rank can hold whole, which stays distributed after the run.
+            is_parameter = isinstance(self, nn.Parameter)
+            like = torch.empty_strided(self.size(), self.stride(), dtype=self.dtype, device=META)
+            return _unpickled, (like, self.lives_with, self.requires_grad, is_parameter)
+        raise LayerError(
+            f"A tensor cannot be pickled here: it lives with {_named(self.lives_with)}, on"
+            f" {_stages(self.lives_with)}. Save it with `trainer.save_checkpoint`, as a part of the"
+            " state dict of the LightningModule or of a callback, which is made whole there; or"
+            " after the run, when every rank has everything."
+        )
+
+
+def _unpickled(
+    like: Tensor, lives_with: frozenset[str], requires_grad: bool, is_parameter: bool
+) -> Elsewhere:
+    fresh = nn.Parameter(like, requires_grad) if is_parameter else like
+    return Elsewhere.like(fresh, lives_with)
+
+
+# --- operations ---
+
+
+def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = func._schema.name
+    if name.startswith("aten::_foreach_"):
+        return _for_each(func, args, kwargs)
+    if name == "aten::equal" and args[0] is args[1]:
+        return True
+    leaves, _ = pytree.tree_flatten((args, kwargs))
+    absent = [leaf for leaf in leaves if isinstance(leaf, Elsewhere)]
+    if torch.Tag.data_dependent_output in func.tags or (
+        torch.Tag.dynamic_output_shape in func.tags
+    ):
+        _refuse_reading(name, absent)
+    return _without_values(func, args, kwargs, absent)
+
+
+def _without_values(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], absent: list[Elsewhere]
+) -> Any:
+    """The result of an operation on a stage that lacks its inputs."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    lives_with = _together(func, absent, leaves)
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        # The stage that has the tensor draws random numbers, so all stages have to.
+        drawn = pytree.tree_unflatten([_some_numbers(leaf) for leaf in leaves], spec)
+        if "device" in drawn[1]:
+            drawn[1]["device"] = _device()
+        func(*drawn[0], **drawn[1])
+    plain = [_on_meta(leaf) for leaf in leaves]
+    before = {id(new): old for new, old in zip(plain, leaves, strict=True) if new is not old}
+    before |= {id(leaf): leaf for leaf in absent}
+    plain_args, plain_kwargs = pytree.tree_unflatten(plain, spec)
+    if plain_kwargs.get("device") is not None:
+        plain_kwargs["device"] = META
+    if "generator" in plain_kwargs:
+        plain_kwargs["generator"] = None
+    try:
+        with no_dispatch():
+            result = func(*plain_args, **plain_kwargs)
+    except NotImplementedError as error:
+        raise _reading(func._schema.name, absent) from error
+    for written in written_arguments(func, args, kwargs):
+        if not isinstance(written, Elsewhere):
+            _note_writing(written, lives_with, func)
+        elif not written._home.is_the_models:
+            written._home.lives_with = lives_with
+    is_view = any(a.alias_info and not a.alias_info.is_write for a in func._schema.arguments)
+    home = absent[0]._home if is_view else _Home(lives_with)
+
+    def standing_for(made: Tensor) -> Tensor:
+        # An in-place operation returns its argument.
+        return before[id(made)] if id(made) in before else Elsewhere(made, home)
+
+    return pytree.tree_map_only(Tensor, standing_for, result)
+
+
+def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an operation on lists of tensors, of which some may be on this stage, item by item."""
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple) and a]
+    length = len(lists[0])
+
+    def part(numbers: Sequence[int]) -> Any:
+        def chosen(argument: Any) -> Any:
+            if isinstance(argument, list | tuple) and len(argument) == length:
+                return [argument[number] for number in numbers]
+            return argument
+
+        return tuple(map(chosen, args)), {key: chosen(value) for key, value in kwargs.items()}
+
+    here, results = [], {}
+    for number in range(length):
+        some_args, some_kwargs = part([number])
+        leaves = pytree.tree_leaves((some_args, some_kwargs))
+        absent = [leaf for leaf in leaves if isinstance(leaf, Elsewhere)]
+        if absent:
+            results[number] = _without_values(func, some_args, some_kwargs, absent)
+        else:
+            here.append(number)
+    if here:
+        some_args, some_kwargs = part(here)
+        found = func(*some_args, **some_kwargs)
+        results |= {n: [one] for n, one in zip(here, found or [None] * len(here), strict=True)}
+    if any(result is None or result == [None] for result in results.values()):
+        return None
+    return [results[number][0] for number in range(length)]
+
+
+def _together(func: Any, absent: Sequence[Elsewhere], leaves: Iterable[Any]) -> frozenset[str]:
+    """The names that the result of an operation lives with.
+
+    Args:
+        func: the operation.
+        absent: those of its inputs that have no values here.
+        leaves: all of its inputs.
+
+    Raises:
+        LayerError: its inputs are on different stages.
+    """
+    names = frozenset().union(*(tensor.lives_with for tensor in absent))
+    known = _known[0]
+    if known is not None:
+        _refuse_copies(func, names, leaves, known)
+    if known is not None and len(names) > 1 and not known.stages_of(names):
+        places = "; ".join(
+            f"{_named(one)} on {_stages(one)}"
+            for one in dict.fromkeys(tensor.lives_with for tensor in absent)
+        )
+        raise LayerError(
+            f"`{_short(func)}` takes tensors that no stage has all of: {places}. User code between"
+            " the steps can compute with what is on the same stage: with a parameter, its gradient"
+            f" and its copies. {_NORMS} What needs several layers' values belongs into"
+            " `training_step`, or after the run."
+        )
+    return names
+
+
+def _refuse_copies(
+    func: Any, names: frozenset[str], leaves: Iterable[Any], known: OwnerLookup
+) -> None:
+    for leaf in leaves:
+        # Of a copy, too, other stages have no values: each would take the result for another's.
+        if not isinstance(leaf, Tensor) or leaf.is_meta:
+            continue
+        name = known.copied(leaf)
+        if name is not None and not known.stages_of({*names, name}):
+            raise LayerError(
+                f"`{_short(func)}` takes a copy of {name!r}, and what is made of {_named(names)}:"
+                f" the one is on {_stages([name])}, the other on {_stages(names)}. Copies of the"
+                " model that callbacks and the LightningModule keep are where their originals are,"
+                " for averages and the like. A model of its own that you train or evaluate beside"
+                " this one must not look like a copy: keep it outside of callbacks and the"
+                " LightningModule, in a global variable, say."
+            )
+
+
+def _on_meta(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor) or leaf.is_meta:
+        return leaf
+    if leaf.layout != torch.strided:
+        return leaf.to(META)
+    return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=META)
+
+
+def _some_numbers(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.ones(leaf.shape, dtype=leaf.dtype, device=_device())
+
+
+def _device() -> torch.device:
+    known = _known[0]
+    return known.device if known is not None else torch.device("cpu")
+
+
+# --- writing to tensors of this stage ---
+
+
+class _Writing(threading.local):
+    """The tensors that the torch functions under way have written to, innermost last."""
+
+    def __init__(self) -> None:
+        self.under_way: list[list[tuple[Tensor, frozenset[str], str]]] = []
+
+
+_writes = _Writing()
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """Context of one torch function. The tensors it has written to become ``Elsewhere`` when it is
+    over: before that, torch itself still refers to them.
+    """
+    written: list[tuple[Tensor, frozenset[str], str]] = []
+    _writes.under_way.append(written)
+    try:
+        yield
+    finally:
+        _writes.under_way.pop()
+    for tensor, lives_with, function in written:
+        if not isinstance(tensor, Elsewhere):
+            _send_away(tensor, lives_with, function)
+
+
+def _note_writing(tensor: Tensor, lives_with: frozenset[str], func: Any) -> None:
+    if not _writes.under_way:
+        raise LayerError(_cannot_be_written(lives_with, _short(func)))
+    _writes.under_way[-1].append((tensor, lives_with, _short(func)))
+
+
+def _send_away(tensor: Tensor, lives_with: frozenset[str], function: str) -> None:
+    """Makes a tensor an ``Elsewhere``, with all tensors that share its memory."""
+    known = _known[0]
+    refusal = _cannot_be_written(lives_with, function)
+    if known is not None and known.is_held(tensor):
+        raise LayerError(refusal)
+    aliases = {id(tensor): tensor}
+    for afresh in (False, True):
+        if _num_references(tensor) != len(aliases) and known is not None:
+            kept = [tensor, *known.aliases(tensor, afresh)]
+            aliases = {id(alias): alias for alias in kept}
+    if _num_references(tensor) != len(aliases):
+        # Some other reference would keep the old values.
+        raise LayerError(refusal)
+    for alias in aliases.values():
+        try:
+            swap(alias, Elsewhere.like(alias, lives_with))
+        except RuntimeError as error:
+            raise LayerError(refusal) from error
+
+
+def _num_references(tensor: Tensor) -> int:
+    """How many tensors, and other objects, refer to the memory of this one."""
+    # The storage object made here counts as one. It has to live while torch counts: from some
+    # version of torch after 2.7 on it stays by itself, and until then it is gone.
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
+def _cannot_be_written(lives_with: frozenset[str], function: str) -> str:
+    return (
+        f"`{function}` writes what is made of {_named(lives_with)} into a tensor of this stage, and"
+        f" that value is on {_stages(lives_with)} only. An average, or anything else that is kept"
+        " of a parameter, lives where the parameter lives: make it as a copy of the parameter"
+        " (`parameter.detach().clone()`, `torch.zeros_like(parameter)`, `copy.deepcopy(module)`)"
+        " and write to it, not into other parameters, into gradients, or into a part of a larger"
+        f" tensor. {_NORMS}"
+    )
+
+
+def _set_data(tensor: Tensor, data: Tensor) -> None:
+    """``tensor.data = data`` for a tensor that is elsewhere: has no effect on values here."""
+    assert isinstance(tensor, Elsewhere)
+    if not isinstance(data, Elsewhere):
+        # A write has no effect here, but the shape may change.
+        data = Elsewhere.like(data, tensor.lives_with)
+    with torch._C.DisableTorchFunctionSubclass():
+        Tensor.data.__set__(tensor, data)  # type: ignore[attr-defined]
+    if not tensor._home.is_the_models:
+        tensor._home = _Home(data.lives_with)
+
+
+def swap(tensor: Tensor, fresh: Tensor) -> None:
+    """Gives a tensor the values, the device and the class of another one. The object stays the
+    same, with its attributes and hooks; so optimizers, schedulers and the user's own references
+    stay valid.
+    """
+    attributes = {name: v for name, v in vars(tensor).items() if name not in _OWN_ATTRIBUTES}
+    torch.utils.swap_tensors(tensor, fresh)
+    vars(tensor).update(attributes)
+    # The swap moves the hooks to the other object: assigning them again puts them into effect.
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(tensor, name)
+        if hooks:
+            setattr(tensor, name, None)
+            setattr(tensor, name, hooks)
+
+
+# --- messages ---
+
+
+def _refuse_reading(function: str, absent: Sequence[Elsewhere]) -> NoReturn:
+    raise _reading(function, absent)
+
+
+def _reading(function: str, absent: Sequence[Elsewhere]) -> LayerError:
+    names = frozenset().union(*(tensor.lives_with for tensor in absent))
+    return LayerError(
+        f"`{_short(function)}` reads the value of {_named(names)}, or of something that was made of"
+        f" it (a gradient, a copy, a norm): that is on {_stages(names)}, and here are its shape and"
+        " its type only. Compute with it and keep the result, which lives there too, and is saved"
+        f" from there; or leave it out where `tensor.is_meta`. {_NORMS} After the run every rank"
+        " has all values."
+    )
+
+
+def _short(function: Any) -> str:
+    name = function if isinstance(function, str) else function._schema.name
+    name = str(name).removeprefix("aten::")
+    return "item" if name == "_local_scalar_dense" else name
+
+
+def _named(names: Iterable[str]) -> str:
+    return some_of([repr(name) for name in sorted(names)])
+
+
+def _stages(names: Collection[str]) -> str:
+    known = _known[0]
+    if known is None:
+        return "another stage"
+    stages = sorted(known.stages_of(names))
+    return "stage " + " and ".join(map(str, stages)) if stages else "no single stage"

@@ -1,0 +1,223 @@
+"""Where a stage's autograd graph begins: at received payloads, and at shared parameters.
+
+For both, the stage passes a tensor to user code whose gradient goes into a box instead of a leaf.
+Such a tensor is not a leaf, so user code may modify it in place; it is neither a view nor a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeshift.model.parameters.uses import ParameterUse
+
+Sums = dict[tuple[str, int], Tensor]
+
+_CONTAINERS = (tuple, list, dict, slice)
+
+# Inputs that make autograd record the functions below, which have no other differentiable input.
+_anchors: dict[torch.device, Tensor] = {}
+
+
+class GradientBox:
+    """Holds the gradient of a tensor that was passed to user code, after the backward."""
+
+    __slots__ = ("gradient", "source")
+
+    def __init__(self, source: Tensor) -> None:
+        self.source: Tensor | None = source
+        self.gradient: Tensor | None = None
+
+    def open(self) -> Tensor:
+        """The tensor, to be used in a forward pass; once only."""
+        assert self.source is not None
+        anchor = _anchors.get(self.source.device)
+        if anchor is None or anchor.is_inference():
+            with torch.inference_mode(False):
+                anchor = torch.zeros((), device=self.source.device, requires_grad=True)
+            _anchors[self.source.device] = anchor
+        tensor: Tensor = _Open.apply(anchor, self)  # type: ignore[no-untyped-call]
+        return tensor
+
+    def take(self, gradient: Tensor) -> None:
+        """Called in the backward, once for each graph that uses the tensor."""
+        self.gradient = gradient
+
+
+class _Open(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, box: GradientBox) -> Tensor:
+        ctx.box = box
+        source, box.source = box.source, None
+        assert source is not None
+        return source
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.box.take(gradients[0])
+        return None, None
+
+
+class _SegmentBox(GradientBox):
+    __slots__ = ("key", "sums")
+
+    def __init__(self, source: Tensor, sums: Sums, key: tuple[str, int]) -> None:
+        super().__init__(source)
+        self.sums = sums
+        self.key = key
+
+    def take(self, gradient: Tensor) -> None:
+        if self.key in self.sums:
+            self.sums[self.key] = self.sums[self.key] + gradient
+        else:
+            self.sums[self.key] = gradient
+
+
+class SharedParameters:
+    """Collects the gradients of shared parameters separately for each segment. A segment is the
+    code between two places where a module with its own random stream begins or ends; segments are
+    the same on every split.
+
+    In a layer, the module's slots refer to a stand-in for each shared parameter. For code between
+    layers, a stand-in replaces each shared parameter that it passes to a function of torch.
+
+    Args:
+        uses: the shared parameters that this stage holds.
+        others: the other parameters that it holds. Code between layers may use them too, if it is
+            not followed.
+    """
+
+    def __init__(self, uses: list[ParameterUse], others: Iterable[ParameterUse] = ()) -> None:
+        self.uses = uses
+        self.sums: Sums = {}
+        """By a parameter's name and the number of the segment."""
+        self._names = {id(use.parameter): use.name for use in [*uses, *others]}
+        self._by_layer: dict[int, list[ParameterUse]] = {}
+        for use in uses:
+            for layer in use.used_in:
+                self._by_layer.setdefault(layer, []).append(use)
+        self._segment = 0
+        self._here: Sequence[ParameterUse] = ()
+        """The shared parameters of the layer under way."""
+        self._aliases: dict[int, Tensor] = {}
+        self._replaced: list[ParameterUse] = []
+        self._last_call: dict[int, int] = {}
+        """By layer, the segment in which it was called last."""
+        self.was_handed_out = False
+        """Whether any stand-in was passed on whose gradients go into :attr:`sums`."""
+
+    def enter_layer(self, layer: int) -> None:
+        """From here on, the forward pass is inside of a layer."""
+        self._here = self._by_layer.get(layer, ())
+        self._last_call[layer] = self._segment
+        if self._here:
+            self._replace()
+
+    def leave_layer(self) -> None:
+        """From here on, the forward pass is between layers."""
+        self._here = ()
+        if self._aliases or self._replaced:
+            self.restore()
+
+    def enter_segment(self, segment: int) -> None:
+        """From here on, the forward pass is in another segment.
+
+        Args:
+            segment: the number of begins and ends of modules with their own random stream before
+                it.
+        """
+        self._segment = segment
+        if self._aliases or self._replaced:
+            self.restore()
+        if self._here:
+            self._replace()
+
+    def _replace(self) -> None:
+        if not torch.is_grad_enabled():
+            return
+        for use in self._here:
+            if use.parameter.requires_grad:
+                alias = self._opened(use.parameter, use.name)
+                for slot in use.slots:
+                    slot.put(alias)
+                self._replaced.append(use)
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter that is held here."""
+        return id(tensor) in self._names
+
+    def are_used(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a function that is called with this may be given a parameter that is held here:
+        a quick look, which does not go into lists and the like.
+        """
+        names = self._names
+        for values in (args, kwargs.values()) if kwargs else (args,):
+            for value in values:
+                if id(value) in names or isinstance(value, _CONTAINERS):
+                    return True
+        return False
+
+    def alias(self, parameter: Tensor) -> Tensor:
+        """The stand-in that code between layers uses for a parameter."""
+        if not (parameter.requires_grad and torch.is_grad_enabled()):
+            return parameter
+        alias = self._aliases.get(id(parameter))
+        if alias is None:
+            alias = self._opened(parameter, self._names[id(parameter)])
+            self._aliases[id(parameter)] = alias
+        return alias
+
+    def _opened(self, parameter: Tensor, name: str) -> Tensor:
+        self.was_handed_out = True
+        # `detach` shares the memory and the version counter, so autograd still notices changes of
+        # the parameter.
+        return _SegmentBox(parameter.detach(), self.sums, (name, self._segment)).open()
+
+    def restore(self) -> None:
+        """Makes the model refer to the parameters themselves again."""
+        self._aliases = {}
+        for use in self._replaced:
+            for slot in use.slots:
+                slot.put(use.parameter)
+        self._replaced = []
+
+    def begin_step(self) -> None:
+        """Forgets the gradients of the step before."""
+        self.sums.clear()
+        self.was_handed_out = False
+
+    def total(self, use: ParameterUse, start: Tensor | None) -> Tensor | None:
+        """``start`` plus the gradients of this stage's segments, in order; ``None`` without any of
+        these.
+        """
+        segments = sorted(segment for name, segment in self.sums if name == use.name)
+        for segment in segments:
+            part = self.sums[use.name, segment]
+            start = part if start is None else start + part
+        return start
+
+    def total_with_own(self, use: ParameterUse, start: Tensor | None) -> Tensor | None:
+        """The same plus the gradient that accumulated in the parameter itself."""
+        total, own = self.total(use, start), use.parameter.grad
+        if own is None or total is None:
+            return own if total is None else total
+        return total + own
+
+    def add_own(self, uses: Iterable[ParameterUse]) -> None:
+        """For parameters that turned out to be shared during the step: adds the gradients of all
+        segments to that from their own layer, in the order of the segments.
+
+        Args:
+            uses: the parameters that are held here.
+        """
+        known = {use.name for use in self.uses}
+        names = {name for name, _ in self.sums} - known
+        for use in uses:
+            if use.name not in names:
+                continue
+            if use.parameter.grad is not None and use.layers:
+                self.sums[use.name, self._last_call.get(use.layers[0], 0)] = use.parameter.grad
+            use.parameter.grad = self.total(use, None)

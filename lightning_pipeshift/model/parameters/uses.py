@@ -1,0 +1,338 @@
+"""Which layers use each parameter, and how a stage releases the parameters that it does not need.
+
+A parameter that exactly one layer uses moves with that layer. All others are *shared*: loose
+parameters (in no layer), tied ones (in several modules with their own random stream), and those
+that user code uses directly (``F.linear(h, self.embed.weight)``). The forward pass is cut into
+*segments* where modules with their own random stream begin and end, which is the same on every
+split. The gradient of a shared parameter is collected for each segment separately and summed in the
+order of the segments, so the sum has the same bits on every split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeshift.model.parameters.elsewhere import Elsewhere, swap
+from lightning_pipeshift.model.trace.placeholder import META
+
+
+class Slot(NamedTuple):
+    """A place in the module tree that refers to a parameter or buffer."""
+
+    module: nn.Module
+    name: str
+    is_buffer: bool
+
+    def put(self, tensor: Tensor | None) -> None:
+        """Makes the place refer to ``tensor``, whatever its type."""
+        (self.module._buffers if self.is_buffer else self.module._parameters)[self.name] = tensor  # type: ignore[assignment]
+
+    def get(self) -> Tensor | None:
+        """The tensor that the place refers to."""
+        return (self.module._buffers if self.is_buffer else self.module._parameters)[self.name]
+
+
+def slots_of(module: nn.Module) -> list[Slot]:
+    """Every place in a module tree that refers to a parameter or buffer."""
+    return [
+        Slot(owner, name, is_buffer)
+        for owner in module.modules()
+        for is_buffer, table in ((False, owner._parameters), (True, owner._buffers))
+        for name, tensor in table.items()
+        if tensor is not None
+    ]
+
+
+@contextmanager
+def substituted(slots: Iterable[Slot], tensor_of: Mapping[int, Tensor]) -> Iterator[None]:
+    """Context in which the places refer to other tensors, chosen by the identity of their own."""
+    before = [(slot, slot.get()) for slot in slots]
+    try:
+        for slot, tensor in before:
+            if tensor is not None and id(tensor) in tensor_of:
+                slot.put(tensor_of[id(tensor)])
+        yield
+    finally:
+        for slot, tensor in before:
+            slot.put(tensor)
+
+
+@dataclass
+class ParameterUse:
+    """A parameter of the model.
+
+    Args:
+        name: its first qualified name.
+        parameter: the tensor; the same object for the whole run, wherever its data is.
+        slots: all places that refer to it.
+        layers: the indices of the layers whose modules refer to it.
+        used_in: the indices of the layers that use it when they are called: those whose modules
+            refer to it, and others that have another reference to it.
+        is_tied: whether several modules with their own random stream refer to it.
+        everywhere: whether user code uses it, so that every stage has to hold it.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    slots: list[Slot]
+    layers: tuple[int, ...]
+    used_in: tuple[int, ...]
+    is_tied: bool = False
+    everywhere: bool = False
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether its gradient is a sum over segments, which may be on several stages."""
+        return self.everywhere or self.is_tied or len(self.layers) != 1
+
+    def holders(self, stage_of: list[int], num_stages: int) -> list[int]:
+        """The stages that hold it, in order, given each layer's stage."""
+        if self.everywhere or not self.layers:
+            return list(range(num_stages))
+        return sorted({stage_of[layer] for layer in self.layers})
+
+
+def parameter_uses(
+    root: nn.Module,
+    layers: list[nn.Module],
+    touched: Mapping[int, Set[int]],
+    called: Container[int] | None = None,
+    scopes: Iterable[nn.Module] = (),
+) -> list[ParameterUse]:
+    """Every parameter of ``root`` in the order of ``root.named_parameters()``, with its users.
+
+    Args:
+        root: the LightningModule.
+        layers: its layers, in call order.
+        touched: by the identity of a parameter that is used other than through its own layer, the
+            layers that use it so; empty if only code between layers does.
+        called: the indices of the layers that a training step calls; by default all.
+        scopes: the modules with their own random stream; by default the layers.
+    """
+    scope_of = _scope_of(root, [*layers, *scopes])
+    members = [{id(parameter) for parameter in layer.parameters()} for layer in layers]
+    slots: dict[int, list[Slot]] = {}
+    for slot in slots_of(root):
+        if not slot.is_buffer:
+            slots.setdefault(id(slot.get()), []).append(slot)
+    uses = []
+    for name, parameter in root.named_parameters():
+        inside = tuple(i for i, member in enumerate(members) if id(parameter) in member)
+        places = slots[id(parameter)]
+        use = ParameterUse(
+            name,
+            parameter,
+            places,
+            inside,
+            used_in=tuple(sorted({*inside, *touched.get(id(parameter), ())})),
+            is_tied=len({scope_of[id(slot.module)] for slot in places}) > 1,
+            everywhere=id(parameter) in touched or not inside,
+        )
+        uses.append(use)
+    use_of = {id(use.parameter): use for use in uses}
+    for copied, original in copies_in(root, uses, called):
+        pairs = zip(copied.parameters(), original.parameters(), strict=True)
+        for parameter, other in pairs:
+            # User code that combines the two (an average, a momentum update) runs where the copy
+            # is.
+            use, also = use_of[id(other)], use_of[id(parameter)].layers
+            use.layers = tuple(sorted({*use.layers, *also}))
+    return uses
+
+
+def _scope_of(root: nn.Module, scopes: Sequence[nn.Module]) -> dict[int, int]:
+    """For each module, the identity of the innermost of the given modules that contains it."""
+    inner = set(map(id, scopes))
+    found: dict[int, int] = {}
+
+    def look(module: nn.Module, scope: int) -> None:
+        if id(module) in found:
+            return
+        scope = id(module) if id(module) in inner else scope
+        found[id(module)] = scope
+        for child in module.children():
+            look(child, scope)
+
+    look(root, 0)
+    return found
+
+
+def copies_in(
+    root: nn.Module, uses: Sequence[ParameterUse], called: Container[int] | None
+) -> list[tuple[nn.Module, nn.Module]]:
+    """The modules that are copies of others, each with its original: a teacher and its student, a
+    momentum encoder and its encoder, an average and the averaged module.
+
+    A copy is of the same class and has parameters of the same names and shapes, and no gradient
+    reaches it: its parameters are frozen, or no step calls it. Frozen blocks among trained blocks
+    of the same class are no copies, and neither are many small modules that resemble a trained one.
+
+    Args:
+        root: the LightningModule.
+        uses: its parameters.
+        called: the indices of the layers that a training step calls; ``None`` for all.
+    """
+    idle = {
+        id(use.parameter)
+        for use in uses
+        if not use.parameter.requires_grad
+        or (called is not None and use.layers and not any(layer in called for layer in use.layers))
+    }
+    trained: dict[Any, list[nn.Module]] = {}
+    num_idle: dict[Any, int] = {}
+    parent_of: dict[int, nn.Module] = {}
+    for module in root.modules():
+        parent_of.update((id(child), module) for child in module.children())
+        are_idle = {id(parameter) in idle for parameter in module.parameters()}
+        signature = _signature(module)
+        if are_idle == {False}:
+            trained.setdefault(signature, []).append(module)
+        elif are_idle == {True}:
+            num_idle[signature] = num_idle.get(signature, 0) + 1
+
+    def pairs_in(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+        originals: list[nn.Module] = []
+        signature = _signature(module)
+        others, count = trained.get(signature, []), num_idle.get(signature, 0)
+        if count and count <= _MOST_COPIES * len(others) and len(others) <= _MOST_COPIES * count:
+            parent = parent_of.get(id(module))
+            originals = [
+                other
+                for other in others
+                if not (isinstance(parent, _LISTS) and parent_of.get(id(other)) is parent)
+                and all(id(parameter) in idle for parameter in module.parameters())
+            ]
+        yield from ((module, original) for original in originals)
+        if not originals:
+            for child in module.children():
+                yield from pairs_in(child)
+
+    return list(pairs_in(root))
+
+
+def modules_of_user_code(
+    root: nn.Module,
+    layers: Sequence[nn.Module],
+    uses: Sequence[ParameterUse],
+    called: Container[int] | None,
+) -> set[int]:
+    """The identities of modules in layers that no step calls and that are no copies: only user code
+    between the steps, which runs on every stage, writes to their buffers (the counter of an
+    average).
+
+    Args:
+        root: the LightningModule.
+        layers: its layers.
+        uses: its parameters.
+        called: see :func:`copies_in`.
+    """
+    if called is None:
+        return set()
+    found = {
+        id(module)
+        for index, layer in enumerate(layers)
+        if index not in called
+        for module in layer.modules()
+    }
+    for copied, _ in copies_in(root, uses, called):
+        found -= {id(module) for module in copied.modules()}
+    return found
+
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+# Allows an average for each of several decays, or a teacher of several students.
+_MOST_COPIES = 4
+
+
+def _signature(module: nn.Module) -> Any:
+    return type(module), tuple((name, p.shape) for name, p in module.named_parameters())
+
+
+def hold(tensor: Tensor, data: Tensor) -> None:
+    """Gives values to a parameter or buffer that was on another stage. The object is unchanged."""
+    if data.device.type == tensor.device.type:
+        tensor.data = data
+        return
+    fresh = data
+    if isinstance(tensor, nn.Parameter):
+        fresh = nn.Parameter(data, requires_grad=tensor.requires_grad)
+    # `tensor.data = ...` refuses another backend.
+    swap(tensor, fresh)
+
+
+def release(tensor: Tensor, name: str) -> None:
+    """Releases the values of a parameter or buffer. The object, its shape and its type stay, and
+    operations on it take effect where it is held.
+
+    Args:
+        tensor: the parameter or buffer.
+        name: its name in the whole model.
+    """
+    if not isinstance(tensor, Elsewhere):
+        swap(tensor, Elsewhere.like(tensor, [name], is_the_models=True))
+    tensor.grad = None
+
+
+def other_state(layer: nn.Module) -> dict[tuple[str, str], Any]:
+    """A layer's state other than parameters: its modules' buffers (``None`` for an empty one), and
+    under the name ``""`` what a module adds to a state dict.
+    """
+    found: dict[tuple[str, str], Any] = {}
+    for owner, module in layer.named_modules():
+        found |= {(owner, name): buffer for name, buffer in module._buffers.items()}
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            found[owner, ""] = module.get_extra_state()
+    return found
+
+
+def take_other_state(layer: nn.Module, state: dict[tuple[str, str], Any]) -> None:
+    """Gives a layer the result of :func:`other_state` on another rank."""
+    modules = dict(layer.named_modules())
+    for (owner, name), value in state.items():
+        if name:
+            give_buffer(modules[owner], name, value)
+        else:
+            modules[owner].set_extra_state(value)
+
+
+def give_buffer(module: nn.Module, name: str, value: Tensor | None) -> None:
+    """Gives a module a buffer's new values. If shape and type are unchanged, the buffer stays the
+    same object.
+    """
+    before = module._buffers.get(name)
+    if before is None or value is None:
+        module._buffers[name] = value
+    elif before.shape != value.shape or before.dtype is not value.dtype:
+        module._buffers[name] = value.to(before.device) if before.device != META else value
+    elif before.device == META:
+        hold(before, value)
+    else:
+        with torch.no_grad():
+            before.copy_(value)
+
+
+class flat_weights_forgotten:
+    """Context in which recurrent modules hold no weak references to their parameters.
+
+    ``nn.LSTM`` and similar modules keep weak references for a fast path, and a tensor with weak
+    references cannot be swapped.
+    """
+
+    def __init__(self, *roots: nn.Module) -> None:
+        self._modules = [
+            module for root in roots for module in root.modules() if isinstance(module, nn.RNNBase)
+        ]
+
+    def __enter__(self) -> None:
+        for module in self._modules:
+            module._flat_weight_refs = []
+
+    def __exit__(self, *_: object) -> None:
+        for module in self._modules:
+            module._init_flat_weights()

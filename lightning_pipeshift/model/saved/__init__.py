@@ -1,0 +1,1 @@
+"""The tensors that autograd saves for the backward: kept, moved, compressed, recomputed."""

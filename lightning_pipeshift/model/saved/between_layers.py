@@ -1,0 +1,71 @@
+"""Handles the tensors that the code between layers saves for its backward.
+
+This is user code. It runs on the stage of the layer that follows it, and saves tensors as layers
+do: an activation function between two layers saves its output, a loss the logarithms of all
+probabilities. They count for that layer, and may be moved like its own saved tensors; but running
+the layer again does not recompute them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from lightning_pipeshift.model.saved.hooks import saving, top_hooks
+from lightning_pipeshift.model.saved.saved_tensors import Observer, Saved, SavedTable, address_of
+from lightning_pipeshift.model.trace.placeholder import Placeholder
+from lightning_pipeshift.plan.inputs.saved_tensors import BEHIND, FRONT
+
+
+class BetweenLayers:
+    """The position of the code between layers, in one microbatch's forward.
+
+    The graph refers to this object, so it must not refer to anything that holds the graph.
+
+    Args:
+        table: the microbatch's saved tensors.
+        observer: records saved tensors, if that is needed.
+        resident: addresses of the model's own tensors.
+    """
+
+    def __init__(self, table: SavedTable, observer: Observer | None, resident: Set[int]) -> None:
+        self._table = table
+        self._observer = observer
+        self._resident = resident
+        self._layer = 0
+        self._number = FRONT
+
+    def in_front_of(self, layer: int) -> None:
+        """From here on, code in front of a layer runs."""
+        self._layer, self._number = layer, FRONT
+
+    def behind(self, layer: int) -> None:
+        """From here on, code behind the last layer runs."""
+        self._layer, self._number = layer, BEHIND
+
+    def watched(self) -> AbstractContextManager[Any]:
+        """Context in which our hooks handle the tensors saved outside of layers."""
+        return saving(self._pack, _unpacked)
+
+    def is_undisturbed(self) -> bool:
+        """Whether no other saved-tensor hooks are in force."""
+        top = top_hooks()
+        return top is None or top[0] == self._pack
+
+    def _pack(self, tensor: Tensor) -> Saved | Placeholder:
+        if isinstance(tensor, Placeholder):
+            # Activation checkpointing in the model saves the inputs of a skipped layer.
+            return tensor
+        number, self._number = self._number, self._number + 1
+        if self._observer is not None:
+            is_there = self._table.is_there_anyway(address_of(tensor), self._resident)
+            maker = f"code {'in front' if number < BEHIND else 'behind'}"
+            self._observer.note(tensor, self._layer, number, maker, is_there)
+        return self._table.save(tensor, self._layer, number, self._resident, makes_room=True)
+
+
+def _unpacked(held: Saved | Placeholder) -> Tensor:
+    return held if isinstance(held, Placeholder) else held.get()

@@ -1,0 +1,323 @@
+"""Releases the tensors that a layer saved for its backward, and recomputes them by a second run.
+
+Recomputation in a stage's idle time (NUDT, "distributed parallel training method and system for
+heterogeneous computing clusters") needs two properties that ``torch.utils.checkpoint`` lacks: the
+second run happens *before* the backward needs it, while the stage waits for a gradient; and it has
+the same bits, on whatever stage the layer is. For this, the second run uses the layer's own random
+stream, and saved tensors are numbered in their order, so the n-th of the second run replaces the
+n-th of the first.
+
+Saved tensors are released when the stage's forward is over, not earlier. By then user code has made
+its changes to the layer's inputs (``residual += x``): if an input has changed since the layer ran,
+the layer cannot run again, and keeps its saved tensors.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.execution.trees import flatten
+from lightning_pipeshift.model.gates.gate import Gate
+from lightning_pipeshift.model.parameters.gradient_box import GradientBox
+from lightning_pipeshift.model.parameters.uses import Slot, slots_of, substituted
+from lightning_pipeshift.model.saved.hooks import saving
+from lightning_pipeshift.model.saved.saved_tensors import (
+    GIVEN,
+    Observer,
+    Origins,
+    Saved,
+    SavedTable,
+    address_of,
+    resident_in,
+)
+from lightning_pipeshift.model.trace.placeholder import Placeholder
+
+Ambient = Callable[[], AbstractContextManager[object]]
+
+
+class LayerCall:
+    """One call of a layer, whose saved tensors our hooks handle.
+
+    Args:
+        gate: that of the layer.
+        args: the arguments of the call.
+        kwargs: likewise.
+        table: the microbatch's saved tensors.
+        observer: records what the layer saves, if that is needed.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        table: SavedTable,
+        observer: Observer | None = None,
+    ) -> None:
+        self.gate = gate
+        self._args, self._kwargs = args, kwargs
+        self._table = table
+        self._observer = observer
+        self._resident = resident_in(gate.layer)
+        self._count = 0
+
+    def run(self) -> Any:
+        """Runs the layer as it is called."""
+        args, kwargs = self._args, self._kwargs
+        # Only the caller decides how long the arguments live.
+        self._args, self._kwargs = (), {}
+        with ExitStack() as stack:
+            origins = None
+            if self._observer is not None:
+                origins = stack.enter_context(
+                    self._observer.around(self.gate, args, kwargs, self._table)
+                )
+            pack = partial(self._pack, origins)
+            stack.enter_context(saving(pack, Saved.get))
+            return self.gate.run(*args, **kwargs)
+
+    def _pack(self, origins: Origins | None, tensor: Tensor) -> Saved:
+        number, self._count = self._count, self._count + 1
+        if origins is not None and self._observer is not None:
+            is_there = self._table.is_there_anyway(address_of(tensor), self._resident)
+            maker = origins.maker_of(tensor)
+            self._observer.note(tensor, self.gate.index, number, maker, is_there)
+        return self._save(tensor, number)
+
+    def _save(self, tensor: Tensor, number: int) -> Saved:
+        return self._table.save(tensor, self.gate.index, number, self._resident)
+
+
+class Region(LayerCall):
+    """One call of a layer that may run again.
+
+    Args:
+        gate: that of the layer.
+        args: the arguments of the call.
+        kwargs: likewise.
+        draw: restarts the call's own random stream.
+        table: the microbatch's saved tensors.
+        observer: records what the layer saves, if that is needed.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        draw: Callable[[], object],
+        table: SavedTable | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        super().__init__(gate, args, kwargs, table or SavedTable(), observer)
+        self._draw = draw
+        self._ambient = _ambient()
+        leaves, self._rebuild = flatten((args, kwargs))
+        # A tensor passed twice must be one tensor again: attention checks whether `query is key`.
+        unique = {id(leaf): leaf for leaf in leaves}
+        places = {identity: place for place, identity in enumerate(unique)}
+        self._places = [places[id(leaf)] for leaf in leaves]
+        self._inputs = [_Input(leaf, gate.index, self._table) for leaf in unique.values()]
+        self._slots = slots_of(gate.layer)
+        # Its parameters are held anyway, so a view of one takes no memory.
+        self._parameters = {
+            address_of(tensor)
+            for slot in self._slots
+            if isinstance(tensor := slot.get(), Tensor) and not slot.is_buffer
+        }
+        if gate.writes_to_buffers is None:
+            gate.writes_to_buffers = _keeps_statistics(gate.layer)
+        self._buffers = _BuffersBefore(self._slots) if gate.writes_to_buffers else None
+        self._saved: list[weakref.ref[Saved]] = []
+        self._is_let_go = False
+        self.num_bytes = 0
+        """The bytes that it has released, as far as they were counted."""
+
+    def run(self) -> Any:
+        """Runs the layer as it is called."""
+        versions = None
+        if self._buffers is None:
+            versions = [(slot, slot.get(), _version(slot.get())) for slot in self._buffer_slots()]
+        output = super().run()
+        if versions is not None and any(
+            slot.get() is not before or _version(before) != version
+            for slot, before, version in versions
+        ):
+            # This is known from the next call on; this call keeps its saved tensors.
+            self.gate.writes_to_buffers = True
+            self._inputs = []
+        return output
+
+    def _buffer_slots(self) -> list[Slot]:
+        return [slot for slot in self._slots if slot.is_buffer]
+
+    def _save(self, tensor: Tensor, number: int) -> Saved:
+        saved = super()._save(tensor, number)
+        if address_of(tensor) not in self._parameters:
+            saved.maker = self
+        self._saved.append(weakref.ref(saved))
+        return saved
+
+    def let_go(self) -> bool:
+        """Releases the saved tensors, if the layer can run again; called when user code makes no
+        more changes to its inputs. Returns whether it released them.
+
+        Raises:
+            LayerError: earlier calls could run again, but this one's inputs have been written to.
+        """
+        is_intact = bool(self._inputs) and all(entry.is_intact for entry in self._inputs)
+        self.gate.keeps_inputs = is_intact
+        if not is_intact:
+            if self._is_let_go:
+                raise LayerError(
+                    f"What the layer {self.gate.name!r} was called with has been written to in"
+                    " place after the layer ran, which was not so for earlier microbatches: it"
+                    " cannot run again. Set `recompute='none'` in the strategy, or write to a copy."
+                )
+            self._inputs = []
+            return False
+        if self._is_let_go:
+            return True
+        self._is_let_go = True
+        self.num_bytes = 0
+        counted: set[int] = set()
+        for reference in self._saved:
+            saved = reference()
+            if saved is not None and saved.maker is self:
+                if saved.block is not None and id(saved.block) not in counted:
+                    counted.add(id(saved.block))
+                    self.num_bytes += saved.block.num_bytes
+                saved.let_go()
+                saved.block = None
+        return True
+
+    def run_again(self) -> None:
+        """Makes the released tensors again; does nothing if they are present."""
+        if not self._is_let_go:
+            return
+        self._is_let_go = False
+        self._table.make_room(self.num_bytes, self.gate.index)
+        fresh: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> int:
+            fresh.append(tensor.detach())
+            return len(fresh)
+
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            for context in self._ambient:
+                stack.enter_context(context())
+            if self._buffers is not None:
+                stack.enter_context(self._buffers.in_place())
+            inputs = [entry.again() for entry in self._inputs]
+            args, kwargs = self._rebuild([inputs[place] for place in self._places])
+            self._draw()
+            # The saved tensors are taken out of this graph; its backward never runs.
+            stack.enter_context(saving(pack, _never))
+            self.gate.run(*args, **kwargs)
+        if len(fresh) != len(self._saved):
+            self._fail(f"{len(fresh)} tensors", f"{len(self._saved)}")
+        for number, (reference, tensor) in enumerate(zip(self._saved, fresh, strict=True)):
+            saved = reference()
+            if saved is not None and saved.maker is self:
+                self._table.make_good(saved, tensor, self.gate.index, number)
+        # Releases the room reserved for recomputed tensors that are no longer needed.
+        self._table.make_room(0, self.gate.index)
+        self._inputs = []
+
+    def _fail(self, found: str, expected: str) -> None:
+        raise LayerError(
+            f"The layer {self.gate.name!r} saved {found} for its backward when it was run again,"
+            f" and {expected} the first time: it depends on something besides its inputs, its"
+            " parameters, its buffers and random numbers. Set `recompute='none'` in the strategy,"
+            " or let the layer do the same each time."
+        )
+
+
+class _Input:
+    """A leaf of a layer's arguments, with its state at the call."""
+
+    __slots__ = ("_needs_gradient", "_saved", "_value")
+
+    def __init__(self, leaf: Any, layer: int, table: SavedTable) -> None:
+        self._value = leaf
+        self._saved: Saved | None = None
+        self._needs_gradient = False
+        if isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder | nn.Parameter):
+            self._value = None
+            self._saved = table.save(leaf, layer, GIVEN, frozenset())
+            self._needs_gradient = leaf.requires_grad
+
+    @property
+    def is_intact(self) -> bool:
+        return self._saved is None or self._saved.is_unwritten
+
+    def again(self) -> Any:
+        if self._saved is None:
+            return self._value
+        alias = self._saved.get().detach()
+        # Not a leaf of the graph, so that the layer may write to it as in the first run.
+        return GradientBox(alias).open() if self._needs_gradient else alias
+
+
+class _BuffersBefore:
+    """The values of a layer's buffers at its call, for a layer that writes to them."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = [slot for slot in slots if slot.is_buffer]
+        self._values = [
+            (slot, tensor.detach().clone())
+            for slot in self._slots
+            if isinstance(tensor := slot.get(), Tensor)
+        ]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Context in which the layer has these buffers, and does not change its own."""
+        with substituted(self._slots, {id(slot.get()): value for slot, value in self._values}):
+            yield
+
+
+def _keeps_statistics(layer: nn.Module) -> bool:
+    # Their kernels write to buffers without raising the version counter.
+    return any(
+        isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+        for module in layer.modules()
+    )
+
+
+def _version(tensor: Tensor | None) -> int:
+    return -1 if tensor is None else tensor._version
+
+
+def _never(_: int) -> Tensor:
+    raise AssertionError("the graph of a recomputation has no backward")
+
+
+def _ambient() -> list[Ambient]:
+    """The precision settings that the code around the layer has changed."""
+    contexts: list[Ambient] = []
+    kinds = ["cpu"] + (["cuda"] if torch.cuda.is_initialized() else [])
+    for kind in kinds:
+        is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        contexts.append(partial(torch.autocast, kind, dtype=dtype, enabled=is_on))
+    contexts.append(partial(_default_dtype, torch.get_default_dtype()))
+    return contexts
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

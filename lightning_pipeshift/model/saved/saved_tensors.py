@@ -1,0 +1,474 @@
+"""Manages the tensors that autograd saves in a forward: counts them by storage, releases, moves and
+restores them.
+
+Autograd holds a :class:`Saved` instead of each tensor. Tensors that share memory share a
+:class:`Block`: a tensor and its views are counted once and moved together. Another module decides
+where a block is (see ``runtime/store.py``); this one guarantees, for every decision, that the
+backward gets the same bits, and that torch's own error is raised if a tensor has been written to
+since it was saved.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, Final, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_pipeshift.model.execution.trees import leaves_of
+from lightning_pipeshift.model.gates.gate import Gate
+from lightning_pipeshift.model.trace.placeholder import Placeholder
+from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
+
+T = TypeVar("T")
+
+GIVEN: Final = -1
+"""The number of saved tensors that are arguments of a layer that may run again."""
+
+
+class Keeper(Protocol):
+    """Decides where blocks are."""
+
+    def add(self, block: Block) -> None:
+        """Adds a block, which is on the device."""
+
+    def also(self, block: Block, layer: int, number: int) -> None:
+        """Gives a block a further name, as another saved tensor shares its memory."""
+
+    lock: AbstractContextManager[Any]
+    """While it is held, no block leaves or comes back in another thread."""
+
+    def fetch(self, block: Block) -> None:
+        """Brings a block back; returns when it is here. It stays as long as it is in use."""
+
+    def drop(self, place: Any) -> None:
+        """Drops a block that is not needed any more, given its ``place``. May be called in any
+        thread, at any time.
+        """
+
+    def make_room(self, num_bytes: int, layer: int) -> None:
+        """Returns when a layer may save so many recomputed bytes."""
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether there is room for so many bytes without waiting."""
+
+
+class Maker(Protocol):
+    """Can recompute saved tensors."""
+
+    def run_again(self) -> None:
+        """Recomputes them."""
+
+
+class Block:
+    """The memory of one or more tensors that autograd saved.
+
+    Args:
+        tensor: the first of them.
+        layer: the layer that saved it first.
+        number: the place of its first tensor among those that the layer has saved.
+        microbatch: its microbatch.
+        keeper: decides where it is; ``None``: it stays on the device.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_saved",
+        "device",
+        "dtype",
+        "keeper",
+        "layer",
+        "microbatch",
+        "num_bytes",
+        "number",
+        "place",
+    )
+
+    def __init__(
+        self, tensor: Tensor, layer: int, number: int, microbatch: int, keeper: Keeper | None
+    ) -> None:
+        self.layer = layer
+        self.number = number
+        self.microbatch = microbatch
+        self.num_bytes = tensor.untyped_storage().nbytes()
+        self.dtype = _dtype_of_all(tensor)
+        """The type of the memory as a vector."""
+        self.device = tensor.device
+        self.keeper = keeper
+        self.place: Any = None
+        """The keeper's own record of the block."""
+        self._saved: list[weakref.ref[Saved]] = []
+
+    def __del__(self) -> None:
+        if self.keeper is not None:
+            self.keeper.drop(self.place)
+
+    @property
+    def tensors(self) -> Iterator[Saved]:
+        """The tensors that share it and are still needed."""
+        for reference in self._saved:
+            saved = reference()
+            if saved is not None and saved.block is self:
+                yield saved
+
+    def join(self, saved: Saved) -> None:
+        """Adds a tensor that shares the memory."""
+        self._saved.append(weakref.ref(saved))
+
+    def memory(self) -> Tensor | None:
+        """The whole memory as a vector; ``None`` if it is not on the device."""
+        for saved in self.tensors:
+            if saved.tensor is not None:
+                return whole(saved.tensor)
+        return None
+
+    def leave(self) -> None:
+        """Releases the memory."""
+        for saved in self.tensors:
+            saved.let_go()
+
+    def come_back(self, memory: Tensor) -> None:
+        """Continues with the same bits in other memory.
+
+        Args:
+            memory: a vector of the block's type.
+        """
+        for saved in self.tensors:
+            saved.take(saved.view_of(memory))
+
+
+class Saved:
+    """One tensor that autograd saved: present, or to be recomputed or fetched."""
+
+    __slots__ = ("__weakref__", "_layout", "_version", "_witness", "block", "maker", "tensor")
+
+    def __init__(self, tensor: Tensor, block: Block | None = None) -> None:
+        # An output saved directly would keep its own graph alive; the detached tensor shares the
+        # memory and the version counter.
+        self.tensor: Tensor | None = tensor.detach()
+        self._witness: Tensor = self.tensor
+        self._version: int = tensor._version
+        self._layout: tuple[Any, ...] = ()
+        self.maker: Maker | None = None
+        """Recomputes the tensor, if it is to be recomputed."""
+        self.block = block
+        if block is not None:
+            block.join(self)
+
+    def let_go(self) -> None:
+        """Drops this reference to the tensor's memory, and keeps the version counter."""
+        tensor = self.tensor
+        if tensor is None:
+            return
+        self._layout = (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
+        self.tensor = None
+        # Only the memory is released: writes by other users of the tensor still raise the shared
+        # version counter.
+        self._witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    def view_of(self, memory: Tensor) -> Tensor:
+        """The tensor in other memory: a vector that begins where the old memory began."""
+        offset, size, stride, dtype = self._layout
+        view = torch.empty(0, dtype=dtype, device=memory.device)
+        return view.set_(memory.untyped_storage(), offset, size, stride)
+
+    def take(self, tensor: Tensor, block: Block | None = None) -> None:
+        """Takes a tensor with the same bits as the released one.
+
+        Args:
+            tensor: the same values in other memory.
+            block: that memory, if it belongs to another block.
+        """
+        self.tensor = tensor
+        if block is not None:
+            self.block = block
+            block.join(self)
+
+    def get(self) -> Tensor:
+        """The tensor. Raises torch's error if it has been written to since it was saved."""
+        if self.tensor is None and self.maker is not None:
+            self.maker.run_again()
+        elif self.block is not None and self.block.keeper is not None:
+            # Even if it is on the device: it may be about to leave.
+            self.block.keeper.fetch(self.block)
+        tensor = self.tensor
+        assert tensor is not None
+        self.require_unwritten(tensor)
+        return tensor
+
+    @property
+    def is_unwritten(self) -> bool:
+        """Whether the tensor has not been written to since it was saved."""
+        return self._witness._version == self._version
+
+    def require_unwritten(self, tensor: Tensor) -> None:
+        """Raises autograd's own error if the tensor has been written to since it was saved."""
+        if not self.is_unwritten:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an"
+                f" inplace operation: [{tensor.type()} {list(tensor.shape)}] is at version"
+                f" {self._witness._version}; expected version {self._version} instead."
+            )
+
+
+class SavedTable:
+    """The tensors that one microbatch's layers have saved on this stage.
+
+    Args:
+        microbatch: its number.
+        keeper: decides where blocks are; ``None``: they stay on the device.
+        left_out: addresses of memory that is held anyway: the batch's.
+    """
+
+    def __init__(
+        self, microbatch: int = 0, keeper: Keeper | None = None, left_out: Iterable[int] = ()
+    ) -> None:
+        self._microbatch = microbatch
+        self._keeper = keeper
+        self._left_out = frozenset(left_out)
+        # By address, as long as the block is here: the address of freed memory is reused.
+        self._blocks: dict[int, weakref.ref[Block]] = {}
+
+    def save(
+        self,
+        tensor: Tensor,
+        layer: int,
+        number: int,
+        resident: Set[int],
+        makes_room: bool = False,
+    ) -> Saved:
+        """Returns the object that autograd holds instead of a tensor.
+
+        Args:
+            tensor: the tensor to save.
+            layer: the layer that saves it.
+            number: its place among those that the layer has saved.
+            resident: addresses of the layer's parameters and buffers.
+            makes_room: whether no room has been reserved for it yet.
+        """
+        use = partial(Saved, tensor)
+        return self._counted(tensor, layer, number, resident, use, makes_room)
+
+    def is_there_anyway(self, address: int, resident: Set[int] = frozenset()) -> bool:
+        """Whether memory need not be counted: it is the batch's, or resident."""
+        return address in resident or address in self._left_out
+
+    def make_room(self, num_bytes: int, layer: int) -> None:
+        """Returns when there is room for what a layer is about to recompute."""
+        if self._keeper is not None:
+            self._keeper.make_room(num_bytes, layer)
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether there is room for so many bytes."""
+        return self._keeper is None or self._keeper.has_room(num_bytes)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is a keeper, which decides where blocks are."""
+        return self._keeper is not None
+
+    def make_good(self, saved: Saved, tensor: Tensor, layer: int, number: int) -> None:
+        """Gives a released saved tensor its recomputed values."""
+        self._counted(tensor, layer, number, frozenset(), partial(saved.take, tensor))
+
+    def _counted(
+        self,
+        tensor: Tensor,
+        layer: int,
+        number: int,
+        resident: Set[int],
+        use: Callable[[Block | None], T],
+        makes_room: bool = False,
+    ) -> T:
+        """Calls ``use`` with the block of a tensor; counts a new block."""
+        keeper = self._keeper
+        if keeper is None or tensor.layout is not torch.strided or _is_lazy(tensor):
+            return use(None)
+        address = address_of(tensor)
+        if not address or self.is_there_anyway(address, resident):
+            return use(None)
+        known = self._blocks.get(address)
+        block = known() if known is not None else None
+        if block is not None:
+            with keeper.lock:
+                if block.memory() is not None:
+                    keeper.also(block, layer, number)
+                    return use(block)
+        if makes_room:
+            keeper.make_room(tensor.untyped_storage().nbytes(), layer)
+        block = Block(tensor, layer, number, self._microbatch, keeper)
+        self._blocks[address] = weakref.ref(block)
+        used = use(block)
+        keeper.add(block)
+        return used
+
+
+class Observer:
+    """Records what the layers of one microbatch save, and the code around them, each tensor's
+    memory once.
+
+    Parameters, buffers and the batch are held anyway and are left out, and so are a layer's inputs
+    that the layer before it saved: they are counted there.
+    """
+
+    def __init__(self) -> None:
+        self.of_layers: dict[int, list[SavedTensor]] = {}
+        self.of_inputs: dict[int, int] = {}
+        self._known: set[int] = set()
+        # Keeps storages alive, as the addresses of freed ones could be reused.
+        self._held: list[Tensor] = []
+
+    @property
+    def bytes_of_layers(self) -> dict[int, int]:
+        """The bytes that each layer saves."""
+        return {layer: sum(t.num_bytes for t in found) for layer, found in self.of_layers.items()}
+
+    @contextmanager
+    def around(
+        self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any], table: SavedTable
+    ) -> Iterator[Origins]:
+        """Context of a layer's call, in which the maker of each tensor is recorded."""
+        self.of_inputs[gate.index] = bytes_of(
+            leaf
+            for leaf in leaves_of((args, kwargs))
+            if isinstance(leaf, Tensor) and not table.is_there_anyway(address_of(leaf))
+        )
+        self.of_layers[gate.index] = [
+            tensor for tensor in self.of_layers.get(gate.index, ()) if tensor.is_outside
+        ]
+        with Origins(gate.layer) as origins:
+            for leaf in leaves_of((args, kwargs)):
+                if isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder):
+                    origins.note(leaf, "input")
+            yield origins
+
+    def note(self, tensor: Tensor, layer: int, number: int, origin: str, is_resident: bool) -> None:
+        """Records a tensor that a layer saves, or the code around it."""
+        address = address_of(tensor)
+        num_bytes = 0
+        if not is_resident and address not in self._known:
+            self._known.add(address)
+            self._held.append(tensor.detach())
+            num_bytes = tensor.numel() * tensor.element_size()
+            if tensor.layout is torch.strided:
+                num_bytes = tensor.untyped_storage().nbytes()
+        self.of_layers.setdefault(layer, []).append(
+            SavedTensor(
+                number=number,
+                num_bytes=num_bytes,
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                maker="parameter" if is_resident else origin,
+            )
+        )
+
+    def begin(self) -> None:
+        """Called when a microbatch begins: discards the records of an earlier one."""
+        self.of_layers.clear()
+
+    def end(self) -> None:
+        """Called when the microbatch is over."""
+        self._held.clear()
+        self._known.clear()
+
+
+class Origins(TorchDispatchMode):
+    """Records for every tensor the operation, and its module, that made it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = {id(module): name for name, module in layer.named_modules()}
+        self._inside: list[str] = []
+        self._hooks: list[Any] = []
+        self._made: dict[int, str] = {}
+
+    def __enter__(self) -> Origins:
+        register = torch.nn.modules.module
+        self._hooks = [
+            register.register_module_forward_pre_hook(self._enter_module),
+            register.register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        given = {address_of(x) for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)}
+        name = func.overloadpacket.__name__
+        maker = f"{self._inside[-1]}: {name}" if self._inside and self._inside[-1] else name
+        for result in leaves_of(results):
+            # A view of an argument, and an argument written to, were made by another operation.
+            if isinstance(result, Tensor) and address_of(result) not in given:
+                self.note(result, maker)
+        return results
+
+    def note(self, tensor: Tensor, maker: str) -> None:
+        """Records the maker of a tensor."""
+        self._made[address_of(tensor)] = maker
+
+    def maker_of(self, tensor: Tensor) -> str:
+        """The maker of a tensor's memory, in words."""
+        return self._made.get(address_of(tensor), "unknown")
+
+    def _enter_module(self, module: nn.Module, _: Any) -> None:
+        self._inside.append(self._names.get(id(module), type(module).__name__))
+
+    def _leave_module(self, *_: Any) -> None:
+        self._inside.pop()
+
+
+def bytes_of(tensors: Iterable[Any]) -> int:
+    """The total bytes of the tensors among some values; placeholders take nothing."""
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for tensor in tensors
+        if isinstance(tensor, Tensor) and not isinstance(tensor, Placeholder)
+    )
+
+
+def address_of(tensor: Tensor) -> int:
+    """Identifies a tensor's memory; a view has the address of its base."""
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    return tensor.untyped_storage().data_ptr()
+
+
+def addresses_of(tree: Any) -> list[int]:
+    """The addresses of all tensors among some values."""
+    return [address_of(leaf) for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
+
+
+def resident_in(layer: nn.Module) -> frozenset[int]:
+    """The addresses of a layer's parameters and buffers; a view of one takes no memory."""
+    return frozenset(address_of(tensor) for tensor in [*layer.parameters(), *layer.buffers()])
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole memory of a tensor without a gradient, as a vector of its type, or of bytes."""
+    storage, dtype = tensor.untyped_storage(), _dtype_of_all(tensor)
+    if dtype is tensor.dtype:
+        # A single operation, as other threads may run before each one.
+        return tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
+    vector = torch.empty(0, dtype=dtype, device=tensor.device)
+    return vector.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _dtype_of_all(tensor: Tensor) -> torch.dtype:
+    """The tensor's type, if its whole memory consists of such elements; otherwise bytes."""
+    fits = tensor.untyped_storage().nbytes() % tensor.element_size() == 0
+    return tensor.dtype if fits else torch.uint8
+
+
+def _is_lazy(tensor: Tensor) -> bool:
+    # The effect of these flags is not in the memory.
+    return tensor.is_conj() or tensor.is_neg()

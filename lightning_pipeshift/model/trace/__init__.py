@@ -1,0 +1,1 @@
+"""Follows the user's step once, and records the flow of its tensors."""

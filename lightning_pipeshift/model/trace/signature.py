@@ -1,0 +1,38 @@
+"""Signatures of everything that a flow may depend on: equal ones are followed once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_pipeshift.model.execution.trees import flatten
+
+
+def batch_signature(batch: Any) -> Hashable:
+    """Structure, shapes and types of a batch, and the plain entries that code branches on."""
+    if isinstance(batch, Tensor) or type(batch) in (tuple, list):
+        # A fast path for usual batches, as this is called for every microbatch.
+        entries = (batch,) if isinstance(batch, Tensor) else batch
+        if all(isinstance(entry, Tensor) for entry in entries):
+            return type(batch), tuple((entry.shape, entry.dtype) for entry in entries)
+    leaves, _ = flatten(batch)
+    described = tuple(
+        (tuple(leaf.shape), leaf.dtype)
+        if isinstance(leaf, Tensor)
+        else (type(leaf), leaf if isinstance(leaf, bool) or leaf is None else None)
+        for leaf in leaves
+    )
+    return described, str(pytree.tree_structure(batch))
+
+
+def module_signature(root: nn.Module) -> Hashable:
+    """Which parameters learn, whether the modules train, and whether gradients are recorded.
+
+    A callback that freezes or unfreezes layers changes it, as gradients then flow differently.
+    """
+    learning = tuple(parameter.requires_grad for parameter in root.parameters())
+    return learning, root.training, torch.is_grad_enabled()

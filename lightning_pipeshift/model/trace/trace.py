@@ -1,0 +1,233 @@
+"""The record of a step that has been followed: its flow, and what this process needs to run its
+part of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightning_pipeshift.model.execution.trees import Rebuild
+from lightning_pipeshift.plan.inputs.flow import Flow, TensorSpec, Value, renumbered
+
+Payload = list[tuple[Value, TensorSpec]]
+Place = tuple[str, str]
+"""A tensor that user code keeps: the names of a module, and of its attribute."""
+
+LAST_STAGE = -1
+"""Instead of a layer: the last stage, which runs the whole step."""
+
+
+@dataclass(frozen=True)
+class Template:
+    """A call's result without its tensors: the other leaves, and how to rebuild the structure."""
+
+    constants: tuple[Any, ...]
+    rebuild: Rebuild
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One operation between layers, as a stage encounters it.
+
+    Args:
+        layer: the stage of this layer computes the operation.
+        name: the function's name.
+        returns: for each leaf of its result, the value, the number of the argument that it is, or
+            ``None`` for a leaf that is no tensor.
+        specs: of the values among them.
+        template: rebuilds the result.
+        given: for tensors that exist on every stage and have been written to on one: the value, by
+            the argument's number.
+        renames: the values whose memory it writes to, with their names after it.
+        writes: for arguments that exist on every stage and are written to: the name after it, by
+            the argument's number.
+        is_view: whether it only makes a view, which every stage that has its base makes too.
+        draws: whether it draws random numbers, and others are drawn after it.
+    """
+
+    layer: int
+    name: str
+    returns: tuple[Value | int | None, ...]
+    specs: tuple[TensorSpec | None, ...]
+    template: Template
+    given: Mapping[int, Value]
+    renames: Mapping[Value, Value]
+    writes: Mapping[int, Value]
+    is_view: bool = False
+    draws: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stage's part of a pass.
+
+    Args:
+        calls: the positions of its layers' calls.
+        gaps: the gaps with operations that it computes.
+        last_call: the last of these positions; where there is none, that of the last call that
+            comes before all of its layers.
+        last_gap: the last of these gaps; -1 where there is none.
+    """
+
+    calls: frozenset[int]
+    gaps: frozenset[int]
+    last_call: int
+    last_gap: int
+
+    def is_over(self, gap: int) -> bool:
+        """Whether nothing is left to do behind a gap."""
+        return gap > self.last_call and gap >= self.last_gap
+
+
+@dataclass
+class Trace:
+    """A recorded flow, with details that only this process needs.
+
+    Args:
+        flow: the flow, by index of the layers.
+        templates: one for each call.
+        entries: the operations between layers by gap and number; a gap is the number of calls in
+            front of it.
+        touched: by identity of a parameter that is used other than through its own layer, the
+            layers that use it so; empty if only code between layers does.
+        logs_each_step: whether anything is logged with ``on_step=True``.
+        is_shaped_by_batch: whether shapes depend on the batch's values (``x[mask]``,
+            ``x[:, :lengths.max()]``), so that the flow holds for this batch only.
+        is_drawn: whether calls depend on random numbers, so that the flow holds for this microbatch
+            only.
+        tracked: the values that required a gradient when they were computed.
+        open_gaps: the gaps in which user code may branch on values. Operations after such a branch
+            run on every stage that needs their results.
+        eager: the values that a stage which has them passes to user code at once, because they are
+            inputs of operations that have no number.
+        rewritten: the values whose memory is written to after they were computed.
+        roots: for a value that is an older one after a write to its memory, that older one.
+        keeps: whether user code keeps values on its modules.
+        state: tensors that are on every stage (parameters, and those that user code keeps on its
+            modules), and that user code writes to on one stage only: the layer of this stage, or
+            ``LAST_STAGE``.
+        writes_state: whether it writes to parameters, which a stage without layers does too.
+        draws_on_host: whether anything draws from NumPy or ``random``.
+        events: by position of a call, the number of begins and ends in it of modules with their own
+            random stream, including itself.
+    """
+
+    flow: Flow
+    templates: list[Template]
+    entries: dict[tuple[int, int], Entry] = field(default_factory=dict)
+    touched: dict[int, set[int]] = field(default_factory=dict)
+    logs_each_step: bool = False
+    is_shaped_by_batch: bool = False
+    is_drawn: bool = False
+    tracked: frozenset[Value] = frozenset()
+    eager: frozenset[Value] = frozenset()
+    open_gaps: frozenset[int] = frozenset()
+    rewritten: frozenset[Value] = frozenset()
+    roots: dict[Value, Value] = field(default_factory=dict)
+    keeps: bool = False
+    state: dict[Place, int] = field(default_factory=dict)
+    writes_state: bool = False
+    draws_on_host: bool = False
+    events: list[int] = field(default_factory=list)
+    _payloads: dict[int, Payload] = field(default_factory=dict)
+    _gradients: dict[int, Payload] = field(default_factory=dict)
+    _parts: dict[tuple[int, int], Part] = field(default_factory=dict)
+    _specs: dict[Value, TensorSpec] = field(default_factory=dict)
+    layouts: dict[Any, Any] = field(default_factory=dict)
+    """The memory layouts of payloads and gradients that neighbours have sent each other."""
+
+    @classmethod
+    def empty(cls) -> Trace:
+        """The trace of a step that was not followed."""
+        return cls(Flow((), frozenset(), frozenset(), frozenset()), [])
+
+    def payload(self, boundary: int) -> Payload:
+        """The values that cross the boundary in front of a layer, and how to receive them."""
+        if boundary not in self._payloads:
+            values = self.flow.payload(boundary)
+            self._payloads[boundary] = [(value, self.spec(value)) for value in values]
+        return self._payloads[boundary]
+
+    def gradients(self, boundary: int) -> Payload:
+        """The values of the payload whose gradients come back."""
+        if boundary not in self._gradients:
+            differentiable = self.flow.differentiable
+            self._gradients[boundary] = [
+                (value, spec) for value, spec in self.payload(boundary) if value in differentiable
+            ]
+        return self._gradients[boundary]
+
+    def spec(self, value: Value) -> TensorSpec:
+        """Shape, strides and type of a value."""
+        if not self._specs:
+            for call in self.flow.calls:
+                for leaf, spec in enumerate(call.leaves):
+                    if spec is not None:
+                        self._specs[Value(call.layer, call.call, leaf)] = spec
+            for operation in self.flow.operations:
+                self._specs.update(operation.results)
+        return self._specs[value]
+
+    def part(self, layers: range) -> Part:
+        """The part of the stage that owns a range of layers."""
+        key = layers.start, layers.stop
+        if key not in self._parts:
+            order = [call.layer for call in self.flow.calls]
+            own = frozenset(place for place, layer in enumerate(order) if layer in layers)
+            gaps = frozenset(gap for (gap, _), e in self.entries.items() if e.layer in layers)
+            # A stage without layers goes as far as there are calls of earlier layers.
+            later = (place for place, layer in enumerate(order) if layer >= layers.start)
+            begin = next(later, len(order))
+            self._parts[key] = Part(own, gaps, max(own, default=begin - 1), max(gaps, default=-1))
+        return self._parts[key]
+
+    def root(self, value: Value) -> Value:
+        """The value's name when it was computed, before its memory was written to."""
+        while value in self.roots:
+            value = self.roots[value]
+        return value
+
+    def renumbered(self, place_of: Sequence[int]) -> Trace:
+        """The same trace with other numbers for the layers.
+
+        Args:
+            place_of: the new number of each layer.
+        """
+
+        def value(old: Value) -> Value:
+            return old._replace(layer=place_of[old.layer])
+
+        def entry(old: Entry) -> Entry:
+            return replace(
+                old,
+                layer=place_of[old.layer],
+                returns=tuple(value(x) if isinstance(x, Value) else x for x in old.returns),
+                given={number: value(x) for number, x in old.given.items()},
+                renames={value(a): value(b) for a, b in old.renames.items()},
+                writes={number: value(x) for number, x in old.writes.items()},
+            )
+
+        return Trace(
+            renumbered(self.flow, place_of),
+            self.templates,
+            {key: entry(old) for key, old in self.entries.items()},
+            {key: {place_of[x] for x in layers} for key, layers in self.touched.items()},
+            self.logs_each_step,
+            self.is_shaped_by_batch,
+            self.is_drawn,
+            frozenset(map(value, self.tracked)),
+            frozenset(map(value, self.eager)),
+            self.open_gaps,
+            frozenset(map(value, self.rewritten)),
+            {value(a): value(b) for a, b in self.roots.items()},
+            self.keeps,
+            {
+                path: layer if layer == LAST_STAGE else place_of[layer]
+                for path, layer in self.state.items()
+            },
+            self.writes_state,
+            self.draws_on_host,
+            self.events,
+        )

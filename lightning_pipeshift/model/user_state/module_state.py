@@ -1,0 +1,256 @@
+"""State that user code keeps on the LightningModule, the same on every stage.
+
+Only the last stage runs the code after the last layer. The changes that this code makes
+(``self.outputs.append(...)``, a metric's state, a counter) are found by comparing the state before
+and after, and repeated on every rank. So hooks at the end of an epoch see the same state on all
+ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeshift.model.execution.transfer import to_device
+from lightning_pipeshift.model.execution.trees import map_leaves
+from lightning_pipeshift.model.parameters.elsewhere import Elsewhere
+from lightning_pipeshift.model.trace.placeholder import Placeholder
+
+Path = tuple[str, str]
+_DEPTH = 3
+_OWN_TABLES = frozenset({"_modules", "_parameters", "_buffers"})
+# In longer containers, plain values and tensors are compared by identity only: inspecting each one
+# at every step would take too long.
+_WIDTH = 256
+# A copy of a larger array at every step would cost more than it is worth.
+_LARGEST_ARRAY_BYTES = 1 << 20
+
+
+class Grown(NamedTuple):
+    """A list that only got longer: its length before, and the added items."""
+
+    length: int
+    items: list[Any]
+
+
+class Entries(NamedTuple):
+    """A dict or short list of which some entries changed."""
+
+    changes: dict[Any, Any]
+
+
+class Replaced(NamedTuple):
+    """A value that was replaced by another one."""
+
+    value: Any
+
+
+class _Mark(NamedTuple):
+    """The state of a value, with enough detail to detect changes."""
+
+    kind: str
+    value: Any
+    detail: Any = None
+
+
+@dataclass
+class TailState:
+    """The state that user code keeps on the modules outside of layers.
+
+    Args:
+        modules: those modules by qualified name.
+        ignored: attribute names that belong to the framework.
+    """
+
+    modules: dict[str, nn.Module]
+    ignored: frozenset[str]
+    _marks: dict[Path, _Mark] = field(default_factory=dict)
+
+    def remember(self) -> None:
+        """Records the present state."""
+        self._marks = {path: _mark(value, _DEPTH) for path, value in self._attributes()}
+
+    def changes(self) -> dict[Path, Any]:
+        """The differences from the last recorded state: values that can be sent. Their tensors stay
+        on their device.
+        """
+        found: dict[Path, Any] = {}
+        for path, value in self._attributes():
+            change = _change(self._marks.get(path), value, _DEPTH)
+            if change is not None:
+                found[path] = map_leaves(_detached, change)
+        return found
+
+    def apply(self, changes: dict[Path, Any], device: torch.device) -> None:
+        """Applies the changes of the last stage here, to the last recorded state."""
+        for (module_name, name), change in changes.items():
+            module = self.modules[module_name]
+            table = module._buffers if name in module._buffers else module.__dict__
+            current = table.get(name)
+            change = to_device(change, device)
+            if (
+                name in module._buffers
+                and isinstance(current, Tensor)
+                and isinstance(change, Replaced)
+                and current.shape == change.value.shape
+            ):
+                with torch.no_grad():
+                    current.copy_(change.value)
+            else:
+                table[name] = _applied(current, change)
+
+    def resolve(self, value_of: Callable[[Any], Any]) -> None:
+        """Replaces placeholders that user code has kept by their values.
+
+        Args:
+            value_of: the value that a placeholder stands for.
+        """
+        for module in self.modules.values():
+            for table in (module.__dict__, module._buffers):
+                for name, value in list(table.items()):
+                    if name not in self.ignored and name not in _OWN_TABLES:
+                        table[name] = _resolved(value, value_of, _DEPTH)
+
+    def _attributes(self) -> Iterator[tuple[Path, Any]]:
+        for module_name, module in self.modules.items():
+            for name, value in module.__dict__.items():
+                if name not in self.ignored:
+                    yield (module_name, name), value
+            for name, value in module._buffers.items():
+                if value is not None:
+                    yield (module_name, name), value
+
+
+def _resolved(value: Any, value_of: Callable[[Any], Any], depth: int) -> Any:
+    if isinstance(value, Placeholder):
+        return value_of(value)
+    if depth and isinstance(value, list | deque):
+        for place, entry in enumerate(value):
+            value[place] = _resolved(entry, value_of, depth - 1)
+    elif depth and isinstance(value, dict):
+        for key, entry in value.items():
+            value[key] = _resolved(entry, value_of, depth - 1)
+    elif depth and type(value) is tuple:
+        return tuple(_resolved(entry, value_of, depth - 1) for entry in value)
+    return value
+
+
+def _mark(value: Any, depth: int) -> _Mark:
+    if isinstance(value, Tensor):
+        # The tensor itself is kept, so that its identity is not reused.
+        version = 0 if value.is_inference() else value._version
+        return _Mark("tensor", value, (version, value.clone() if value.is_inference() else None))
+    if value is None or isinstance(value, int | float | str | bytes | complex):
+        return _Mark("plain", value)
+    if isinstance(value, list | deque) and depth:
+        return _Mark("list", value, [_mark_item(v, depth, len(value)) for v in value])
+    if isinstance(value, dict) and depth:
+        return _Mark("dict", value, {k: _mark_item(v, depth, len(value)) for k, v in value.items()})
+    if isinstance(value, set) and depth:
+        return _Mark("set", value, set(value))
+    if isinstance(value, np.ndarray) and value.nbytes <= _LARGEST_ARRAY_BYTES:
+        return _Mark("array", value, value.tobytes())
+    return _Mark("other", value)
+
+
+def _mark_item(value: Any, depth: int, width: int) -> _Mark:
+    if width <= _WIDTH or isinstance(value, list | deque | dict | set):
+        return _mark(value, depth - 1)
+    return _Mark("other", value)
+
+
+def _change(mark: _Mark | None, value: Any, depth: int) -> Any:
+    # Tensors that live elsewhere have been changed there: this code runs on that stage as well.
+    if isinstance(value, Placeholder | Elsewhere):
+        return None
+    if mark is None:
+        return Replaced(value) if _can_be_sent(value) else None
+    if mark.kind == "plain":
+        same = type(value) is type(mark.value) and (value == mark.value or value != value)
+        return None if same or not _can_be_sent(value) else Replaced(value)
+    if value is not mark.value:
+        return Replaced(value) if _can_be_sent(value) else None
+    if mark.kind == "tensor":
+        version, before = mark.detail
+        changed = (
+            not torch.equal(before, value) if before is not None else value._version != version
+        )
+        return Replaced(value) if changed else None
+    if mark.kind == "list":
+        length = len(mark.detail)
+        pairs = zip(mark.detail, value, strict=False)
+        if len(value) < length or any(_change(m, v, depth - 1) is not None for m, v in pairs):
+            return _replaced(value)
+        items = list(islice(value, length, None))
+        return Grown(length, items) if items and _travels(items) else None
+    if mark.kind == "dict":
+        if not mark.detail.keys() <= value.keys():
+            return _replaced(value)
+        found = ((k, _change(mark.detail.get(k), v, depth - 1)) for k, v in value.items())
+        changes = {key: change for key, change in found if change is not None}
+        return Entries(changes) if changes else None
+    if mark.kind == "set":
+        return _replaced(value) if value != mark.detail else None
+    if mark.kind == "array":
+        return _replaced(value) if value.tobytes() != mark.detail else None
+    return None
+
+
+def _replaced(container: Any) -> Replaced | None:
+    # A shallow copy keeps the kind: a deque keeps its maximum length, a Counter stays a Counter.
+    return Replaced(copy.copy(container)) if _travels(container) else None
+
+
+def _travels(container: Any) -> bool:
+    """Whether a container's items can be sent. Unlike what an attribute refers to, they may be of
+    the user's own classes: a copy of a record that was added to a list is as good as the record.
+    """
+    if _can_be_sent(container):
+        return True
+    try:
+        pickle.dumps(container)
+    except Exception:
+        return False
+    return True
+
+
+def _can_be_sent(value: Any) -> bool:
+    """Whether a value is plain data, which can be sent without running user code."""
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return all(map(_can_be_sent, value))
+    if isinstance(value, dict):
+        return all(map(_can_be_sent, value.values()))
+    return not isinstance(value, Placeholder | Elsewhere) and (
+        value is None
+        or isinstance(value, int | float | str | bytes | complex | Tensor)
+        or type(value).__module__ == "numpy"
+    )
+
+
+def _applied(current: Any, change: Any) -> Any:
+    if isinstance(change, Replaced):
+        return change.value
+    if isinstance(change, Grown):
+        if not isinstance(current, list | deque):
+            return list(change.items)
+        while len(current) > change.length:
+            current.pop()
+        current.extend(change.items)
+        return current
+    assert isinstance(change, Entries)
+    for key, entry in change.changes.items():
+        current[key] = _applied(current.get(key), entry)
+    return current
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

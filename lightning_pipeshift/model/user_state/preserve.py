@@ -1,0 +1,205 @@
+"""Undoes a step's changes to Python objects."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+# How many references deep to search from a module's attributes, a class or a user's Python module.
+_DEPTH = 4
+_LONGEST = 100_000
+_MOST_OBJECTS = 200_000
+_FRAMEWORKS = frozenset(
+    [
+        "torch",
+        "lightning",
+        "pytorch_lightning",
+        "lightning_fabric",
+        "lightning_pipeshift",
+        "torchmetrics",
+        "transformers",
+        "timm",
+        "torchvision",
+        "numpy",
+    ]
+)
+
+
+@contextmanager
+def preserved(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Context after which Python objects have their earlier state: the modules' attributes,
+    containers and objects that these refer to, the classes of user code among them, and the
+    variables of the Python modules that define these classes. The objects themselves stay the same.
+
+    The values of tensors are not restored; a mode prevents writes to them (see
+    :mod:`~lightning_pipeshift.model.user_state.isolation`). State outside of the process is not
+    restored.
+    """
+    undo = _Undo()
+    modules = list(modules)
+    for module in modules:
+        undo.remember_module(module)
+    for kind in dict.fromkeys(base for module in modules for base in type(module).__mro__):
+        undo.remember_class(kind)
+    try:
+        yield
+    finally:
+        undo.undo()
+
+
+class Arguments:
+    """The state of a call's arguments, to be restored before a second call: for example a cache of
+    keys and values that the first call has extended. The values of tensors are not restored.
+
+    Args:
+        values: the arguments.
+    """
+
+    def __init__(self, *values: Any) -> None:
+        self._undo = _Undo(frameworks_too=True)
+        for value in values:
+            self._undo.remember(value, _DEPTH)
+
+    def put_back(self) -> None:
+        """Restores the state; may be called once only."""
+        self._undo.undo()
+
+
+def _is_framework(name: str) -> bool:
+    return name.partition(".")[0] in _FRAMEWORKS or name in ("builtins", "abc", "typing")
+
+
+class _Undo:
+    """The recorded state of objects.
+
+    Args:
+        frameworks_too: whether to search objects of frameworks like the user's own.
+    """
+
+    def __init__(self, frameworks_too: bool = False) -> None:
+        self._frameworks_too = frameworks_too
+        self._seen: dict[int, Any] = {}
+        self._restore: list[Callable[[], None]] = []
+        self._num_left = _MOST_OBJECTS
+
+    def undo(self) -> None:
+        for restore in reversed(self._restore):
+            restore()
+        # The closures and this object refer to each other, and to all found objects: for example
+        # weak references to parameters, which must not outlive the step.
+        self._restore.clear()
+        self._seen.clear()
+
+    def remember_module(self, module: nn.Module) -> None:
+        """Records a module's attributes, and what they refer to, without its submodules."""
+        self._seen.update((id(part), part) for part in module.modules())
+        self._remember_dict(module.__dict__, _DEPTH)
+
+    def remember(self, value: Any, depth: int) -> None:
+        """Records what a value refers to."""
+        if (
+            depth < 0
+            or self._num_left <= 0
+            or isinstance(
+                value, type | str | bytes | int | float | complex | FunctionType | MethodType
+            )
+        ):
+            return
+        if value is None or isinstance(value, Tensor | ModuleType) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        self._num_left -= 1
+        if isinstance(value, dict):
+            self._remember_dict(value, depth)
+        elif isinstance(value, list | deque):
+            items = list(value)
+            self._restore.append(lambda: _refill(value, items))
+            for item in items[:_LONGEST]:
+                self.remember(item, depth - 1)
+        elif isinstance(value, set):
+            self._restore.append(partial(_refill_set, value, set(value)))
+        elif isinstance(value, tuple):
+            for item in value:
+                self.remember(item, depth - 1)
+        elif isinstance(value, random.Random):
+            state = value.getstate()
+            self._restore.append(lambda: value.setstate(state))
+        elif isinstance(value, np.random.Generator):
+            bits = value.bit_generator
+            numbers = bits.state
+            self._restore.append(lambda: setattr(bits, "state", numbers))
+        elif isinstance(value, torch.Generator):
+            words = value.get_state()
+            self._restore.append(lambda: (value.set_state(words), None)[1])
+        elif isinstance(value, np.ndarray):
+            if value.flags.writeable and value.nbytes < _LONGEST and value.dtype != object:
+                copied = value.copy()
+                self._restore.append(lambda: np.copyto(value, copied))
+        elif (
+            self._frameworks_too
+            or isinstance(value, nn.Module)
+            or not _is_framework(type(value).__module__)
+        ):
+            attributes = getattr(value, "__dict__", None)
+            if isinstance(attributes, dict):
+                self._remember_dict(attributes, depth)
+
+    def _remember_dict(self, table: dict[Any, Any], depth: int) -> None:
+        before = dict(table)
+
+        def restore() -> None:
+            if table.keys() != before.keys() or any(table[k] is not v for k, v in before.items()):
+                table.clear()
+                table.update(before)
+
+        self._restore.append(restore)
+        if len(before) <= _LONGEST:
+            for key, entry in before.items():
+                # The Trainer that runs the step is not part of it.
+                if key not in ("_trainer", "_fabric"):
+                    self.remember(entry, depth - 1)
+
+    def remember_class(self, kind: type) -> None:
+        """Records a class's own attributes, and the variables of its Python module."""
+        if _is_framework(kind.__module__):
+            return
+        before = {k: v for k, v in vars(kind).items() if not k.startswith("__")}
+
+        def restore() -> None:
+            now = {k: v for k, v in vars(kind).items() if not k.startswith("__")}
+            for name in now.keys() - before.keys():
+                delattr(kind, name)
+            for name, value in before.items():
+                if now.get(name, self) is not value:
+                    setattr(kind, name, value)
+
+        self._restore.append(restore)
+        for value in before.values():
+            self.remember(value, _DEPTH - 1)
+        source = sys.modules.get(kind.__module__)
+        if source is not None and id(source.__dict__) not in self._seen:
+            self._seen[id(source.__dict__)] = source.__dict__
+            self._remember_dict(source.__dict__, 2)
+
+
+def _refill_set(container: set[Any], members: set[Any]) -> None:
+    container.intersection_update(members)
+    container.update(members)
+
+
+def _refill(container: Any, items: list[Any]) -> None:
+    if len(container) != len(items) or any(
+        a is not b for a, b in zip(container, items, strict=True)
+    ):
+        container.clear()
+        container.extend(items)

@@ -1,0 +1,315 @@
+"""Random streams that do not depend on the stage of a layer.
+
+All random numbers of a step come from a stream for each (seed, purpose, step, microbatch, virtual
+machine) and place in the forward pass: a layer has its own stream, and so has the user code in
+front of each layer, which runs on every stage. In a model with few layers, their parts have their
+own streams too, so the number of stages, and how finely the model is opened for them, have no
+effect. So a mask drawn in ``training_step`` is the same on all stages, and dropout is the same on
+every split and across every migration. This covers torch on the CPU and on the stage's device,
+NumPy and Python's ``random``.
+
+The user code has a stream for each gap between layers, and not one for the whole pass, because a
+stage that runs it on placeholders draws fewer numbers: those of a gap must not depend on what was
+drawn before it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import struct
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_MASK_32 = (1 << 32) - 1
+_MASK_64 = (1 << 64) - 1
+# The position of a Mersenne Twister before the first draw.
+_FRESH = 624
+# After so many places in a pass without a draw from NumPy or `random`, the code is assumed not to
+# draw from them, and they are not switched any more.
+_MOST_LOOKS = 1024
+
+
+def stream_seed(*key: int | str) -> int:
+    """A 64-bit seed for a key; different keys give unrelated seeds."""
+    digest = blake2b(digest_size=8)
+    for part in key:
+        # A length in front of each part keeps ("ab", "c") and ("a", "bc") apart.
+        data = part.encode() if isinstance(part, str) else struct.pack("<q", part)
+        digest.update(struct.pack("<I", len(data)) + data)
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+class RandomStreams:
+    """Switches the global generators between streams.
+
+    Args:
+        device: the stage's device; its generator is switched together with the CPU's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._generators: list[torch.Generator] = [torch.default_generator]
+        if device.type == "cuda":
+            torch.cuda.init()
+            self._generators.append(torch.cuda.default_generators[device.index or 0])
+        # NumPy's global state has 2.5 KB and is slow to read and write; its bit generator is one
+        # pointer. So each depth of nesting has its own bit generator, which is swapped in and out.
+        self._numpy_generators: list[np.random.MT19937] = []
+        self._numpy_places: list[ctypes.c_int] = []
+        """The position of each of them: :data:`_FRESH` before the first draw."""
+        self._bases: list[int] = []
+        self._is_host_used = False
+        """Whether code that is not followed has been seen to draw from NumPy or ``random``."""
+        self._num_looks = 0
+
+    def _switches_host(self) -> bool:
+        """Whether NumPy and ``random`` are switched for code that is not followed; checks whether
+        it has drawn from them since the last call.
+        """
+        if self._is_host_used:
+            return True
+        self._is_host_used = self.has_drawn_on_host()
+        if self._is_host_used and self._num_looks == _MOST_LOOKS:
+            warnings.warn(
+                "The model has drawn from NumPy or `random` for the first time after many steps:"
+                " in this step alone, it may draw other numbers than it would on several stages."
+                " Draw in every step, or from torch.",
+                stacklevel=2,
+            )
+        self._num_looks = min(self._num_looks + 1, _MOST_LOOKS)
+        return self._is_host_used or self._num_looks < _MOST_LOOKS
+
+    @contextmanager
+    def switched(self, *key: int | str) -> Iterator[None]:
+        """Context in which draws come from the key's stream; afterwards, the generators continue as
+        if it had not happened."""
+        torch_states = self.torch_states()
+        python_state = random.getstate()
+        outer = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        numpy_state: Any = np.random.get_state(legacy=False)
+        self._bases.append(0)
+        if len(self._numpy_generators) < len(self._bases):
+            self._numpy_generators.append(np.random.MT19937(0))
+            self._numpy_places.append(_place_of(self._numpy_generators[-1]))
+        try:
+            self.begin(*key)
+            yield
+        finally:
+            self._bases.pop()
+            np.random.set_bit_generator(outer)  # type: ignore[attr-defined]
+            if numpy_state["has_gauss"]:
+                # NumPy's normal draws come in pairs; changing the generator drops the spare one.
+                np.random.set_state(numpy_state)
+            random.setstate(python_state)
+            for generator, state in zip(self._generators, torch_states, strict=True):
+                generator.set_state(state)
+
+    def begin(self, *key: int | str, host: bool = True) -> None:
+        """Inside :meth:`switched`: from here on, draws come from another key's stream.
+
+        Args:
+            key: the stream's.
+            host: see :meth:`go_to`.
+        """
+        self._bases[-1] = stream_seed(*key)
+        self._seed(self._bases[-1], host)
+
+    def resume(self, *key: int | str) -> None:
+        """Inside :meth:`switched`: :meth:`go_to` goes to another key's streams from here on. Until
+        it is called, draws come from the same stream as before.
+        """
+        self._bases[-1] = stream_seed(*key)
+
+    @staticmethod
+    def seed_in_force() -> int:
+        """The last seed of the generators, also after user code has restored a state."""
+        return torch.default_generator.initial_seed()
+
+    def go_to(self, event: int, host: bool | None = True) -> int:
+        """Inside :meth:`switched`: from here on, draws come from the stream of a place in the pass.
+
+        Args:
+            event: the number of begins and ends of modules with their own stream before it.
+            host: whether to switch NumPy and ``random`` too, which costs several times as much;
+                ``None``: as needed by code that is not followed.
+
+        Returns:
+            The seed.
+        """
+        seed = _mixed(self._bases[-1] + event) >> 1
+        self._seed(seed, self._switches_host() if host is None else host)
+        return seed
+
+    def torch_states(self) -> list[Tensor]:
+        """The states of torch's generators: that of the CPU, and of the stage's device."""
+        return [generator.get_state() for generator in self._generators]
+
+    def has_drawn_on_host(self) -> bool:
+        """Whether anything was drawn from NumPy or ``random`` since they were switched last."""
+        has_drawn = self._numpy_places[len(self._bases) - 1].value != _FRESH
+        return has_drawn or _place_of_python() != _FRESH
+
+    def _seed(self, seed: int, host: bool) -> None:
+        for generator in self._generators:
+            generator.manual_seed(seed)
+        if host:
+            random.seed(seed)
+            numpy_generator: Any = self._numpy_generators[len(self._bases) - 1]
+            numpy_generator._legacy_seeding(seed & _MASK_32)
+            # Setting it again also drops the spare number of NumPy's paired normal draws.
+            np.random.set_bit_generator(numpy_generator)  # type: ignore[attr-defined]
+
+
+def _place_of(generator: Any) -> ctypes.c_int:
+    """The position of a Mersenne Twister, in its own memory: to get its whole state at every layer
+    would take longer than many layers.
+
+    The memory layout is that of NumPy's `mt19937.h`: 624 words of 4 bytes, and then the position.
+    """
+    return ctypes.c_int.from_address(generator.ctypes.state_address + 4 * _FRESH)
+
+
+def _python_place() -> Callable[[], int]:
+    """A function that returns the position of Python's own generator. It reads the generator's
+    memory, where CPython's `_randommodule.c` has the position in front of the 624 words. If that
+    differs from ``random.getstate``, it calls the latter every time.
+    """
+    generator = random.Random(0)
+    place = ctypes.c_int.from_address(id(generator) + object.__basicsize__)
+    agrees = True
+    for _ in range(3):
+        agrees &= place.value == generator.getstate()[1][-1]
+        generator.random()
+    shared = getattr(random, "_inst", None)
+    if not agrees or type(shared) is not random.Random:
+        return lambda: random.getstate()[1][-1]
+    in_use = ctypes.c_int.from_address(id(shared) + object.__basicsize__)
+    return lambda: in_use.value
+
+
+_place_of_python = _python_place()
+
+
+def _mixed(number: int) -> int:
+    """The mixing step of SplitMix64 (Steele, Lea and Flood 2014, figure 16)."""
+    number = (number + 0x9E3779B97F4A7C15) & _MASK_64
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return number ^ (number >> 31)
+
+
+def global_state() -> dict[str, Any]:
+    """The state of the CPU generators that data loaders draw from."""
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+
+
+def set_global_state(state: dict[str, Any]) -> None:
+    """Restores the result of :func:`global_state`, in this or in another process."""
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+
+
+def _plain_state(state: dict[str, Any]) -> dict[str, Any]:
+    """The state in types that ``torch.load`` accepts with ``weights_only=True``."""
+    kind, keys, *others = state["numpy"]
+    version, words, spare = state["python"]
+    return {
+        "torch": state["torch"],
+        "numpy": (kind, _bytes_of(keys), *others),
+        "python": (version, _bytes_of(words), spare),
+    }
+
+
+def _from_plain(state: dict[str, Any]) -> dict[str, Any]:
+    kind, keys, *others = state["numpy"]
+    version, words, spare = state["python"]
+    return {
+        "torch": state["torch"],
+        "numpy": (kind, keys.numpy().view(np.uint32), *others),
+        "python": (version, tuple(words.numpy().view(np.uint32).tolist()), spare),
+    }
+
+
+def _bytes_of(words: Any) -> Tensor:
+    return torch.from_numpy(np.array(words, dtype=np.uint32).view(np.uint8))
+
+
+def seed_all(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed & _MASK_32)
+    random.seed(seed)
+
+
+class SharedRandomStream:
+    """Switches the global random state between a stream that is the same on all virtual machines,
+    and this virtual machine's own stream.
+
+    The state in force at construction is the shared stream, and has to be the same everywhere. A
+    dataloader that is split over the virtual machines switches to the shared stream when its
+    iteration begins, and while its sampler draws. All other code draws from the own stream: data
+    sets, and the user's code around the steps, which may draw as many numbers as its virtual
+    machine has samples. The own stream stays in force when the sampler is exhausted, as the last
+    batches are then still under way; for code after an epoch that must draw the same everywhere,
+    the caller has to call :meth:`to_shared`.
+
+    Args:
+        vm: index of the virtual machine.
+    """
+
+    def __init__(self, vm: int) -> None:
+        self._vm = vm
+        self._is_own = False
+        self._resting: dict[str, Any] | None = None
+        """The state of the stream that is not in force; ``None`` before the own one has begun."""
+
+    def to_shared(self) -> None:
+        """From here on, draws come from the stream that all virtual machines share."""
+        if self._is_own:
+            self._switch()
+
+    def to_own(self) -> None:
+        """From here on, draws come from this virtual machine's own stream."""
+        if not self._is_own:
+            self._switch()
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """The states of the shared stream, and of the own one (``None`` before it has begun), of
+        plain types and tensors.
+        """
+        here = _plain_state(global_state())
+        resting = _plain_state(self._resting) if self._resting is not None else None
+        if self._is_own:
+            assert resting is not None
+            return resting, here
+        return here, resting
+
+    def set_state(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
+        """Continues, on the shared stream, from a result of :meth:`state`."""
+        set_global_state(_from_plain(shared))
+        self._is_own = False
+        self._resting = _from_plain(own) if own is not None else None
+
+    def _switch(self) -> None:
+        leaving = global_state()
+        if self._resting is None:
+            # A draw from a copy does not change the next draws of the shared stream.
+            generator = torch.Generator()
+            generator.set_state(leaving["torch"])
+            draw = torch.empty((), dtype=torch.int64).random_(generator=generator)
+            seed_all(stream_seed("virtual machine", int(draw), self._vm))
+        else:
+            set_global_state(self._resting)
+        self._resting = leaving
+        self._is_own = not self._is_own

@@ -1,0 +1,80 @@
+"""Shares of the batch with which virtual machines of different speeds take equally long."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.plan.arrange.evaluator import Candidate, Cuts, Evaluator, Judge
+from lightning_pipeshift.plan.arrange.groupings import MOST_STAGES
+
+WORTH_SHARES: Final = 1.02
+"""How many times as many samples per second unequal shares must give."""
+
+_ALIKE: Final = 1.01
+"""Times that differ by less are equal."""
+
+_ROUNDS: Final = 4
+"""After so many corrections, what is left is the rounding to whole samples."""
+
+
+def balanced_shares(placer: Evaluator, placed: Candidate, judge: Judge) -> tuple[Candidate, Cuts]:
+    """With the shares under which all virtual machines take equally long, if that gains enough.
+
+    What a step takes is not in proportion to the samples, so shares and times are found in
+    turn: each share is corrected by how far its time is from the others'. Under the cuts of
+    equal shares, where those still fit: shares hardly move the best cuts.
+
+    Args:
+        placer: knows the model, the machines and the wishes.
+        placed: any shares; where equal ones don't fit, these do.
+        judge: says how long each takes.
+    """
+    count = len(placed.ranks)
+    if placer.wishes.batch_shares is not None or count == 1:
+        return placed, placer.cuts(placed)
+    equal = placer.placed(placed.ranks, placed.microbatches)
+    try:
+        first, cuts = equal, placer.cuts(equal)
+    except PlanError:
+        first, cuts = placed, placer.cuts(placed)
+    # Of those that are alike, one stands for all.
+    pairs = list(zip(first.workloads, cuts, strict=True))
+    same = {pair: vm for vm, pair in enumerate(pairs)}
+    stands = [same[pair] for pair in pairs]
+    all_sizes = placer.sizes(count, first.batch_shares)
+    sizes = {vm: all_sizes[vm] for vm in same.values()}
+    for _ in range(_ROUNDS):
+        times = {
+            vm: judge.alone(
+                placer.workload(first.links, first.ranks[vm], size, first.microbatches),
+                cuts[vm],
+            )
+            for vm, size in sizes.items()
+        }
+        if not min(times.values()) or max(times.values()) <= _ALIKE * min(times.values()):
+            break
+        wanted = {vm: size / times[vm] for vm, size in sizes.items()}
+        unit = placer.total(count) / sum(wanted[vm] for vm in stands)
+        sizes = {vm: size * unit for vm, size in wanted.items()}
+    best, fitting, least = first, cuts, judge.step(first, cuts) / WORTH_SHARES
+    # What is asked too much of a device's memory is asked in part.
+    is_large = placer.cluster.num_ranks > MOST_STAGES
+    for part in (1.0,) if is_large else (1.0, 0.5, 0.25):
+        wished = [
+            size + part * (sizes[vm] - size) for vm, size in zip(stands, all_sizes, strict=True)
+        ]
+        shared = placer.placed(first.ranks, first.microbatches, wished)
+        try:
+            same_fit = all(
+                workload.fits(cut)
+                for workload, cut in dict.fromkeys(zip(shared.workloads, cuts, strict=True))
+            )
+            others = cuts if same_fit else placer.cuts(shared)
+        except PlanError:
+            continue
+        if (seconds := judge.step(shared, others)) < least:
+            best, fitting, least = shared, others, seconds
+        if same_fit:
+            break
+    return best, fitting

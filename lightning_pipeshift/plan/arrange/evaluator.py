@@ -1,0 +1,344 @@
+"""Computes the workloads, cuts and seconds of a choice of ranks, microbatches and shares.
+
+A thousand devices of a few kinds give only few workloads: results for one virtual machine are
+cached for equal ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.plan.arrange.groupings import Groups
+from lightning_pipeshift.plan.arrange.request import Allowed, Arrangement, PlanRequest
+from lightning_pipeshift.plan.arrange.stage_order import compute_power
+from lightning_pipeshift.plan.cost.prediction import Prediction, estimated_seconds, predict
+from lightning_pipeshift.plan.cost.ring_contention import crowded, ring_seconds_per_byte
+from lightning_pipeshift.plan.cost.workload import Cut, Numbers, Workload, workload_of
+from lightning_pipeshift.plan.inputs.cluster import Cluster
+from lightning_pipeshift.plan.inputs.profile import Profile
+from lightning_pipeshift.plan.inputs.shares import shared_out
+from lightning_pipeshift.plan.partition.dynamic_programming import PartitionDP
+from lightning_pipeshift.plan.partition.equal_counts import uniform
+from lightning_pipeshift.plan.partition.local_search import best_cut
+from lightning_pipeshift.plan.partition.recomputation import Recomputation
+
+_HIDDEN: Final = 1.03
+"""If rings make a step longer by less than this factor, they count as hidden."""
+
+Cuts = tuple[Cut, ...]
+"""One for each virtual machine."""
+
+
+class Candidate(NamedTuple):
+    """Everything but the cuts."""
+
+    ranks: Groups
+    microbatches: int
+    batch_shares: tuple[float, ...] | None
+    links: Cluster
+    """The machines, with the bandwidth that remains for each virtual machine on shared links."""
+    workloads: tuple[Workload, ...]
+    """One for each virtual machine; equal ones share one object."""
+
+
+class Judge(NamedTuple):
+    """Computes the seconds of a step: in closed form, or by the simulator."""
+
+    step: Callable[[Candidate, Cuts], float]
+    alone: Callable[[Workload, Cut], float]
+    """The seconds of one virtual machine, without the others."""
+
+
+class Evaluator:
+    """Evaluates choices, with a cache."""
+
+    def __init__(
+        self, profile: Profile, cluster: Cluster, wishes: PlanRequest, allowed: Allowed | None
+    ) -> None:
+        self.profile = profile
+        self.cluster = cluster
+        self.wishes = wishes
+        ranks = range(cluster.num_ranks)
+        self.powers = [compute_power(profile, cluster, rank) for rank in ranks]
+        self._allowed = allowed or (lambda num_stages: None)
+        self._workloads: dict[Hashable, Workload] = {}
+        self._cuts: dict[Hashable, Cut | PlanError] = {}
+        self._chosen: dict[Hashable, Cuts] = {}
+        # These are large: only the last ones are kept.
+        self._recomputation = lru_cache(maxsize=8)(
+            lambda workload: Recomputation(workload, wishes.recompute)
+        )
+        self._paces: dict[Workload, tuple[float, Numbers]] = {}
+        self.closed_form = Judge(self._estimated, Workload.estimate)
+        self.simulator = Judge(
+            lambda placed, cuts: self._predicted(placed, cuts).step_seconds,
+            lambda workload, cut: workload.step_seconds([cut])[0],
+        )
+
+    # Workloads.
+
+    def placed(
+        self,
+        ranks: Sequence[Sequence[int]],
+        microbatches: int,
+        shares: Sequence[float] | None = None,
+    ) -> Candidate:
+        """The workloads of a choice.
+
+        Args:
+            ranks: of each virtual machine, in stage order.
+            microbatches: of a virtual machine's batch.
+            shares: how the global batch is divided; ``None``: equally.
+        """
+        groups = tuple(map(tuple, ranks))
+        sizes = self.sizes(len(groups), shares)
+        links = crowded(self.cluster, groups)
+        workloads = tuple(
+            self.workload(links, machine, size, microbatches)
+            for machine, size in zip(groups, sizes, strict=True)
+        )
+        return Candidate(groups, microbatches, self._named(shares, sizes), links, workloads)
+
+    def workload(
+        self, links: Cluster, ranks: Sequence[int], samples: float, microbatches: int
+    ) -> Workload:
+        """The workload of one virtual machine.
+
+        Args:
+            links: see :class:`Candidate`.
+            ranks: in stage order.
+            samples: of its batch.
+            microbatches: the number of slices of the batch.
+        """
+        devices = [links.devices[rank] for rank in ranks]
+        # A batch of fewer samples is cut into as many slices as it has samples.
+        slices = max(1, min(microbatches, int(samples)))
+        key = (
+            tuple((device.kind, device.speed, device.room_bytes) for device in devices),
+            tuple(links.link(one, other) for one, other in pairwise(ranks)),
+            samples,
+            slices,
+        )
+        if key not in self._workloads:
+            self._workloads[key] = workload_of(
+                self.profile,
+                links,
+                ranks,
+                self.wishes.schedule,
+                slices,
+                samples / slices,
+                self._allowed(len(ranks)),
+            )
+        return self._workloads[key]
+
+    def total(self, count: int) -> float:
+        """The samples of a global batch of so many virtual machines."""
+        return self.wishes.batch_samples * count
+
+    def sizes(self, count: int, shares: Sequence[float] | None) -> list[float]:
+        """How many samples of a global batch each virtual machine takes."""
+        total = self.total(count)
+        if shares is None:
+            return [self.wishes.batch_samples] * count
+        if total != int(total):
+            return [total * share / math.fsum(shares) for share in shares]
+        return [float(size) for size in shared_out(int(total), shares)]
+
+    def _named(
+        self, shares: Sequence[float] | None, sizes: Sequence[float]
+    ) -> tuple[float, ...] | None:
+        """The shares in the smallest numbers with the same ratios."""
+        if shares is None:
+            return None
+        if tuple(shares) == self.wishes.batch_shares:
+            return tuple(shares)
+        unit = math.gcd(*map(int, sizes)) if all(size == int(size) for size in sizes) else 1
+        return tuple(size / unit for size in sizes)
+
+    # Cuts.
+
+    def cuts(self, placed: Candidate, careful: bool = False) -> Cuts:
+        """A cut for each virtual machine: the best in closed form, or by a thorough search.
+
+        The better of two, as the solvers do not model rings: one cut as if rings were free, and one
+        as if each layer's ring took its stage some time. Raises PlanError where one doesn't fit in
+        memory.
+        """
+        key = (placed.ranks, placed.microbatches, placed.batch_shares, careful)
+        if key not in self._chosen:
+            self._chosen[key] = self._solved(placed, None, careful)
+            judge = self.simulator if careful else self.closed_form
+            if len(placed.ranks) > 1 and self.wishes.partition == "auto":
+                self._chosen[key] = self._against_rings(placed, self._chosen[key], careful, judge)
+        return self._chosen[key]
+
+    def _against_rings(self, placed: Candidate, cuts: Cuts, careful: bool, judge: Judge) -> Cuts:
+        """Better cuts, if rings take much of the step."""
+        seconds = judge.step(placed, cuts)
+        pairs = dict.fromkeys(zip(placed.workloads, cuts, strict=True))
+        alone = max(judge.alone(workload, cut) for workload, cut in pairs)
+        if seconds - self.profile.step_seconds <= _HIDDEN * alone:
+            return cuts
+        others = self._solved(placed, self._hindrance(placed), careful)
+        return others if judge.step(placed, others) < seconds else cuts
+
+    def _solved(
+        self, placed: Candidate, hindrance: Sequence[tuple[float, ...]] | None, careful: bool
+    ) -> Cuts:
+        """The solvers' cuts."""
+        unhindered = [None] * len(placed.workloads)
+        return tuple(
+            self._cut(vm, workload, per_byte, careful)
+            for vm, (workload, per_byte) in enumerate(
+                zip(placed.workloads, hindrance or unhindered, strict=True)
+            )
+        )
+
+    def fits(self, placed: Candidate, vm: int, order: Sequence[int]) -> bool:
+        """Whether a virtual machine has room for the model in another order of its stages."""
+        size = self.sizes(len(placed.ranks), placed.batch_shares)[vm]
+        workload = self.workload(placed.links, order, size, placed.microbatches)
+        try:
+            self._cut(vm, workload, None, careful=False)
+        except PlanError:
+            return False
+        return True
+
+    def _cut(
+        self, vm: int, workload: Workload, per_byte: Sequence[float] | None, careful: bool
+    ) -> Cut:
+        """The cut of one virtual machine, computed once for all equal ones."""
+        counts = self._fixed_counts(vm, workload)
+        key = (workload, counts, per_byte, careful)
+        if key not in self._cuts:
+            try:
+                self._cuts[key] = self._made(workload, counts, per_byte, careful)
+            except PlanError as error:
+                self._cuts[key] = error
+        cut = self._cuts[key]
+        if isinstance(cut, PlanError):
+            raise cut
+        return cut
+
+    def _hindrance(self, placed: Candidate) -> tuple[tuple[float, ...], ...]:
+        """By how many seconds a byte of gradients delays the end of each stage's step.
+
+        Stage 0 ends its backward last, and the time of its rings is added. Each other stage can
+        hide its rings until then: only the part that it can't hide, if all stages were equally
+        long, counts."""
+        num_bytes = sum(layer.gradient_bytes for layer in self.profile.layers)
+        found = []
+        per_byte = ring_seconds_per_byte(self.cluster, placed.ranks)
+        for workload, seconds in zip(placed.workloads, per_byte, strict=True):
+            if workload not in self._paces:
+                powers = 1 / np.maximum(workload.backward.sum(axis=1), 1e-30)
+                self._paces[workload] = (float(1 / powers.sum()), powers / powers.sum())
+            backward, parts = self._paces[workload]
+            found.append(
+                tuple(
+                    each * max(0.0, 1 - stage * backward / (each * num_bytes * part))
+                    if each * num_bytes * part
+                    else 0.0
+                    for stage, (each, part) in enumerate(zip(seconds, parts.tolist(), strict=True))
+                )
+            )
+        return tuple(found)
+
+    def _hindered(self, workload: Workload, per_byte: Sequence[float]) -> Workload:
+        """A workload whose backward is longer by the time that its rings delay it."""
+        sizes = [layer.gradient_bytes for layer in self.profile.layers]
+        longer = np.outer(per_byte, sizes) / workload.microbatches
+        return replace(workload, backward=workload.backward + longer)
+
+    def _made(
+        self,
+        workload: Workload,
+        counts: tuple[int, ...] | None,
+        per_byte: Sequence[float] | None,
+        careful: bool,
+    ) -> Cut:
+        if counts is not None:
+            return _recomputed(workload, counts, self.wishes.recompute)
+        hindered = workload if per_byte is None else self._hindered(workload, per_byte)
+        make = self._careful_cut if careful else self._quick_cut
+        try:
+            return make(workload, hindered)
+        except PlanError:
+            possible = self.profile.possible_cuts
+            if workload.allowed == possible:
+                raise
+            return make(replace(workload, allowed=possible), replace(hindered, allowed=possible))
+
+    def _careful_cut(self, workload: Workload, hindered: Workload) -> Cut:
+        return best_cut(hindered, self.wishes.recompute)
+
+    def _quick_cut(self, workload: Workload, hindered: Workload) -> Cut:
+        """The best cut in closed form. The recomputation doesn't depend on rings."""
+        recomputation = self._recomputation(workload)
+        solutions = PartitionDP.of(hindered, recomputation.seconds).fastest(1, slack=0.0)
+        cuts = recomputation.cuts([solution.counts for solution in solutions])
+        if not cuts:
+            raise PlanError(f"no cut into {workload.num_stages} stages fits in memory")
+        return cuts[0]
+
+    def _fixed_counts(self, vm: int, workload: Workload) -> tuple[int, ...] | None:
+        """The layers per stage, where they are fixed."""
+        if self.wishes.partition == "uniform":
+            return uniform(workload.num_layers, workload.num_stages, self.profile.possible_cuts)
+        return self.wishes.counts(vm)
+
+    # Seconds.
+
+    def rate(self, placed: Candidate, cuts: Cuts, judge: Judge) -> float:
+        """Samples per second."""
+        return _per_second(self.total(len(cuts)), judge.step(placed, cuts))
+
+    def arrangement(self, placed: Candidate, cuts: Cuts) -> Arrangement:
+        """The arrangement of a choice."""
+        prediction = self._predicted(placed, cuts)
+        return Arrangement(
+            ranks=placed.ranks,
+            cuts=cuts,
+            microbatches=placed.microbatches,
+            schedule=self.wishes.schedule,
+            batch_shares=placed.batch_shares,
+            prediction=prediction,
+            samples_per_second=_per_second(self.total(len(cuts)), prediction.step_seconds),
+        )
+
+    def _predicted(self, placed: Candidate, cuts: Cuts) -> Prediction:
+        return predict(self.profile, self.cluster, placed.ranks, placed.workloads, cuts)
+
+    def _estimated(self, placed: Candidate, cuts: Cuts) -> float:
+        return estimated_seconds(self.profile, self.cluster, placed.ranks, placed.workloads, cuts)
+
+
+def _per_second(samples: float, seconds: float) -> float:
+    return samples / seconds if seconds else math.inf
+
+
+def _recomputed(workload: Workload, counts: Sequence[int], recompute: str) -> Cut:
+    """A cut whose counts are fixed: with everything recomputed, if it must be.
+
+    Raises PlanError where it doesn't fit."""
+    choices = [Cut(tuple(counts))] if recompute != "full" else []
+    if recompute != "none":
+        choices.append(workload.everything_recomputed(counts))
+    for cut in choices:
+        if workload.fits(cut):
+            return cut
+    held, room = workload.memory_bytes(choices[-1]), workload.room_bytes
+    stage = max(range(len(held)), key=lambda stage: held[stage] - room[stage])
+    raise PlanError(
+        f"the partition {list(counts)} needs {held[stage]:.3g} bytes on stage {stage}, whose device"
+        f" has {room[stage]:.3g}; give that stage fewer layers, or leave the partition to"
+        " PipeShift"
+    )

@@ -1,0 +1,83 @@
+"""The measured figures of a run: the model, the machines, and the ranks of the stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_pipeshift.plan.arrange.plan_builder import prediction_of
+from lightning_pipeshift.plan.cost.prediction import Prediction
+from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.plan.inputs.cluster import Cluster
+from lightning_pipeshift.plan.inputs.profile import Profile
+
+Memory = Sequence[Sequence[float]]
+"""Peaks in bytes, per virtual machine and stage."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The measured input of planning.
+
+    Args:
+        profile: of the model.
+        cluster: the machines.
+        ranks: of each virtual machine, in stage order.
+        by_tensor: whether saved tensors are managed one by one.
+    """
+
+    profile: Profile
+    cluster: Cluster
+    ranks: Sequence[Sequence[int]]
+    by_tensor: bool = False
+
+    def prediction(self, plan: Plan) -> Prediction:
+        """The simulator's prediction of a plan."""
+        return prediction_of(plan, self.profile, self.cluster, self.ranks, self.by_tensor)
+
+    def compared(self, plan: Plan, step_seconds: float) -> Measured:
+        """The same, plus the time by which a real step exceeded the simulated one: for messages
+        passing through the system, and for waiting for a core. It is added for every plan.
+
+        Args:
+            plan: under which the step ran.
+            step_seconds: the time of the step.
+        """
+        more = step_seconds - self.prediction(plan).step_seconds
+        if more <= 0:
+            return self
+        profile = replace(self.profile, step_seconds=self.profile.step_seconds + more)
+        return replace(self, profile=profile)
+
+    def move_seconds(self, old: Plan, new: Plan) -> float:
+        """How long the transfers of all layers that change their owners take in sequence."""
+        seconds = 0.0
+        for vm, ranks in enumerate(self.ranks):
+            for index, layer in enumerate(self.profile.layers):
+                source = ranks[old.placement.stage_of(vm, index)]
+                to = ranks[new.placement.stage_of(vm, index)]
+                seconds += self.cluster.link(source, to).seconds(layer.static_bytes)
+        return seconds
+
+    def fits(self, memory_bytes: Memory) -> bool:
+        """Whether every device has so much memory."""
+        return all(held <= room for _, _, held, room in self._places(memory_bytes))
+
+    def lacking(self, memory_bytes: Memory) -> str:
+        """A message about the stage that lacks the most memory."""
+        places = [
+            (held - room, vm, stage, held) for vm, stage, held, room in self._places(memory_bytes)
+        ]
+        lacks, vm, stage, held = max(places)
+        return (
+            f"stage {stage} of virtual machine {vm} would hold {held / 1e6:.1f} MB, which is"
+            f" {lacks / 1e6:.1f} MB more than it has room for; leave it fewer layers, or let more"
+            " of them be recomputed"
+        )
+
+    def _places(self, memory_bytes: Memory) -> list[tuple[int, int, float, float]]:
+        return [
+            (vm, stage, held, self.cluster.devices[rank].room_bytes)
+            for vm, (ranks, peaks) in enumerate(zip(self.ranks, memory_bytes, strict=True))
+            for stage, (rank, held) in enumerate(zip(ranks, peaks, strict=True))
+        ]

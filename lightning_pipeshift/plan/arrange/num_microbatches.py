@@ -1,0 +1,102 @@
+"""Chooses the number of microbatches of a batch.
+
+With more of them, stages are busy for more of the step, and each takes less memory; but each adds
+the time of an action besides its layers, and a message's latency.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from statistics import median
+from typing import Final
+
+from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.plan.arrange.evaluator import Candidate, Evaluator
+from lightning_pipeshift.plan.arrange.groupings import Groups
+from lightning_pipeshift.plan.arrange.request import PlanRequest
+
+_WORTH: Final = 1.01
+"""How many times as many samples per second more microbatches must give."""
+
+_MOST_ACTIONS: Final = 1 << 14
+"""Stages times microbatches, where PipeShift chooses these: what the simulator takes a second for.
+"""
+
+_MOST_TRIED: Final = 4
+"""How many numbers the simulator is asked about."""
+
+
+def slices(placer: Evaluator, ranks: Groups, shares: Sequence[float] | None) -> dict[int, float]:
+    """Numbers of microbatches, and steps per second if all stages were equally long.
+
+    Args:
+        placer: knows the model, the machines and the wishes.
+        ranks: of each virtual machine.
+        shares: how the global batch is shared out; ``None``: equally.
+    """
+    profile, cluster = placer.profile, placer.cluster
+    sizes = placer.sizes(len(ranks), shares)
+    payloads = [layer.payload_bytes for layer in profile.layers[:-1]]
+    usual = median(payloads) if payloads else 0
+    machines = []
+    # Of those that look alike, one stands for all.
+    for machine, size in zip(ranks, sizes, strict=True):
+        power = sum(placer.powers[rank] for rank in machine) * profile.samples
+        links = frozenset(cluster.link(*ends) for ends in pairwise(machine))
+        times = profile.times_on(cluster.devices[machine[0]])
+        extra = times.action_forward + times.action_backward
+        machines.append((len(machine), size, power, extra, links))
+    rates = {}
+    for number in numbers_of_slices(placer.wishes, max(map(len, ranks))):
+        seconds = profile.step_seconds
+        for num_stages, size, power, extra, links in set(machines):
+            # A batch of fewer samples is cut into as many slices as it has samples.
+            count = max(1, min(number, int(size)))
+            messages = [link.seconds(size / count / profile.samples * usual) for link in links]
+            pace = max([size / count / power + extra, *messages])
+            seconds = max(seconds, (count + num_stages - 1) * pace)
+        rates[number] = 1 / seconds if seconds else math.inf
+    return rates
+
+
+def numbers_of_slices(wishes: PlanRequest, num_stages: int) -> list[int]:
+    """What to try: powers of two, and those times the number of stages; or what is wished.
+
+    Args:
+        wishes: say how many samples there are to slice.
+        num_stages: of the deepest pipeline.
+    """
+    if isinstance(wishes.microbatches, int):
+        return [wishes.microbatches]
+    most = max(1, int(wishes.batch_samples))
+    powers = [1 << exponent for exponent in range(most.bit_length())]
+    counts = {most, *powers, *(num_stages * power for power in powers)}
+    return sorted(
+        count
+        for count in counts
+        if count == 1 or (count <= most and count * num_stages <= _MOST_ACTIONS)
+    )
+
+
+def resliced(placer: Evaluator, placed: Candidate) -> Candidate:
+    """With the best number of microbatches by the simulator."""
+    rates = slices(placer, placed.ranks, placed.batch_shares)
+    if len(rates) == 1:
+        return placed
+    found: dict[int, float] = {}
+    for count in {placed.microbatches, *sorted(rates, key=rates.__getitem__)[-_MOST_TRIED:]}:
+        # The best in closed form may not fit.
+        with suppress(PlanError):
+            sliced = placer.placed(placed.ranks, count, placed.batch_shares)
+            cuts = placer.cuts(sliced)
+            found[count] = placer.rate(sliced, cuts, placer.simulator)
+    return placer.placed(placed.ranks, fewest(found), placed.batch_shares)
+
+
+def fewest(rates: Mapping[int, float]) -> int:
+    """The fewest microbatches that are hardly worse than the best number."""
+    limit = max(rates.values()) / _WORTH
+    return min(count for count, rate in rates.items() if rate >= limit)

@@ -1,0 +1,116 @@
+"""Makes a plan of the solvers' results, with the simulator's prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lightning_pipeshift.plan.arrange.planner import Arrangement
+from lightning_pipeshift.plan.cost.memory_model import Footprints, links_of, with_footprints
+from lightning_pipeshift.plan.cost.prediction import Prediction, predict
+from lightning_pipeshift.plan.cost.workload import Cut, Workload, workload_of
+from lightning_pipeshift.plan.document.plan import LayerRecord, Plan
+from lightning_pipeshift.plan.inputs.cluster import Cluster
+from lightning_pipeshift.plan.inputs.placement import Placement
+from lightning_pipeshift.plan.inputs.profile import Profile
+
+
+def plan_of(
+    profile: Profile,
+    cluster: Cluster,
+    ranks: Sequence[Sequence[int]],
+    schedule: str,
+    microbatches: int,
+    cuts: Sequence[Cut],
+) -> Plan:
+    """A plan of known cuts.
+
+    Args:
+        profile: of the model.
+        cluster: the machines.
+        ranks: of each virtual machine, in stage order.
+        schedule: by name.
+        microbatches: of a virtual machine's batch.
+        cuts: one for each of them.
+    """
+    first = profile.times_on(cluster.devices[ranks[0][0]])
+    plan = Plan(
+        layers=tuple(
+            LayerRecord(layer.name, layer.parameter_bytes, seconds, layer.payload_bytes)
+            for layer, seconds in zip(profile.layers, first.forward, strict=True)
+        ),
+        placement=Placement(tuple(cut.counts for cut in cuts)),
+        schedule=schedule,
+        microbatches=microbatches,
+        recompute=tuple(tuple(sorted(cut.recompute)) for cut in cuts)
+        if any(cut.recompute for cut in cuts)
+        else (),
+    )
+    if any(first.forward):
+        plan = replace(plan, prediction=prediction_of(plan, profile, cluster, ranks))
+    return plan
+
+
+def plan_of_arrangement(arrangement: Arrangement, profile: Profile, cluster: Cluster) -> Plan:
+    """A plan that names its ranks and their kinds, for another run to use."""
+    plan = plan_of(
+        profile,
+        cluster,
+        arrangement.ranks,
+        arrangement.schedule,
+        arrangement.microbatches,
+        arrangement.cuts,
+    )
+    kinds = [[cluster.devices[rank].kind for rank in ranks] for ranks in arrangement.ranks]
+    return replace(
+        plan,
+        swaps=arrangement.swaps,
+        ranks=arrangement.ranks,
+        kinds=tuple(map(tuple, kinds)),
+        batch_shares=arrangement.batch_shares or (),
+        prediction=arrangement.prediction,
+    )
+
+
+def cut_of(plan: Plan, vm: int) -> Cut:
+    """How a plan cuts a virtual machine."""
+    return Cut(plan.placement.counts[vm], plan.recomputed(vm))
+
+
+def workloads_of(
+    profile: Profile,
+    cluster: Cluster,
+    ranks: Sequence[Sequence[int]],
+    schedule: str,
+    microbatches: int,
+) -> list[Workload]:
+    """The workload of each virtual machine, on as many samples as were measured."""
+    return [workload_of(profile, cluster, machine, schedule, microbatches) for machine in ranks]
+
+
+def prediction_of(
+    plan: Plan,
+    profile: Profile,
+    cluster: Cluster,
+    ranks: Sequence[Sequence[int]],
+    by_tensor: bool = False,
+) -> Prediction:
+    """The simulator's prediction of a plan, by the measured figures.
+
+    Args:
+        plan: the plan.
+        profile: of the model.
+        cluster: the machines.
+        ranks: of each virtual machine, in stage order.
+        by_tensor: whether saved tensors are managed one by one (`MemoryCompression`).
+    """
+    workloads = workloads_of(profile, cluster, ranks, plan.schedule, plan.microbatches)
+    cuts = [cut_of(plan, vm) for vm in range(len(workloads))]
+    found = predict(profile, cluster, ranks, workloads, cuts)
+    if not by_tensor:
+        return found
+    footprints = [
+        Footprints(profile, workload, links_of(cluster, machine)).of(cut, plan.swapped(vm))
+        for vm, (workload, machine, cut) in enumerate(zip(workloads, ranks, cuts, strict=True))
+    ]
+    return with_footprints(found, workloads, cuts, footprints)

@@ -1,0 +1,136 @@
+"""The input of a planner, and its result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.plan.arrange.groupings import Groups
+from lightning_pipeshift.plan.cost.prediction import Prediction
+from lightning_pipeshift.plan.cost.workload import Cut
+from lightning_pipeshift.plan.inputs.policies import Policy
+from lightning_pipeshift.plan.inputs.saved_tensors import Swap
+
+Allowed = Callable[[int], frozenset[int] | None]
+"""The boundaries that may be cut, for a number of stages; ``None``: all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """The settings that the user has fixed; all others are left to the planner.
+
+    Args:
+        virtual_machines: how many, or the ranks of each in stage order.
+        microbatches: slices of a virtual machine's batch.
+        schedule: by name.
+        recompute: ``"full"``: all layers where that frees memory; ``"auto"``: those that don't
+            fit otherwise; ``"none"``.
+        partition: ``"auto"``, ``"uniform"``, or for each virtual machine the layers per stage; one
+            row is for all of them.
+        batch_shares: how the global batch is divided; ``None``: in the best way.
+        batch_samples: of a virtual machine's DataLoader batch. A global batch has that times the
+            number of virtual machines.
+        policy: decides what happens to saved tensors; ``None`` without ``MemoryCompression``.
+
+    Raises PlanError where these don't go together.
+    """
+
+    virtual_machines: int | Literal["auto"] | Groups = "auto"
+    microbatches: int | Literal["auto"] = "auto"
+    schedule: str = "1f1b"
+    recompute: str = "auto"
+    partition: Literal["auto", "uniform"] | tuple[tuple[int, ...], ...] = "auto"
+    batch_shares: tuple[float, ...] | None = None
+    batch_samples: float = 1.0
+    policy: Policy | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.batch_samples) and self.batch_samples > 0):
+            raise PlanError(
+                f"a batch of {self.batch_samples} samples; a DataLoader's batch has 1 or more"
+            )
+        for name in ("virtual_machines", "microbatches"):
+            value = getattr(self, name)
+            if isinstance(value, int) and value < 1:
+                raise PlanError(f"{name}={value}; allowed are 'auto' and whole numbers from 1 on")
+        counts = self._counts
+        if len(set(counts.values())) > 1:
+            found = ", ".join(f"{name} is for {count}" for name, count in counts.items())
+            raise PlanError(
+                f"{found} virtual machines; give all of them for the same number, or leave some"
+                " to PipeShift"
+            )
+
+    @property
+    def num_virtual_machines(self) -> int | None:
+        """The requested number of virtual machines; ``None``: left to the planner."""
+        return next(iter(self._counts.values()), None)
+
+    @property
+    def ranks(self) -> Groups | None:
+        """The ranks of each virtual machine in stage order, where they are fixed."""
+        return None if isinstance(self.virtual_machines, int | str) else self.virtual_machines
+
+    def counts(self, vm: int) -> tuple[int, ...] | None:
+        """A virtual machine's layers per stage, where they are fixed."""
+        if isinstance(self.partition, str):
+            return None
+        return self.partition[vm if len(self.partition) > 1 else 0]
+
+    def depths(self, num_ranks: int) -> list[int] | None:
+        """How many stages each virtual machine has, where that is fixed.
+
+        Raises PlanError where these are not all of the ranks."""
+        if isinstance(self.partition, str):
+            return None
+        depths = list(map(len, self.partition))
+        if len(depths) == 1:
+            depths *= self.num_virtual_machines or max(1, num_ranks // depths[0])
+        if sum(depths) != num_ranks:
+            raise PlanError(
+                f"a partition for {sum(depths)} stages on {num_ranks} devices; it needs one stage"
+                " for each"
+            )
+        return depths
+
+    @property
+    def _counts(self) -> dict[str, int]:
+        """The number of virtual machines that each of the settings implies, if it implies one."""
+        found: dict[str, int] = {}
+        if isinstance(self.virtual_machines, int):
+            found["virtual_machines"] = self.virtual_machines
+        elif self.ranks is not None:
+            found["virtual_machines"] = len(self.ranks)
+        if not isinstance(self.partition, str) and len(self.partition) > 1:
+            found["partition"] = len(self.partition)
+        if self.batch_shares is not None:
+            found["batch_shares"] = len(self.batch_shares)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrangement:
+    """A planner's result, and its prediction. Tuples are per virtual machine.
+
+    Args:
+        ranks: in stage order.
+        cuts: of the layers.
+        microbatches: slices of a virtual machine's batch.
+        schedule: by name.
+        batch_shares: how the global batch is divided; ``None``: equally.
+        prediction: of a step.
+        samples_per_second: of all virtual machines together.
+        swaps: saved tensors that are swapped; empty where all stay.
+    """
+
+    ranks: Groups
+    cuts: tuple[Cut, ...]
+    microbatches: int
+    schedule: str
+    batch_shares: tuple[float, ...] | None
+    prediction: Prediction
+    samples_per_second: float
+    swaps: tuple[tuple[Swap, ...], ...] = ()

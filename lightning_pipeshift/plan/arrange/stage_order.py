@@ -1,0 +1,263 @@
+"""Chooses the order in which a virtual machine's devices are its stages."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from itertools import pairwise, product
+from typing import Final
+
+from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
+from lightning_pipeshift.plan.inputs.profile import Profile
+
+Order = tuple[int, ...]
+"""A virtual machine's ranks, in stage order."""
+
+Orders = tuple[Order, ...]
+"""Those of all virtual machines."""
+
+_PATIENCE: Final = 1.02
+"""How much slower a step may be for the sake of the order in which the ranks were given."""
+
+
+def by_ratio(
+    profile: Profile, cluster: Cluster, machine: Sequence[int], replicas: Sequence[Sequence[int]]
+) -> Order:
+    """The order by compute time over communication time, largest first.
+
+    NUDT, "distributed parallel training method and system for heterogeneous computing clusters":
+    stages should take equal time, so a device's share of the model is proportional to its compute
+    power c_i; the gradients it must exchange are proportional to that share; with its bandwidth b_i
+    this gives its communication time. Stage 0 finishes its backward last and has nothing left to
+    hide communication behind, so it should have the least of it. As all compute times are equal,
+    the order is that of the communication times c_i / b_i, the least first.
+
+    Args:
+        profile: of the model.
+        cluster: the machines.
+        machine: the virtual machine's ranks; ties keep the order in which they are given.
+        replicas: the other virtual machines' ranks, in the order of the ring from the next on.
+    """
+    neighbours = [_kinds(cluster, ranks) for ranks in (*replicas[:1], *replicas[-1:])]
+    known: dict[Hashable, float] = {}
+
+    def communication(rank: int) -> float:
+        device = cluster.devices[rank]
+        key = rank if cluster.ranks else (device.host, device.kind, device.speed)
+        if key not in known:
+            power = compute_power(profile, cluster, rank)
+            known[key] = power * _seconds_per_byte(cluster, rank, neighbours)
+        return known[key]
+
+    return tuple(sorted(machine, key=communication))
+
+
+def compute_power(profile: Profile, cluster: Cluster, rank: int) -> float:
+    """How many microbatches a device would train per second, if it had the whole model."""
+    times = profile.times_on(cluster.devices[rank])
+    seconds = math.fsum(times.forward) + math.fsum(times.backward)
+    return 1 / seconds if seconds else 1.0
+
+
+_Kinds = Mapping[str, Sequence[tuple[int, int]]]
+"""A virtual machine's devices by kind: one rank on each host, and how many the host has."""
+
+
+def _kinds(cluster: Cluster, ranks: Sequence[int]) -> _Kinds:
+    first: dict[Hashable, int] = {}
+    number: Counter[int] = Counter()
+    for rank in ranks:
+        device = cluster.devices[rank]
+        # All on a host are as far away, unless that was measured for each.
+        key = rank if cluster.ranks else (device.host, device.kind)
+        number[first.setdefault(key, rank)] += 1
+    kinds: dict[str, list[tuple[int, int]]] = {}
+    for rank, count in number.items():
+        kinds.setdefault(cluster.devices[rank].kind, []).append((rank, count))
+    return kinds
+
+
+def _seconds_per_byte(cluster: Cluster, rank: int, neighbours: Sequence[_Kinds]) -> float:
+    """Of a device's way to its neighbours in a ring, the slower of the two.
+
+    Who they are follows from an order that isn't known yet: they count as devices of the same kind
+    where there are some, and as the mean of what there is."""
+
+    def to(kinds: _Kinds) -> float:
+        alike = kinds.get(cluster.devices[rank].kind) or [
+            pair for pairs in kinds.values() for pair in pairs
+        ]
+        total = math.fsum(count / cluster.link(rank, other).bandwidth for other, count in alike)
+        return total / sum(count for _, count in alike)
+
+    return max(map(to, neighbours), default=0.0)
+
+
+def ranked_orders(
+    machines: Orders,
+    starts: Sequence[Orders],
+    alike: Sequence[int],
+    step_seconds: Callable[[Orders], float],
+    estimate: Callable[[Orders], float],
+    most: int = 120,
+) -> list[tuple[Orders, float]]:
+    """Orders and what a step takes under them, the fastest first.
+
+    Where there are few different orders these are all. Otherwise they are the starts, and what
+    becomes of the best of them when stages are swapped as long as that helps.
+
+    Args:
+        machines: the ranks of each virtual machine, in the order that is preferred.
+        starts: orders of all virtual machines to begin with: the rule's, say.
+        alike: for each rank, see :func:`interchangeable`.
+        step_seconds: what the simulator says of the orders of all virtual machines; infinite where
+            they aren't possible.
+        estimate: the same at a fraction of the cost; it decides about swaps.
+        most: how many orders are few.
+    """
+    tried: dict[Orders, float] = {}
+
+    def attempt(orders: Orders) -> None:
+        if orders not in tried:
+            tried[orders] = step_seconds(orders)
+
+    for start in (machines, *starts):
+        attempt(start)
+    named = [[alike[rank] for rank in machine] for machine in machines]
+    if math.prod(map(num_orders, named)) <= most:
+        for orders in product(*map(distinct_orders, machines, named)):
+            attempt(orders)
+    elif most:
+        attempt(_climbed(min(tried, key=tried.__getitem__), alike, estimate, most))
+    return sorted(tried.items(), key=lambda entry: entry[1])
+
+
+def best_order(ranked: Sequence[tuple[Orders, float]], machines: Orders) -> Orders:
+    """The fastest order, or of those that take at most 2 % longer the one nearest to ``machines``.
+
+    Args:
+        ranked: orders and what a step takes under them, as of :func:`ranked_orders`.
+        machines: the ranks of each virtual machine, in the order that is preferred.
+    """
+    limit = _PATIENCE * min(seconds for _, seconds in ranked)
+    within = [entry for entry in ranked if entry[1] <= limit]
+    return min(within, key=lambda entry: (_num_out_of_order(entry[0], machines), entry[1]))[0]
+
+
+def interchangeable(cluster: Cluster) -> tuple[int, ...]:
+    """For each rank, the first one that could stand in for it: a device of the same kind, speed and
+    room, with the same links to all others.
+    """
+    found: list[int] = []
+    hosts: dict[str, list[int]] = {}
+    for rank, device in enumerate(cluster.devices):
+        hosts.setdefault(device.host, []).append(rank)
+    seen: dict[Hashable, int] = {}
+    for rank, device in enumerate(cluster.devices):
+        # Most are settled without a look at links.
+        key = rank if cluster.ranks else (device.host, *_worth(device))
+        if key not in seen:
+            firsts = dict.fromkeys(found)
+            seen[key] = next((one for one in firsts if _alike(cluster, hosts, one, rank)), rank)
+        found.append(seen[key])
+    return tuple(found)
+
+
+def _alike(cluster: Cluster, hosts: Mapping[str, Sequence[int]], one: int, other: int) -> bool:
+    """Whether two ranks are interchangeable."""
+    a, b = cluster.devices[one], cluster.devices[other]
+    if _worth(a) != _worth(b):
+        return False
+    # Their own hosts first: there they differ, if they do.
+    thirds = [hosts[a.host], hosts[b.host]]
+    if cluster.ranks or cluster.hosts:
+        thirds += hosts.values()
+    return all(
+        cluster.link(one, third) == cluster.link(other, third)
+        for ranks in thirds
+        for third in ranks
+        if third not in (one, other)
+    )
+
+
+def _worth(device: Device) -> tuple[str, float, float]:
+    return device.kind, device.speed, device.room_bytes
+
+
+def num_orders(alike: Sequence[int]) -> int:
+    """How many orders differ by more than interchangeable ranks.
+
+    Args:
+        alike: for each rank of a virtual machine, see :func:`interchangeable`.
+    """
+    same = math.prod(math.factorial(count) for count in Counter(alike).values())
+    return math.factorial(len(alike)) // same
+
+
+def distinct_orders(machine: Order, alike: Sequence[int]) -> Iterator[Order]:
+    """All orders that differ by more than interchangeable ranks, which stay in their order.
+
+    Args:
+        machine: a virtual machine's ranks.
+        alike: for each of them, see :func:`interchangeable`.
+    """
+    if not machine:
+        yield ()
+    for place in [alike.index(name) for name in dict.fromkeys(alike)]:
+        rest = machine[:place] + machine[place + 1 :]
+        for order in distinct_orders(rest, [*alike[:place], *alike[place + 1 :]]):
+            yield (machine[place], *order)
+
+
+def _climbed(
+    orders: Orders, alike: Sequence[int], estimate: Callable[[Orders], float], most: int
+) -> Orders:
+    """The orders after swaps of two stages, each of which shortened the step.
+
+    Virtual machines that look alike are swapped alike: a ring would pay for one that is not. Runs
+    of interchangeable stages are swapped whole: nothing is gained in between."""
+    best = orders
+    seconds = estimate(best)
+    left = most
+    improved = True
+    while improved and left > 0:
+        improved = False
+        runs = [_runs([alike[rank] for rank in order]) for order in best]
+        for pattern in dict.fromkeys(map(tuple, runs)):
+            pairs = [(i, j) for i in range(len(pattern)) for j in range(i + 1, len(pattern))]
+            # Neighbours first: the rule is seldom far off.
+            for i, j in sorted(pairs, key=lambda pair: pair[1] - pair[0]):
+                if left <= 0:
+                    break
+                left -= 1
+                changed = tuple(
+                    _swapped(order, run, i, j) if tuple(run) == pattern else order
+                    for order, run in zip(best, runs, strict=True)
+                )
+                found = estimate(changed)
+                if found < seconds * (1 - 1e-9):
+                    best, seconds, improved = changed, found, True
+                    break
+    return best
+
+
+def _runs(alike: Sequence[int]) -> list[int]:
+    """Where runs of equal names begin."""
+    return [0, *(place for place, (a, b) in enumerate(pairwise(alike), 1) if a != b)]
+
+
+def _swapped(order: Order, begins: Sequence[int], one: int, other: int) -> Order:
+    """The order with two of its runs swapped."""
+    pieces = [order[a:b] for a, b in pairwise([*begins, len(order)])]
+    pieces[one], pieces[other] = pieces[other], pieces[one]
+    return tuple(rank for piece in pieces for rank in piece)
+
+
+def _num_out_of_order(orders: Orders, machines: Orders) -> int:
+    """How many pairs of stages are the other way round."""
+    count = 0
+    for order, machine in zip(orders, machines, strict=True):
+        place = {rank: number for number, rank in enumerate(machine)}
+        count += sum(place[a] > place[b] for i, a in enumerate(order) for b in order[i + 1 :])
+    return count

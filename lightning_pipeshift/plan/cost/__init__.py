@@ -1,0 +1,1 @@
+"""Predictions: the time and memory of a plan, by simulation."""

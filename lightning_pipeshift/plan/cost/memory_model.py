@@ -1,0 +1,269 @@
+"""The time and memory of a virtual machine's plan, with each saved tensor separately."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Final
+
+from lightning_pipeshift.plan.cost.memory_timeline import (
+    HOST,
+    Effects,
+    LayerLoad,
+    Links,
+    Moved,
+    Part,
+    StageTrace,
+    effects,
+    traces,
+)
+from lightning_pipeshift.plan.cost.prediction import Prediction
+from lightning_pipeshift.plan.cost.simulator import Costs, Timeline, simulate
+from lightning_pipeshift.plan.cost.workload import Cut, Workload
+from lightning_pipeshift.plan.inputs.cluster import Cluster
+from lightning_pipeshift.plan.inputs.profile import LayerProfile, Profile
+from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor, Swap
+
+LENDING_SECONDS: Final = 3e-4
+"""The time of a swap to another stage besides the link's own: threads wake up at both ends, and
+announce the tensor."""
+
+SENDS_UNDER_WAY: Final = 2
+"""The largest number of microbatches with a send of one kind under way on a stage, if no later
+action shows that sends are complete: for gradients, and for payloads of an evaluation."""
+
+_MOST_EFFECTS: Final = 1024
+"""How many stages' effects are remembered, some 100 KB each."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The time and memory of a plan. Tuples are per stage.
+
+    Args:
+        costs: of a microbatch, including recomputation.
+        timeline: of the step.
+        traces: of the saved tensors.
+        static_bytes: memory held permanently, and memory reserved for messages.
+    """
+
+    costs: Costs
+    timeline: Timeline
+    traces: tuple[StageTrace, ...]
+    static_bytes: tuple[float, ...]
+
+    @property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """The most that each stage holds."""
+        return tuple(
+            static + trace.peak_bytes
+            for static, trace in zip(self.static_bytes, self.traces, strict=True)
+        )
+
+    @property
+    def late_seconds(self) -> float:
+        """By how much swaps delay the step."""
+        return max(max(0.0, trace.late_seconds) for trace in self.traces)
+
+
+def tensors_of(layer: LayerProfile) -> tuple[SavedTensor, ...]:
+    """The tensors that a layer saves; a single one if only the total size is known."""
+    if layer.tensors or not layer.saved_bytes:
+        return layer.tensors
+    return (SavedTensor(0, layer.saved_bytes),)
+
+
+def passing_bytes(received: float, sent: float) -> float:
+    """The memory that a stage reserves for messages between stages: a payload and a gradient whose
+    receives are posted during the compute on earlier ones, and gradients that it sends.
+
+    Args:
+        received: the payload that it receives, per microbatch; its gradient is at most as large.
+        sent: the payload that it sends on.
+    """
+    return (1 + SENDS_UNDER_WAY) * received + sent
+
+
+def links_of(cluster: Cluster, ranks: Sequence[int]) -> Links:
+    """The links for swaps, from stage to stage and to each one's host.
+
+    On one host, blocks are copied directly from device to device. The bandwidth is not measured: it
+    is at least that to the host's memory, through which copies go between devices without a direct
+    link.
+    """
+
+    def rate(rank: int, peer: int) -> float:
+        one, other = cluster.devices[rank], cluster.devices[peer]
+        direct = min(one.host_bandwidth, other.host_bandwidth) if one.host == other.host else 0.0
+        return max(direct, cluster.link(rank, peer).bandwidth)
+
+    between = {
+        (stage, other): (
+            LENDING_SECONDS + cluster.link(rank, peer).latency_seconds,
+            rate(rank, peer),
+        )
+        for stage, rank in enumerate(ranks)
+        for other, peer in enumerate(ranks)
+        if other != stage
+    }
+    to_host = [cluster.devices[rank].host_bandwidth for rank in ranks]
+    return Links(between, tuple(to_host))
+
+
+def parts_of(swap: Swap) -> tuple[Part, ...]:
+    """Which stage takes which part of each tensor."""
+    if not swap.stages:
+        return ((HOST, 1.0),)
+    shares = swap.shares or (1.0,) * len(swap.stages)
+    return tuple(
+        (stage, share / sum(shares)) for stage, share in zip(swap.stages, shares, strict=True)
+    )
+
+
+def with_footprints(
+    found: Prediction,
+    workloads: Sequence[Workload],
+    cuts: Sequence[Cut],
+    footprints: Sequence[Footprint],
+) -> Prediction:
+    """A prediction with each saved tensor separately. Lists are per virtual machine.
+
+    Args:
+        found: the prediction without that.
+        workloads: those of the prediction.
+        cuts: those of the prediction.
+        footprints: of the same cuts, with swaps.
+    """
+    plain = max(
+        simulate(workload.clock_of(cut), workload.costs(cut)).step_seconds
+        for workload, cut in dict.fromkeys(zip(workloads, cuts, strict=True))
+    )
+    longest = max(each.timeline.step_seconds + each.late_seconds for each in footprints)
+    return replace(
+        found,
+        costs=tuple(each.costs for each in footprints),
+        step_seconds=found.step_seconds + longest - plain,
+        memory_bytes=tuple(each.peak_bytes for each in footprints),
+    )
+
+
+class Footprints:
+    """The footprints of one virtual machine's plans; common parts are computed once.
+
+    Args:
+        profile: of the model.
+        workload: of the virtual machine.
+        links: of the virtual machine.
+    """
+
+    def __init__(self, profile: Profile, workload: Workload, links: Links) -> None:
+        self._workload = workload
+        self._links = links
+        #: The bytes of each layer's output that cross a boundary behind it, if there is one.
+        self._payload_bytes = [
+            _fraction(layer, float(saved)) * layer.payload_bytes
+            for layer, saved in zip(profile.layers, workload.saved_bytes, strict=True)
+        ]
+        #: The bytes that each layer saves for a microbatch of the workload, by number.
+        self.sizes = tuple(
+            _sizes(layer, float(saved))
+            for layer, saved in zip(profile.layers, workload.saved_bytes, strict=True)
+        )
+        #: The part that recomputation does not make; it is among the layer's input bytes.
+        self._outside = tuple(
+            sum(sizes[tensor.number] for tensor in tensors_of(layer) if tensor.is_outside)
+            for layer, sizes in zip(profile.layers, self.sizes, strict=True)
+        )
+        self._timelines: dict[Cut, tuple[Costs, Timeline]] = {}
+        self._effects: dict[Any, Effects] = {}
+
+    def of(self, cut: Cut, swaps: Sequence[Swap] = ()) -> Footprint:
+        """The footprint of a cut with its recomputation and swaps."""
+        workload = self._workload
+        costs, timeline = self._timeline(cut)
+        by_layer: dict[int, list[Swap]] = {}
+        for swap in swaps:
+            by_layer.setdefault(swap.layer, []).append(swap)
+        found = []
+        for stage, (begin, end) in enumerate(pairwise(cut.bounds)):
+            moved = tuple(s for layer in range(begin, end) for s in by_layer.get(layer, ()))
+            key = (stage, cut, moved)
+            if key not in self._effects:
+                if len(self._effects) >= _MOST_EFFECTS:
+                    self._effects.clear()
+                loads = [
+                    self._load(stage, layer, cut, by_layer.get(layer, ()))
+                    for layer in range(begin, end)
+                ]
+                # A stage without layers holds what it passes on.
+                loads = loads or [LayerLoad(begin, 0.0, 0.0)]
+                loads[-1] = replace(loads[-1], sent_bytes=round(self._crossing(end)))
+                self._effects[key] = effects(stage, timeline.rows[stage], loads, self._links)
+            found.append(self._effects[key])
+        static = [
+            float(sum(workload.static_bytes[begin:end]))
+            + passing_bytes(self._crossing(begin), self._crossing(end))
+            for begin, end in pairwise(cut.bounds)
+        ]
+        return Footprint(costs, timeline, tuple(traces(found)), tuple(static))
+
+    def _crossing(self, boundary: int) -> float:
+        """The bytes across the boundary in front of a layer; 0 at either end of the model."""
+        inside = 0 < boundary < len(self._payload_bytes)
+        return self._payload_bytes[boundary - 1] if inside else 0.0
+
+    def _timeline(self, cut: Cut) -> tuple[Costs, Timeline]:
+        """The costs of a microbatch, and the step's timeline."""
+        if cut not in self._timelines:
+            costs = costs_of(self._workload, cut)
+            self._timelines[cut] = costs, simulate(self._workload.clock_of(cut), costs)
+        return self._timelines[cut]
+
+    def _load(self, stage: int, index: int, cut: Cut, swaps: Sequence[Swap]) -> LayerLoad:
+        forward = float(self._workload.forward[stage, index])
+        backward = float(self._workload.backward[stage, index])
+        sizes = self.sizes[index]
+        total = sum(sizes.values())
+        if index in cut.recompute:
+            if stage not in self._workload.recomputing:
+                backward += forward
+            return LayerLoad(
+                index,
+                forward,
+                backward,
+                again_bytes=round(total - self._outside[index]),
+                input_bytes=round(float(self._workload.input_bytes[index])),
+            )
+        moved = {swap: sum(sizes.get(number, 0) for number in swap.tensors) for swap in swaps}
+        return LayerLoad(
+            index,
+            forward,
+            backward,
+            kept_bytes=round(total - sum(moved.values())),
+            moved=tuple(Moved(round(size), parts_of(swap)) for swap, size in moved.items() if size),
+        )
+
+
+def _sizes(layer: LayerProfile, saved_bytes: float) -> dict[int, float]:
+    fraction = _fraction(layer, saved_bytes)
+    return {tensor.number: fraction * tensor.num_bytes for tensor in tensors_of(layer)}
+
+
+def _fraction(layer: LayerProfile, saved_bytes: float) -> float:
+    """The size of the workload's microbatches, relative to the measured ones."""
+    return saved_bytes / layer.saved_bytes if layer.saved_bytes else 1.0
+
+
+def costs_of(workload: Workload, cut: Cut) -> Costs:
+    """The costs of a microbatch, if stages without idle time recompute in their backward."""
+    costs = workload.costs(cut)
+    backward = list(costs.backward_seconds)
+    for stage, (begin, end) in enumerate(pairwise(cut.bounds)):
+        if stage not in workload.recomputing:
+            backward[stage] += sum(
+                float(workload.forward[stage, layer])
+                for layer in range(begin, end)
+                if layer in cut.recompute
+            )
+    return replace(costs, backward_seconds=tuple(backward))

@@ -1,0 +1,335 @@
+"""Bytes over time: the memory of a step's saved tensors on each stage, and the transfers on each
+link.
+
+The simulator gives the times of all actions; inside of an action, each layer takes its part of the
+time. A saved tensor is held from the begin of its layer's forward to the end of its layer's
+backward. A swapped tensor leaves as soon as it is made and earlier ones on the same link have left,
+and comes back as late as possible before those after it: this gives the least memory. (The runtime
+brings tensors back earlier if there is room.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_pipeshift.plan.cost.simulator import Span
+from lightning_pipeshift.plan.schedule.actions import Kind
+
+Numbers = NDArray[np.float64]
+
+Part = tuple[int, float]
+"""A stage and the part of a tensor that it takes."""
+
+HOST: Final = -1
+"""The number of the host among stages."""
+
+HOST_LATENCY: Final = 5e-5
+"""The seconds until a thread has woken up, or a stream has begun."""
+
+Changes = tuple[Numbers, Numbers]
+"""Times in seconds, and how many bytes more are held from each of them on."""
+
+Link = tuple[int, int]
+"""From a stage to another, or to its host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Tensors of a layer that are swapped together.
+
+    Args:
+        num_bytes: of a microbatch.
+        parts: the stages that take them, with their parts.
+    """
+
+    num_bytes: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLoad:
+    """A layer's use of its stage's memory, per microbatch.
+
+    Args:
+        layer: the layer.
+        forward_seconds: its forward.
+        backward_seconds: its backward.
+        kept_bytes: saved tensors that stay.
+        again_bytes: saved tensors that are released and recomputed.
+        input_bytes: inputs held for the recomputation.
+        moved: saved tensors that are swapped.
+        sent_bytes: the part of its output that is sent to the next stage, and held until the
+            backward of its own stage begins.
+    """
+
+    layer: int
+    forward_seconds: float
+    backward_seconds: float
+    kept_bytes: int = 0
+    again_bytes: int = 0
+    input_bytes: int = 0
+    moved: tuple[Moved, ...] = ()
+    sent_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Links:
+    """How fast tensors are swapped.
+
+    Args:
+        between: two stages, in one direction: (seconds until the first byte arrives, bytes per
+            second).
+        to_host: from each stage to its host, or back: bytes per second; 0 where there is no way.
+    """
+
+    between: Mapping[Link, tuple[float, float]] = field(default_factory=dict)
+    to_host: tuple[float, ...] = ()
+
+    def rate(self, stage: int, place: int) -> float:
+        """Bytes per second from a stage to another one, or to the host; 0 where there is no way."""
+        if place == HOST:
+            return self.to_host[stage] if stage < len(self.to_host) else 0.0
+        return self.between.get((stage, place), (0.0, 0.0))[1]
+
+    def slowed(self, factor: float) -> Links:
+        """Links that take so many times as long."""
+        return Links(
+            {ends: (latency, rate / factor) for ends, (latency, rate) in self.between.items()},
+            tuple(rate / factor for rate in self.to_host),
+        )
+
+    def seconds(self, stage: int, place: int, num_bytes: float) -> float:
+        """The seconds of a tensor's transfer from a stage to another or to the host, or back."""
+        rate = self.rate(stage, place)
+        latency, _ = self.between.get((stage, place), (HOST_LATENCY, rate))
+        return latency + num_bytes / rate if rate else math.inf
+
+
+@dataclass(frozen=True, eq=False)
+class StageTrace:
+    """One stage's memory for saved tensors during a step.
+
+    Args:
+        times: when the amount changes, in seconds since the step began, ascending.
+        held_bytes: the bytes held from each of these times on, including those for other stages.
+        lent_bytes: the peak of the bytes held for other stages.
+        host_bytes: the peak of the bytes held on the host.
+        late_seconds: by how much the latest transfer is too slow: the tensor would have to begin to
+            come back before it has left.
+    """
+
+    times: Numbers
+    held_bytes: Numbers
+    lent_bytes: float = 0.0
+    host_bytes: float = 0.0
+    late_seconds: float = 0.0
+
+    @cached_property
+    def peak_bytes(self) -> float:
+        """The most that is held at any time."""
+        return _most(self.held_bytes)
+
+
+@dataclass(frozen=True, eq=False)
+class Effects:
+    """How one stage's saved tensors change the memory of this and other stages.
+
+    Args:
+        here: on the stage itself.
+        lent: on the stages that take tensors of it.
+        host_bytes: see :class:`StageTrace`.
+        late_seconds: see :class:`StageTrace`.
+    """
+
+    here: Changes
+    lent: Mapping[int, Changes]
+    host_bytes: float
+    late_seconds: float
+
+    def trace(self, lent: Sequence[Changes] = ()) -> StageTrace:
+        """The stage's memory, including the tensors held for other stages."""
+        if not lent:
+            return self._alone
+        times, held = _summed([self.here, *lent])
+        return replace(
+            self._alone, times=times, held_bytes=held, lent_bytes=_most(_summed(lent)[1])
+        )
+
+    @cached_property
+    def _alone(self) -> StageTrace:
+        times, held = _summed([self.here])
+        return StageTrace(times, held, host_bytes=self.host_bytes, late_seconds=self.late_seconds)
+
+
+class _Times(NamedTuple):
+    """When a layer's saved tensors come and go; an entry for each microbatch that has a backward.
+    Seconds since the step began.
+    """
+
+    begun: Numbers
+    """Its forward begins: from here on they are held."""
+    made: Numbers
+    """Its forward ends: they may leave."""
+    used: Numbers
+    """Its backward begins: they have to be back."""
+    freed: Numbers
+    """Its backward ends: they are freed."""
+    rerun: Numbers
+    """The stage recomputes them in a separate action; infinite if it does not."""
+
+
+def effects(stage: int, row: Sequence[Span], loads: Sequence[LayerLoad], links: Links) -> Effects:
+    """The effects of one stage's saved tensors, which depend on no other stage.
+
+    Args:
+        stage: the stage.
+        row: its compute actions.
+        loads: its layers, in call order.
+        links: what carries swapped tensors.
+    """
+    here, host = _Sum(), _Sum()
+    transfers: dict[int, list[tuple[float, _Times]]] = {}
+    for load, times in zip(loads, _times(row, loads), strict=True):
+        here.add(times.begun, times.freed, load.kept_bytes)
+        here.add(times.made, times.used, load.sent_bytes)
+        if load.again_bytes:
+            back = np.minimum(times.used, times.rerun)
+            here.add(times.begun, times.freed, load.input_bytes)
+            here.add(times.begun, times.made, load.again_bytes)
+            here.add(back, times.freed, load.again_bytes)
+        for moved in load.moved:
+            for to, part in moved.parts:
+                transfers.setdefault(to, []).append((moved.num_bytes * part, times))
+    late = 0.0
+    lent: dict[int, Changes] = {}
+    for to, members in transfers.items():
+        seconds = np.array([links.seconds(stage, to, size) for size, _ in members])
+        made = np.array([times.made for _, times in members])
+        used = np.array([times.used for _, times in members])
+        out_end = _first_come_first_served(made, seconds)
+        # The transfers back are the same in reversed time: as late as possible.
+        back_begin = -_first_come_first_served(-used, seconds)
+        late = max(late, float((out_end - back_begin).max(initial=0.0)))
+        begin = out_end - seconds[:, None] if np.isfinite(seconds).all() else made
+        there = host if to == HOST else _Sum()
+        for index, (size, times) in enumerate(members):
+            here.add(times.begun, times.freed, size)
+            # Held until it has left, and again from when it begins to come back.
+            goes = out_end[index] < back_begin[index]
+            here.add(back_begin[index][goes], out_end[index][goes], size)
+            there.add(begin[index], np.maximum(times.used, begin[index]), size)
+        if to != HOST:
+            lent[to] = there.changes()
+    return Effects(here.changes(), lent, _most(_summed([host.changes()])[1]), late)
+
+
+def traces(found: Sequence[Effects]) -> list[StageTrace]:
+    """Every stage's memory during a step.
+
+    Args:
+        found: the effects of each stage.
+    """
+    return [
+        own.trace([other.lent[stage] for other in found if stage in other.lent])
+        for stage, own in enumerate(found)
+    ]
+
+
+class _Sum:
+    """Gathers changes."""
+
+    def __init__(self) -> None:
+        self._comes: list[tuple[Numbers, float]] = []
+        self._goes: list[tuple[Numbers, float]] = []
+
+    def add(self, begin: Numbers, end: Numbers, num_bytes: float) -> None:
+        """Adds bytes that are held from ``begin`` to ``end``."""
+        if num_bytes and begin.size:
+            self._comes.append((begin, num_bytes))
+            self._goes.append((end, -num_bytes))
+
+    def changes(self) -> Changes:
+        """All of them."""
+        found = self._goes + self._comes
+        if not found:
+            return np.zeros(0), np.zeros(0)
+        moments = np.concatenate([moments for moments, _ in found])
+        sizes = [size for _, size in found]
+        return moments, np.repeat(sizes, [len(moments) for moments, _ in found])
+
+
+def _times(row: Sequence[Span], loads: Sequence[LayerLoad]) -> list[_Times]:
+    """When each layer's saved tensors come and go."""
+    backwards = {s.action.microbatch: s for s in row if s.action.kind is Kind.BACKWARD}
+    again = {s.action.microbatch: s.start for s in row if s.action.kind is Kind.RECOMPUTE}
+    forwards = [
+        s for s in row if s.action.kind is Kind.FORWARD and s.action.microbatch in backwards
+    ]
+    pairs = [(s, backwards[s.action.microbatch]) for s in forwards]
+    moments = np.array([(f.start, f.end, b.start, b.end) for f, b in pairs], dtype=np.float64)
+    start, end, back_start, back_end = moments.reshape(-1, 4).T
+    rerun = np.array([again.get(s.action.microbatch, math.inf) for s in forwards])
+    forward_ends = _ends([load.forward_seconds for load in loads])
+    backward_ends = _ends([load.backward_seconds for load in reversed(loads)])[::-1]
+    length, back_length = end - start, back_end - back_start
+    found = []
+    for index in range(len(loads)):
+        begun = start + forward_ends[index - 1] * length if index else start
+        is_last = index + 1 == len(loads)
+        used = back_start if is_last else back_start + backward_ends[index + 1] * back_length
+        made = start + forward_ends[index] * length
+        freed = back_start + backward_ends[index] * back_length
+        found.append(_Times(begun, made, used, freed, rerun))
+    return found
+
+
+def _ends(seconds: Sequence[float]) -> list[float]:
+    """When each part of an action ends, from 0 to 1."""
+    total = math.fsum(seconds)
+    if not total:
+        return [(index + 1) / len(seconds) for index in range(len(seconds))]
+    return [min(1.0, end / total) for end in accumulate(seconds)]
+
+
+def _first_come_first_served(ready: Numbers, seconds: Numbers) -> Numbers:
+    """When a link has carried each of its transfers, one after the other.
+
+    Args:
+        ready: of each tensor and microbatch, when it may begin; (tensors, microbatches).
+        seconds: what each tensor takes; (tensors,).
+    """
+    order = np.argsort(ready, axis=None, kind="stable")
+    # One by one and not by cumulative sums, so that equal times stay exactly equal.
+    free = -math.inf
+    ends = []
+    takes = np.repeat(seconds, ready.shape[1])[order].tolist()
+    for moment, taken in zip(ready.ravel()[order].tolist(), takes, strict=True):
+        free = (free if free > moment else moment) + taken
+        ends.append(free)
+    found = np.empty(ready.size)
+    found[order] = ends
+    return found.reshape(ready.shape)
+
+
+def _summed(found: Sequence[Changes]) -> Changes:
+    """The moments of change, and the sum from each of them on."""
+    moments, sizes = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+    if not moments.size:
+        return moments, sizes
+    order = np.argsort(moments, kind="stable")
+    moments, held = moments[order], np.cumsum(sizes[order])
+    # At equal times, releases come before allocations: only the last sum of a time counts.
+    last = np.append(moments[1:] != moments[:-1], True)
+    return moments[last], held[last]
+
+
+def _most(held: Numbers) -> float:
+    return float(held.max()) if held.size else 0.0

@@ -1,0 +1,184 @@
+"""The simulator's prediction of a whole plan: all virtual machines, their rings, and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from lightning_pipeshift.plan.cost.ring_contention import ring_ends
+from lightning_pipeshift.plan.cost.simulator import Costs, Timeline, clock, simulate
+from lightning_pipeshift.plan.cost.workload import Cut, Numbers, Workload
+from lightning_pipeshift.plan.inputs.cluster import Cluster
+from lightning_pipeshift.plan.inputs.profile import Profile
+from lightning_pipeshift.plan.schedule.actions import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a step is expected to be. Tuples of tuples are per virtual machine and stage.
+
+    Args:
+        costs: of each virtual machine's microbatches.
+        step_seconds: from one step's begin to the next one's.
+        exposed_seconds: how long the last virtual machine waits for gradients of the others, with
+            nothing left to compute.
+        memory_bytes: the peak of each stage.
+    """
+
+    costs: tuple[Costs, ...]
+    step_seconds: float
+    exposed_seconds: float = 0.0
+    memory_bytes: tuple[tuple[float, ...], ...] = ()
+
+
+def predict(
+    profile: Profile,
+    cluster: Cluster,
+    ranks: Sequence[Sequence[int]],
+    workloads: Sequence[Workload],
+    cuts: Sequence[Cut],
+) -> Prediction:
+    """What a step takes and holds.
+
+    Hundreds of equal virtual machines take little longer than one where they are given the same
+    :class:`Workload` object and equal cuts: each distinct pair is simulated once.
+
+    Args:
+        profile: of the model.
+        cluster: the machines.
+        ranks: of each virtual machine, in stage order.
+        workloads: one for each virtual machine; where several share a NIC, made with the links
+            that :func:`~lightning_pipeshift.plan.cost.ring_contention.crowded` leaves them.
+        cuts: one for each of them.
+    """
+    costs: list[Costs] = []
+    timelines: list[Timeline] = []
+    held: list[tuple[float, ...]] = []
+    first: dict[tuple[int, Cut], int] = {}
+    for vm, (workload, cut) in enumerate(zip(workloads, cuts, strict=True)):
+        like = first.setdefault((id(workload), cut), vm)
+        if like == vm:
+            costs.append(workload.costs(cut))
+            # A recomputation that takes no time changes nothing: one clock serves all cuts.
+            again = workload.recomputing if costs[vm].recomputing_stages else frozenset()
+            timed = clock(workload.schedule, workload.num_stages, workload.microbatches, again)
+            timelines.append(simulate(timed, costs[vm]))
+            held.append(workload.memory_bytes(cut))
+        else:
+            costs.append(costs[like])
+            timelines.append(timelines[like])
+            held.append(held[like])
+    computed = max(timelines[vm].step_seconds for vm in first.values())
+    summed = computed
+    if len(ranks) > 1:
+        ends = rings(profile, cluster, ranks, workloads, cuts, timelines)
+        summed = max([computed, *ends])
+    return Prediction(
+        costs=tuple(costs),
+        step_seconds=summed + _besides(profile, cluster, ranks, cuts),
+        exposed_seconds=summed - computed,
+        memory_bytes=tuple(held),
+    )
+
+
+def rings(
+    profile: Profile,
+    cluster: Cluster,
+    ranks: Sequence[Sequence[int]],
+    workloads: Sequence[Workload],
+    cuts: Sequence[Cut],
+    timelines: Sequence[Timeline],
+) -> list[float]:
+    """When each layer's ring is complete, in seconds since the step began.
+
+    A layer's gradient is ready on its owner in the middle of the last backward there, which passes
+    the later layers first."""
+    ready = {
+        (id(workload), cut): _ready(workload, cut, _last_backwards(timeline))
+        for workload, cut, timeline in zip(workloads, cuts, timelines, strict=True)
+    }
+    return _ring_ends(profile, cluster, ranks, cuts, list(ready.values()))
+
+
+def estimated_seconds(
+    profile: Profile,
+    cluster: Cluster,
+    ranks: Sequence[Sequence[int]],
+    workloads: Sequence[Workload],
+    cuts: Sequence[Cut],
+) -> float:
+    """The step of :func:`predict` in closed form, for a first look at many plans.
+
+    What :meth:`Workload.estimate` leaves out of the pipeline is left out here.
+    """
+    computed: dict[tuple[int, Cut], float] = {}
+    ready = []
+    for workload, cut in zip(workloads, cuts, strict=True):
+        if (id(workload), cut) in computed:
+            continue
+        seconds = computed[id(workload), cut] = workload.estimate(cut)
+        if len(ranks) > 1:
+            # Stage 0 ends last, and each of the others a backward and a message before the next.
+            costs = workload.costs(cut)
+            back = zip(costs.backward_seconds, costs.gradient_seconds, strict=False)
+            before = accumulate((compute + message for compute, message in back), initial=0.0)
+            ready.append(_ready(workload, cut, [seconds - earlier for earlier in before]))
+    ends = _ring_ends(profile, cluster, ranks, cuts, ready) if len(ranks) > 1 else []
+    return max([*computed.values(), *ends]) + _besides(profile, cluster, ranks, cuts)
+
+
+def _besides(
+    profile: Profile, cluster: Cluster, ranks: Sequence[Sequence[int]], cuts: Sequence[Cut]
+) -> float:
+    """What a step takes besides its actions and its rings: the optimizer, the loop, the data."""
+    gradients = list(accumulate((layer.gradient_bytes for layer in profile.layers), initial=0))
+    held = {
+        cut: [gradients[end] - gradients[begin] for begin, end in pairwise(cut.bounds)]
+        for cut in set(cuts)
+    }
+    most = max(
+        num_bytes / cluster.devices[rank].speed
+        for machine, cut in zip(ranks, cuts, strict=True)
+        for rank, num_bytes in zip(machine, held[cut], strict=True)
+    )
+    return profile.step_seconds + profile.optimizer_seconds_per_byte * most
+
+
+def _ring_ends(
+    profile: Profile,
+    cluster: Cluster,
+    ranks: Sequence[Sequence[int]],
+    cuts: Sequence[Cut],
+    ready: Sequence[Numbers],
+) -> list[float]:
+    """When each layer's ring is complete, where ``ready`` says when virtual machines have each
+    layer's gradient: one entry for each that differs from the others.
+    """
+    sizes = [layer.gradient_bytes for layer in profile.layers]
+    return ring_ends(cluster, ranks, cuts, sizes, np.maximum.reduce(ready).tolist())
+
+
+def _ready(workload: Workload, cut: Cut, ends: Sequence[float]) -> Numbers:
+    """When each layer's gradient is there, where ``ends`` says when each stage's last backward
+    ends: it passes the later layers first.
+    """
+    ready = np.zeros(workload.num_layers)
+    for stage, (moment, (begin, end)) in enumerate(zip(ends, pairwise(cut.bounds), strict=True)):
+        seconds = workload.backward[stage, begin:end]
+        # Of the stage's layers, the first one's gradient is the last to come.
+        ready[begin:end] = moment - (np.cumsum(seconds) - seconds)
+    return ready
+
+
+def _last_backwards(timeline: Timeline) -> list[float]:
+    """When each stage's last backward ends."""
+    return [
+        max(
+            (span.end for span in row if span.action.kind is Kind.BACKWARD),
+            default=timeline.step_seconds,
+        )
+        for row in timeline.rows
+    ]

@@ -1,0 +1,192 @@
+"""How virtual machines delay each other's messages: rings wait for each other, NICs are shared."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_pipeshift.plan.cost.workload import Cut
+from lightning_pipeshift.plan.inputs.cluster import Cluster, Link
+
+
+def crowded(cluster: Cluster, ranks: Sequence[Sequence[int]]) -> Cluster:
+    """The cluster as the boundaries find it when all virtual machines send at once.
+
+    Virtual machines run in step, so what they send in the same direction out of one host meets in
+    its NIC, and each gets its part of it. A payload and a gradient out of the same host belong to
+    different moments, and are not counted against each other.
+
+    Args:
+        cluster: the machines.
+        ranks: of each virtual machine, in stage order.
+    """
+    hosts = [device.host for device in cluster.devices]
+    ways = [
+        (one, other)
+        for machine in ranks
+        for one, other in pairwise(machine)
+        if hosts[one] != hosts[other]
+    ]
+    payloads = Counter(hosts[one] for one, _ in ways)
+    gradients = Counter(hosts[other] for _, other in ways)
+    if max([*payloads.values(), *gradients.values()], default=0) < 2:
+        return cluster
+    nic_rates = _nic_rates(cluster, {*payloads, *gradients})
+    narrowed: dict[tuple[int, int], Link] = {}
+    made: dict[tuple[Link, float], Link] = {}
+    for one, other in ways:
+        link = cluster.link(one, other)
+        rate = min(
+            link.bandwidth,
+            nic_rates[hosts[one]] / payloads[hosts[one]],
+            nic_rates[hosts[other]] / gradients[hosts[other]],
+        )
+        if rate < link.bandwidth:
+            if (link, rate) not in made:
+                made[link, rate] = replace(link, bandwidth=rate)
+            narrowed[min(one, other), max(one, other)] = made[link, rate]
+    return replace(cluster, ranks={**cluster.ranks, **narrowed}) if narrowed else cluster
+
+
+def ring_ends(
+    cluster: Cluster,
+    ranks: Sequence[Sequence[int]],
+    cuts: Sequence[Cut],
+    gradient_bytes: Sequence[int],
+    ready: Sequence[float],
+) -> list[float]:
+    """When each layer's ring is complete, in seconds since the step began.
+
+    A ring (CN112528108B) carries 2 (m - 1) / m of the bytes over each of its m links, at the pace
+    of the slowest. A device sends for one ring after the other, and so does a host's NIC.
+
+    Args:
+        cluster: the machines.
+        ranks: of each virtual machine, in stage order.
+        cuts: one for each of them.
+        gradient_bytes: of each layer.
+        ready: when the last virtual machine has the layer's gradient.
+    """
+    ring_of = {layer: ring for layers, ring in _rings(cluster, ranks, cuts) for layer in layers}
+    count = len(ranks)
+    device_free = np.zeros(cluster.num_ranks)
+    nic_free = np.zeros(cluster.num_ranks)  # there are no more hosts than ranks
+    ends = list(ready)
+    for layer in sorted(range(len(ready)), key=lambda layer: (ready[layer], -layer)):
+        if not gradient_bytes[layer]:
+            continue
+        ring = ring_of[layer]
+        over_each_link = 2 * (count - 1) * gradient_bytes[layer] / count
+        begin = max(ready[layer], float(device_free[ring.members].max()))
+        if len(ring.hosts):
+            begin = max(begin, float(nic_free[ring.hosts].max()))
+            nic_free[ring.hosts] = begin + over_each_link * ring.host_seconds
+        # A small ring's links rest while its messages are on their way: others use them.
+        device_free[ring.members] = begin + over_each_link / ring.rate
+        ends[layer] = begin + 2 * (count - 1) * ring.latency_seconds + over_each_link / ring.rate
+    return ends
+
+
+def ring_seconds_per_byte(
+    cluster: Cluster, ranks: Sequence[Sequence[int]]
+) -> tuple[tuple[float, ...], ...]:
+    """What each stage of each virtual machine would take to send a byte of gradients round.
+
+    Before anything is cut: as if all stages had as many layers, so that a ring goes through the
+    same part of every pipeline.
+    """
+    count, deepest = len(ranks), max(map(len, ranks))
+    hosts = [device.host for device in cluster.devices]
+    # The members of each ring, as many rings as the deepest has stages.
+    rings = [[machine[s * len(machine) // deepest] for machine in ranks] for s in range(deepest)]
+    ways = [
+        (s, one, other)
+        for s, members in enumerate(rings)
+        for one, other in zip(members, [*members[1:], members[0]], strict=True)
+    ]
+    leaving = Counter(hosts[one] for _, one, other in ways if hosts[one] != hosts[other])
+    nic_rates = _nic_rates(cluster, leaving)
+    slowest = [0.0] * deepest
+    for s, one, other in ways:
+        seconds = 1 / cluster.link(one, other).bandwidth
+        if hosts[one] != hosts[other]:
+            seconds = max(seconds, leaving[hosts[one]] / nic_rates[hosts[one]])
+        slowest[s] = max(slowest[s], seconds)
+    passes = 2 * (count - 1) / count
+    return tuple(
+        tuple(
+            passes * max(slowest[s] for s in range(deepest) if s * len(machine) // deepest == stage)
+            for stage in range(len(machine))
+        )
+        for machine in ranks
+    )
+
+
+class _Ring(NamedTuple):
+    """What a ring's pace depends on: the same for all layers with the same owners."""
+
+    members: NDArray[np.intp]
+    rate: float
+    """Of its slowest link, in bytes per second."""
+    latency_seconds: float
+    hosts: NDArray[np.intp]
+    """Those that it leaves, by number."""
+    host_seconds: NDArray[np.float64]
+    """What the NIC of each is busy for a byte on every link."""
+
+
+def _rings(
+    cluster: Cluster, ranks: Sequence[Sequence[int]], cuts: Sequence[Cut]
+) -> Iterator[tuple[range, _Ring]]:
+    """The layers that have the same owners, and their ring."""
+    names = [device.host for device in cluster.devices]
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(names))}
+    nic_rates = _nic_rates(cluster, numbers)
+    bounds_of = {cut: cut.bounds for cut in set(cuts)}
+    for begin, end in pairwise(sorted({b for bounds in bounds_of.values() for b in bounds})):
+        stage = {cut: bisect_right(bounds, begin) - 1 for cut, bounds in bounds_of.items()}
+        members = [machine[stage[cut]] for machine, cut in zip(ranks, cuts, strict=True)]
+        links, leaves = [], Counter[str]()
+        for one, other in zip(members, [*members[1:], members[0]], strict=True):
+            links.append(cluster.link(one, other))
+            if names[one] != names[other]:
+                leaves[names[one]] += 1
+        busy = [number / nic_rates[host] for host, number in leaves.items()]
+        yield (
+            range(begin, end),
+            _Ring(
+                np.array(members),
+                rate=min([link.bandwidth for link in links] + [1 / b for b in busy if b]),
+                latency_seconds=max(link.latency_seconds for link in links),
+                hosts=np.array([numbers[host] for host in leaves], dtype=np.intp),
+                host_seconds=np.array(busy),
+            ),
+        )
+
+
+def _nic_rates(cluster: Cluster, hosts: Iterable[str]) -> dict[str, float]:
+    """What each host's NIC carries, in bytes per second: as much as the fastest way out of it.
+
+    A way of which nothing is known tells nothing of the NIC either, unless it is the only one."""
+    fastest: dict[str, float] = {}
+    ways = [(a, b, link) for (a, b), link in cluster.hosts.items()]
+    ways += [
+        (cluster.devices[one].host, cluster.devices[other].host, link)
+        for (one, other), link in cluster.ranks.items()
+    ]
+    for a, b, link in ways:
+        if a != b and math.isfinite(link.bandwidth):
+            fastest[a] = max(fastest.get(a, 0.0), link.bandwidth)
+            fastest[b] = max(fastest.get(b, 0.0), link.bandwidth)
+    other = cluster.outside.bandwidth
+    if math.isinf(other):
+        return {host: fastest.get(host, other) for host in hosts}
+    return {host: max(fastest.get(host, other), other) for host in hosts}

@@ -1,0 +1,302 @@
+"""Runs a schedule against a clock, to predict the time of a plan before it runs.
+
+It uses the same actions as the executor, and the same rules for which action waits for which. A
+stage computes one action at a time. A transfer starts when its send does (directly after the
+compute action that makes its data), or when the link is free: each boundary has one link per
+direction, which carries one transfer after the other. Links and compute overlap.
+
+A planner needs the times of one schedule for many costs: a :class:`Clock` computes the order of the
+actions once, and then adds numbers, or vectors with one entry for each of many costs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_pipeshift.errors import PlanError, ScheduleError
+from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row, Schedule
+from lightning_pipeshift.plan.schedule.communication import with_communication
+from lightning_pipeshift.plan.schedule.execution_order import execution_order
+from lightning_pipeshift.plan.schedule.schedules import schedule_named, with_recomputation
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a microbatch costs: per stage to compute, per boundary between stages to transfer."""
+
+    forward_seconds: tuple[float, ...]
+    backward_seconds: tuple[float, ...]
+    payload_seconds: tuple[float, ...]
+    gradient_seconds: tuple[float, ...]
+    recompute_seconds: tuple[float, ...] = ()
+    """Per stage; empty where nothing is recomputed."""
+
+    def __post_init__(self) -> None:
+        num_stages = len(self.forward_seconds)
+        if num_stages < 1:
+            raise PlanError("costs of 0 stages; there is at least 1")
+        allowed = {
+            "backward_seconds": num_stages,
+            "payload_seconds": num_stages - 1,
+            "gradient_seconds": num_stages - 1,
+            "recompute_seconds": num_stages if self.recompute_seconds else 0,
+        }
+        for name, length in allowed.items():
+            if len(getattr(self, name)) != length:
+                raise PlanError(
+                    f"costs of {num_stages} stages with {len(getattr(self, name))} {name}; "
+                    f"{length} are needed"
+                )
+        for field in fields(self):
+            for value in getattr(self, field.name):
+                if not (math.isfinite(value) and value >= 0):
+                    raise PlanError(
+                        f"costs with {value} among {field.name}; seconds are finite and at least 0"
+                    )
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.forward_seconds)
+
+    @property
+    def recomputing_stages(self) -> frozenset[int]:
+        """The stages that recompute anything."""
+        return frozenset(s for s, seconds in enumerate(self.recompute_seconds) if seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An action and when it starts and ends, in seconds since the step began."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What a step looks like. All tuples are per stage."""
+
+    rows: tuple[tuple[Span, ...], ...]
+    """Compute actions, in order."""
+    transfers: tuple[tuple[Span, ...], ...]
+    """What the stage sends, in order: from the start of the transfer until the neighbour has it."""
+    step_seconds: float
+    idle_seconds: tuple[float, ...]
+    peak_in_flight: tuple[int, ...]
+    """The most microbatches whose forward has begun and whose backward has not ended, so whose
+    activations are held. Zero where there are no backwards: nothing is held."""
+
+
+class Instant(NamedTuple):
+    """An action on a stage, and when it starts and ends: numbers, or vectors of them."""
+
+    stage: int
+    action: Action
+    start: Any
+    end: Any
+
+
+Costing = Sequence[Sequence[Any] | NDArray[np.float64]]
+"""The fields of :class:`Costs`, each per stage or boundary: numbers, or vectors of them."""
+
+
+class _Waves(NamedTuple):
+    """The steps of a schedule in waves: what is in one waits for nothing else in it, so that one
+    operation on arrays times all of it. Steps are counted in the order of the waves, from 1: step 0
+    is when all begins.
+    """
+
+    rows: NDArray[np.intp]
+    """Of each step from 1 on, what it costs: a row of the fields of :class:`Costs`, one below the
+    other."""
+    each: list[tuple[slice, NDArray[np.intp], NDArray[np.intp]]]
+    """The steps of each wave, and the two that each of them waits for."""
+    widest: int
+    ends: NDArray[np.intp]
+    """The last compute action of each stage."""
+
+
+class Clock:
+    """Times one schedule; communication is added where it has none.
+
+    Raises ScheduleError where the schedule deadlocks.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        if all(action.kind.is_compute for row in schedule for action in row):
+            schedule = with_communication(schedule)
+        order = execution_order(schedule)
+        if len(order) < sum(map(len, schedule)):
+            raise ScheduleError("the schedule deadlocks; check() draws where")
+        self.schedule = schedule
+        self.num_stages = len(schedule)
+        self.peak_in_flight = tuple(map(_peak_in_flight, schedule))
+        # What an action waits for, and what it gives, as indices: looked up once.
+        self._steps: list[tuple[int, Action, int, int, int]] = []
+        arrivals: dict[tuple[int, Action], int] = {}
+        for stage, index in order:
+            action = schedule[stage][index]
+            if action.kind.is_compute:
+                needed = action.receive_needed(stage, self.num_stages)
+                waits = arrivals[stage, needed] if needed else -1
+                self._steps.append((stage, action, waits, _COMPUTES[action.kind], -1))
+            elif action.kind.is_send:
+                there = action.neighbour(stage)
+                # The boundary between stages b and b + 1 is number b.
+                number = arrivals[there, action.pair()] = len(arrivals)
+                kind = _SENDS[action.kind]
+                self._steps.append((stage, action, number, kind, min(stage, there)))
+        self._num_arrivals = len(arrivals)
+
+    @cached_property
+    def _waves(self) -> _Waves:
+        # A stage, or a link: what takes one step at a time, and its last step so far.
+        last: dict[tuple[str, int] | tuple[int, int], int] = {}
+        arrived: dict[int, int] = {}
+        # Where a kind's rows begin, with the fields of Costs one below the other.
+        by_stage, by_boundary = self.num_stages, self.num_stages - 1
+        first_row = (0, by_stage, 2 * by_stage, 2 * by_stage + by_boundary, 4 * by_stage - 2)
+        needs, waves, rows = [(0, 0)], [0], [0]
+        for number, (stage, _, arrival, kind, boundary) in enumerate(self._steps, 1):
+            before = last.get(("stage", stage), 0)
+            if boundary < 0:
+                need = (before, arrived.get(arrival, 0))
+                last["stage", stage] = number
+            else:
+                need = (before, last.get((kind, boundary), 0))
+                last[kind, boundary] = arrived[arrival] = number
+            needs.append(need)
+            waves.append(1 + max(waves[need[0]], waves[need[1]]))
+            rows.append(first_row[kind] + (stage if boundary < 0 else boundary))
+        order = np.argsort(waves, kind="stable")
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        one, other = place[np.array(needs)[order]].T
+        begins = (np.flatnonzero(np.diff(np.array(waves)[order])) + 1).tolist()
+        slices = [slice(a, b) for a, b in pairwise([*begins, len(order)])]
+        return _Waves(
+            rows=np.array(rows)[order[1:]],
+            each=[(wave, one[wave], other[wave]) for wave in slices],
+            widest=max((wave.stop - wave.start for wave in slices), default=0),
+            ends=place[[last.get(("stage", stage), 0) for stage in range(self.num_stages)]],
+        )
+
+    def run(self, costs: Costing, later: Callable[[Any, Any], Any]) -> list[Instant]:
+        """When every compute action and every transfer starts and ends, in order of execution.
+
+        Args:
+            costs: what the actions take.
+            later: the maximum of two of them.
+        """
+        free: list[Any] = [0.0] * self.num_stages
+        link_free: dict[tuple[int, int], Any] = {}
+        arrived: list[Any] = [0.0] * self._num_arrivals
+        instants = []
+        for stage, action, number, kind, boundary in self._steps:
+            if boundary < 0:
+                start = free[stage] if number < 0 else later(free[stage], arrived[number])
+                end = free[stage] = start + costs[kind][stage]
+            else:
+                link = (boundary, kind)
+                start = later(free[stage], link_free[link]) if link in link_free else free[stage]
+                end = start + costs[kind][boundary]
+                link_free[link] = arrived[number] = end
+            instants.append(Instant(stage, action, start, end))
+        return instants
+
+    def step_seconds(self, costs: Costing) -> Any:
+        """How long a step takes under each of many costs, as a vector.
+
+        Args:
+            costs: what the actions take, a vector for each stage or boundary.
+        """
+        waves = self._waves
+        table = np.concatenate([np.asarray(field, np.float64) for field in costs if len(field)])
+        # Each step's row holds its cost until its wave comes, and then its end. (``take`` without
+        # buffers of its own, and without checks of the indices: it is most of the time.)
+        ends = np.zeros((len(waves.rows) + 1, table.shape[1]))
+        table.take(waves.rows, axis=0, out=ends[1:], mode="clip")
+        starts, others = np.empty((2, waves.widest, table.shape[1]))
+        for wave, one, other in waves.each:
+            start = ends.take(one, axis=0, out=starts[: len(one)], mode="clip")
+            later = ends.take(other, axis=0, out=others[: len(one)], mode="clip")
+            ends[wave] += np.maximum(start, later, out=start)
+        return ends[waves.ends].max(axis=0)
+
+
+_COMPUTES: Final = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.RECOMPUTE: 4}
+_SENDS: Final = {Kind.SEND_PAYLOAD: 2, Kind.SEND_GRADIENT: 3}
+
+
+@lru_cache(maxsize=256)
+def clock(
+    name: str,
+    num_stages: int,
+    num_microbatches: int,
+    recomputing: frozenset[int] = frozenset(),
+) -> Clock:
+    """The clock of a schedule by its name, made once."""
+    schedule = schedule_named(name)(num_stages, num_microbatches)
+    return Clock(with_recomputation(schedule, recomputing))
+
+
+def simulate(schedule: Schedule | Clock, costs: Costs) -> Timeline:
+    """The timeline of a schedule; communication is added where it has none.
+
+    Raises ScheduleError where the schedule deadlocks, or where the costs are of another number of
+    stages.
+    """
+    num_stages = schedule.num_stages if isinstance(schedule, Clock) else len(schedule)
+    if num_stages != costs.num_stages:
+        raise ScheduleError(
+            f"a schedule of {num_stages} stages and costs of {costs.num_stages}; they must agree"
+        )
+    timed = schedule if isinstance(schedule, Clock) else Clock(schedule)
+    rows: list[list[Span]] = [[] for _ in range(num_stages)]
+    transfers: list[list[Span]] = [[] for _ in range(num_stages)]
+    for instant in timed.run(columns(costs), max):
+        lines = rows if instant.action.kind.is_compute else transfers
+        lines[instant.stage].append(Span(instant.action, instant.start, instant.end))
+    step_seconds = max(row[-1].end if row else 0.0 for row in rows)
+    # Not the spans' differences: the sum of what was given is exact where that is.
+    by_kind = columns(costs)
+    busy = [sum(by_kind[_COMPUTES[s.action.kind]][i] for s in row) for i, row in enumerate(rows)]
+    return Timeline(
+        rows=tuple(map(tuple, rows)),
+        transfers=tuple(map(tuple, transfers)),
+        step_seconds=step_seconds,
+        # Rounding can leave a fully busy stage a hair below zero.
+        idle_seconds=tuple(max(0.0, step_seconds - seconds) for seconds in busy),
+        peak_in_flight=timed.peak_in_flight,
+    )
+
+
+def columns(costs: Costs) -> tuple[tuple[float, ...], ...]:
+    """The costs by field, as :meth:`Clock.run` takes them."""
+    return (
+        costs.forward_seconds,
+        costs.backward_seconds,
+        costs.payload_seconds,
+        costs.gradient_seconds,
+        costs.recompute_seconds or (0.0,) * costs.num_stages,
+    )
+
+
+def _peak_in_flight(row: Row) -> int:
+    if not any(action.kind is Kind.BACKWARD for action in row):
+        return 0
+    change = {Kind.FORWARD: 1, Kind.BACKWARD: -1}
+    in_flight = peak = 0
+    for action in row:
+        in_flight += change.get(action.kind, 0)
+        peak = max(peak, in_flight)
+    return peak

@@ -1,0 +1,345 @@
+"""One virtual machine's pipeline before it is cut: the costs of every layer on every stage.
+
+A workload is made from profile, cluster and order of the ranks, but contains only numbers per stage
+and layer. All solvers take it as their input, so that they can be compared with each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_pipeshift.errors import PartitionError
+from lightning_pipeshift.plan.cost.simulator import Clock, Costs, clock
+from lightning_pipeshift.plan.inputs.cluster import Cluster
+from lightning_pipeshift.plan.inputs.profile import Profile
+from lightning_pipeshift.plan.schedule.schedules import recomputing_stages
+
+Numbers = NDArray[np.float64]
+LongNumbers = NDArray[np.longdouble]
+
+Counts = tuple[int, ...]
+"""How many layers each stage owns."""
+
+# Cuts are timed side by side, but so many at most: each takes some memory for every action.
+_AT_ONCE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """An answer: how many layers each stage owns, and which layers are recomputed."""
+
+    counts: Counts
+    recompute: frozenset[int] = frozenset()
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """The stages' ends: stage s has the layers from ``bounds[s]`` to ``bounds[s + 1]``."""
+        ends = [0]
+        for count in self.counts:
+            ends.append(ends[-1] + count)
+        return tuple(ends)
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """What each of L layers would cost on each of S stages, per microbatch.
+
+    Args:
+        forward: (S, L) seconds.
+        backward: (S, L) seconds.
+        forward_extra: (S,) seconds of a forward besides its layers, on the last stage with the code
+            behind the last layer.
+        backward_extra: (S,) likewise.
+        payload_seconds: (S - 1, L + 1): what the link behind a stage takes, if it is cut in front
+            of layer b.
+        gradient_seconds: (S - 1, L + 1): the way back.
+        static_bytes: (L,) held all the time.
+        saved_bytes: (L,) held for a microbatch in flight.
+        input_bytes: (L,) held for it instead where the layer is recomputed.
+        room_bytes: (S,) what the stage's device has; infinite where it is not known.
+        schedule: by name.
+        microbatches: of a step.
+        allowed: the boundaries that may be cut; ``None``: all.
+    """
+
+    forward: Numbers
+    backward: Numbers
+    forward_extra: Numbers
+    backward_extra: Numbers
+    payload_seconds: Numbers
+    gradient_seconds: Numbers
+    static_bytes: Numbers
+    saved_bytes: Numbers
+    input_bytes: Numbers
+    room_bytes: Numbers
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    allowed: frozenset[int] | None = None
+
+    @property
+    def num_stages(self) -> int:
+        return int(self.forward.shape[0])
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.forward.shape[1])
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """How many microbatches each stage holds activations of, at most."""
+        return clock(self.schedule, self.num_stages, self.microbatches).peak_in_flight
+
+    @property
+    def recomputing(self) -> frozenset[int]:
+        """The stages on which recomputation frees memory."""
+        return recomputing_stages(self.schedule, self.num_stages, self.microbatches)
+
+    def everything_recomputed(self, counts: Sequence[int]) -> Cut:
+        """The cut under which all layers are recomputed where that frees memory."""
+        cut = Cut(tuple(counts))
+        layers = {
+            layer
+            for stage in self.recomputing
+            for layer in range(cut.bounds[stage], cut.bounds[stage + 1])
+        }
+        return Cut(cut.counts, frozenset(layers))
+
+    # What a cut costs.
+
+    def costs(self, cut: Cut) -> Costs:
+        """What the simulator needs to know."""
+        table = [tuple(map(float, field[:, 0])) for field in self._columns([cut])]
+        forward, backward, payload, gradient, again = table
+        return Costs(forward, backward, payload, gradient, again if any(again) else ())
+
+    def _columns(self, cuts: Sequence[Cut]) -> tuple[Numbers, ...]:
+        """The fields of :class:`Costs` for many cuts: a row for each stage or boundary, a column
+        for each cut.
+        """
+        bounds = self._bounds(cuts)
+        stages = np.arange(self.num_stages)[:, None]
+        begins, ends, links = bounds[:-1], bounds[1:], stages[:-1]
+        # A stage without layers runs none of the user's code: it passes the payload on.
+        runs = (begins < ends) | (stages == self.num_stages - 1)
+
+        def sums(ends_of: LongNumbers, extra: Numbers) -> Numbers:
+            layers = np.asarray(ends_of[stages, ends] - ends_of[stages, begins], float)
+            whole: Numbers = layers + extra[:, None] * runs
+            return whole
+
+        again = np.zeros((self.num_stages, len(cuts)))
+        if any(cut.recompute for cut in cuts):
+            chosen = np.zeros((len(cuts), self.num_layers), dtype=bool)
+            for number, cut in enumerate(cuts):
+                chosen[number, list(cut.recompute)] = True
+            layers = np.arange(self.num_layers)
+            owners = (ends[:-1, :, None] <= layers).sum(axis=0)
+            frees = np.array([s in self.recomputing for s in range(self.num_stages)])
+            seconds = np.where(chosen & frees[owners], self.forward[owners, layers], 0.0)
+            at_bounds = np.take_along_axis(running_sums(seconds), bounds.T, axis=1)
+            again[:] = np.diff(at_bounds, axis=1).T
+        return (
+            sums(self._forward_ends, self.forward_extra),
+            sums(self._backward_ends, self.backward_extra),
+            self.payload_seconds[links, ends[:-1]],
+            self.gradient_seconds[links, ends[:-1]],
+            again,
+        )
+
+    @cached_property
+    def range_seconds(self) -> tuple[Numbers, Numbers]:
+        """(S, L + 1, L + 1) each: a forward and a backward of stage s with the layers from b to e,
+        at ``[s, b, e]``; nonsense where e is less than b.
+        """
+        tables = []
+        for layers, extra in (
+            (self.forward, self.forward_extra),
+            (self.backward, self.backward_extra),
+        ):
+            seconds = sums_of_ranges(layers) + extra[:, None, None]
+            for stage in seconds[:-1]:
+                # Without layers; see _columns.
+                np.fill_diagonal(stage, 0.0)
+            tables.append(seconds)
+        return tables[0], tables[1]
+
+    @cached_property
+    def _forward_ends(self) -> LongNumbers:
+        return running_sums(self.forward)
+
+    @cached_property
+    def _backward_ends(self) -> LongNumbers:
+        return running_sums(self.backward)
+
+    def memory_bytes(self, cut: Cut) -> tuple[float, ...]:
+        """What each stage holds at its peak: its layers' own, and the activations in flight.
+
+        A recomputed layer holds its inputs for every microbatch in flight, and its saved tensors
+        for the one whose backward comes next.
+        """
+        peaks = []
+        for s, (layers, num) in enumerate(zip(self._ranges(cut), self.in_flight, strict=True)):
+            held = 0.0
+            for layer in layers:
+                held += self.static_bytes[layer]
+                if layer in cut.recompute and s in self.recomputing:
+                    held += num * self.input_bytes[layer] + self.saved_bytes[layer]
+                else:
+                    held += num * self.saved_bytes[layer]
+            peaks.append(float(held))
+        return tuple(peaks)
+
+    def fits(self, cut: Cut) -> bool:
+        """Whether every stage has room for it."""
+        held = self.memory_bytes(cut)
+        return all(need <= room for need, room in zip(held, self.room_bytes, strict=True))
+
+    def is_allowed(self, cut: Cut) -> bool:
+        """Whether it cuts at allowed boundaries only."""
+        inner = {end for end in cut.bounds[1:-1] if 0 < end < self.num_layers}
+        return self.allowed is None or inner <= self.allowed
+
+    def estimate(self, cut: Cut) -> float:
+        """The time of a step in closed form: one microbatch through all stages and back, and the
+        slowest stage or link once more for each of the others.
+
+        What the exact solvers minimise; the simulator then chooses among their best. A
+        recomputation counts for the pace, and not for the way through: it fills a wait there.
+        """
+        costs = self.costs(cut)
+        slots = [f + b for f, b in zip(costs.forward_seconds, costs.backward_seconds, strict=True)]
+        again = costs.recompute_seconds or (0.0,) * self.num_stages
+        links = costs.payload_seconds + costs.gradient_seconds
+        pace = max(*(slot + r for slot, r in zip(slots, again, strict=True)), *links, 0.0)
+        return sum(slots) + sum(links) + (self.microbatches - 1) * pace
+
+    def clock_of(self, cut: Cut) -> Clock:
+        """What times the schedule with this cut's recomputations."""
+        again = self.costs(cut).recomputing_stages
+        return clock(self.schedule, self.num_stages, self.microbatches, again)
+
+    def step_seconds(self, cuts: Sequence[Cut]) -> list[float]:
+        """What the simulator says of each of many cuts."""
+        seconds: list[float] = []
+        for begin in range(0, len(cuts), _AT_ONCE):
+            columns = self._columns(cuts[begin : begin + _AT_ONCE])
+            # A recomputation that takes no time changes nothing: one clock serves all cuts.
+            again = self.recomputing if columns[-1].any() else frozenset()
+            timed = clock(self.schedule, self.num_stages, self.microbatches, again)
+            seconds += timed.step_seconds(columns).tolist()
+        return seconds
+
+    def _bounds(self, cuts: Sequence[Cut]) -> NDArray[np.intp]:
+        """The cuts' bounds, a column for each. Raises PartitionError for a cut of other layers or
+        stages.
+        """
+        counts = [cut.counts for cut in cuts]
+        bounds = np.zeros((self.num_stages + 1, len(cuts)), dtype=np.intp)
+        if all(len(row) == self.num_stages for row in counts):
+            np.cumsum(counts, axis=1, out=bounds[1:].T)
+        for number in np.flatnonzero(bounds[-1] != self.num_layers):
+            raise PartitionError(
+                f"a cut {list(counts[number])} for {self.num_layers} layers on {self.num_stages}"
+                " stages; one count for each stage, and all add up to the layers"
+            )
+        return bounds
+
+    def _ranges(self, cut: Cut) -> list[range]:
+        return [range(*ends) for ends in pairwise(map(int, self._bounds([cut])[:, 0]))]
+
+    def with_microbatches(self, microbatches: int, schedule: str | None = None) -> Workload:
+        """The same layers in another schedule."""
+        return replace(self, microbatches=microbatches, schedule=schedule or self.schedule)
+
+
+def running_sums(table: Numbers) -> LongNumbers:
+    """What lies in front of each boundary: (..., L) as (..., L + 1).
+
+    In long doubles, so that the differences of two of them are hardly off: equal layers make equal
+    stages.
+    """
+    sums = np.zeros((*table.shape[:-1], table.shape[-1] + 1), dtype=np.longdouble)
+    np.cumsum(table, axis=-1, dtype=np.longdouble, out=sums[..., 1:])
+    return sums
+
+
+def sums_of_ranges(table: Numbers) -> Numbers:
+    """(..., L) as (..., L + 1, L + 1): the sum from layer b to layer e, at ``[..., b, e]``.
+
+    Less than zero, or nonsense, where e is less than b."""
+    sums = running_sums(table)
+    ranges: Numbers = np.asarray(sums[..., None, :] - sums[..., :, None], float)
+    return ranges
+
+
+def workload_of(
+    profile: Profile,
+    cluster: Cluster,
+    ranks: Sequence[int],
+    schedule: str,
+    microbatches: int,
+    samples: float | None = None,
+    allowed: frozenset[int] | None = None,
+) -> Workload:
+    """The workload of a virtual machine.
+
+    Args:
+        profile: of the model.
+        cluster: the machines.
+        ranks: the virtual machine's, in stage order.
+        schedule: by name.
+        microbatches: of a step.
+        samples: of a microbatch; those of the profile where it is ``None``. Time and bytes of
+            activations go with it; what an action costs besides its layers does not.
+        allowed: the boundaries to choose from, of those that may be cut; ``None``: all of them.
+    """
+    possible = profile.possible_cuts
+    if possible is not None:
+        allowed = possible if allowed is None else allowed & possible
+    times = [profile.times_on(cluster.devices[rank]) for rank in ranks]
+    share = 1.0 if samples is None else samples / profile.samples
+    layers = profile.layers
+    last = len(ranks) - 1
+
+    def extra(name: str) -> Numbers:
+        return np.array(
+            [
+                getattr(t, f"action_{name}") + share * (s == last) * getattr(t, f"tail_{name}")
+                for s, t in enumerate(times)
+            ]
+        )
+
+    # Boundary b lies in front of layer b: nothing comes in, and nothing leaves the last layer.
+    payload = [0.0, *[share * layer.payload_bytes for layer in layers]]
+    gradient = [0.0, *[share * layer.payload_gradient_bytes for layer in layers]]
+    links = [cluster.link(one, other) for one, other in pairwise(ranks)]
+
+    def travel(sizes: Sequence[float]) -> Numbers:
+        return np.array([[link.seconds(size) for size in sizes] for link in links]).reshape(
+            last, len(layers) + 1
+        )
+
+    def of_layers(name: str, factor: float = 1.0) -> Numbers:
+        return np.array([factor * getattr(layer, name) for layer in layers], dtype=np.float64)
+
+    return Workload(
+        forward=share * np.array([t.forward for t in times]),
+        backward=share * np.array([t.backward for t in times]),
+        forward_extra=extra("forward"),
+        backward_extra=extra("backward"),
+        payload_seconds=travel(payload),
+        gradient_seconds=travel(gradient),
+        static_bytes=of_layers("static_bytes"),
+        saved_bytes=of_layers("saved_bytes", share),
+        input_bytes=of_layers("input_bytes", share),
+        room_bytes=np.array([cluster.devices[rank].room_bytes for rank in ranks]),
+        schedule=schedule,
+        microbatches=microbatches,
+        allowed=allowed,
+    )

@@ -1,0 +1,1 @@
+"""Plans as values, on disk, and as text."""

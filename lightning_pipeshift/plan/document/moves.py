@@ -1,0 +1,104 @@
+"""Moves: one layer each, from its stage to another; and the placement after several of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import pairwise
+
+from lightning_pipeshift.errors import PlanError, some_of
+from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.plan.inputs.placement import Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """A layer that is to change its owner.
+
+    Args:
+        layer: its name in the model.
+        stage: its new stage.
+        step: from which batch of the run on, counted from 0; ``None``: as soon as possible. The
+            first two steps run as planned.
+        virtual_machine: the virtual machine to change; ``None``: all.
+    """
+
+    layer: str
+    stage: int
+    step: int | None = None
+    virtual_machine: int | None = None
+
+
+def check_moves(moves: Iterable[Move], names: Sequence[str], depths: Sequence[int]) -> None:
+    """Raises PlanError where a move names a layer, a stage or a virtual machine that is not there.
+
+    Args:
+        moves: to be done at any time.
+        names: of all layers.
+        depths: the number of stages of each virtual machine.
+    """
+    for move in moves:
+        if move.layer not in names:
+            near = get_close_matches(move.layer, names, n=3)
+            meant = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+            raise PlanError(
+                f"a move of the layer {move.layer!r}; {meant}the layers are"
+                f" {some_of([*map(repr, names)])}"
+            )
+        vms = range(len(depths)) if move.virtual_machine is None else [move.virtual_machine]
+        for vm in vms:
+            if not 0 <= vm < len(depths):
+                raise PlanError(
+                    f"a move of the layer {move.layer!r} in virtual machine {vm}; there are"
+                    f" {len(depths)}, counted from 0"
+                )
+            if not 0 <= move.stage < depths[vm]:
+                raise PlanError(
+                    f"a move of the layer {move.layer!r} to stage {move.stage}; virtual machine"
+                    f" {vm} has the stages 0 to {depths[vm] - 1}"
+                )
+
+
+def placement_after(plan: Plan, moves: Iterable[Move]) -> Placement:
+    """The owners of all layers when all of the moves are done.
+
+    Raises:
+        PlanError: an unknown layer, stage or virtual machine; two moves of one layer; or a stage
+            whose layers would not be next to each other any more.
+    """
+    moves = list(moves)
+    names = [layer.name for layer in plan.layers]
+    count = plan.placement.num_virtual_machines
+    check_moves(moves, names, [plan.placement.num_stages(vm) for vm in range(count)])
+    owners = [
+        [plan.placement.stage_of(vm, layer) for layer in range(len(names))] for vm in range(count)
+    ]
+    moved: Counter[tuple[int, str]] = Counter()
+    for move in moves:
+        machines = range(count) if move.virtual_machine is None else [move.virtual_machine]
+        for vm in machines:
+            moved[vm, move.layer] += 1
+            if moved[vm, move.layer] > 1:
+                raise PlanError(
+                    f"two moves of the layer {move.layer!r} in one step; say once where it is to be"
+                )
+            owners[vm][names.index(move.layer)] = move.stage
+    return Placement(
+        tuple(
+            _counts(vm, stages, names, plan.placement.num_stages(vm))
+            for vm, stages in enumerate(owners)
+        )
+    )
+
+
+def _counts(vm: int, stages: Sequence[int], names: Sequence[str], depth: int) -> tuple[int, ...]:
+    for layer, (before, after) in enumerate(pairwise(stages)):
+        if after < before:
+            raise PlanError(
+                f"in virtual machine {vm} the layer {names[layer + 1]!r} would be on stage {after},"
+                f" and {names[layer]!r}, which is called before it, on stage {before}: a stage's"
+                " layers have to follow each other. Move the layers between them too"
+            )
+    return tuple(stages.count(stage) for stage in range(depth))

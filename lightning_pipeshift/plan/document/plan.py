@@ -1,0 +1,492 @@
+"""The plan: everything that was decided about a run, as one value.
+
+It can be printed, compared, hashed, saved, read, edited by hand, and given to another run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_pipeshift.errors import (
+    ConfigurationError,
+    PartitionError,
+    PlanError,
+    ScheduleError,
+)
+from lightning_pipeshift.files import parse_json
+from lightning_pipeshift.plan.cost.prediction import Prediction
+from lightning_pipeshift.plan.cost.simulator import Costs, Timeline, clock, simulate
+from lightning_pipeshift.plan.document.text_plan import draw
+from lightning_pipeshift.plan.document.validation import Fields, read_document, shown, write_text
+from lightning_pipeshift.plan.inputs.placement import Placement
+from lightning_pipeshift.plan.inputs.saved_tensors import Swap
+from lightning_pipeshift.plan.inputs.shares import check_shares
+from lightning_pipeshift.plan.inputs.topology import Topology
+from lightning_pipeshift.plan.schedule.schedules import (
+    MOST_MICROBATCHES,
+    recomputing_stages,
+    schedule_named,
+)
+
+FORMAT_VERSION: Final = 1
+"""Raised when an older version of the package could no longer read what this one writes."""
+
+_CHECKSUM_DIGITS: Final = 16
+_PREDICTED_DIGITS: Final = 4
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecord:
+    """The properties of a layer, per microbatch. Seconds are 0 until they are measured."""
+
+    name: str
+    parameter_bytes: int
+    forward_seconds: float
+    payload_bytes: int
+    """The bytes across the boundary behind the layer."""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise PlanError("a layer with an empty name; use its name in the model")
+        for field in ("parameter_bytes", "forward_seconds", "payload_bytes"):
+            value = getattr(self, field)
+            if not (math.isfinite(value) and value >= 0):
+                raise PlanError(
+                    f"layer {self.name!r}: field {field!r} is {value}; "
+                    "it must be finite and at least 0"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The layers in call order, who owns them, and the schedule.
+
+    Args:
+        layers: in call order.
+        placement: the owners of the layers.
+        schedule: by name.
+        microbatches: the number of slices of a virtual machine's batch.
+        recompute: for each virtual machine the layers that release their saved tensors, and run
+            again before the backward; empty if there are none anywhere.
+        swaps: for each virtual machine, saved tensors that are swapped between their forward and
+            their backward; empty where all stay.
+        ranks: for each virtual machine its ranks in stage order; empty where any ranks will do.
+        kinds: the kind of each of these ranks' devices; empty where they are not required.
+        batch_shares: how a global batch is divided; empty for equally.
+        prediction: that of the simulator, if enough has been measured for it.
+
+    Raises PlanError where these don't fit together."""
+
+    layers: tuple[LayerRecord, ...]
+    placement: Placement
+    schedule: str
+    microbatches: int
+    recompute: tuple[tuple[int, ...], ...] = ()
+    swaps: tuple[tuple[Swap, ...], ...] = ()
+    ranks: tuple[tuple[int, ...], ...] = ()
+    kinds: tuple[tuple[str, ...], ...] = ()
+    batch_shares: tuple[float, ...] = ()
+    prediction: Prediction | None = None
+
+    def __post_init__(self) -> None:
+        self._check_model()
+        self._check_machines()
+
+    def _check_machines(self) -> None:
+        count = self.placement.num_virtual_machines
+        depths = [self.placement.num_stages(vm) for vm in range(count)]
+        costs = self.prediction.costs if self.prediction is not None else ()
+        found: dict[str, Sequence[Any]] = {
+            "recompute": self.recompute,
+            "swaps": self.swaps,
+            "ranks": self.ranks,
+            "kinds": self.kinds,
+            "batch_shares": self.batch_shares,
+            "prediction": costs,
+        }
+        for name, value in found.items():
+            if value and len(value) != count:
+                raise PlanError(
+                    f"the field {name!r} has entries for {len(value)} virtual machines, and"
+                    f" 'placement' has {count}; give one for each, or leave the field out"
+                )
+        for name, lengths in (
+            ("ranks", [len(ranks) for ranks in self.ranks]),
+            ("kinds", [len(kinds) for kinds in self.kinds]),
+            ("prediction", [cost.num_stages for cost in costs]),
+        ):
+            if lengths and lengths != depths:
+                raise PlanError(
+                    f"the field {name!r} is for virtual machines of {lengths} stages, and"
+                    f" 'placement' has {depths}; give one entry for each stage, or leave the field"
+                    " out"
+                )
+        for vm, layers in enumerate(self.recompute):
+            wrong = [layer for layer in layers if not 0 <= layer < len(self.layers)]
+            if wrong or len(set(layers)) < len(layers):
+                raise PlanError(
+                    f"the field 'recompute' of virtual machine {vm} is {list(layers)}; it lists"
+                    f" layers from 0 to {len(self.layers) - 1}, each once"
+                )
+        for vm, swaps in enumerate(self.swaps):
+            self._check_swaps(vm, swaps, depths[vm])
+        try:
+            if self.ranks:
+                Topology(self.ranks)
+            check_shares(self.batch_shares or None, count)
+        except ConfigurationError as error:
+            name = "ranks" if "rank" in str(error) else "batch_shares"
+            raise PlanError(f"the field {name!r}: {error}") from error
+
+    def _check_swaps(self, vm: int, swaps: Sequence[Swap], depth: int) -> None:
+        seen: set[tuple[int, int]] = set()
+        for swap in swaps:
+            named = {(swap.layer, number) for number in swap.tensors}
+            problem = ""
+            if not 0 <= swap.layer < len(self.layers):
+                problem = f"there are the layers 0 to {len(self.layers) - 1}"
+            elif swap.layer in self.recomputed(vm):
+                problem = "the layer is recomputed; let it do one of the two"
+            elif named & seen:
+                problem = "a tensor goes to one place"
+            elif any(stage >= depth for stage in swap.stages):
+                problem = f"there are the stages 0 to {depth - 1}"
+            if problem:
+                raise PlanError(
+                    f"the field 'swaps' of virtual machine {vm} has tensors"
+                    f" {list(swap.tensors)} of layer {swap.layer}"
+                    f"{f' on stages {list(swap.stages)}' if swap.stages else ''}: {problem}"
+                )
+            seen |= named
+
+    def _check_model(self) -> None:
+        if len(self.layers) != self.placement.num_layers:
+            raise PlanError(
+                f"the field 'placement' places {self.placement.num_layers} layers, and 'layers' "
+                f"lists {len(self.layers)}; change the counts until they add up to that"
+            )
+        counts = Counter(layer.name for layer in self.layers)
+        if twice := [name for name, count in counts.items() if count > 1]:
+            raise PlanError(
+                f"the field 'layers' lists {_names(twice)} more than once; a name is unique"
+            )
+        try:
+            schedule_named(self.schedule)
+        except ScheduleError as error:
+            raise PlanError(f"the field 'schedule': {error}") from error
+        if not 1 <= self.microbatches <= MOST_MICROBATCHES:
+            raise PlanError(
+                f"the field 'microbatches' is {shown(self.microbatches)}; it must be 1 to"
+                f" {MOST_MICROBATCHES}"
+            )
+
+    def __str__(self) -> str:
+        return draw(self)
+
+    # What the plan says of each stage.
+
+    def stage_layers(self, vm: int) -> tuple[tuple[LayerRecord, ...], ...]:
+        """The layers of each stage."""
+        return tuple(
+            tuple(self.layers[i] for i in self.placement.layers_of(vm, stage))
+            for stage in range(self.placement.num_stages(vm))
+        )
+
+    def recomputed(self, vm: int) -> frozenset[int]:
+        """The layers of a virtual machine that run again before their backward."""
+        return frozenset(self.recompute[vm]) if self.recompute else frozenset()
+
+    def swapped(self, vm: int) -> tuple[Swap, ...]:
+        """What a virtual machine moves, as far as it can: a stage does not lend to itself."""
+        swaps = self.swaps[vm] if self.swaps else ()
+        return tuple(
+            swap for swap in swaps if self.placement.stage_of(vm, swap.layer) not in swap.stages
+        )
+
+    def recomputing_stages(self, vm: int) -> frozenset[int]:
+        """The stages of a virtual machine on which any layer does."""
+        stages = {self.placement.stage_of(vm, layer) for layer in self.recomputed(vm)}
+        worthwhile = recomputing_stages(
+            self.schedule, self.placement.num_stages(vm), self.microbatches
+        )
+        return worthwhile & stages
+
+    def stage_forward_seconds(self, vm: int) -> tuple[float, ...]:
+        """What one microbatch's forward takes on each stage."""
+        if self.prediction is not None:
+            return self.prediction.costs[vm].forward_seconds
+        return tuple(
+            math.fsum(layer.forward_seconds for layer in stage) for stage in self.stage_layers(vm)
+        )
+
+    def stage_parameter_bytes(self, vm: int) -> tuple[int, ...]:
+        """The parameters that each stage holds."""
+        return tuple(
+            sum(layer.parameter_bytes for layer in stage) for stage in self.stage_layers(vm)
+        )
+
+    def stage_payload_bytes(self, vm: int) -> tuple[int, ...]:
+        """What each stage but the last sends on per microbatch: nothing before the first layer."""
+        bounds = self.placement.bounds(vm)[1:]
+        return tuple(self.layers[bound - 1].payload_bytes if bound else 0 for bound in bounds)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether there is any layer's time to predict from."""
+        if self.prediction is not None:
+            return any(any(costs.forward_seconds) for costs in self.prediction.costs)
+        return any(layer.forward_seconds for layer in self.layers)
+
+    def timeline(self, vm: int = 0) -> Timeline:
+        """What a step of a virtual machine should look like.
+
+        Without a prediction the backward is counted as twice the forward (two matrix products for
+        one), and transfers as free, because then a plan knows no link.
+        """
+        if self.prediction is not None:
+            costs = self.prediction.costs[vm]
+            again = costs.recomputing_stages
+            return simulate(clock(self.schedule, costs.num_stages, self.microbatches, again), costs)
+        forward = self.stage_forward_seconds(vm)
+        free = (0.0,) * (len(forward) - 1)
+        costs = Costs(
+            forward_seconds=forward,
+            backward_seconds=tuple(2 * seconds for seconds in forward),
+            payload_seconds=free,
+            gradient_seconds=free,
+        )
+        return simulate(clock(self.schedule, len(forward), self.microbatches), costs)
+
+    # Another plan.
+
+    def with_placement(self, placement: Placement) -> Plan:
+        """The same plan with other owners, without the prediction for the old ones."""
+        return replace(self, placement=placement, prediction=None)
+
+    def is_like(self, other: Plan) -> bool:
+        """Whether all ranks would do the same under the other plan."""
+        mine, theirs = ((plan.placement, plan.recompute, plan.swaps) for plan in (self, other))
+        return mine == theirs
+
+    def require_layers(self, names: Sequence[str]) -> None:
+        """Raises PlanError unless the plan was made for these layers in this order."""
+        planned = [layer.name for layer in self.layers]
+        if planned == list(names):
+            return
+        missing = [name for name in names if name not in planned]
+        unexpected = [name for name in planned if name not in names]
+        if missing or unexpected:
+            raise PlanError(
+                f"the plan was made for another model: missing in it {_names(missing)}; "
+                f"unexpected in it {_names(unexpected)}. "
+                "Use the plan of this model, or plan=None to make one"
+            )
+        place = next(i for i, (p, n) in enumerate(zip(planned, names, strict=True)) if p != n)
+        raise PlanError(
+            f"the plan has the layers in another order: layer {place} is {planned[place]!r} in the "
+            f"plan, {names[place]!r} in the model. "
+            "Use the plan of this model, or plan=None to make one"
+        )
+
+    # On disk.
+
+    def to_json(self) -> str:
+        """The plan as a JSON document, a layer per line, to be read, edited and diffed.
+
+        The prediction is rounded, and says by a checksum what it is the prediction of.
+        """
+        head: dict[str, Any] = {
+            "version": FORMAT_VERSION,
+            "schedule": self.schedule,
+            "microbatches": self.microbatches,
+            "placement": self.placement.counts,
+        }
+        for name in ("recompute", "ranks", "kinds", "batch_shares"):
+            if getattr(self, name):
+                head[name] = getattr(self, name)
+        if self.swaps:
+            head["swaps"] = [[_as_entry(swap) for swap in swaps] for swaps in self.swaps]
+        layers = [asdict(layer) for layer in self.layers]
+        lines = [f"  {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
+        if self.prediction is not None:
+            lines += _prediction_lines(self.prediction, _checksum({**head, "layers": layers}))
+        listed = ",\n".join(f"    {json.dumps(layer)}" for layer in layers)
+        return "\n".join(["{", *lines, '  "layers": [', listed, "  ]", "}"]) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The inverse of to_json. The prediction of a plan that was edited since is left out.
+
+        Raises PlanError, naming the field, for what is damaged or of another version."""
+        try:
+            value: Any = parse_json(text)
+        except ValueError as error:
+            raise PlanError(
+                f"the plan is no JSON document: {error}; "
+                "take an undamaged copy, or make the plan anew"
+            ) from error
+        # Before the other fields: those of another version may have other names.
+        if isinstance(value, dict) and value.get("version", FORMAT_VERSION) != FORMAT_VERSION:
+            raise PlanError(
+                f"the plan: field 'version' is {shown(value['version'])}; this PipeShift reads"
+                f" version {FORMAT_VERSION}: make the plan anew, or use the version that made it"
+            )
+        known = ("version", "schedule", "microbatches", "placement", "layers")
+        optional = ("recompute", "swaps", "ranks", "kinds", "batch_shares", "prediction")
+        document = Fields(value, "the plan", known, optional)
+        try:
+            placement = Placement(document.integer_rows("placement"))
+        except PartitionError as error:
+            raise PlanError(f"the plan: field 'placement': {error}") from error
+        prediction = None
+        if "prediction" in document:
+            of, prediction = _prediction(document.value("prediction"))
+            if of != _checksum({name: value[name] for name in value if name != "prediction"}):
+                log.warning(
+                    "PipeShift: the plan was edited after its prediction was made, so the"
+                    " prediction is left out."
+                )
+                prediction = None
+        return cls(
+            layers=tuple(
+                _layer(item, f"the plan: layer {index}")
+                for index, item in enumerate(document.items("layers"))
+            ),
+            placement=placement,
+            schedule=document.text("schedule"),
+            microbatches=document.integer("microbatches"),
+            recompute=document.integer_rows("recompute") if "recompute" in document else (),
+            swaps=_swaps(document) if "swaps" in document else (),
+            ranks=document.integer_rows("ranks") if "ranks" in document else (),
+            kinds=_kinds(document) if "kinds" in document else (),
+            batch_shares=document.numbers("batch_shares") if "batch_shares" in document else (),
+            prediction=prediction,
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan beside ``path`` first, so that no reader ever finds half of it."""
+        write_text(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Reads a saved plan. Raises PlanError, naming the file."""
+        text = read_document(path, "the plan")
+        try:
+            return cls.from_json(text)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error
+
+
+def _layer(item: object, where: str) -> LayerRecord:
+    record = Fields(item, where, [field.name for field in fields(LayerRecord)])
+    return LayerRecord(
+        name=record.text("name"),
+        parameter_bytes=record.integer("parameter_bytes"),
+        forward_seconds=record.number("forward_seconds"),
+        payload_bytes=record.integer("payload_bytes"),
+    )
+
+
+def _as_entry(swap: Swap) -> dict[str, Any]:
+    return {name: value for name, value in asdict(swap).items() if value != ()}
+
+
+def _swaps(document: Fields) -> tuple[tuple[Swap, ...], ...]:
+    found = []
+    for vm, row in enumerate(document.items("swaps")):
+        if not isinstance(row, list):
+            document.fail("swaps", "a list of lists")
+        swaps = []
+        for index, item in enumerate(row):
+            where = f"the plan: swaps[{vm}][{index}]"
+            entry = Fields(item, where, ["layer", "tensors"], ["stages", "shares"])
+            swaps.append(
+                Swap(
+                    layer=entry.integer("layer"),
+                    tensors=entry.integers("tensors"),
+                    stages=entry.integers("stages") if "stages" in entry else (),
+                    shares=entry.numbers("shares") if "shares" in entry else (),
+                )
+            )
+        found.append(tuple(swaps))
+    return tuple(found)
+
+
+def _kinds(document: Fields) -> tuple[tuple[str, ...], ...]:
+    rows = document.items("kinds")
+    for row in rows:
+        if not isinstance(row, list) or any(not isinstance(kind, str) for kind in row):
+            document.fail("kinds", "a list of lists of texts")
+    return tuple(tuple(row) for row in rows if isinstance(row, list))
+
+
+def _checksum(plan: dict[str, Any]) -> str:
+    """Identifies a plan's entries but the prediction, whatever the order of its fields."""
+    text = json.dumps(plan, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:_CHECKSUM_DIGITS]
+
+
+def _prediction_lines(prediction: Prediction, of: str) -> list[str]:
+    costs = [
+        json.dumps({name: _rounded(times) for name, times in asdict(cost).items()})
+        for cost in prediction.costs
+    ]
+    entries = {
+        "of": json.dumps(of),
+        "step_seconds": json.dumps(_rounded(prediction.step_seconds)),
+        "exposed_seconds": json.dumps(_rounded(prediction.exposed_seconds)),
+        "memory_bytes": json.dumps(_rounded(prediction.memory_bytes)),
+        "costs": "[\n      " + ",\n      ".join(costs) + "\n    ]",
+    }
+    lines = ",\n".join(f"    {json.dumps(name)}: {text}" for name, text in entries.items())
+    return ['  "prediction": {', lines, "  },"]
+
+
+def _rounded(value: Any) -> Any:
+    """The numbers in nested tuples, with as many digits as a prediction is good for."""
+    if isinstance(value, tuple):
+        return [_rounded(item) for item in value]
+    rounded = float(f"{value:.{_PREDICTED_DIGITS}g}")
+    return int(rounded) if rounded.is_integer() else rounded
+
+
+def _prediction(value: object) -> tuple[str, Prediction]:
+    """The checksum of the plan that it was made for, and the prediction."""
+    record = Fields(
+        value,
+        "the plan: prediction",
+        ("of", "costs", "step_seconds", "exposed_seconds", "memory_bytes"),
+        instead="or leave the prediction out",
+    )
+    names = [field.name for field in fields(Costs)]
+    costs = []
+    for vm, item in enumerate(record.items("costs")):
+        entry = Fields(item, f"the plan: prediction: costs of virtual machine {vm}", names)
+        costs.append(Costs(*[entry.numbers(name) for name in names]))
+    memory = record.items("memory_bytes")
+    if any(not isinstance(row, list) for row in memory):
+        record.fail("memory_bytes", "a list of lists of numbers")
+    rows = [
+        Fields({"row": row}, "the plan: prediction: memory_bytes", ["row"]).numbers("row")
+        for row in memory
+    ]
+    seconds = record.number("step_seconds"), record.number("exposed_seconds")
+    return record.text("of"), Prediction(tuple(costs), *seconds, tuple(rows))
+
+
+def _names(names: Sequence[str], most: int = 8) -> str:
+    """The names, but not a screenful of them."""
+    if not names:
+        return "none"
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more

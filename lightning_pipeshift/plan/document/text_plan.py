@@ -1,0 +1,196 @@
+"""Draws a plan as text: who holds what, and what a step will look like.
+
+It is the first thing a user sees of PipeShift, in a terminal or a log file: plain text, no colour,
+at most 100 columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from lightning_pipeshift.plan.document.text_timeline import Scale, draw_row
+
+if TYPE_CHECKING:  # A plan draws itself with this module, so this one can't import it when it runs.
+    from lightning_pipeshift.plan.document.plan import LayerRecord, Plan
+    from lightning_pipeshift.plan.inputs.saved_tensors import Swap
+
+_WIDTH: Final = 100
+_NAMES_WIDTH: Final = 47
+_BAR_WIDTH: Final = 12
+_GRID_WIDTH: Final = 82
+_EIGHTHS: Final = " ▏▎▍▌▋▊▉"
+_NOT_MEASURED: Final = "no layer is measured yet: drawn as if all took equal time"
+_RECOMPUTED: Final = "       2~~  forward of microbatch 2 run again, for what its backward needs"
+_LEGEND: Final = (
+    "       2──  forward of microbatch 2    2━━  its backward    ···  idle    time runs right"
+)
+
+
+def draw(plan: Plan) -> str:
+    """The plan as lines of text: for each virtual machine a table of its stages, then a step."""
+    measured = plan.is_measured
+    if not measured:
+        # Something to look at before the first profile: layers of equal time.
+        layers = tuple(replace(layer, forward_seconds=1.0) for layer in plan.layers)
+        plan = replace(plan, layers=layers)
+    timelines = {vms: plan.timeline(vms[0]) for vms in _equal_machines(plan)}
+    step_seconds = max(timeline.step_seconds for timeline in timelines.values())
+    scale = Scale.fitting(timelines.values(), _GRID_WIDTH)
+
+    lines = [_headline(plan), _prediction(plan, step_seconds) if measured else _NOT_MEASURED]
+    for vms, timeline in timelines.items():
+        lines += ["", _rule(_machine_names(vms)), *_stage_table(plan, vms[0]), ""]
+        for stage, row in enumerate(timeline.rows):
+            busy_seconds = sum(span.end - span.start for span in row)
+            drawing = draw_row(row, step_seconds, scale, _GRID_WIDTH)
+            lines.append(f"{stage:>5} │{drawing}│ {1 - busy_seconds / step_seconds:4.0%} idle")
+        lines += _swaps(plan, vms[0])
+    lines += ["", _LEGEND]
+    if any(plan.recompute):
+        lines.append(_RECOMPUTED)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _headline(plan: Plan) -> str:
+    return "PipeShift plan: " + ", ".join(
+        [
+            _count(len(plan.layers), "layer"),
+            _count(plan.placement.num_virtual_machines, "virtual machine"),
+            f"schedule {plan.schedule}",
+            _count(plan.microbatches, "microbatch", "microbatches"),
+        ]
+    )
+
+
+def _prediction(plan: Plan, step_seconds: float) -> str:
+    if plan.prediction is not None:
+        step = seconds_text(plan.prediction.step_seconds)
+        exposed = plan.prediction.exposed_seconds
+        waits = f", {seconds_text(exposed)} of it for other virtual machines' gradients"
+        return f"predicted step: {step}{waits if exposed else ''}"
+    step = seconds_text(step_seconds)
+    return f"predicted step: {step} (a backward as 2 forwards, transfers as free)"
+
+
+def _stage_table(plan: Plan, vm: int) -> list[str]:
+    seconds = plan.stage_forward_seconds(vm)
+    parameters = plan.stage_parameter_bytes(vm)
+    payloads = [*map(bytes_text, plan.stage_payload_bytes(vm)), "-"]
+    memory = None
+    if plan.prediction is not None and plan.prediction.memory_bytes:
+        memory = plan.prediction.memory_bytes[vm]
+    # The prediction's memory takes its column from the names.
+    width = _NAMES_WIDTH - (13 if memory else 0)
+    rows = [("stage", "layers", "parameters", "peak memory", "forward time", "payload out")]
+    for stage, layers in enumerate(plan.stage_layers(vm)):
+        share = seconds[stage] / sum(seconds)
+        bar = f"{_bar(share)} {share:4.0%}"
+        peak = bytes_text(round(memory[stage])) if memory else ""
+        names, held = _layer_names(layers, width), bytes_text(parameters[stage])
+        rows.append((str(stage), names, held, peak, bar, payloads[stage]))
+    return [
+        f"{stage:>5}  {names:<{width}}  {held:>10}  "
+        + (f"{peak:>11}  " if memory else "")
+        + f"{bar:<{_BAR_WIDTH + 5}}  {payload:>11}"
+        for stage, names, held, peak, bar, payload in rows
+    ]
+
+
+def _swaps(plan: Plan, vm: int) -> list[str]:
+    """What each stage lets go elsewhere between forward and backward."""
+    found: dict[int, dict[str, list[Swap]]] = {}
+    for swap in plan.swapped(vm):
+        to = "the host"
+        if swap.stages:
+            noun = "stage" if len(swap.stages) == 1 else "stages"
+            to = f"{noun} {' and '.join(map(str, swap.stages))}"
+        stage = plan.placement.stage_of(vm, swap.layer)
+        found.setdefault(stage, {}).setdefault(to, []).append(swap)
+    lines = []
+    for stage, by_place in sorted(found.items()):
+        parts = []
+        for to, swaps in by_place.items():
+            tensors = _count(sum(len(swap.tensors) for swap in swaps), "tensor")
+            layers = _count(len({swap.layer for swap in swaps}), "layer")
+            parts.append(f"{tensors} of {layers} to {to}")
+        lines.append(_shortened_end(f"{stage:>5}  swaps {'; '.join(parts)}"))
+    return ["", *lines] if lines else []
+
+
+def _shortened_end(line: str) -> str:
+    return line if len(line) <= _WIDTH else line[: _WIDTH - 1] + "…"
+
+
+def _equal_machines(plan: Plan) -> list[tuple[int, ...]]:
+    """The virtual machines, those with equal cuts together: one drawing serves them all."""
+    groups: dict[Hashable, list[int]] = {}
+    for vm, counts in enumerate(plan.placement.counts):
+        costs = plan.prediction.costs[vm] if plan.prediction is not None else None
+        key = counts, plan.recomputed(vm), tuple(plan.swapped(vm)), costs
+        groups.setdefault(key, []).append(vm)
+    return [tuple(vms) for vms in groups.values()]
+
+
+def _machine_names(vms: Sequence[int]) -> str:
+    if len(vms) == 1:
+        return f"virtual machine {vms[0]}"
+    if len(vms) > 2 and vms[-1] - vms[0] == len(vms) - 1:
+        return f"virtual machines {vms[0]} to {vms[-1]}"
+    return f"virtual machines {', '.join(map(str, vms[:-1]))} and {vms[-1]}"[: _WIDTH - 8]
+
+
+def _layer_names(layers: Sequence[LayerRecord], width: int) -> str:
+    """The first and the last name, with as much of each as there is room for."""
+    if not layers:
+        return "(none: passes the payload on)"
+    if len(layers) == 1:
+        return _shortened(layers[0].name, width)
+    joint = " … "
+    tail = f" ({len(layers)} layers)"
+    room = width - len(joint) - len(tail)
+    first, last = layers[0].name, layers[-1].name
+    # What one of them leaves free, the other may have.
+    first = _shortened(first, max(room // 2, room - len(last)))
+    last = _shortened(last, room - len(first))
+    return first + joint + last + tail
+
+
+def _shortened(name: str, width: int) -> str:
+    """The end of a name tells it from its neighbours, so that is what stays."""
+    if len(name) <= width:
+        return name
+    end = name[1 - width :]
+    # Whole words between the dots, where one fits.
+    return "…" + (end.partition(".")[2] or end)
+
+
+def _bar(share: float) -> str:
+    full, rest = divmod(round(share * _BAR_WIDTH * 8), 8)
+    return ("█" * full + _EIGHTHS[rest])[:_BAR_WIDTH].ljust(_BAR_WIDTH)
+
+
+def _rule(title: str) -> str:
+    return f"── {title} ".ljust(_WIDTH, "─")
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def bytes_text(number: int) -> str:
+    """Bytes for a reader, such as ``1.7 MB``."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6)):
+        # Megabytes up to ten thousand of them, so that the column compares at a glance.
+        if number >= size * (10 if unit == "GB" else 0.1):
+            return f"{number / size:.1f} {unit}"
+    return f"{number / 1000:.1f} kB" if number else "0"
+
+
+def seconds_text(number: float) -> str:
+    """Seconds for a reader, such as ``549 ms``."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number / 1e-6:.3g} µs"

@@ -1,0 +1,77 @@
+"""Draws a stage's actions over a step as one line of text.
+
+A block begins with its microbatch's number; a thin line is a forward, a heavy one a backward, dots
+are idle time, waves run a forward again::
+
+    0──1──······0━━━━━2──1━━━━━
+    ···0──0━━━━━1──1━━━━━2──2━━
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from lightning_pipeshift.plan.cost.simulator import Span, Timeline
+from lightning_pipeshift.plan.schedule.actions import Kind
+
+_LINES: Final = {Kind.FORWARD: "─", Kind.BACKWARD: "━", Kind.RECOMPUTE: "~"}
+_IDLE: Final = "·"
+_LEFT_OUT: Final = " ⋯ "
+_MOST_COLUMNS: Final = 6
+"""For a forward: longer ones only push the rest out of sight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How many columns a second is wide; one scale for all that is to be compared."""
+
+    columns_per_second: float
+
+    @classmethod
+    def fitting(cls, timelines: Iterable[Timeline], width: int) -> Scale:
+        """The scale that fills the width, but leaves a forward wide enough for its number.
+
+        In a balanced plan a forward takes a whole number of columns, so that all blocks line up.
+        """
+        timelines = list(timelines)
+        step_seconds = max(timeline.step_seconds for timeline in timelines)
+        spans = [span for timeline in timelines for row in timeline.rows for span in row]
+        forwards = sorted(
+            span.end - span.start
+            for span in spans
+            if span.action.kind is Kind.FORWARD and span.end > span.start
+        )
+        digits = len(str(max(span.action.microbatch for span in spans)))
+        typical = forwards[len(forwards) // 2]
+        columns = min(typical * width / step_seconds, _MOST_COLUMNS)
+        if forwards[0] > 0.8 * forwards[-1]:
+            columns = int(columns)
+        return cls(max(digits + 1, columns) / typical)
+
+    def column(self, seconds: float) -> int:
+        return round(seconds * self.columns_per_second)
+
+
+def draw_row(row: Sequence[Span], step_seconds: float, scale: Scale, width: int) -> str:
+    """One stage's line. Where the step is wider than the width, its middle is left out.
+
+    The middle, because a pipeline fills at the left and drains at the right, and repeats itself
+    between.
+    """
+    text = [_IDLE] * scale.column(step_seconds)
+    for span in row:
+        begin, end = scale.column(span.start), scale.column(span.end)
+        line = _LINES.get(span.action.kind, "?")
+        number = str(span.action.microbatch)
+        # A number cut in two would name another microbatch.
+        label = number if len(number) <= end - begin else ""
+        text[begin:end] = label + line * (end - begin - len(label))
+    drawing = "".join(text)
+    if len(drawing) <= width:
+        return drawing
+    # More of the left: what it shows begins at a number.
+    right = width // 3
+    left = width - len(_LEFT_OUT) - right
+    return drawing[:left] + _LEFT_OUT + drawing[-right:]

@@ -1,0 +1,1 @@
+"""What a plan is made from: machines, the measured model, policies, placements."""

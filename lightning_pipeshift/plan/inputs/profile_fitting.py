@@ -1,0 +1,206 @@
+"""Makes a profile, and the devices' speeds, from the ranks' measurements of the model.
+
+Each rank measures on its own device: before training every layer, for a guess, and in training its
+own layers. The time of a layer on a device that has never trained it follows from both: the guess
+on that device, times the ratio of measured to guessed times of the device's own layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Final
+
+from lightning_pipeshift.plan.inputs.cluster import Cluster
+from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
+from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
+
+Times = tuple[float, float]
+"""Forward and backward, in seconds."""
+
+_ALIKE: Final = 0.03
+"""Devices of a kind whose speeds differ by less count as equal: the difference is noise."""
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """The measurements of one rank. Layers are by index.
+
+    Args:
+        guesses: forward and backward of every layer, tried one by one before training.
+        times: those of its own layers in training; empty before.
+        earlier: those of the layers that it owned when it last owned any, for a stage that was
+            drained since.
+        extra: the time of a forward and a backward of its stage besides layers; ``None`` before
+            training.
+        outside_seconds: from the end of its stage's part of a step to the begin of the next one.
+        saved_bytes: of the tensors that layers save for a microbatch.
+        tensors: these tensors, one by one.
+        input_bytes: of the layers' inputs.
+        optimizer_bytes: of the optimizer's state for its own layers.
+        is_last: whether it runs the code after the last layer.
+        held_bytes: the device memory that the model takes before its layers are distributed.
+        budget_bytes: the device memory that it may take, if that is limited.
+        host_bytes: the memory of its host that it may take for swapped tensors.
+        host_bandwidth: the bandwidth to the host and back, in bytes per second.
+    """
+
+    guesses: Mapping[int, Times] = field(default_factory=dict)
+    times: Mapping[int, Times] = field(default_factory=dict)
+    earlier: Mapping[int, Times] = field(default_factory=dict)
+    extra: Times | None = None
+    outside_seconds: float | None = None
+    saved_bytes: Mapping[int, int] = field(default_factory=dict)
+    tensors: Mapping[int, tuple[SavedTensor, ...]] = field(default_factory=dict)
+    input_bytes: Mapping[int, int] = field(default_factory=dict)
+    optimizer_bytes: Mapping[int, int] = field(default_factory=dict)
+    is_last: bool = False
+    held_bytes: int = 0
+    budget_bytes: int = 0
+    host_bytes: int = 0
+    host_bandwidth: float = 0.0
+
+
+def profile_of(
+    layers: Sequence[LayerProfile],
+    cluster: Cluster,
+    figures: Sequence[RankFigures],
+    samples: float,
+    microbatches: int,
+) -> tuple[Profile, Cluster]:
+    """The profile, and the cluster with each device's speed relative to its kind.
+
+    Args:
+        layers: properties that need no measurement; measured bytes replace those in them.
+        cluster: the machines.
+        figures: by rank.
+        samples: of a microbatch.
+        microbatches: of a step.
+    """
+    guessed = {
+        kind: _guess(layers, [figures[rank] for rank in _ranks_of(cluster, kind)])
+        for kind in cluster.kinds
+    }
+    # The ratio of a device's measured to its guessed times, by measurements in training if any.
+    ratios = [
+        _ratio(mine.times or mine.earlier or mine.guesses, guessed[device.kind])
+        for mine, device in zip(figures, cluster.devices, strict=True)
+    ]
+    kinds, speeds = {}, [device.speed for device in cluster.devices]
+    for kind in cluster.kinds:
+        known = {rank: ratio for rank in _ranks_of(cluster, kind) if (ratio := ratios[rank])}
+        usual = median(known.values()) if known else 1.0
+        for rank, ratio in known.items():
+            speed = usual / ratio
+            speeds[rank] = 1.0 if abs(speed - 1) < _ALIKE else speed
+        table = [(f * usual, b * usual) for f, b in guessed[kind]]
+        for layer in range(len(layers)):
+            found = [
+                tuple(seconds * speeds[rank] for seconds in times)
+                for rank in known
+                if (times := figures[rank].times.get(layer)) is not None
+            ]
+            if found:
+                table[layer] = (median(f for f, _ in found), median(b for _, b in found))
+        action, tail = _extras(figures, known, speeds)
+        kinds[kind] = KindProfile(
+            tuple(f for f, _ in table), tuple(b for _, b in table), *action, *tail
+        )
+    outside = [mine.outside_seconds for mine in figures if mine.outside_seconds is not None]
+    profile = Profile(
+        layers=tuple(_with_bytes(layer, index, figures) for index, layer in enumerate(layers)),
+        kinds=kinds,
+        samples=samples,
+        microbatches=microbatches,
+        # The stage that ends last does not wait for other stages before its next step.
+        step_seconds=min(outside) if outside else 0.0,
+    )
+    devices = tuple(
+        replace(
+            device,
+            speed=speed,
+            memory_bytes=mine.budget_bytes or device.memory_bytes,
+            # The memory that the model takes now will be available to the plan.
+            free_bytes=device.free_bytes + mine.held_bytes
+            if device.free_bytes and not mine.budget_bytes
+            else 0,
+            host_bytes=mine.host_bytes,
+            host_bandwidth=mine.host_bandwidth,
+        )
+        for device, speed, mine in zip(cluster.devices, speeds, figures, strict=True)
+    )
+    return profile, replace(cluster, devices=devices)
+
+
+def _ranks_of(cluster: Cluster, kind: str) -> list[int]:
+    return [rank for rank, device in enumerate(cluster.devices) if device.kind == kind]
+
+
+def _guess(layers: Sequence[LayerProfile], figures: Sequence[RankFigures]) -> list[Times]:
+    """The median of the ranks' guesses; for a layer that no rank could try, one in proportion to
+    its parameters.
+    """
+    found: dict[int, Times] = {}
+    for layer in range(len(layers)):
+        tried = [mine.guesses.get(layer) or mine.times.get(layer) for mine in figures]
+        there = [times for times in tried if times is not None]
+        if there:
+            found[layer] = (median(f for f, _ in there), median(b for _, b in there))
+    size = sum(layers[layer].parameter_bytes for layer in found)
+
+    def per_byte(number: int) -> float:
+        return sum(times[number] for times in found.values()) / size if size else 0.0
+
+    forward, backward = per_byte(0), per_byte(1)
+    return [
+        found.get(n, (forward * layer.parameter_bytes, backward * layer.parameter_bytes))
+        for n, layer in enumerate(layers)
+    ]
+
+
+def _ratio(times: Mapping[int, Times], guess: Sequence[Times]) -> float | None:
+    taken = sum(f + b for f, b in times.values())
+    expected = sum(sum(guess[layer]) for layer in times)
+    return taken / expected if taken and expected else None
+
+
+def _extras(
+    figures: Sequence[RankFigures], ranks: Iterable[int], speeds: Sequence[float]
+) -> tuple[Times, Times]:
+    """The time of an action besides layers, and the extra time of code after the last layer."""
+    last: list[Times] = []
+    others: list[Times] = []
+    for rank in ranks:
+        extra = figures[rank].extra
+        if extra is not None:
+            group = last if figures[rank].is_last else others
+            group.append((speeds[rank] * extra[0], speeds[rank] * extra[1]))
+    if not last and not others:
+        return (0.0, 0.0), (0.0, 0.0)
+
+    def middle(group: Sequence[Times]) -> Times:
+        return median(f for f, _ in group), median(b for _, b in group)
+
+    action = middle(others or last)
+    end = middle(last or others)
+    return action, (max(0.0, end[0] - action[0]), max(0.0, end[1] - action[1]))
+
+
+def _with_bytes(layer: LayerProfile, index: int, figures: Sequence[RankFigures]) -> LayerProfile:
+    def most(name: str) -> int:
+        found = [getattr(mine, name).get(index) for mine in figures]
+        there = [size for size in found if size is not None]
+        return max(there) if there else int(getattr(layer, name))
+
+    return replace(
+        layer,
+        saved_bytes=most("saved_bytes"),
+        tensors=max(
+            (mine.tensors[index] for mine in figures if index in mine.tensors),
+            key=lambda tensors: sum(tensor.num_bytes for tensor in tensors),
+            default=layer.tensors,
+        ),
+        input_bytes=most("input_bytes"),
+        optimizer_bytes=most("optimizer_bytes"),
+    )

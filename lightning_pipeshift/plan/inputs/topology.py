@@ -1,0 +1,182 @@
+"""The topology: the ranks of every virtual machine, in stage order.
+
+A virtual machine holds one replica of the model. Where the counts allow it has one device of each
+kind (NUDT, "distributed parallel training method and system for heterogeneous computing clusters"),
+so that all virtual machines are equally fast; and within that its devices share a host, since a
+payload travels for every microbatch and a gradient once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_pipeshift.errors import ConfigurationError, PartitionError
+from lightning_pipeshift.plan.inputs.cluster import Device
+
+VirtualMachinesSpec = int | str | Sequence[Sequence[int]]
+"""How many virtual machines, ``"auto"``, or the ranks of each in stage order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The ranks of every virtual machine, in stage order; each rank is in exactly one.
+
+    Raises ConfigurationError for a rank that is named twice or never, and for a virtual machine
+    without ranks.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        spec = [list(ranks) for ranks in self.ranks]
+        named = [rank for ranks in self.ranks for rank in ranks]
+        if not self.ranks or not all(self.ranks):
+            empty = [vm for vm, ranks in enumerate(self.ranks) if not ranks]
+            raise ConfigurationError(
+                f"virtual_machines={spec}: virtual machine {empty[0] if empty else 0} has no"
+                " device. Give every virtual machine at least one rank."
+            )
+        twice = sorted({rank for rank in named if named.count(rank) > 1})
+        if twice:
+            raise ConfigurationError(
+                f"virtual_machines={spec} names rank {_listed(twice)} more than once. A rank is one"
+                " device, and one stage of one virtual machine: name it once."
+            )
+        missing = sorted(set(range(len(named))) - set(named))
+        if missing:
+            raise ConfigurationError(
+                f"virtual_machines={spec} names {len(named)} ranks, and not rank {_listed(missing)}"
+                f". Name each of the ranks 0 to {len(named) - 1} once."
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(map(len, self.ranks))
+
+    @property
+    def num_virtual_machines(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def stages_per_vm(self) -> tuple[int, ...]:
+        """How many stages each virtual machine has."""
+        return tuple(map(len, self.ranks))
+
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """The virtual machine and the stage of a rank."""
+        for vm, ranks in enumerate(self.ranks):
+            if rank in ranks:
+                return vm, ranks.index(rank)
+        raise ConfigurationError(f"rank {rank}; there are ranks 0 to {self.num_ranks - 1}")
+
+    def name_of(self, rank: int, host: str = "") -> str:
+        """A rank's place in words, for messages.
+
+        Args:
+            rank: the rank.
+            host: the name of its host, where that is of interest.
+        """
+        vm, stage = self.place_of(rank)
+        machine = f" of virtual machine {vm}" if self.num_virtual_machines > 1 else ""
+        where = f" on {host}" if host else ""
+        return f"stage {stage}{machine} (rank {rank}{where})"
+
+
+def arrange(
+    spec: VirtualMachinesSpec, devices: Sequence[Device], depths: Sequence[int] | None = None
+) -> Topology:
+    """The topology that a user asked for.
+
+    Args:
+        spec: see :data:`VirtualMachinesSpec`.
+        devices: one for each rank.
+        depths: how many stages each virtual machine has, where a partition or a plan says so.
+
+    Raises:
+        ConfigurationError: the ranks there are cannot be arranged like that.
+        PartitionError: the depths need another number of ranks.
+    """
+    num_ranks = len(devices)
+    if not isinstance(spec, int | str):
+        topology = Topology(tuple(map(tuple, spec)))
+        if topology.num_ranks != num_ranks:
+            raise ConfigurationError(
+                f"virtual_machines={[list(ranks) for ranks in topology.ranks]} names"
+                f" {topology.num_ranks} ranks; this run has {num_ranks}. Name each of the ranks 0"
+                f" to {num_ranks - 1} once, or change the number of devices."
+            )
+        return topology
+    if spec == "auto" and depths is not None and len(depths) > 1 and sum(depths) != num_ranks:
+        raise PartitionError(
+            f"The partition or the plan is for {len(depths)} virtual machines of"
+            f" {_listed(depths)} stages, which are {sum(depths)} ranks; this run has {num_ranks}."
+            " Give one list of layers per stage for each virtual machine that there is to be."
+        )
+    count = spec if isinstance(spec, int) else (len(depths) if depths is not None else 1)
+    if depths is not None and len(depths) == count and sum(depths) == num_ranks:
+        return _fill(devices, depths)
+    if num_ranks % count:
+        raise ConfigurationError(
+            f"virtual_machines={count}: {num_ranks} ranks cannot be shared out evenly. Allowed are"
+            f" numbers that divide {num_ranks}. For virtual machines of different depth, name their"
+            f" ranks, as in virtual_machines={_example(num_ranks, count)}."
+        )
+    return _fill(devices, [num_ranks // count] * count)
+
+
+def _fill(devices: Sequence[Device], depths: Sequence[int]) -> Topology:
+    hosts = list(dict.fromkeys(device.host for device in devices))
+    # Ranks of a host are next to each other, whatever order the launcher numbered them in.
+    in_order = sorted(range(len(devices)), key=lambda rank: (hosts.index(devices[rank].host), rank))
+    kinds: dict[str, list[int]] = {}
+    for rank in in_order:
+        kinds.setdefault(devices[rank].kind, []).append(rank)
+    count = len(depths)
+    even = len(set(depths)) == 1 and all(len(ranks) % count == 0 for ranks in kinds.values())
+    machines: list[list[int]] = [[] for _ in depths]
+    if even:
+        for ranks in kinds.values():
+            share = len(ranks) // count
+            for vm, machine in enumerate(machines):
+                machine.extend(ranks[vm * share : (vm + 1) * share])
+    else:
+        left = iter(in_order)
+        machines = [[next(left) for _ in range(depth)] for depth in depths]
+    # In the pipeline, a host's devices are neighbours: few boundaries lie between hosts.
+    return Topology(tuple(tuple(sorted(machine, key=in_order.index)) for machine in machines))
+
+
+def check_spec(spec: Any) -> None:
+    """Raises ConfigurationError for what is no :data:`VirtualMachinesSpec` at all."""
+    if spec == "auto" or (isinstance(spec, int) and not isinstance(spec, bool) and spec >= 1):
+        return
+    if isinstance(spec, list | tuple):
+        if not all(
+            isinstance(ranks, list | tuple)
+            and all(isinstance(rank, int) and not isinstance(rank, bool) for rank in ranks)
+            for ranks in spec
+        ):
+            raise ConfigurationError(
+                f"virtual_machines={spec!r}: give one list of ranks for each virtual machine, as in"
+                " [[0, 2], [1, 3]]."
+            )
+        Topology(tuple(map(tuple, spec)))
+        return
+    raise ConfigurationError(
+        f"virtual_machines={spec!r}: allowed are 'auto', a whole number of 1 or more, or the ranks"
+        " of each virtual machine in stage order, as in [[0, 2], [1, 3]]."
+    )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _example(num_ranks: int, count: int) -> list[list[int]]:
+    base, larger = divmod(num_ranks, count)
+    if not base:
+        return [[rank] for rank in range(num_ranks)]
+    ranks = iter(range(num_ranks))
+    return [[next(ranks) for _ in range(base + (vm < larger))] for vm in range(count)]

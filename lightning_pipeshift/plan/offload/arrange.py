@@ -1,0 +1,299 @@
+"""Arrangements under ``MemoryCompression``: the number of virtual machines, the device of each
+stage, and the handling of saved tensors.
+
+CN114880130B, after MPress (HPCA 2023), step 3: the mappings of stages to devices are enumerated and
+scored by how well they fill spare memory and links, and the best are compressed and tried on the
+simulator. The source assumes that all stages take equally long on all devices; here a mapping is
+also judged by the time of its step without swaps, which is a lower bound.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+from lightning_pipeshift.errors import BudgetError, PlanError
+from lightning_pipeshift.plan.arrange.evaluator import Candidate, Evaluator
+from lightning_pipeshift.plan.arrange.planner import arrange_all
+from lightning_pipeshift.plan.arrange.request import Allowed, Arrangement, PlanRequest
+from lightning_pipeshift.plan.arrange.stage_order import (
+    Order,
+    distinct_orders,
+    interchangeable,
+    num_orders,
+)
+from lightning_pipeshift.plan.cost.memory_model import with_footprints
+from lightning_pipeshift.plan.cost.memory_timeline import Links
+from lightning_pipeshift.plan.cost.workload import Cut
+from lightning_pipeshift.plan.inputs.cluster import Cluster
+from lightning_pipeshift.plan.inputs.policies import Policy
+from lightning_pipeshift.plan.inputs.profile import Profile
+from lightning_pipeshift.plan.offload.assignment_search import Compressed, Problem
+from lightning_pipeshift.plan.offload.peers import mapping_score
+from lightning_pipeshift.plan.offload.planner import fastest
+from lightning_pipeshift.plan.partition.equal_counts import uniform
+
+_PARTS: Final = (0.0, 0.5, 1.0)
+"""The parts of their saved tensors that stages must have room for in searches for virtual machines,
+cuts and orders: 0 if all tensors may be swapped, 1 if none is."""
+
+_MOST_ORDERS: Final = 120
+"""Up to so many orders of a virtual machine's stages are all tried; beyond, pairs are swapped."""
+
+_MOST_COMPRESSED: Final = 6
+"""How many orders and cuts of a virtual machine are compressed."""
+
+_LIKE_SECONDS: Final = 1.05
+"""Steps that differ by less count as equal until the swaps are known."""
+
+_PATIENCE: Final = 1.02
+"""How much slower a step may be for the sake of the order that was found for the step alone."""
+
+
+def arrange_compressed(
+    profile: Profile, cluster: Cluster, wishes: PlanRequest, allowed: Allowed | None = None
+) -> Arrangement:
+    """The arrangement with the most samples per second, by the simulator, with swaps of saved
+    tensors.
+
+    Args:
+        profile: of the model.
+        cluster: the machines.
+        wishes: the fixed settings, and the policy, which is called first.
+        allowed: the boundaries that may be cut, if any such cut fits.
+
+    Raises:
+        PlanError: the weights and the optimizer's state alone do not fit.
+        BudgetError: no arrangement fits in memory; the message contains a budget that would.
+    """
+    return _Mapper(profile, cluster, wishes, allowed).best()
+
+
+def compressed(
+    profile: Profile, cluster: Cluster, wishes: PlanRequest, arrangement: Arrangement
+) -> Arrangement:
+    """A given arrangement with swaps of saved tensors, on the same stages and with the same layers
+    on each.
+
+    Raises:
+        BudgetError: it does not fit in memory; the message contains a budget that would.
+    """
+    return _Mapper(profile, cluster, wishes, None).compressed(arrangement)
+
+
+class _Option(NamedTuple):
+    """An order of a virtual machine's stages, and a cut."""
+
+    order: Order
+    counts: tuple[int, ...]
+    seconds: float
+    """Those of the step, without swaps."""
+    score: tuple[float, float]
+    """That of the best mapping: :func:`~lightning_pipeshift.plan.offload.peers.mapping_score`."""
+
+    @property
+    def promise(self) -> tuple[int, tuple[float, float], float]:
+        """A sort key: lower is more promising."""
+        size = round(math.log(self.seconds, _LIKE_SECONDS)) if self.seconds > 0 else 0
+        return size, self.score, self.seconds
+
+
+class _Mapper:
+    """See :func:`arrange_compressed`."""
+
+    def __init__(
+        self, profile: Profile, cluster: Cluster, wishes: PlanRequest, allowed: Allowed | None
+    ) -> None:
+        assert wishes.policy is not None
+        self._policy: Policy = wishes.policy
+        self._profile = profile
+        self._cluster = cluster
+        self._wishes = wishes
+        self._allowed = allowed
+        self._placer = Evaluator(profile, cluster, wishes, allowed)
+        self._alike = interchangeable(cluster)
+        self._known: dict[Any, tuple[tuple[int, ...], Compressed]] = {}
+
+    def best(self) -> Arrangement:
+        """The best of the planner's arrangements for several assumptions on the needed memory."""
+        found, errors = [], []
+        for profile, start in self._starts():
+            try:
+                found.append(self._mapped(profile, start))
+            except BudgetError as error:
+                errors.append(error)
+        if not found:
+            raise errors[0]
+        return max(found, key=lambda one: one.samples_per_second)
+
+    def compressed(self, arrangement: Arrangement) -> Arrangement:
+        """See :func:`compressed`."""
+        placed = self._placed(arrangement, arrangement.ranks)
+        found = [
+            fastest(self._problem(placed, vm, ranks), [cut.counts])
+            for vm, (ranks, cut) in enumerate(zip(arrangement.ranks, arrangement.cuts, strict=True))
+        ]
+        return self._arrangement(arrangement, arrangement.ranks, found)
+
+    # --- where to begin ---
+
+    def _starts(self) -> Iterator[tuple[Profile, Arrangement]]:
+        """Arrangements, each with the profile for which it is the best.
+
+        Raises PlanError where not even the weights fit."""
+        seen, errors = set(), []
+        for part in _PARTS:
+            profile = _with_saved(self._profile, part)
+            try:
+                start = arrange_all(profile, self._cluster, self._wishes, self._allowed)
+            except PlanError as error:
+                errors.append(error)
+                continue
+            cuts = tuple(cut.counts for cut in start.cuts)
+            key = start.ranks, cuts, start.microbatches, start.batch_shares
+            if key not in seen:
+                seen.add(key)
+                yield profile, start
+        if not seen:
+            raise errors[0]
+
+    def _placed(self, start: Arrangement, ranks: Sequence[Order]) -> Candidate:
+        return self._placer.placed(ranks, start.microbatches, start.batch_shares)
+
+    # --- one virtual machine ---
+
+    def _mapped(self, profile: Profile, start: Arrangement) -> Arrangement:
+        """A start's virtual machines, each in the best order of its stages."""
+        placed = self._placed(start, start.ranks)
+        orders, found = [], []
+        for vm, ranks in enumerate(start.ranks):
+            # Equal virtual machines are solved once and ordered equally: rings would suffer
+            # otherwise.
+            problem = self._problem(placed, vm, ranks)
+            alike = tuple(self._alike[rank] for rank in ranks)
+            key = problem.workload, _hashable(problem.links), problem.rooms, alike
+            if key not in self._known:
+                order, made = self._best_order(profile, start, placed, vm)
+                self._known[key] = tuple(map(ranks.index, order)), made
+            places, made = self._known[key]
+            orders.append(tuple(ranks[place] for place in places))
+            found.append(made)
+        self._known.clear()
+        return self._arrangement(start, orders, found)
+
+    def _best_order(
+        self, profile: Profile, start: Arrangement, placed: Candidate, vm: int
+    ) -> tuple[Order, Compressed]:
+        """The best order that is found, and the handling of saved tensors in it."""
+        given = start.ranks[vm]
+        options = sorted(self._options(profile, start, placed, vm), key=lambda one: one.promise)
+        # The best order for the step alone comes first: it may need no swaps.
+        own = [option for option in options if option.order == given]
+        others = [option for option in options if option.order != given]
+        best: tuple[float, Order, Compressed] | None = None
+        errors = []
+        for option in own + others[:_MOST_COMPRESSED]:
+            handicap = 1.0 if option.order == given else _PATIENCE
+            # Swaps can only make a step longer.
+            if best is not None and handicap * option.seconds >= best[0]:
+                continue
+            try:
+                made = fastest(self._problem(placed, vm, option.order), [option.counts])
+            except BudgetError as error:
+                errors.append(error)
+                continue
+            if best is None or handicap * made.seconds < best[0]:
+                best = handicap * made.seconds, option.order, made
+        if best is None:
+            raise errors[0]
+        return best[1:]
+
+    def _options(
+        self, profile: Profile, start: Arrangement, placed: Candidate, vm: int
+    ) -> list[_Option]:
+        """Orders of the stages, and cuts for each."""
+        placer = Evaluator(profile, self._cluster, self._wishes, self._allowed)
+        found = []
+        for order in self._orders(start.ranks[vm]):
+            problem = self._problem(placed, vm, order)
+            candidates = [start.cuts[vm].counts]
+            with suppress(PlanError):
+                ranks = (*start.ranks[:vm], order, *start.ranks[vm + 1 :])
+                there = placer.placed(ranks, start.microbatches, start.batch_shares)
+                candidates.append(placer.cuts(there)[vm].counts)
+            if self._wishes.partition == "auto":
+                candidates.append(uniform(profile.num_layers, len(order), profile.possible_cuts))
+            for counts in dict.fromkeys(candidates):
+                footprint = problem.footprints.of(Cut(counts))
+                spare = [
+                    room.budget_bytes - peak
+                    for room, peak in zip(problem.rooms, footprint.peak_bytes, strict=True)
+                ]
+                needs = {stage: -left for stage, left in enumerate(spare) if left < 0}
+                seconds = footprint.timeline.step_seconds
+                score = mapping_score(needs, spare, problem.links)
+                found.append(_Option(order, counts, seconds, score))
+        return found
+
+    def _orders(self, machine: Order) -> Iterator[Order]:
+        """The orders of a virtual machine's stages to try, its own first."""
+        yield machine
+        if self._wishes.ranks is not None:
+            return
+        alike = [self._alike[rank] for rank in machine]
+        if num_orders(alike) <= _MOST_ORDERS:
+            yield from (order for order in distinct_orders(machine, alike) if order != machine)
+            return
+        pairs = itertools.combinations(range(len(machine)), 2)
+        for one, other in itertools.islice(pairs, _MOST_ORDERS):
+            if alike[one] != alike[other]:
+                order = list(machine)
+                order[one], order[other] = order[other], order[one]
+                yield tuple(order)
+
+    def _problem(self, placed: Candidate, vm: int, order: Order) -> Problem:
+        """The problem of a virtual machine with an order of its stages."""
+        samples = self._placer.sizes(len(placed.ranks), placed.batch_shares)[vm]
+        workload = self._placer.workload(placed.links, order, samples, placed.microbatches)
+        recompute = self._wishes.recompute
+        return Problem.of(self._profile, workload, placed.links, order, self._policy, recompute)
+
+    # --- the result ---
+
+    def _arrangement(
+        self, start: Arrangement, ranks: Sequence[Order], found: Sequence[Compressed]
+    ) -> Arrangement:
+        placed = self._placed(start, ranks)
+        cuts = tuple(each.cut for each in found)
+        plain = self._placer.arrangement(placed, cuts)
+        footprints = [
+            self._problem(placed, vm, order).footprints.of(each.cut, each.swaps)
+            for vm, (order, each) in enumerate(zip(placed.ranks, found, strict=True))
+        ]
+        prediction = with_footprints(plain.prediction, placed.workloads, cuts, footprints)
+        before, after = plain.prediction.step_seconds, prediction.step_seconds
+        return replace(
+            plain,
+            swaps=tuple(each.swaps for each in found) if any(each.swaps for each in found) else (),
+            prediction=prediction,
+            samples_per_second=plain.samples_per_second * before / after if after else math.inf,
+        )
+
+
+def _with_saved(profile: Profile, part: float) -> Profile:
+    """The same model, as if layers saved only a part of their tensors."""
+    if part == 1:
+        return profile
+    layers = tuple(
+        replace(layer, saved_bytes=round(part * layer.saved_bytes), tensors=())
+        for layer in profile.layers
+    )
+    return replace(profile, layers=layers)
+
+
+def _hashable(links: Links) -> tuple[Any, ...]:
+    return tuple(sorted(links.between.items())), links.to_host

@@ -1,0 +1,223 @@
+"""Reports a plan's use of memory: every saved tensor in a table, and bytes over time as a picture
+in text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+from typing import Final
+
+import numpy as np
+
+from lightning_pipeshift.plan.cost.memory_model import Footprint, tensors_of
+from lightning_pipeshift.plan.cost.memory_timeline import HOST, Links, StageTrace
+from lightning_pipeshift.plan.cost.workload import Cut
+from lightning_pipeshift.plan.inputs.policies import TensorRecord
+from lightning_pipeshift.plan.inputs.profile import Profile
+from lightning_pipeshift.plan.inputs.saved_tensors import Swap
+
+_WIDTH: Final = 82
+_HEIGHT: Final = 6
+_EIGHTHS: Final = " ▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True)
+class MachineMemory:
+    """The memory of one virtual machine, for a report.
+
+    Args:
+        profile: of the model.
+        cut: the owners of the layers, and the recomputed layers.
+        swaps: the swapped tensors.
+        links: of the virtual machine.
+        records: of all saved tensors.
+        footprint: time and memory of the plan.
+        uncompressed: those if all tensors stayed.
+        budget_bytes: of each stage.
+    """
+
+    profile: Profile
+    cut: Cut
+    swaps: tuple[Swap, ...]
+    links: Links
+    records: tuple[TensorRecord, ...]
+    footprint: Footprint
+    uncompressed: Footprint
+    budget_bytes: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One row of the table: a tensor. Layers with equal lines are merged, whatever their idle
+    times.
+    """
+
+    tensor: tuple[str, ...]
+    choice: str
+    costs: str
+    idle_seconds: float = field(compare=False, hash=False)
+
+
+def report(machine: MachineMemory) -> str:
+    """The table and the pictures of one virtual machine."""
+    parts = []
+    for stage in range(len(machine.budget_bytes)):
+        parts += ["", *_stage(machine, stage)]
+    step, before = (
+        found.timeline.step_seconds + found.late_seconds
+        for found in (machine.footprint, machine.uncompressed)
+    )
+    parts += [
+        "",
+        f"a step: {step:.4g} s by the simulator, {before:.4g} s if everything stayed"
+        f" ({step / before - 1:+.1%})"
+        if before
+        else "a step: no layer has been measured",
+    ]
+    return "\n".join(line.rstrip() for line in parts[1:])
+
+
+def _stage(machine: MachineMemory, stage: int) -> Iterator[str]:
+    found, before = machine.footprint, machine.uncompressed
+    budget = machine.budget_bytes[stage]
+    limit = f" of {size_of(budget)}" if math.isfinite(budget) else ""
+    yield (
+        f"── stage {stage}: at most {size_of(found.peak_bytes[stage])}{limit}"
+        f" ({size_of(found.static_bytes[stage])} weights, gradients, optimizer, messages;"
+        f" {size_of(before.peak_bytes[stage])} if everything stayed) "
+    ).ljust(100, "─")
+    yield from _table(machine, stage)
+    yield ""
+    yield from picture(
+        found.traces[stage],
+        found.timeline.step_seconds,
+        budget - found.static_bytes[stage],
+    )
+
+
+# --- the table ---
+
+
+def _table(machine: MachineMemory, stage: int) -> Iterator[str]:
+    begin, end = machine.cut.bounds[stage : stage + 2]
+    rows = [("layers", "tensor", "made by", "shape", "bytes", "idle for", "", "costs")]
+    layers = [(index, tuple(_lines(machine, index))) for index in range(begin, end)]
+    for lines, alike in groupby(layers, key=lambda pair: pair[1]):
+        group = list(alike)
+        indices = [index for index, _ in group]
+        idle_seconds = [[line.idle_seconds for line in found] for _, found in group]
+        names = machine.profile.layers[indices[0]].name
+        if len(indices) > 1:
+            last = machine.profile.layers[indices[-1]].name
+            names = f"{names} … {last} ({len(indices)})"
+        least = [min(idle) for idle in zip(*idle_seconds, strict=True)]
+        for number, (line, idle) in enumerate(zip(lines, least, strict=True)):
+            name = names if not number else ""
+            rows.append((name, *line.tensor, _time(idle), line.choice, line.costs))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    right = (1, 4, 5)
+    for row in rows:
+        yield "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+
+
+def _lines(machine: MachineMemory, layer: int) -> Iterator[_Line]:
+    ways = {
+        number: swap for swap in machine.swaps if swap.layer == layer for number in swap.tensors
+    }
+    records = {r.number: r for r in machine.records if r.index == layer}
+    profile = machine.profile.layers[layer]
+    again = layer in machine.cut.recompute
+    for tensor in tensors_of(profile):
+        if not tensor.num_bytes:
+            continue
+        record = records[tensor.number]
+        choice, costs = "stays", ""
+        if again and not tensor.is_outside:
+            choice, costs = "made again", f"{_time(record.recompute_seconds)} for the layer"
+        elif tensor.number in ways:
+            choice, costs = _swapped(machine, record, ways[tensor.number])
+        shape = f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
+        yield _Line(
+            (
+                "·" if tensor.is_outside else str(tensor.number),
+                tensor.maker,
+                shape,
+                size_of(tensor.num_bytes),
+            ),
+            choice,
+            costs,
+            record.interval_seconds,
+        )
+
+
+def _swapped(machine: MachineMemory, record: TensorRecord, swap: Swap) -> tuple[str, str]:
+    if not swap.stages:
+        seconds = machine.links.seconds(record.stage, HOST, record.num_bytes)
+        return "to the host", f"{_time(seconds)} each way"
+    shares = swap.shares or (1.0,) * len(swap.stages)
+    seconds = max(
+        machine.links.seconds(record.stage, to, record.num_bytes * share / sum(shares))
+        for to, share in zip(swap.stages, shares, strict=True)
+    )
+    names = ", ".join(map(str, swap.stages))
+    return f"to stage{'s' if len(swap.stages) > 1 else ''} {names}", f"{_time(seconds)} each way"
+
+
+# --- the picture ---
+
+
+def picture(trace: StageTrace, step_seconds: float, budget_bytes: float) -> Iterator[str]:
+    """What saved tensors take over a step, as bars of text.
+
+    Args:
+        trace: of a stage; of a long step its first part.
+        step_seconds: how long the trace is.
+        budget_bytes: what they may take, drawn where it lies within the picture.
+    """
+    columns = columns_of(trace, step_seconds, _WIDTH)
+    top = max(trace.peak_bytes, 1.0)
+    if math.isfinite(budget_bytes) and budget_bytes <= 1.5 * top:
+        top = max(top, budget_bytes)
+    for row in reversed(range(_HEIGHT)):
+        low, high = (top * level / _HEIGHT for level in (row, row + 1))
+        cells = []
+        for held in columns:
+            part = (held - low) / (high - low)
+            cells.append(_EIGHTHS[round(8 * min(1.0, max(0.0, part)))])
+        label = size_of(top) if row == _HEIGHT - 1 else ""
+        mark = " ← budget" if low < budget_bytes <= high else ""
+        yield f"{label:>10} │{''.join(cells)}│{mark}"
+
+
+def columns_of(trace: StageTrace, step_seconds: float, count: int) -> list[float]:
+    """The most that is held in each of so many equal parts of a step."""
+    if not len(trace.times) or not step_seconds:
+        return [0.0] * count
+    edges = np.linspace(0.0, min(step_seconds, float(trace.times[-1])), count + 1)
+    columns = []
+    for begin, end in pairwise(edges):
+        first = int(np.searchsorted(trace.times, begin, side="right")) - 1
+        last = int(np.searchsorted(trace.times, end, side="left"))
+        held = trace.held_bytes[max(first, 0) : last]
+        columns.append(float(held.max()) if len(held) else 0.0)
+    return columns
+
+
+def size_of(num_bytes: float) -> str:
+    """Bytes for people."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def _time(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "no way"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"

@@ -1,0 +1,144 @@
+"""Decides how every saved tensor is handled, so that each stage keeps its budget and the step gets
+as little longer as possible.
+
+CN114880130B, after MPress (HPCA 2023), steps 2 to 4: device-to-device swaps where the time is
+short, host swaps where there is time for them, recomputation where both cost more, and any fitting
+alternative where room or time is missing; the ways to lend room are enumerated and scored; and the
+plan is tried on the simulator and improved until it no longer improves. Here the simulator also
+models the stages' idle time, so the search finds that a recomputation in it costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Final
+
+from lightning_pipeshift.errors import BudgetError
+from lightning_pipeshift.plan.cost.workload import Cut
+from lightning_pipeshift.plan.inputs.policies import TensorRecord
+from lightning_pipeshift.plan.inputs.saved_tensors import Choice, Swap
+from lightning_pipeshift.plan.offload.assignment_search import (
+    ROUNDING,
+    Assigned,
+    Compressed,
+    Problem,
+    Search,
+)
+
+_CAUTION: Final = 2.0
+"""A plan is preferred that still works if swaps take so many times as long as measured. Ranks that
+share a host share its memory's bandwidth; and with a plan whose transfers all end just in time, the
+compute would wait for most of them."""
+
+
+def fastest(problem: Problem, cuts: Sequence[Sequence[int]]) -> Compressed:
+    """The fastest of some cuts of a virtual machine, with the handling of its saved tensors.
+
+    Args:
+        problem: the virtual machine's.
+        cuts: layers per stage.
+
+    Raises:
+        BudgetError: no cut fits; the message contains a budget for the first.
+    """
+    for caution in (_CAUTION, 1.0):
+        careful = Compression(replace(problem, links=problem.links.slowed(caution)))
+        found, errors = [], []
+        for counts in cuts:
+            try:
+                found.append(careful.compressed(counts))
+            except BudgetError as error:
+                errors.append(error)
+        if found:
+            return min(found, key=lambda one: one.seconds)
+    raise errors[0]
+
+
+class Compression:
+    """Looks for the best assignment for one virtual machine.
+
+    Args:
+        problem: the virtual machine's.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._rooms = problem.rooms
+
+    def compressed(self, counts: Sequence[int]) -> Compressed:
+        """The best result for a cut.
+
+        Raises:
+            BudgetError: nothing fits; the message contains a budget that would.
+        """
+        search = Search(self._problem, Cut(tuple(counts)))
+        best = search.best()
+        if search.score(best).excess_bytes > 0:
+            raise self._nothing_fits(search, best)
+        return search.result(best)
+
+    def records(self, counts: Sequence[int]) -> Iterator[TensorRecord]:
+        """Every saved tensor of a cut, as policies see it."""
+        return Search(self._problem, Cut(tuple(counts))).records()
+
+    def follows(self, cut: Cut, swaps: Sequence[Swap]) -> bool:
+        """Whether all tensors are handled as the policy chooses.
+
+        Args:
+            cut: the owners of the layers, and the recomputed layers.
+            swaps: the swapped tensors.
+        """
+        search = Search(self._problem, Cut(cut.counts))
+        ways: dict[tuple[int, int], Choice] = {
+            (swap.layer, number): swap.choice for swap in swaps for number in swap.tensors
+        }
+        ways |= {key: Choice.RECOMPUTE for key in self._problem.sizes if key[0] in cut.recompute}
+        return all(ways.get(key, Choice.KEEP) is choice for key, choice in search.asked.items())
+
+    def _nothing_fits(self, search: Search, best: Assigned) -> BudgetError:
+        found = search.footprint(best)
+        lacking = [
+            peak / ROUNDING - room.budget_bytes
+            for peak, room in zip(found.peak_bytes, self._rooms, strict=True)
+        ]
+        if max(lacking) <= 0:
+            return self._host_is_short(search, best)
+        stage = max(range(len(lacking)), key=lacking.__getitem__)
+        needed = max(found.peak_bytes)
+        static, budget = found.static_bytes[stage], self._rooms[stage].budget_bytes
+        remedies = [f"a budget of {_size(needed)} would do"]
+        if static >= budget:
+            remedies.append("so would more stages, as weights and the optimizer's state fill it")
+        else:
+            remedies.append("so may smaller microbatches")
+        if any(trace.host_bytes > room.host_bytes for trace, room in search.traces(best)) or (
+            not any(room.host_bytes for room in self._rooms)
+        ):
+            remedies.append("or more room on the host (`host_budget`)")
+        return BudgetError(
+            f"Nothing keeps the memory budget: stage {stage} has {_size(budget)}, and would hold"
+            f" {_size(found.peak_bytes[stage])} at the least that was found, {_size(static)} of it"
+            " for weights, gradients, the optimizer's state and what passes between stages. What"
+            f" would help: {'; '.join(remedies)}."
+        )
+
+    def _host_is_short(self, search: Search, best: Assigned) -> BudgetError:
+        stage, (trace, room) = max(
+            enumerate(search.traces(best)),
+            key=lambda one: one[1][0].host_bytes - one[1][1].host_bytes,
+        )
+        return BudgetError(
+            f"Nothing keeps the memory budget: the host of stage {stage} has"
+            f" {_size(room.host_bytes)} for swapped tensors (`host_budget`), and at the least that"
+            f" was found it would hold {_size(trace.host_bytes)} of them. What would help:"
+            f" {_size(trace.host_bytes)} there, or a larger budget on the device, so that less has"
+            " to move."
+        )
+
+
+def _size(num_bytes: float) -> str:
+    if num_bytes >= 1e9:
+        return f"{math.ceil(num_bytes / 1e7) / 100:.2f} GB"
+    return f"{math.ceil(num_bytes / 1e4) / 100:.2f} MB"

@@ -1,0 +1,1 @@
+"""Cuts: which stage gets which layers, and which layers are recomputed."""

@@ -1,0 +1,249 @@
+"""The fastest cuts for a given order of the stages, exactly: dynamic programming.
+
+Stages work side by side, so a step takes as long as one microbatch on its way through all of them
+and back, and then the slowest stage (or link) once more for each other microbatch. This is
+:meth:`Workload.estimate`::
+
+    seconds = sum of the stages and links + (microbatches - 1) * pace
+
+For a given limit on the pace this is a sum over the stages, for which the best whole is made of
+best parts: a dynamic programme over (stage, boundary). The limit then goes down, from each
+solution's own pace to just below it, along the Pareto front of (pace, sum), until no lower pace can
+make up for the sum. (Zheng et al., Alpa, OSDI 2022, section 5.2, tries every possible pace.)
+
+The estimate lets every stage wait for all the others. Two more, of the same shape, let it work
+meanwhile; their best cuts are often better ones, and the simulator is asked which.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_pipeshift.plan.cost.workload import Counts, Cut, Numbers, Workload
+from lightning_pipeshift.plan.partition.recomputation import bytes_held
+
+
+def fastest_cuts(workload: Workload, most: int = 8) -> list[Cut]:
+    """The cut with the least :meth:`Workload.estimate` of those that fit without recomputation, and
+    others that come near it.
+
+    Args:
+        workload: the layers, the stages in their order, and the boundaries that may be cut.
+        most: how many cuts, at most.
+
+    Returns the best one first; empty where nothing fits.
+    """
+    fits = bytes_held(workload, "none") <= workload.room_bytes[:, None, None]
+    programme = PartitionDP.of(workload, np.where(fits, 0.0, math.inf))
+    return [Cut(solution.counts) for solution in programme.fastest(most)]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Solution:
+    """A cut and its estimate.
+
+    Args:
+        seconds: of a step.
+        counts: the layers per stage.
+        pace: the seconds of the slowest stage or link, for a microbatch.
+        sum: the seconds of all stages and links, for a microbatch.
+    """
+
+    seconds: float
+    counts: Counts
+    pace: float = field(compare=False)
+    sum: float = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionDP:
+    """What each stage adds with each range of layers, and the best ways to add that up.
+
+    Args:
+        sums: (S, L + 1, L + 1), the seconds of a microbatch on stage s with the layers from b to e,
+            and on the link behind it, at ``[s, b, e]``; infinite where that is not possible.
+        paces: (S, L + 1, L + 1), the seconds of the slower of the two, likewise.
+        microbatches: of a step.
+    """
+
+    sums: Numbers
+    paces: Numbers
+    microbatches: int
+
+    @classmethod
+    def of(cls, workload: Workload, again: Numbers, hides_forwards: bool = False) -> PartitionDP:
+        """The programme of a workload.
+
+        Args:
+            workload: the layers, stages and boundaries.
+            again: (S, L + 1, L + 1), the seconds that a stage recomputes; infinite where it has no
+                room.
+            hides_forwards: the second estimate. While the first microbatch is on its way through
+                the stages behind it, a stage runs as many forwards more as it may have in flight:
+                so these are not in its pace.
+        """
+        forward, backward = workload.range_seconds
+        slots = forward + backward
+        paces = slots + again
+        if hides_forwards and workload.microbatches > 1:
+            ahead = np.array(workload.in_flight)[:, None, None] - 1
+            paces = paces - forward * (ahead / (workload.microbatches - 1))
+        possible = possible_ranges(workload) & np.isfinite(again)
+        sums = np.where(possible, slots, math.inf)
+        paces = np.where(possible, paces, math.inf)
+        # A link belongs to the stage in front of it.
+        there, back = workload.payload_seconds[:, None], workload.gradient_seconds[:, None]
+        sums[:-1] += there + back
+        paces[:-1] = np.maximum(paces[:-1], np.maximum(there, back))
+        return cls(sums, paces, workload.microbatches)
+
+    def fastest(
+        self, most: int, drained: frozenset[int] | None = None, slack: float = 0.05
+    ) -> list[Solution]:
+        """The best solution, and others of the Pareto front of pace and sum.
+
+        Args:
+            most: how many, at most.
+            drained: the stages that own no layer; ``None``: whichever is best.
+            slack: how much more than the best the others may take, relative to it.
+
+        Returns the best one first; empty where nothing is possible.
+        """
+        programme = self if drained is None else self._drained(drained)
+        least_pace, _ = narrowest(programme.paces)
+        if not math.isfinite(least_pace):
+            return []
+        # The two ends of the front bound what can be in between.
+        ends = [programme._solve(math.inf), programme._solve(least_pace)]
+        found = {solution for solution in ends if solution is not None}
+        best = min(found).seconds
+        least_sum = min(solution.sum for solution in found)
+        limit = math.inf
+        rest = self.microbatches - 1
+        while True:
+            if rest:
+                limit = min(limit, (best * (1 + slack) - least_sum) / rest)
+            solution = programme._solve(limit) if limit >= least_pace else None
+            if solution is None:
+                break
+            found.add(solution)
+            best = min(best, solution.seconds)
+            # A lower pace has a sum at least as large.
+            least_sum = solution.sum
+            limit = math.nextafter(solution.pace, -math.inf)
+        return [one for one in sorted(found) if one.seconds <= best * (1 + slack)][:most]
+
+    def with_head_start(self, most: int, limit: float, precision: float = 0.01) -> list[Counts]:
+        """The best cuts by the third estimate, which is a bound: no stage starts before a
+        microbatch has come through the stages before it, nor is the step over before the last one
+        has gone back through them. What lies behind a stage does not count::
+
+            seconds = the largest of: sum of all before it + microbatches * pace of the stage
+
+        Args:
+            most: how many, at most.
+            limit: seconds; cuts that take longer are of no interest.
+            precision: of the least seconds, relative to them.
+
+        Returns the best one first; empty where none is below the limit.
+        """
+        found: list[Counts] = []
+        least = 0.0
+        while limit - least > precision * limit:
+            middle = (limit + least) / 2
+            if (solution := self._within(middle)) is None:
+                least = middle
+            else:
+                counts, limit = solution
+                found.insert(0, counts)
+        return found[:most]
+
+    def _solve(self, limit: float) -> Solution | None:
+        """The least sum at a pace of at most ``limit`` seconds; ``None`` where there is none."""
+        sums = np.where(self.paces <= limit, self.sums, math.inf)
+        # What the stages so far take, by the boundary at which they end.
+        best = [sums[0, 0]]
+        for stage in sums[1:]:
+            best.append((best[-1][:, None] + stage).min(axis=0))
+        total = float(best[-1][-1])
+        if not math.isfinite(total):
+            return None
+        bounds = [sums.shape[1] - 1]
+        for before, stage in zip(best[-2::-1], sums[:0:-1], strict=True):
+            bounds.insert(0, int((before + stage[:, bounds[0]]).argmin()))
+        bounds.insert(0, 0)
+        pace = float(self.paces[range(len(sums)), bounds[:-1], bounds[1:]].max())
+        return Solution(total + (self.microbatches - 1) * pace, _counts(bounds), pace, total)
+
+    def _within(self, limit: float) -> tuple[Counts, float] | None:
+        """A cut whose seconds by the third estimate are within the limit, and they; of such cuts
+        the one with the least sum. ``None`` where there is none.
+        """
+        takes = self.microbatches * self.paces
+
+        def add(before: Numbers, take: Numbers, more: Numbers) -> Numbers:
+            # The less there is before a stage, the better for it: best parts here, too.
+            return np.where(before + take <= limit, before + more, math.inf)
+
+        best = [add(np.zeros(1), takes[0, 0], self.sums[0, 0])]
+        for take, more in zip(takes[1:], self.sums[1:], strict=True):
+            best.append(add(best[-1][:, None], take, more).min(axis=0))
+        if not best[-1][-1] <= limit:
+            return None
+        bounds = [self.sums.shape[1] - 1]
+        for before, take, more in zip(best[-2::-1], takes[:0:-1], self.sums[:0:-1], strict=True):
+            whole = add(before, take[:, bounds[0]], more[:, bounds[0]])
+            bounds.insert(0, int(whole.argmin()))
+        bounds.insert(0, 0)
+        where = (range(len(takes)), bounds[:-1], bounds[1:])
+        sums = self.sums[where].cumsum()
+        ends = takes[where]
+        ends[1:] += sums[:-1]
+        return _counts(bounds), float(max(ends.max(), sums[-1]))
+
+    def _drained(self, drained: frozenset[int]) -> PartitionDP:
+        """This one where these stages own no layer, and all others own some."""
+        empty = np.eye(self.sums.shape[1], dtype=bool)
+        given = empty == np.array([s in drained for s in range(len(self.sums))])[:, None, None]
+        sums, paces = (np.where(given, table, math.inf) for table in (self.sums, self.paces))
+        return PartitionDP(sums, paces, self.microbatches)
+
+
+def possible_ranges(workload: Workload) -> NDArray[np.bool_]:
+    """(S, L + 1, L + 1): whether stage s can have the layers from b to e, at ``[s, b, e]``, as far
+    as the boundaries go.
+    """
+    num_ends = workload.num_layers + 1
+    ends = np.full((workload.num_stages, num_ends), workload.allowed is None)
+    ends[:, [0, -1, *sorted(workload.allowed or ())]] = True
+    # Where the last stage ends is no cut.
+    ends[-1] = True
+    possible: NDArray[np.bool_] = np.tri(num_ends, dtype=bool).T & ends[:, None, :]
+    return possible
+
+
+def narrowest(table: Numbers) -> tuple[float, Counts]:
+    """The cut whose largest entry is the least, and that entry.
+
+    Args:
+        table: (S, L + 1, L + 1), of stage s with the layers from b to e, at ``[s, b, e]``; infinite
+            where that is not possible.
+    """
+    best = [table[0, 0]]
+    for stage in table[1:]:
+        best.append(np.maximum(best[-1][:, None], stage).min(axis=0))
+    bounds = [table.shape[1] - 1]
+    for before, stage in zip(best[-2::-1], table[:0:-1], strict=True):
+        bounds.insert(0, int(np.maximum(before, stage[:, bounds[0]]).argmin()))
+    bounds.insert(0, 0)
+    return float(best[-1][-1]), _counts(bounds)
+
+
+def _counts(bounds: Sequence[int]) -> Counts:
+    return tuple(end - begin for begin, end in pairwise(bounds))

@@ -1,0 +1,115 @@
+"""Explains why no plan fits in memory, and what would."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+
+from lightning_pipeshift.errors import PlanError, some_of
+from lightning_pipeshift.plan.cost.workload import Numbers, Workload
+from lightning_pipeshift.plan.partition.dynamic_programming import narrowest, possible_ranges
+from lightning_pipeshift.plan.partition.recomputation import bytes_held
+from lightning_pipeshift.plan.schedule.schedules import SCHEDULES
+
+_UNITS: Final = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
+def nothing_fits(workload: Workload, recompute: str) -> PlanError:
+    """The error for a workload of which no cut fits.
+
+    Args:
+        workload: the layers and stages.
+        recompute: what the user allows: ``"auto"``, ``"full"`` or ``"none"``.
+
+    It shows the cut that lacks the least on the stage that lacks most, and names every remedy of
+    which one step is enough.
+    """
+    held = _held(workload, recompute)
+    _, counts = narrowest(_lacking(workload, held))
+    bounds = np.cumsum([0, *counts]).tolist()
+    stages = []
+    for s, (begin, end) in enumerate(pairwise(bounds)):
+        room, needed = float(workload.room_bytes[s]), float(held[s, begin, end])
+        if needed > room:
+            lack = _size(needed - room)
+            stages.append(
+                f"stage {s} lacks {lack} (it would hold {_size(needed)}, of {_size(room)})"
+            )
+    return PlanError(
+        f"No plan fits in memory with recompute={recompute!r}. In the cut that comes nearest,"
+        f" {list(counts)} layers, {some_of(stages)}. What would fit:"
+        f" {'; '.join(_remedies(workload, recompute, held))}."
+    )
+
+
+def _remedies(workload: Workload, recompute: str, held: Numbers) -> Iterator[str]:
+    if recompute != "auto" and _fits(workload, "auto"):
+        yield "recompute='auto'"
+    for schedule in SCHEDULES:
+        if schedule != workload.schedule:
+            other = workload.with_microbatches(workload.microbatches, schedule)
+            if _fits(other, recompute):
+                yield f"schedule={schedule!r}"
+    for factor in (2, 4, 8):
+        number = factor * workload.microbatches
+        smaller = replace(
+            workload.with_microbatches(number),
+            saved_bytes=workload.saved_bytes / factor,
+            input_bytes=workload.input_bytes / factor,
+        )
+        if _fits(smaller, recompute):
+            yield f"{number} microbatches instead of {workload.microbatches} of the same batch"
+            break
+    largest = float(workload.room_bytes.max())
+    for num_stages in range(workload.num_stages + 1, 2 * workload.num_stages + 3):
+        if _fits(_with_stages(workload, num_stages, largest), recompute):
+            yield f"{num_stages} stages with {_size(largest)} each"
+            break
+    yield f"devices with {_size(narrowest(held)[0])} each"
+
+
+def _with_stages(workload: Workload, num_stages: int, room_bytes: float) -> Workload:
+    """The same layers on more stages; only their memory is of interest."""
+    by_layer = np.zeros((num_stages, workload.num_layers))
+    by_boundary = np.zeros((num_stages - 1, workload.num_layers + 1))
+    return replace(
+        workload,
+        forward=by_layer,
+        backward=by_layer,
+        forward_extra=by_layer[:, 0],
+        backward_extra=by_layer[:, 0],
+        payload_seconds=by_boundary,
+        gradient_seconds=by_boundary,
+        room_bytes=np.full(num_stages, room_bytes),
+    )
+
+
+def _fits(workload: Workload, recompute: str) -> bool:
+    return narrowest(_lacking(workload, _held(workload, recompute)))[0] <= 0
+
+
+def _held(workload: Workload, recompute: str) -> Numbers:
+    """As of ``bytes_held``, and infinite where a stage can't have the range."""
+    possible = possible_ranges(workload)
+    held: Numbers = np.where(possible, bytes_held(workload, recompute), math.inf)
+    return held
+
+
+def _lacking(workload: Workload, held: Numbers) -> Numbers:
+    room = workload.room_bytes[:, None, None]
+    lacking: Numbers = np.full_like(held, math.inf)
+    np.subtract(held, room, out=lacking, where=np.isfinite(held))
+    return lacking
+
+
+def _size(num_bytes: float) -> str:
+    """Rounded up: what is asked for has to be enough."""
+    for unit, size in _UNITS:
+        if num_bytes >= size:
+            return f"{math.ceil(num_bytes / size * 100) / 100:.2f} {unit}"
+    return f"{math.ceil(num_bytes)} bytes"

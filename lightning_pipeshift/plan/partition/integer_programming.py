@@ -1,0 +1,235 @@
+"""Cuts and recomputation together, exactly: a mixed integer linear programme.
+
+:mod:`dynamic` and :mod:`recomputation` find the same results some hundred times faster, so the
+planner uses them. But they require that the choices of stages are independent. A memory policy with
+resources that stages share (the host's memory, the link to it) would violate that, and would need
+only a few more variables and rows here. Until then, each implementation tests the other.
+
+Indices: s a stage of S, l a layer of L, b a boundary (in front of layer b). Variables:
+
+- ``y[s, l]`` for s < S - 1, binary: layer l lies on stage s or before it. So ``x[s, l] = y[s, l] -
+  y[s - 1, l]`` says that it lies on s (all lie on the last stage or before it, none before the
+  first), and ``c[s, b] = y[s, b - 1] - y[s, b]`` that stage s ends at b (what is in front of the
+  first layer lies on s or before it, what is behind the last does not).
+- ``z[s, l]``, binary: stage s recomputes layer l. Only where that frees memory.
+- ``n[s]`` for s < S - 1, from 0 to 1: stage s has layers.
+- ``T``: the pace.
+
+Constraints:
+
+1. ``x[s, l] >= 0``: what lies on s or before it lies on s + 1 or before it.
+2. ``c[s, b] >= 0`` for 0 < b < L: the layers lie in order.
+3. ``c[s, b] <= 0`` where b is not allowed.
+4. ``n[s] >= x[s, l]``. Nothing else keeps n up, and it costs: it is 1 for stages with layers only.
+5. ``z[s, l] <= x[s, l]``.
+6. ``sum over l of held[s, l] x[s, l] - freed[s, l] z[s, l] <= room[s]``, with ``held = static +
+   in flight * saved`` and ``freed = (in flight - 1) * saved - in flight * input``
+   (:meth:`Workload.memory_bytes`).
+7. ``slot[s] + sum over l of forward[s, l] z[s, l] <= T``, with ``slot[s] = sum over l of
+   (forward + backward)[s, l] x[s, l] + extra[s] n[s]`` (n is 1 on the last stage).
+8. ``sum over b of payload[s, b] c[s, b] <= T``, and the same for the gradients.
+
+Objective: ``sum of all slots and links + (microbatches - 1) T``, which is
+:meth:`Workload.estimate`, and next to nothing for each second of recomputation: of equal cuts the
+one that recomputes less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from scipy import sparse
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from lightning_pipeshift.plan.cost.workload import Cut, Numbers, Workload
+from lightning_pipeshift.plan.partition.recomputation import bytes_freed
+
+# What a second of recomputation counts in the objective, in seconds of a step.
+_NEXT_TO_NOTHING = 1e-7
+
+# What a microbatch takes, and what a stage holds, in the units that the solver sees: it takes 1e-6
+# for nothing, whatever the unit is.
+_SIZE = 1e3
+
+_TIMED_OUT = 1
+
+
+def joint_optimum(workload: Workload, time_limit: float = 60.0) -> Cut | None:
+    """The cut and recomputation with the least :meth:`Workload.estimate` of those that fit.
+
+    Args:
+        workload: the layers, the stages in their order, and the boundaries that may be cut.
+        time_limit: seconds; what is the best by then is returned.
+
+    Returns ``None`` where nothing fits, or where nothing was found in time.
+    """
+    freed = bytes_freed(workload)
+    again = np.nonzero(freed)
+    names = _Names.of(workload, again)
+    objective, constraints = _formulated(workload, freed, again, names)
+    num_whole = names.y.num_rows + names.z.num_rows
+    num_free = names.n.num_rows + 1
+    # HiGHS's presolve fails now and then, and calls what is possible impossible.
+    for presolve in (True, False):
+        result = milp(
+            objective,
+            constraints=constraints,
+            integrality=np.repeat([1, 0], [num_whole, num_free]),
+            bounds=Bounds(0.0, np.append(np.ones(num_whole + num_free - 1), np.inf)),
+            options={"time_limit": time_limit, "mip_rel_gap": 0.0, "presolve": presolve},
+        )
+        if result.x is not None:
+            cut = _cut_of(workload, result.x, names, again)
+            if workload.fits(cut) and workload.is_allowed(cut):
+                return cut
+        if result.status == _TIMED_OUT:
+            break
+    return None
+
+
+def _formulated(
+    workload: Workload, freed: Numbers, again: Any, names: _Names
+) -> tuple[Numbers, list[LinearConstraint]]:
+    """The objective and the constraints, as above."""
+    num_stages, num_layers = workload.num_stages, workload.num_layers
+    x, c, z, n, pace = names.x, names.c, names.z, names.n, names.pace
+    seconds = workload.forward + workload.backward
+    extra = workload.forward_extra + workload.backward_extra
+    unit = (float(seconds.mean(axis=0).sum() + extra.sum()) or 1.0) / _SIZE
+    runs = n.and_then(np.ones(1))
+    slots = x.times(_per_stage(seconds / unit)) + runs.times(np.diag(extra / unit))
+    recomputed = z.times(_per_stage(workload.forward / unit, again))
+    payloads = c.times(_per_stage(workload.payload_seconds / unit))
+    gradients = c.times(_per_stage(workload.gradient_seconds / unit))
+    held = workload.static_bytes + np.array(workload.in_flight)[:, None] * workload.saved_bytes
+    peaks = x.times(_per_stage(held)) - z.times(_per_stage(freed, again))
+    byte = _SIZE / (float(held.mean(axis=0).sum()) or 1.0)
+
+    boundaries = np.tile(np.arange(num_layers + 1), num_stages - 1)
+    inner = np.flatnonzero((boundaries > 0) & (boundaries < num_layers))
+    may = [workload.allowed is None or b in workload.allowed for b in boundaries[inner].tolist()]
+    layers_of = np.kron(np.eye(num_stages - 1), np.ones((num_layers, 1)))
+    own = again[0] * num_layers + again[1]
+    known = np.flatnonzero(np.isfinite(workload.room_bytes))
+    each_stage, each_link = np.ones((num_stages, 1)), np.ones((num_stages - 1, 1))
+    constraints = [
+        x.between(0.0, np.inf),  # 1
+        c.rows(inner).between(0.0, np.array(may, float)),  # 2 and 3
+        (n.times(layers_of) - x.rows(np.arange(len(layers_of)))).between(0.0, np.inf),  # 4
+        (x.rows(own) - z).between(0.0, np.inf),  # 5
+        peaks.rows(known)
+        .times(np.eye(len(known)) * byte)
+        .between(  # 6
+            -np.inf, workload.room_bytes[known] * byte
+        ),
+        (pace.times(each_stage) - slots - recomputed).between(0.0, np.inf),  # 7
+        (pace.times(each_link) - payloads).between(0.0, np.inf),  # 8
+        (pace.times(each_link) - gradients).between(0.0, np.inf),
+    ]
+    objective = (
+        slots.summed()
+        + payloads.summed()
+        + gradients.summed()
+        + (workload.microbatches - 1) * pace.summed()
+        + _NEXT_TO_NOTHING * recomputed.summed()
+    )
+    return objective, [constraint for constraint in constraints if constraint.A.shape[0]]
+
+
+def _cut_of(workload: Workload, values: Numbers, names: _Names, again: Any) -> Cut:
+    before = values[: names.y.num_rows].reshape(-1, workload.num_layers).round().sum(axis=1)
+    bounds = [0, *before.astype(int).tolist(), workload.num_layers]
+    recomputed = values[names.y.num_rows :][: names.z.num_rows] > 0.5
+    return Cut(
+        tuple(end - begin for begin, end in pairwise(bounds)),
+        frozenset(again[1][recomputed].tolist()),
+    )
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Affine expressions of the variables, one in each row."""
+
+    matrix: Any
+    constant: Numbers
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.constant)
+
+    def __add__(self, other: _Rows) -> _Rows:
+        return _Rows(self.matrix + other.matrix, self.constant + other.constant)
+
+    def __sub__(self, other: _Rows) -> _Rows:
+        return _Rows(self.matrix - other.matrix, self.constant - other.constant)
+
+    def times(self, factors: Any) -> _Rows:
+        """Sums of them: those of a row of factors in a row."""
+        return _Rows(sparse.csr_array(factors) @ self.matrix, factors @ self.constant)
+
+    def and_then(self, constant: Numbers) -> _Rows:
+        """These, and constants behind them."""
+        nothing = sparse.csr_array((len(constant), self.matrix.shape[1]))
+        return _Rows(
+            sparse.csr_array(sparse.vstack([self.matrix, nothing])),
+            np.concatenate([self.constant, constant]),
+        )
+
+    def rows(self, chosen: Any) -> _Rows:
+        return _Rows(self.matrix[chosen], self.constant[chosen])
+
+    def summed(self) -> Numbers:
+        """The factors of the variables in the sum of all."""
+        factors: Numbers = self.matrix.sum(axis=0)
+        return factors
+
+    def between(self, low: Any, high: Any) -> LinearConstraint:
+        return LinearConstraint(self.matrix, low - self.constant, high - self.constant)
+
+
+@dataclass(frozen=True)
+class _Names:
+    """What has a name above: x is (S * L) rows, c is (S - 1) * (L + 1)."""
+
+    y: _Rows
+    z: _Rows
+    n: _Rows
+    pace: _Rows
+    x: _Rows
+    c: _Rows
+
+    @classmethod
+    def of(cls, workload: Workload, again: Any) -> _Names:
+        """The variables of a workload: y, z, n and the pace, one behind the other."""
+        num_links, num_layers = workload.num_stages - 1, workload.num_layers
+        lengths = [num_links * num_layers, len(again[0]), num_links, 1]
+        variables = sparse.csr_array(sparse.identity(sum(lengths)))
+        y, z, n, pace = (
+            _Rows(variables[end - length : end], np.zeros(length))
+            for length, end in zip(lengths, np.cumsum(lengths).tolist(), strict=True)
+        )
+        # Before the first stage lies nothing, on the last or before it everything. (Negative rows
+        # count from the end.)
+        order = np.concatenate([np.arange(-num_layers, 0), np.arange(num_links * num_layers)])
+        earlier = y.and_then(np.zeros(num_layers)).rows(order)
+        x = y.and_then(np.ones(num_layers)) - earlier
+        step = np.eye(num_layers + 1, num_layers, k=-1) - np.eye(num_layers + 1, num_layers)
+        first = np.tile(np.eye(1, num_layers + 1)[0], num_links)
+        c = y.times(sparse.kron(np.eye(num_links), step))
+        c = _Rows(c.matrix, first)
+        return cls(y, z, n, pace, x, c)
+
+
+def _per_stage(table: Numbers, entries: Any = None) -> Any:
+    """A matrix that adds up, for each stage, its row of the table times a variable each.
+
+    Args:
+        table: (S, K).
+        entries: those that there are variables for, as of ``np.nonzero``; ``None``: all.
+    """
+    stages, columns = np.indices(table.shape).reshape(2, -1) if entries is None else entries
+    places = (stages, np.arange(len(stages)))
+    return sparse.csr_array((table[stages, columns], places), shape=(len(table), len(stages)))

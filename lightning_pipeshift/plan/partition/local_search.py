@@ -1,0 +1,199 @@
+"""The best cut: candidates from the exact solvers, improved on the simulator.
+
+The estimates that :mod:`dynamic` minimises do not include that transfers and computing overlap only
+in part, nor how a schedule starts and ends. The simulator does, and evaluates many cuts at once.
+Its result depends most on which stages own layers at all (a slow device, or one behind a slow link,
+may be better drained), where the estimates differ; and then on the last few layers at each cut. So
+there are several candidates, and the cuts of the best are shifted by a layer or two until that
+makes none of them faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import chain, combinations, pairwise
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.plan.cost.workload import Counts, Cut, Workload
+from lightning_pipeshift.plan.partition.dynamic_programming import PartitionDP
+from lightning_pipeshift.plan.partition.equal_counts import uniform
+from lightning_pipeshift.plan.partition.infeasible import nothing_fits
+from lightning_pipeshift.plan.partition.recomputation import Recomputation
+
+RECOMPUTE: Final = ("auto", "full", "none")
+"""What a user may say of recomputation: where it pays, of everything, or never."""
+
+# How many candidates are improved, side by side.
+_CLIMBERS: Final = 4
+
+# With no more stages than this, there is a candidate for each choice of those that own layers.
+_FEW_STAGES: Final = 4
+
+# Runs of neighbouring cuts that move together have at most this length.
+_LONGEST_RUN: Final = 8
+
+# What takes a billionth longer is as fast: the rest is rounding.
+_EQUAL: Final = 1 + 1e-9
+
+# A stage with more than its even share of the estimated time, by this factor, is never of use.
+_PATIENCE: Final = 1.5
+
+
+def best_cut(workload: Workload, recompute: str = "auto", start: Sequence[Cut] = ()) -> Cut:
+    """The cut with the least step time, by the simulator, of those that fit.
+
+    Args:
+        workload: the layers, the stages in their order, and the boundaries that may be cut.
+        recompute: ``"auto"``: the layers that make it fastest under the memory that there is;
+            ``"full"``: all layers, where that frees memory; ``"none"``: none.
+        start: cuts to try as well, such as the one in force.
+
+    Of equally fast cuts, the one that recomputes fewer layers is taken, then one that is among
+    ``start``, then the more even one. Raises PlanError where nothing fits, which says by how much,
+    and what would.
+    """
+    if recompute not in RECOMPUTE:
+        words = ", ".join(map(repr, RECOMPUTE))
+        raise PlanError(f"recompute={recompute!r}; choose one of {words}")
+    recomputation, programme, candidates = _settled(workload, recompute)
+    if not candidates:
+        raise nothing_fits(workload, recompute)
+    search = _Search(workload, recomputation)
+    search.add(candidates)
+    hiding = PartitionDP.of(workload, recomputation.seconds, hides_forwards=True)
+    search.add(solution.counts for solution in hiding.fastest(_CLIMBERS))
+    search.add(programme.with_head_start(_CLIMBERS, search.least_seconds))
+    if workload.num_stages <= _FEW_STAGES:
+        stages = range(workload.num_stages)
+        for drained in chain.from_iterable(combinations(stages, number) for number in stages):
+            solutions = programme.fastest(1, frozenset(drained), slack=0.0)
+            search.add(solution.counts for solution in solutions)
+    # The even cut, so that the result is never worse than that.
+    even = Cut(uniform(workload.num_layers, workload.num_stages))
+    search.add(cut.counts for cut in [*start, even] if workload.is_allowed(cut))
+    search.climb()
+    return search.best([cut.counts for cut in start])
+
+
+def _settled(workload: Workload, recompute: str) -> tuple[Recomputation, PartitionDP, list[Counts]]:
+    """What is recomputed, exactly so for the cuts with the least estimate, and these."""
+    longest_seconds = math.inf
+    if not np.isfinite(workload.room_bytes).any() and recompute == "auto":
+        recompute = "none"
+    if recompute == "auto":
+        for simpler in ("none", "full"):
+            programme = PartitionDP.of(workload, Recomputation(workload, simpler).seconds)
+            if solutions := programme.fastest(1):
+                # The step's seconds have each stage's own in them, for each microbatch.
+                longest_seconds = _PATIENCE * solutions[0].seconds / workload.microbatches
+                break
+    recomputation = Recomputation(workload, recompute, longest_seconds)
+    while True:
+        programme = PartitionDP.of(workload, recomputation.seconds)
+        candidates = [solution.counts for solution in programme.fastest(_CLIMBERS)]
+        # What was too good to be true is corrected, until the best is true.
+        if not recomputation.settle(candidates):
+            return recomputation, programme, candidates
+
+
+class _Search:
+    """The cuts that have been looked at, one for each choice of counts."""
+
+    def __init__(self, workload: Workload, recomputation: Recomputation) -> None:
+        self._workload = workload
+        self._recomputation = recomputation
+        self._seconds: dict[Counts, float] = {}
+        self._cuts: dict[Counts, Cut] = {}
+        allowed = range(workload.num_layers) if workload.allowed is None else workload.allowed
+        inner = sorted(b for b in allowed if 0 < b < workload.num_layers)
+        self._points = np.array([0, *inner, workload.num_layers])
+
+    @property
+    def least_seconds(self) -> float:
+        return min(self._seconds.values())
+
+    def add(self, candidates: Iterable[Counts]) -> None:
+        """Times the cuts with these counts, if they fit."""
+        new = [counts for counts in dict.fromkeys(candidates) if counts not in self._seconds]
+        self._seconds.update(dict.fromkeys(new, math.inf))
+        cuts = self._recomputation.cuts(new)
+        for cut, seconds in zip(cuts, self._workload.step_seconds(cuts), strict=True):
+            self._seconds[cut.counts] = seconds
+            self._cuts[cut.counts] = cut
+
+    def climb(self) -> None:
+        """Goes from each of the best cuts to its best neighbour, as long as that is faster."""
+        steps = _steps(self._workload.num_stages - 1)
+        front = sorted(self._cuts, key=self._order)[:_CLIMBERS]
+        been = set(front)
+        while front:
+            around = [self._neighbours(counts, steps) for counts in front]
+            self.add(chain.from_iterable(around))
+            ahead = []
+            for counts, neighbours in zip(front, around, strict=True):
+                best = min(neighbours, key=self._order, default=counts)
+                is_better = self._seconds[best] * _EQUAL < self._seconds[counts]
+                if is_better and best not in been:
+                    been.add(best)
+                    ahead.append(best)
+            front = ahead
+
+    def best(self, known: Sequence[Counts]) -> Cut:
+        """The fastest of all; of equally fast ones see :func:`best_cut`."""
+        least = self.least_seconds * _EQUAL
+        fastest = [counts for counts in self._cuts if self._seconds[counts] <= least]
+
+        def preference(counts: Counts) -> tuple[object, ...]:
+            # The last: more layers on earlier stages, as in a uniform split.
+            cut = self._cuts[counts]
+            return (
+                len(cut.recompute),
+                counts not in known,
+                sum(count**2 for count in counts),
+                [-count for count in counts],
+            )
+
+        return self._with_fewer_recomputed(self._cuts[min(fastest, key=preference)], least)
+
+    def _with_fewer_recomputed(self, cut: Cut, most_seconds: float) -> Cut:
+        """Layers that take longer, but are fewer, where the stage waits anyway."""
+        for s, (begin, end) in enumerate(pairwise(cut.bounds)):
+            own = frozenset(range(begin, end))
+            fewest = self._recomputation.fewest(s, begin, end)
+            if fewest is not None and len(fewest) < len(own & cut.recompute):
+                other = Cut(cut.counts, (cut.recompute - own) | frozenset(fewest))
+                if self._workload.step_seconds([other])[0] <= most_seconds:
+                    cut = other
+        return cut
+
+    def _neighbours(self, counts: Counts, steps: NDArray[np.intp]) -> list[Counts]:
+        """The cuts a few steps from one to the next allowed boundary away."""
+        places = np.zeros((len(steps), len(counts) + 1), dtype=np.intp)
+        places[:, 1:-1] = np.searchsorted(self._points, np.cumsum(counts)[:-1]) + steps
+        places[:, -1] = len(self._points) - 1
+        places = places[(np.diff(places) >= 0).all(axis=1)]
+        return [tuple(row) for row in np.diff(self._points[places]).tolist()]
+
+    def _order(self, counts: Counts) -> tuple[float, Counts]:
+        return self._seconds[counts], counts
+
+
+@lru_cache(maxsize=64)
+def _steps(num_cuts: int) -> NDArray[np.intp]:
+    """(N, num_cuts): one cut by one or two steps, or a run of neighbouring ones by one, which
+    moves layers between stages that are no neighbours.
+    """
+    rows = []
+    for first in range(num_cuts):
+        for length in range(1, min(_LONGEST_RUN, num_cuts - first) + 1):
+            for step in (-1, 1) if length > 1 else (-2, -1, 1, 2):
+                row = [0] * num_cuts
+                row[first : first + length] = [step] * length
+                rows.append(row)
+    return np.array(rows, dtype=np.intp).reshape(len(rows), num_cuts)

@@ -1,0 +1,229 @@
+"""Which layers a stage recomputes, so that it has room for the others' saved tensors.
+
+Recomputation makes a stage slower and its memory smaller, whatever the other stages do. So for a
+range of layers on a stage one choice is best: among the sets of layers that free enough memory, the
+one that takes the least time (a knapsack problem). A search for a cut then has to search the cuts
+only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_pipeshift.plan.cost.workload import Counts, Cut, Numbers, Workload, sums_of_ranges
+
+# A front longer than this is thinned out: better a hair from the optimum than out of time.
+_LONGEST_FRONT = 512
+
+_ROUNDING = 1 + 1e-9
+
+
+def bytes_freed(workload: Workload) -> Numbers:
+    """(S, L): by how much stage s holds less at its peak if it recomputes layer l.
+
+    Zero where that frees nothing; see :meth:`Workload.memory_bytes`."""
+    in_flight = np.array(workload.in_flight)[:, None]
+    freed = (in_flight - 1) * workload.saved_bytes - in_flight * workload.input_bytes
+    recomputes = np.array([s in workload.recomputing for s in range(workload.num_stages)])
+    possible: Numbers = np.maximum(freed, 0.0) * recomputes[:, None]
+    return possible
+
+
+def bytes_held(workload: Workload, recompute: str) -> Numbers:
+    """(S, L + 1, L + 1): what stage s holds at the least with the layers from b to e, at
+    ``[s, b, e]``.
+
+    Args:
+        workload: the layers and stages.
+        recompute: ``"none"``, ``"full"`` (all layers, where that can free memory) or ``"auto"``
+            (any layers).
+    """
+    in_flight = np.array(workload.in_flight)[:, None]
+    held = workload.static_bytes + in_flight * workload.saved_bytes
+    if recompute == "auto":
+        held = held - bytes_freed(workload)
+    elif recompute == "full":
+        again = sorted(workload.recomputing)
+        inputs = in_flight[again] * workload.input_bytes
+        held[again] = workload.static_bytes + workload.saved_bytes + inputs
+    return sums_of_ranges(held)
+
+
+class Recomputation:
+    """What each stage recomputes, for each range of layers.
+
+    Args:
+        workload: the layers and stages.
+        recompute: ``"none"``, ``"full"`` or ``"auto"``.
+        longest_seconds: a range that takes a stage longer for a microbatch is of no interest, and
+            counts as one that does not fit.
+
+    Attributes:
+        seconds: (S, L + 1, L + 1), what stage s recomputes with the layers from b to e, at
+            ``[s, b, e]``; infinite where it has no room for them. With ``"auto"`` at least this,
+            and exactly this once the range has been settled.
+    """
+
+    def __init__(
+        self, workload: Workload, recompute: str, longest_seconds: float = math.inf
+    ) -> None:
+        self._workload = workload
+        self._recompute = recompute
+        self._freed = bytes_freed(workload)
+        room = workload.room_bytes[:, None, None]
+        fits = bytes_held(workload, recompute) <= room
+        self.seconds: Numbers = np.where(fits, 0.0, math.inf)
+        self._lacking: Numbers = np.zeros_like(self.seconds)
+        self._chosen: dict[tuple[int, int, int], tuple[int, ...]] = {}
+        if recompute == "full":
+            for s in workload.recomputing:
+                self.seconds[s] += sums_of_ranges(workload.forward[s])
+        elif recompute == "auto":
+            self._lacking = np.maximum(bytes_held(workload, "none") - room, 0.0)
+            forward, backward = workload.range_seconds
+            too_long = forward + backward > longest_seconds
+            self.seconds[(self._lacking > 0) & too_long] = math.inf
+            for s in range(workload.num_stages):
+                self._bound(s)
+
+    def settle(self, cuts: Sequence[Counts]) -> bool:
+        """Makes :attr:`seconds` exact for the ranges of these cuts, by their counts.
+
+        Returns whether any of it was less before."""
+        if not cuts:
+            return False
+        stages, begins, ends = self._ranges(cuts)
+        lacking = self._lacking[stages, begins, ends] > 0
+        lacking &= np.isfinite(self.seconds[stages, begins, ends])
+        rose = False
+        for number, stage in np.argwhere(lacking).tolist():
+            rose |= self._settle((stage, int(begins[number, stage]), int(ends[number, stage])))
+        return rose
+
+    def cuts(self, cuts: Sequence[Counts]) -> list[Cut]:
+        """The fastest cuts with these counts, without those that don't fit."""
+        if self._recompute == "full":
+            return [self._workload.everything_recomputed(counts) for counts in self._fitting(cuts)]
+        self.settle(cuts)
+        if not self._chosen:
+            return [Cut(counts) for counts in self._fitting(cuts)]
+        return [
+            Cut(
+                counts,
+                frozenset(
+                    layer
+                    for s, (begin, end) in enumerate(pairwise(accumulate(counts, initial=0)))
+                    for layer in self._chosen.get((s, begin, end), ())
+                ),
+            )
+            for counts in self._fitting(cuts)
+        ]
+
+    def _fitting(self, cuts: Sequence[Counts]) -> list[Counts]:
+        if not cuts:
+            return []
+        unfit = np.isinf(self.seconds[self._ranges(cuts)]).sum(axis=1)
+        return [counts for counts, stages in zip(cuts, unfit, strict=True) if not stages]
+
+    def _ranges(self, cuts: Sequence[Counts]) -> tuple[NDArray[np.intp], ...]:
+        """Where the cuts' ranges are in :attr:`seconds`: (cuts, S)."""
+        counts = np.array(cuts, dtype=np.intp)
+        ends = counts.cumsum(axis=1)
+        return np.arange(counts.shape[1]), ends - counts, ends
+
+    def fewest(self, stage: int, begin: int, end: int) -> tuple[int, ...] | None:
+        """The layers that a stage recomputes for a range if they are to be as few as possible;
+        ``None`` where there is no choice.
+        """
+        if self._recompute != "auto" or self._lacking[stage, begin, end] == 0:
+            return None
+        seconds = self._workload.forward[stage, begin:end]
+        # All seconds together weigh less than one layer.
+        return self._cover(stage, begin, end, 1.0 + seconds / (1.0 + 2.0 * seconds.sum()))
+
+    def _settle(self, where: tuple[int, int, int]) -> bool:
+        if where in self._chosen:
+            return False
+        stage, begin, end = where
+        before = self.seconds[where]
+        seconds = self._workload.forward[stage, begin:end]
+        layers = self._chosen[where] = self._cover(stage, begin, end, seconds)
+        self.seconds[where] = seconds[[layer - begin for layer in layers]].sum()
+        return bool(self.seconds[where] > before)
+
+    def _cover(self, stage: int, begin: int, end: int, weights: Numbers) -> tuple[int, ...]:
+        freed = self._freed[stage, begin:end]
+        chosen = lightest_cover(freed, weights, self._lacking[stage, begin, end])
+        return tuple(begin + index for index in chosen)
+
+    def _bound(self, stage: int) -> None:
+        """A lower bound for all ranges of a stage: the layers that free most for their time, and of
+        the last one only as much as is needed.
+        """
+        begins, ends = np.nonzero((self._lacking[stage] > 0) & np.isfinite(self.seconds[stage]))
+        if not len(begins):
+            return
+        freed, seconds = self._freed[stage], self._workload.forward[stage]
+        order = _best_first(freed, seconds)
+        own = (order >= begins[:, None]) & (order < ends[:, None])
+        gains = freed[order] * own
+        before = gains.cumsum(axis=1) - gains
+        used = np.clip(self._lacking[stage, begins, ends][:, None] - before, 0.0, gains)
+        self.seconds[stage, begins, ends] = used @ (seconds[order] / freed[order])
+
+
+def lightest_cover(gains: Numbers, weights: Numbers, needed: float) -> list[int]:
+    """The items with the least sum of weights whose gains add up to at least ``needed``.
+
+    Goes through the items and keeps the Pareto front of (weight, gain) (Nemhauser and Ullmann,
+    Discrete dynamic programming and capital allocation, Management Science 1969); what can't get
+    there any more, or not at less weight than is known to be enough, is left out.
+
+    Args:
+        gains: of each item, at least 0; all of them together are enough.
+        weights: of each item, at least 0.
+        needed: the gain.
+    """
+    order = _best_first(gains, weights).tolist()
+    left = float(gains.sum())
+    # All that is not yet enough, by weight: (weight, gain, items).
+    front: list[tuple[float, float, int]] = [(0.0, 0.0, 0)]
+    enough, best = math.inf, (1 << len(order)) - 1
+    for number, item in enumerate(order):
+        gain, weight = float(gains[item]), float(weights[item])
+        left -= gain
+        # What is to come has no better ratio than the next.
+        following = order[number + 1] if number + 1 < len(order) else None
+        ratio = math.inf if following is None else float(weights[following] / gains[following])
+        longer: list[tuple[float, float, int]] = []
+        more = [(w + weight, g + gain, items | 1 << number) for w, g, items in front]
+        furthest = -1.0
+        for state in sorted(front + more, key=_by_weight):
+            w, g, items = state
+            if w >= enough:
+                break
+            if g >= needed:
+                enough, best = w, items
+                break
+            # The last of rounding is forgiven: a sum in another order is another sum.
+            if g > furthest and g + left * _ROUNDING >= needed:
+                furthest = g
+                if w + (needed - g) * ratio < enough:
+                    longer.append(state)
+        front = longer if len(longer) <= _LONGEST_FRONT else longer[:: len(longer) // 256]
+    return sorted(item for number, item in enumerate(order) if best >> number & 1)
+
+
+def _by_weight(state: tuple[float, float, int]) -> tuple[float, float]:
+    return state[0], -state[1]
+
+
+def _best_first(gains: Numbers, weights: Numbers) -> NDArray[np.intp]:
+    """The items that gain anything, those with the most for their weight first."""
+    useful = np.flatnonzero(gains > 0)
+    return useful[np.argsort(weights[useful] / gains[useful], kind="stable")]

@@ -1,0 +1,1 @@
+"""Schedules: the actions of each stage, the communication between them, and their checker."""

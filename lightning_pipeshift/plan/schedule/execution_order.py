@@ -1,0 +1,34 @@
+"""Runs a schedule without a clock: finds a possible order of its actions, and how far it gets.
+
+The checker needs how far it gets, the simulator needs the order; both use this module, so that they
+agree on which action waits for which.
+"""
+
+from lightning_pipeshift.plan.schedule.actions import Action, Schedule
+
+
+def execution_order(schedule: Schedule) -> list[tuple[int, int]]:
+    """An order in which the actions can happen, as (stage, index in the stage's row).
+
+    Posting a receive and sending never block; a compute action waits until the neighbour's matching
+    send has happened. Where the schedule deadlocks, the order ends there: it is shorter than the
+    schedule.
+    """
+    num_stages = len(schedule)
+    positions = [0] * num_stages
+    delivered: set[tuple[int, Action]] = set()
+    order: list[tuple[int, int]] = []
+    before = -1
+    while len(order) > before:
+        before = len(order)
+        for stage, row in enumerate(schedule):
+            while positions[stage] < len(row):
+                action = row[positions[stage]]
+                needed = action.receive_needed(stage, num_stages)
+                if needed is not None and (stage, needed) not in delivered:
+                    break
+                if action.kind.is_send:
+                    delivered.add((action.neighbour(stage), action.pair()))
+                order.append((stage, positions[stage]))
+                positions[stage] += 1
+    return order

@@ -1,0 +1,174 @@
+"""Schedules: the compute actions of each stage, in order.
+
+A schedule is a pure function of the numbers of stages and of microbatches. It has compute actions
+only: the sends and receives follow from them (``lowering``), and the times follow from the costs
+(``simulator``).
+
+In every schedule a stage runs its backwards in ASCENDING microbatch order. Gradients accumulate in
+the order of the backwards, and float addition is not associative: one order everywhere is what
+makes the schedules bitwise equal to each other, and to one device that runs the microbatches one
+after another.
+"""
+
+from collections.abc import Callable, Collection
+from functools import lru_cache
+from typing import Final
+
+from lightning_pipeshift.errors import ScheduleError
+from lightning_pipeshift.files import shortened
+from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row, Schedule
+
+MOST_MICROBATCHES: Final = 10_000
+"""More than any batch is cut into; what is simulated grows with their number."""
+
+
+def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
+    """All forwards, then all backwards (Huang et al., GPipe, NeurIPS 2019).
+
+    ::
+
+        stage 0   F0 F1 F2 B0 B1 B2
+        stage 1   F0 F1 F2 B0 B1 B2
+
+    GPipe itself runs the backwards last microbatch first, see above why we don't. It costs no time:
+    the bubble is as large, since the backward of microbatch 0 is ready on the last stage as soon as
+    that of any other.
+    """
+    _require_counts(num_stages, num_microbatches)
+    row = _actions(Kind.FORWARD, num_microbatches) + _actions(Kind.BACKWARD, num_microbatches)
+    return (row,) * num_stages
+
+
+def one_forward_one_backward(num_stages: int, num_microbatches: int) -> Schedule:
+    """Fill the pipeline, then one backward, one forward in turn.
+
+    Narayanan et al., PipeDream, SOSP 2019; here it is flushed at the end of each step.
+
+    ::
+
+        stage 0   F0 F1 F2 B0 F3 B1 B2 B3
+        stage 1   F0 F1 B0 F2 B1 F3 B2 B3
+        stage 2   F0 B0 F1 B1 F2 B2 F3 B3
+
+    Stage s has at most ``num_stages - s`` microbatches in flight, however many there are: that is
+    what it is for.
+    """
+    return _in_turn(num_stages, num_microbatches, lambda stages_left: stages_left)
+
+
+def eager_one_forward_one_backward(num_stages: int, num_microbatches: int) -> Schedule:
+    """1F1B whose forwards run ahead, so that no stage waits for a message on its way.
+
+    Zhuang et al., On Optimizing the Communication of Model Parallelism, MLSys 2023, section 4.
+
+    ::
+
+        stage 0   F0 F1 F2 F3 F4 B0 F5 B1 B2 B3 B4 B5
+        stage 1   F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5
+        stage 2   F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
+
+    In 1F1B a stage starts the forward that its successor waits for when the backward that the
+    successor has just sent arrives: every message's time on its way, and every delay of a neighbour
+    is waited for. Here, one more forward for each boundary behind a stage is under way. The price
+    is memory: stage s has up to ``2 (num_stages - s) - 1`` microbatches in flight.
+    """
+    return _in_turn(num_stages, num_microbatches, lambda stages_left: 2 * stages_left - 1)
+
+
+def _in_turn(num_stages: int, num_microbatches: int, in_flight: Callable[[int], int]) -> Schedule:
+    """Fill the pipeline with ``in_flight(num_stages - stage)`` forwards, then take turns."""
+    _require_counts(num_stages, num_microbatches)
+    forwards = _actions(Kind.FORWARD, num_microbatches)
+    backwards = _actions(Kind.BACKWARD, num_microbatches)
+    rows = []
+    for stage in range(num_stages):
+        num_warm_up = min(in_flight(num_stages - stage), num_microbatches)
+        row = list(forwards[:num_warm_up])
+        for microbatch, backward in enumerate(backwards):
+            row.append(backward)
+            row.extend(forwards[num_warm_up + microbatch :][:1])
+        rows.append(tuple(row))
+    return tuple(rows)
+
+
+def with_recomputation(schedule: Schedule, stages: Collection[int]) -> Schedule:
+    """The schedule with an ``R`` in front of each backward of ``stages``.
+
+    ::
+
+        stage 0   F0 F1 R0 B0 R1 B1
+        stage 1   F0 B0 F1 B1
+
+    The recomputation runs while the stage waits for the gradient, and costs nothing where that
+    takes as long (NUDT, "distributed parallel training method and system for heterogeneous
+    computing clusters": recomputation in idle time). A backward that follows directly after its own
+    forward has none: nothing would be held for shorter.
+    """
+    return tuple(
+        _recomputing(row) if stage in stages else row for stage, row in enumerate(schedule)
+    )
+
+
+def _recomputing(row: Row) -> Row:
+    recomputing: list[Action] = []
+    for action in row:
+        forward = Action(Kind.FORWARD, action.microbatch)
+        if action.kind is Kind.BACKWARD and recomputing[-1:] != [forward]:
+            recomputing.append(Action(Kind.RECOMPUTE, action.microbatch))
+        recomputing.append(action)
+    return tuple(recomputing)
+
+
+@lru_cache(maxsize=256)
+def recomputing_stages(name: str, num_stages: int, num_microbatches: int) -> frozenset[int]:
+    """The stages of a schedule on which letting go of saved tensors frees memory: those that do not
+    run each backward directly after its forward.
+    """
+    schedule = schedule_named(name)(num_stages, num_microbatches)
+    everywhere = with_recomputation(schedule, range(num_stages))
+    return frozenset(
+        stage
+        for stage, row in enumerate(everywhere)
+        if any(action.kind is Kind.RECOMPUTE for action in row)
+    )
+
+
+def forward_only(num_stages: int, num_microbatches: int) -> Schedule:
+    """For validation, test and prediction.
+
+    ::
+
+        stage 0   F0 F1 F2
+        stage 1   F0 F1 F2
+    """
+    _require_counts(num_stages, num_microbatches)
+    return (_actions(Kind.FORWARD, num_microbatches),) * num_stages
+
+
+ScheduleFunction = Callable[[int, int], Schedule]
+
+SCHEDULES: Final[dict[str, ScheduleFunction]] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "eager_1f1b": eager_one_forward_one_backward,
+}
+"""The schedules that a user can name."""
+
+
+def schedule_named(name: str) -> ScheduleFunction:
+    """The schedule that a user named. Raises ScheduleError for an unknown name."""
+    if name not in SCHEDULES:
+        known = ", ".join(map(repr, SCHEDULES))
+        found = shortened(repr(name))
+        raise ScheduleError(f"unknown schedule {found}; choose one of {known}")
+    return SCHEDULES[name]
+
+
+def _actions(kind: Kind, num_microbatches: int) -> Row:
+    return tuple(Action(kind, microbatch) for microbatch in range(num_microbatches))
+
+
+def _require_counts(num_stages: int, num_microbatches: int) -> None:
+    for found, what in ((num_stages, "stages"), (num_microbatches, "microbatches")):
+        if found < 1:
+            raise ScheduleError(f"a schedule for {found} {what}; it needs at least 1")

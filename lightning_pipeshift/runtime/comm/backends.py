@@ -1,0 +1,142 @@
+"""Chooses the backends for communication between the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import platform
+import socket
+import time
+import uuid
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lightning_pipeshift.errors import StageFailedError
+from lightning_pipeshift.host import boot_id
+from lightning_pipeshift.plan.inputs.cluster import Device
+from lightning_pipeshift.runtime.comm.lane import Watched, gathered
+
+log = logging.getLogger(__name__)
+
+
+def backends(device: torch.device, asked: str | None) -> str:
+    """The backends of the default process group, as torch spells them.
+
+    Unless NCCL is asked for, that is gloo, which carries tensors on a GPU too: Lightning itself
+    broadcasts one at every batch, and stages that share a GPU could not do that with NCCL.
+
+    Args:
+        device: this rank's device.
+        asked: the user's choice: ``"nccl"``, ``"gloo"``, or ``None`` for what the devices allow.
+    """
+    if device.type == "cuda" and asked == "nccl":
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"
+
+
+def store_of_this_start(
+    rank: int, world_size: int, address: str, port: int, timeout: timedelta
+) -> dist.Store:
+    """A store without entries of earlier starts.
+
+    Under torchrun the agent gives the same store to the ranks of every restart, and without
+    torchrun a process that starts a second run, after one has failed, finds its first store. Old
+    entries in it (addresses, a failure's reason) would look like those of living ranks.
+
+    Args:
+        rank: that of this process.
+        world_size: the number of ranks.
+        address: that of the store.
+        port: likewise.
+        timeout: how long to wait for the others.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            store = dist.TCPStore(
+                address,
+                port,
+                world_size,
+                is_master=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+                timeout=timeout,
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+            name = _agreed_name(store, rank, world_size, timeout)
+            return dist.PrefixStore(f"pipeshift/{name}", store)
+        except dist.DistNetworkError:
+            # This may have been the store of an earlier start of rank 0, which has just ended.
+            if rank == 0 or time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+def _agreed_name(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """A new name from rank 0. It answers every request for the name, and waits until every rank has
+    confirmed it: old requests of dead ranks are never confirmed.
+    """
+    name = uuid.uuid4().hex
+    if rank:
+        store.set(f"pipeshift/asks/{rank}", name)
+        store.wait([f"pipeshift/answer/{name}"], timeout)
+        answer: str = store.get(f"pipeshift/answer/{name}").decode()
+        store.set(f"pipeshift/taken/{name}/{answer}", "")
+        return answer
+    waiting, deadline = set(range(1, world_size)), time.monotonic() + timeout.total_seconds()
+    while waiting:
+        for other in sorted(waiting):
+            if not store.check([f"pipeshift/asks/{other}"]):
+                continue
+            asks = store.get(f"pipeshift/asks/{other}").decode()
+            store.set(f"pipeshift/answer/{asks}", name)
+            if store.check([f"pipeshift/taken/{asks}/{name}"]):
+                waiting.discard(other)
+        if time.monotonic() > deadline:
+            raise StageFailedError(
+                f"Rank(s) {', '.join(map(str, sorted(waiting)))} did not come within"
+                f" {timeout.total_seconds():g} s. Look at what these processes printed."
+            )
+        time.sleep(0.01)
+    return name
+
+
+def device_of(device: torch.device) -> Device:
+    """The description of this rank's device for other ranks."""
+    # Containers on one host share the boot id and have different network namespaces; cloned
+    # machines share the name.
+    marks = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        marks.append(boot_id())
+        marks.append(str(os.stat("/proc/self/ns/net").st_ino))
+    if device.type == "cuda":
+        kind = torch.cuda.get_device_name(device)
+    else:
+        kind = platform.processor() or platform.machine()
+    return Device(host="/".join(marks), kind=kind)
+
+
+def payload_backend(device: torch.device, asked: str | None, watched: Watched) -> str:
+    """NCCL if every rank has its own GPU and all are of the same vendor, otherwise gloo by way of
+    the host. Every rank calls this.
+
+    Args:
+        device: this rank's device.
+        asked: as for :func:`backends`.
+        watched: the context to communicate in.
+    """
+    if device.type != "cuda" or asked == "gloo":
+        return "gloo"
+    properties = torch.cuda.get_device_properties(device)
+    mine = (str(getattr(properties, "uuid", "")), torch.version.hip is not None)
+    devices = gathered(mine, dist.group.WORLD, watched)
+    shared = len({uuid for uuid, _ in devices}) < len(devices)
+    mixed = len({is_hip for _, is_hip in devices}) > 1
+    if (shared or mixed) and asked is None:
+        log.info(
+            "PipeShift: stages share a device or vendors differ, so payloads go through host"
+            " memory."
+        )
+    return "gloo" if shared or mixed else "nccl"

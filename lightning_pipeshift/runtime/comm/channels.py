@@ -1,0 +1,523 @@
+"""The connections between the stages of one virtual machine.
+
+Payloads and their gradients travel in two directions between neighbours. On gloo, one group carries
+everything and tags keep the tensors apart. NCCL has no tags and matches by order, and an operation
+that waits would block the ones behind it; so each direction between two neighbours has its own
+communicator, on which both ends proceed in microbatch order. Everything else goes by a lane.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.execution.transfer import Fetch
+from lightning_pipeshift.model.trace.placeholder import Placeholder, dtype_named, is_dense
+from lightning_pipeshift.plan.inputs.flow import TensorSpec
+from lightning_pipeshift.runtime.comm.lane import (
+    Lane,
+    Line,
+    PostedObject,
+    Sent,
+    Watched,
+    as_bytes,
+    finish,
+)
+from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose, group_timeout
+from lightning_pipeshift.runtime.comm.sockets import (
+    Opened,
+    ends_soon,
+    keep_for_ever,
+    open_sockets,
+    shut_down,
+)
+from lightning_pipeshift.runtime.comm.threads import InOrder
+from lightning_pipeshift.runtime.comm.waits import complete
+
+
+class Direction(enum.IntEnum):
+    """Which way a tensor travels between neighbours."""
+
+    PAYLOAD = 0
+    GRADIENT = 1
+
+
+class Layout:
+    """How the tensors of one payload, or their gradients, lie in memory.
+
+    The receiver knows the shape without a message, but not the order in which kernels lay out the
+    dimensions. So the sender sends the strides once, in front of the first payload of a kind, and
+    values arrive with the layout they had.
+    """
+
+    __slots__ = ("_header", "strides")
+
+    def __init__(self) -> None:
+        self.strides: list[tuple[int, ...]] | None = None
+        self._header: tuple[Tensor, Any, Watched, int, Sequence[TensorSpec]] | None = None
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no strides have been received, and no receive of them is posted."""
+        return self.strides is None and self._header is None
+
+    def expect(
+        self, header: Tensor, work: Any, watched: Watched, peer: int, specs: Sequence[TensorSpec]
+    ) -> None:
+        """Takes the layout from a message whose receive is posted."""
+        self._header = (header, work, watched, peer, specs)
+
+    def known(self) -> list[tuple[int, ...]]:
+        """The strides of each tensor; waits for them."""
+        if self.strides is None:
+            assert self._header is not None
+            header, work, watched, peer, specs = self._header
+            with watched(peer):
+                complete(work)
+            numbers = iter(header.tolist())
+            self.strides = [tuple(next(numbers) for _ in spec.shape) for spec in specs]
+            self._header = None
+        return self.strides
+
+
+@dataclass
+class Receipt:
+    """A posted receive."""
+
+    flat: Tensor
+    spec: TensorSpec
+    work: Any
+    watched: Watched
+    peer: int
+    layout: Layout
+    number: int
+    staging: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """The tensor; waits for it."""
+        if self.work is not None:
+            with self.watched(self.peer):
+                complete(self.work)
+        if self.staging is not None:
+            self.flat.copy_(self.staging, non_blocking=True)
+        return _as_it_was(self.flat, self.spec.shape, self.layout.known()[self.number])
+
+
+@dataclass
+class PostedSum:
+    """A sum over all stages that has begun."""
+
+    vector: Tensor
+    work: Any
+    watched: Watched
+
+    def wait(self) -> Tensor:
+        """The sum; waits for it."""
+        if self.work is not None:
+            finish(self.work, self.watched)
+        return self.vector
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups in which a virtual machine's stages communicate.
+
+    Args:
+        control: for messages that have to arrive soon.
+        bulk: for large transfers that are not urgent: separate connections, so that they delay no
+            other message.
+        sockets: those of all groups.
+        bulk_sockets: those of ``bulk``.
+    """
+
+    control: Any
+    bulk: Any
+    sockets: Opened
+    bulk_sockets: Opened = frozenset()
+
+
+def make_groups(
+    ranks: Sequence[int], has_bulk: bool = False, timeout: timedelta | None = None
+) -> Groups:
+    """Makes the groups of a virtual machine. Every rank of the job calls this for every virtual
+    machine, in the same order, whether it is a member or not.
+    """
+
+    def make() -> Any:
+        return dist.new_group(list(ranks), backend="gloo", timeout=group_timeout(timeout))
+
+    before = open_sockets()
+    control = make()
+    others = open_sockets()
+    bulk = make() if has_bulk else None
+    after = open_sockets()
+    return Groups(control, bulk, after - before, after - others)
+
+
+def connect_devices(devices: ProcessGroups, machines: Sequence[Sequence[int]]) -> None:
+    """Makes the groups in which payloads travel from device to device. Every rank of the job calls
+    this.
+
+    Args:
+        devices: gets the groups; with gloo, :func:`make_groups` has made all that is needed.
+        machines: the ranks of each virtual machine, in stage order.
+    """
+    if devices.backend == "gloo":
+        return
+    pairs = [pair for ranks in machines for pair in pairwise(ranks)]
+    devices.want(Purpose.PAYLOAD, pairs)
+    devices.want(Purpose.GRADIENT, pairs)
+
+
+class Channels(Lane):
+    """One stage's connections.
+
+    Args:
+        ranks: the global ranks of the virtual machine's stages, in stage order.
+        stage: this stage.
+        device: where tensors live.
+        watched: the context to communicate in.
+        groups: what :func:`make_groups` made for ``ranks``.
+        devices: carry tensors from device to device, from :func:`connect_devices` on. By
+            default, and with gloo, tensors on a GPU go through host memory.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        stage: int,
+        device: torch.device,
+        watched: Watched,
+        groups: Groups,
+        devices: ProcessGroups | None = None,
+    ) -> None:
+        super().__init__(ranks, stage, groups.control, watched)
+        self.device = device
+        self._devices = devices if devices is not None and devices.backend != "gloo" else None
+        self._staged = self._devices is None and device.type != "cpu"
+        self._staging = InOrder("send")
+        self._bulk = groups.bulk
+        self._sockets = groups.sockets
+        self._bulk_sockets = groups.bulk_sockets
+        self.num_done = 0
+        """How many actions this stage has completed."""
+        # Collectives that have begun and may be under way still.
+        self._under_way: list[Any] = []
+
+    @property
+    def backend(self) -> str:
+        """What carries payloads: ``"gloo"`` or ``"nccl"``."""
+        return "gloo" if self._devices is None else self._devices.backend
+
+    def open_lines(self) -> None:
+        """Sends one byte to each neighbour and back, from the first stage to the last, where
+        payloads go from device to device. Every stage calls this.
+
+        NCCL makes a communicator at its first use, and both ends wait for each other there: if one
+        stage first sends a payload and the other first posts the receive of a gradient, both would
+        wait for ever.
+        """
+        if self._devices is None:
+            return
+        with self._devices.connecting():
+            for left in range(self.num_stages - 1):
+                if self.stage not in (left, left + 1):
+                    continue
+                neighbour = left + (self.stage == left)
+                for direction in Direction:
+                    group, member = self._line(neighbour, direction)
+                    byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
+                    sends = (self.stage == left) == (direction is Direction.PAYLOAD)
+                    transfer = group.send if sends else group.recv
+                    with self.watched(self.ranks[neighbour]):
+                        complete(transfer([byte], member, 0))
+
+    def bulk(self, number: int = 0) -> Lane:
+        """A lane for large transfers that are not urgent. Only one thread at a time may use it for
+        the same stage and direction.
+
+        Args:
+            number: which of several lanes; they don't wait for each other.
+        """
+        return Lane(self.ranks, self.stage, self._bulk, self.watched, number)
+
+    def interrupt_bulk(self) -> None:
+        """Ends the connections of :meth:`bulk`, here and for the peers."""
+        shut_down(self._bulk_sockets)
+
+    def close(self) -> None:
+        """Closes the connections; peers that wait on them see an error at once."""
+        self._object_sends.clear()
+        self._staging.close()
+        shut_down(self._sockets)
+        if not all(map(ends_soon, self._under_way)):
+            keep_for_ever(self.control)
+        self.control = self._bulk = None
+
+    # --- payloads and gradients ---
+
+    def send(
+        self,
+        tensors: Sequence[Tensor],
+        specs: Sequence[TensorSpec],
+        direction: Direction,
+        layout: Layout | None = None,
+    ) -> Sent:
+        """Sends tensors to the neighbour that ``direction`` leads to, without waiting.
+
+        Args:
+            tensors: what to send.
+            specs: their shapes and types.
+            direction: where to.
+            layout: their layout in memory as last sent to the neighbour; by default it is sent with
+                these tensors.
+        """
+        layout = layout or Layout()
+        to = self.stage + 1 if direction is Direction.PAYLOAD else self.stage - 1
+        sent = Sent(self.watched, self.ranks[to])
+        line = self._line(to, direction)
+        for tensor in tensors:
+            _require_value(tensor)
+        tensors = [tensor.resolve_conj().resolve_neg() for tensor in tensors]
+        if layout.strides is None:
+            layout.strides = [tensor.stride() for tensor in tensors]
+            header = _header(specs, self._message_device)
+            if header.numel():
+                header.copy_(torch.tensor([n for strides in layout.strides for n in strides]))
+                work = self._post_send(header, to, line, _HEADER_TAG + int(direction))
+                sent.works.append((work, header))
+        flats = [
+            _flat(tensor, strides) for tensor, strides in zip(tensors, layout.strides, strict=True)
+        ]
+
+        def post(flats: Sequence[Tensor]) -> None:
+            for number, (flat, spec) in enumerate(zip(flats, specs, strict=True)):
+                if spec.num_bytes:
+                    work = self._post_send(flat, to, line, _tag(direction, number))
+                    sent.works.append((work, flat))
+
+        if self._staged:
+            # gloo needs the values in host memory: a thread waits until they are there.
+            fetch = Fetch(flats, is_kept=False)
+            sent.posted = self._staging.submit(lambda: post(fetch.wait()))
+        else:
+            post(flats)
+        return sent
+
+    @property
+    def _message_device(self) -> torch.device:
+        return torch.device("cpu") if self._devices is None else self.device
+
+    def post_receive(
+        self,
+        specs: Sequence[TensorSpec],
+        direction: Direction,
+        layout: Layout | None = None,
+    ) -> list[Receipt]:
+        """Posts the receives of what the neighbour sends in ``direction``."""
+        layout = layout or Layout()
+        source = self.stage - 1 if direction is Direction.PAYLOAD else self.stage + 1
+        peer = self.ranks[source]
+        group, member = self._line(source, direction)
+        if layout.is_new:
+            header = _header(specs, self._message_device)
+            work = None
+            if header.numel():
+                with self.watched(peer):
+                    work = group.recv([as_bytes(header)], member, _HEADER_TAG + int(direction))
+                layout.expect(header, work, self.watched, peer, specs)
+            else:
+                layout.strides = [() for _ in specs]
+        receipts = []
+        for number, spec in enumerate(specs):
+            numel = spec.num_bytes // spec.itemsize
+            flat = torch.empty(numel, dtype=dtype_named(spec.dtype), device=self.device)
+            staging = None
+            if self._staged:
+                staging = torch.empty_like(flat, device="cpu", pin_memory=True)
+            work = None
+            if spec.num_bytes:
+                with self.watched(peer):
+                    work = group.recv(
+                        [as_bytes(flat if staging is None else staging)],
+                        member,
+                        _tag(direction, number),
+                    )
+            receipts.append(Receipt(flat, spec, work, self.watched, peer, layout, number, staging))
+        return receipts
+
+    def _line(self, neighbour: int, direction: Direction) -> Line:
+        if self._devices is None:
+            return self._line_to(neighbour)
+        return self._devices.line(
+            _PURPOSE[direction], self.ranks[self.stage], self.ranks[neighbour]
+        )
+
+    # --- single tensors ---
+
+    def send_on_device(self, tensor: Tensor, to: int, purpose: Purpose = Purpose.SHARED) -> None:
+        """Sends one tensor to any stage, from device to device where payloads go so: in the group
+        that the two stages have for a purpose. What runs on the device after this may change the
+        tensor.
+        """
+        if self._devices is None:
+            self.send_tensor(tensor, to)
+            return
+        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        if flat.numel():
+            line = self._devices.line(purpose, self.ranks[self.stage], self.ranks[to])
+            work = self._post_send(flat, to, line, 0)
+            with self.watched(self.ranks[to]):
+                complete(work)
+
+    def receive_on_device(
+        self, like: Tensor, source: int, purpose: Purpose = Purpose.SHARED
+    ) -> Tensor:
+        """The tensor that stage ``source`` sends with :meth:`send_on_device`, of the shape and type
+        of ``like``; on this stage's device.
+        """
+        if self._devices is None:
+            return self.receive_tensor(like, source).to(self.device)
+        tensor = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+        if tensor.numel():
+            rank, peer = self.ranks[self.stage], self.ranks[source]
+            group, member = self._devices.line(purpose, rank, peer)
+            with self.watched(peer):
+                complete(group.recv([as_bytes(tensor.view(-1))], member, 0))
+        return tensor
+
+    @contextmanager
+    def links(self, pairs: Iterable[tuple[int, int]]) -> Iterator[None]:
+        """Context in which pairs of stages have groups to measure their links. Every rank of the
+        job calls this.
+        """
+        ranks = [tuple(self.ranks[stage] for stage in pair) for pair in pairs]
+        if self._devices is not None:
+            self._devices.want(Purpose.LINKS, ranks)
+        yield
+        if self._devices is not None:
+            self._devices.want(Purpose.LINKS, [])
+
+    # --- all stages together ---
+
+    def share_object(self, obj: Any, source: int, posted: PostedObject | None = None) -> Any:
+        """Every stage calls this; every stage gets what ``source`` passed.
+
+        Args:
+            obj: picklable; only that of ``source`` counts.
+            source: a stage.
+            posted: what :meth:`post_object` returned, if it was called before.
+        """
+        if self.stage != source:
+            return self.receive_object(source, posted)
+        self.settle()
+        for to in range(self.num_stages):
+            if to != source:
+                self.send_object(obj, to)
+        return obj
+
+    def gather_objects(self, obj: Any) -> list[Any] | None:
+        """Every stage calls this; stage 0 gets what each passed, in stage order, and the others
+        ``None``.
+        """
+        if self.stage:
+            self.send_object(obj, 0)
+            return None
+        return [obj, *(self.receive_object(stage) for stage in range(1, self.num_stages))]
+
+    def sum(self, vector: Tensor) -> Tensor:
+        """The sum of a CPU vector over the stages, with the same bits on each."""
+        return self.post_sum(vector).wait()
+
+    def post_sum(self, vector: Tensor) -> PostedSum:
+        """Begins :meth:`sum` without waiting for it."""
+        work = None
+        if self.num_stages > 1:
+            with self.watched(None):
+                work = dist.all_reduce(vector, group=self.control, async_op=True)
+            self._under_way = [one for one in self._under_way if not one.is_completed()]
+            self._under_way.append(work)
+        return PostedSum(vector, work, self.watched)
+
+    def gather_int(self, value: int) -> list[int]:
+        """Every stage's value, in stage order."""
+        if self.num_stages == 1:
+            return [value]
+        parts = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
+        own = torch.tensor([value], dtype=torch.int64)
+        with self.watched(None):
+            work = dist.all_gather(parts, own, group=self.control, async_op=True)
+        self._under_way.append(work)
+        finish(work, self.watched)
+        return [int(parts[member]) for member in self._members]
+
+
+_PURPOSE = {Direction.PAYLOAD: Purpose.PAYLOAD, Direction.GRADIENT: Purpose.GRADIENT}
+
+# Apart from the tensors' tags, which are small numbers.
+_HEADER_TAG = 1 << 19
+
+
+def _tag(direction: Direction, number: int) -> int:
+    return 2 * number + int(direction)
+
+
+def _header(specs: Sequence[TensorSpec], device: torch.device) -> Tensor:
+    """Room for the strides of tensors."""
+    return torch.empty(sum(len(spec.shape) for spec in specs), dtype=torch.int64, device=device)
+
+
+def _flat(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """The numbers of a tensor as a vector: in the order of its memory where that has neither gaps
+    nor overlaps, else in the order of its dimensions.
+
+    Args:
+        tensor: the tensor.
+        strides: those that have been sent to the other side.
+    """
+    tensor = tensor.detach()
+    if not is_dense(tuple(tensor.shape), strides):
+        return tensor.contiguous().flatten()
+    if tensor.stride() != strides:
+        laid_out = torch.empty_strided(
+            tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
+        )
+        tensor = laid_out.copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def _as_it_was(flat: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """A tensor with the strides that it had at the sender."""
+    if is_dense(shape, strides):
+        # Not a view of the vector: autograd treats views specially.
+        return flat.new_empty(0).set_(flat.untyped_storage(), 0, shape, strides)
+    whole = flat.view(shape)
+    sizes = [1 if step == 0 else size for size, step in zip(shape, strides, strict=True)]
+    for dimension, size in enumerate(sizes):
+        whole = whole.narrow(dimension, 0, size)
+    ordered = sorted((step, size) for step, size in zip(strides, sizes, strict=True) if size > 1)
+    for (step, size), (larger, _) in pairwise(ordered):
+        if larger < step * size:
+            # Its elements overlap, so no code may write to it anyway.
+            return flat.view(shape)
+    with_gaps = torch.empty_strided(sizes, strides, dtype=flat.dtype, device=flat.device)
+    return with_gaps.copy_(whole).expand(shape)
+
+
+def _require_value(tensor: Tensor) -> None:
+    if isinstance(tensor, Placeholder):
+        raise LayerError(
+            f"A value to be sent was made of one that this stage does not have ({tensor!r})."
+            " The step runs code again (in its backward) that depends on another stage's layers:"
+            " put that code into one module and name it in `configure_layers()`."
+        )

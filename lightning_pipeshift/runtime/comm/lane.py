@@ -1,0 +1,275 @@
+"""A lane sends objects, and tensors by way of the CPU, between any two members of a process group.
+
+Payloads go by the channels; everything else (results, plans, parts of checkpoints, layers that
+move) goes by a lane.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipeshift.runtime.comm.staging import room_for
+from lightning_pipeshift.runtime.comm.waits import complete
+
+# A context around communication with a rank (``None``: with several), which turns a broken
+# connection into its reason.
+Watched = Callable[[int | None], AbstractContextManager[None]]
+
+# A process group, and a stage's rank in it. Its methods are called without torch's own wrappers
+# around them, which take longer than the sending.
+Line = tuple[Any, int]
+
+# How often a rank that waits for a collective looks whether the run has failed.
+_LOOKS_EVERY = timedelta(seconds=0.5)
+
+_FIRST_TAG = 1 << 20
+_HEADER_BYTES = 8
+# The size of an object's first message: a step's usual report needs no second one.
+_INLINE_BYTES = 4096
+
+
+def finish(work: Any, watched: Watched) -> None:
+    """Waits for a collective of gloo's.
+
+    gloo may lose a collective whose connections are shut down meanwhile, and a loss is not told: so
+    the wait is in short pieces, and ``watched`` is asked between them.
+    """
+    while True:
+        with watched(None):
+            try:
+                work.wait(_LOOKS_EVERY)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+
+
+def gathered(obj: Any, group: Any, watched: Watched) -> list[Any]:
+    """Every member of a group calls this, and gets what each passed, in the order of the members.
+
+    Args:
+        obj: picklable.
+        group: one of gloo.
+        watched: the context to communicate in.
+    """
+    data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    length = torch.tensor([data.numel()])
+    with watched(None):
+        work = dist.all_gather(sizes, length, group=group, async_op=True)
+    finish(work, watched)
+    longest = max(int(size) for size in sizes)
+    parts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+    padded = torch.cat([data, data.new_zeros(longest - data.numel())])
+    with watched(None):
+        work = dist.all_gather(parts, padded, group=group, async_op=True)
+    finish(work, watched)
+    return [
+        pickle.loads(part[: int(size)].numpy().tobytes())
+        for part, size in zip(parts, sizes, strict=True)
+    ]
+
+
+@dataclass
+class Sent:
+    """A send under way; it keeps the tensor alive.
+
+    Args:
+        watched: the context to communicate in.
+        peer: the rank that it goes to.
+        works: what has been posted.
+        posted: where a thread posts it: complete when it has.
+    """
+
+    watched: Watched
+    peer: int
+    works: list[tuple[Any, Tensor]] = field(default_factory=list)
+    posted: Future[None] | None = None
+
+    def wait(self) -> None:
+        """Returns when the tensors may be reused."""
+        if self.posted is not None:
+            self.posted.result()
+        with self.watched(self.peer):
+            for work, _ in self.works:
+                complete(work)
+        self.works.clear()
+
+
+@dataclass
+class PostedObject:
+    """The posted receive of an object's first message."""
+
+    first: Tensor
+    work: Any
+    source: int
+
+
+class _Head(NamedTuple):
+    """A tensor's description, sent before the tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def like(self) -> Tensor:
+        """A tensor of this kind, without memory."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+class Lane:
+    """One stage's end of a gloo group.
+
+    Args:
+        ranks: the global ranks of the stages, in stage order.
+        stage: this stage.
+        control: the process group.
+        watched: the context to communicate in.
+        number: distinguishes its messages from those of the group's other lanes.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], stage: int, control: Any, watched: Watched, number: int = 0
+    ) -> None:
+        self.ranks = list(ranks)
+        self.stage = stage
+        self.control = control
+        self.watched = watched
+        self._object_sends: list[Sent] = []
+        self._object_tag = _FIRST_TAG + 2 * number
+        self._tensor_tag = self._object_tag + 1
+        # Torch numbers a group's members by their ranks, whatever order they were given in.
+        self._members = [sorted(self.ranks).index(rank) for rank in self.ranks]
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the virtual machine has."""
+        return len(self.ranks)
+
+    def _line_to(self, stage: int) -> Line:
+        return self.control, self._members[stage]
+
+    def _post_send(self, flat: Tensor, to: int, line: Line, tag: int) -> Any:
+        group, peer = line
+        # Posting fails if the peer has already ended.
+        with self.watched(self.ranks[to]):
+            return group.send([as_bytes(flat)], peer, tag)
+
+    def send_object(self, obj: Any, to: int) -> None:
+        """Sends a picklable object to stage ``to``, without waiting."""
+        buffer = io.BytesIO()
+        pickle.dump(obj, buffer, protocol=pickle.HIGHEST_PROTOCOL)
+        data = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+        first = torch.zeros(_HEADER_BYTES + _INLINE_BYTES, dtype=torch.uint8)
+        first[:_HEADER_BYTES].view(torch.int64)[0] = len(data)
+        inline = data[:_INLINE_BYTES]
+        first[_HEADER_BYTES : _HEADER_BYTES + len(inline)] = inline
+        sent = Sent(self.watched, self.ranks[to])
+        for part in (first, data[_INLINE_BYTES:]):
+            if len(part):
+                work = self._post_send(part, to, self._line_to(to), self._object_tag)
+                sent.works.append((work, part))
+        self._object_sends.append(sent)
+
+    def post_object(self, source: int) -> PostedObject:
+        """Posts the receive of the next object from stage ``source``, so that it travels while this
+        stage computes.
+        """
+        first = torch.empty(_HEADER_BYTES + _INLINE_BYTES, dtype=torch.uint8)
+        with self.watched(self.ranks[source]):
+            work = self.control.recv([first], self._members[source], self._object_tag)
+            return PostedObject(first, work, source)
+
+    def receive_object(self, source: int, posted: PostedObject | None = None) -> Any:
+        """Waits for an object from stage ``source``, whose receive may be posted already."""
+        if posted is None:
+            posted = self.post_object(source)
+        with self.watched(self.ranks[source]):
+            complete(posted.work)
+        first = posted.first
+        size = int(first[:_HEADER_BYTES].view(torch.int64)[0])
+        data = first[_HEADER_BYTES : _HEADER_BYTES + min(size, _INLINE_BYTES)]
+        if size > _INLINE_BYTES:
+            rest = torch.empty(size - _INLINE_BYTES, dtype=torch.uint8)
+            self._receive(rest, source, self._object_tag)
+            data = torch.cat([data, rest])
+        return pickle.loads(data.numpy().tobytes())
+
+    def send_tensor(self, tensor: Tensor, to: int) -> None:
+        """Sends one tensor to stage ``to`` by way of the CPU, and waits until its memory may be
+        reused.
+        """
+        flat = (
+            tensor.detach()
+            .to("cpu")
+            .resolve_conj()
+            .resolve_neg()
+            .contiguous()
+            .reshape(-1)
+            .view(torch.uint8)
+        )
+        if flat.numel():
+            work = self._post_send(flat, to, self._line_to(to), self._tensor_tag)
+            with self.watched(self.ranks[to]):
+                complete(work)
+
+    def receive_tensor(self, like: Tensor, source: int) -> Tensor:
+        """Waits for a tensor of the shape and type of ``like``; returns it on the CPU."""
+        tensor = room_for(tuple(like.shape), like.dtype)
+        self.receive_into(tensor, source)
+        return tensor
+
+    def receive_into(self, tensor: Tensor, source: int) -> None:
+        """Waits for a tensor, and receives it into a contiguous tensor on the CPU."""
+        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        if flat.numel():
+            self._receive(flat, source, self._tensor_tag)
+
+    def send_values(self, values: Mapping[Any, Any], to: int) -> None:
+        """Sends named values: tensors, whose shapes the receiver need not know, one at a time, and
+        other picklable objects. Waits as :meth:`send_tensor` does.
+        """
+        heads = {
+            name: _Head(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
+            for name, value in values.items()
+        }
+        self.send_object(heads, to)
+        self.settle()
+        for value in values.values():
+            if isinstance(value, Tensor):
+                self.send_tensor(value, to)
+
+    def receive_values(self, source: int) -> Iterator[tuple[Any, Any]]:
+        """Yields what :meth:`send_values` sends, name by name; tensors are on the CPU. The caller
+        has to exhaust the iterator.
+        """
+        for name, head in self.receive_object(source).items():
+            if isinstance(head, _Head):
+                yield name, self.receive_tensor(head.like(), source)
+            else:
+                yield name, head
+
+    def _receive(self, buffer: Tensor, source: int, tag: int) -> None:
+        with self.watched(self.ranks[source]):
+            complete(self.control.recv([buffer], self._members[source], tag))
+
+    def settle(self) -> None:
+        """Waits for the sends of objects that are still under way."""
+        sends, self._object_sends = self._object_sends, []
+        for sent in sends:
+            sent.wait()
+
+
+def as_bytes(flat: Tensor) -> Tensor:
+    """A vector's bytes. NCCL does not know every type; gloo copies memory whatever its type."""
+    return flat if flat.device.type == "cpu" else flat.reshape(-1).view(torch.uint8)

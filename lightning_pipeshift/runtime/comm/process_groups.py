@@ -1,0 +1,289 @@
+"""The process groups that carry tensors from device to device, and sums: a rank's all in one place.
+
+Three things concern all of them together:
+
+- A group costs a communicator on the device, and a stream of it. Where the same ranks already have
+  one for the same purpose it is used again, and one that no plan needs any more is destroyed.
+- NCCL's streams come from torch's pool of 32 streams of high priority, and nothing else of this
+  package's does: a copy on a side stream never queues behind a receive that waits for another rank.
+- After a failure, kernels of NCCL wait for ever, and all that runs on the device waits behind them:
+  a `loss.cpu()`, the destruction of a group. Aborting a communicator first tells its kernels to
+  leave (``ncclCommAbort`` sets a flag), and then frees memory, which waits for every kernel on the
+  device, those of other communicators too. So all are aborted at the same time, each in a thread.
+  (NCCL's group calls cannot do that: they hold for one thread, and ``ProcessGroupNCCL::abort``
+  starts another.)
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from enum import Enum
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from lightning_pipeshift.errors import ConfigurationError
+from lightning_pipeshift.runtime.comm.lane import Line, Watched
+from lightning_pipeshift.runtime.comm.sockets import Opened, keep_for_ever, open_sockets
+
+# A posted receive of NCCL occupies this many of the GPU's multiprocessors until the data is there
+# (an H100 has 132). The variable NCCL_MAX_CTAS overrides it.
+_MOST_CTAS: Final = 4
+# How long a rank that fails waits for its communicators to be aborted.
+_PATIENCE_SECONDS: Final = 10.0
+# Read when a group is made; torchrun sets it to 1.
+_ERROR_HANDLING: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+class Purpose(Enum):
+    """What a group is for. NCCL has no tags and matches by order, so what may be under way at the
+    same time has a group of its own.
+    """
+
+    PAYLOAD = "payloads, from a stage to the next"
+    GRADIENT = "gradients of payloads, from a stage to the one before"
+    SHARED = "gradients of shared parameters, between two stages that hold them"
+    LINKS = "measuring links"
+    SUMS = "sums over the virtual machines"
+
+
+Ranks = tuple[int, ...]
+
+
+class ProcessGroups:
+    """One rank's process groups of a backend. Every rank makes and changes them in the same way.
+
+    Args:
+        backend: ``"gloo"`` or ``"nccl"``.
+        device: this rank's device.
+        watched: the context to communicate in.
+        timeout: see :func:`group_timeout`.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        device: torch.device,
+        watched: Watched,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self.backend = backend
+        self.device = device
+        self.watched = watched
+        self.sockets: Opened = frozenset()
+        """Those that the backend itself has opened while it connected: aborting closes them."""
+        self._timeout = group_timeout(timeout)
+        self._groups: dict[tuple[Purpose, Ranks], Any] = {}
+        self._lock = threading.Lock()
+        self._aborts: list[threading.Thread] | None = None
+
+    def want(self, purpose: Purpose, sets: Iterable[Iterable[int]]) -> None:
+        """Makes the groups of a purpose that are missing, and destroys those that are not wanted
+        any more. Every rank of the job calls this with the same sets, member or not, when nothing
+        is under way in the groups of that purpose.
+
+        Args:
+            purpose: what they are for.
+            sets: the ranks of each group.
+        """
+        # In one order on all ranks: both are collective.
+        wanted = sorted({tuple(sorted(ranks)) for ranks in sets})
+        known = sorted(ranks for kind, ranks in self._groups if kind is purpose)
+        with self.watched(None):
+            for ranks in known:
+                if ranks not in wanted:
+                    dist.destroy_process_group(self._groups.pop((purpose, ranks)))
+            for ranks in wanted:
+                if ranks not in known:
+                    self._groups[purpose, ranks] = self._made(purpose, ranks)
+
+    def _made(self, purpose: Purpose, ranks: Ranks) -> Any:
+        options = nccl_options(self._timeout, purpose) if self.backend == "nccl" else None
+        with nccl_environment():
+            group = dist.new_group(
+                list(ranks), timeout=self._timeout, backend=self.backend, pg_options=options
+            )
+        if self.backend == "nccl":
+            _abort_of(group, self.device)
+        return group
+
+    def group(self, purpose: Purpose, ranks: Iterable[int]) -> Any:
+        """The group of some ranks, in any order, of which this rank is one."""
+        return self._groups[purpose, tuple(sorted(ranks))]
+
+    def line(self, purpose: Purpose, rank: int, to: int) -> Line:
+        """The group of this rank and another one, and the place of the other in it."""
+        return self.group(purpose, (rank, to)), int(to > rank)
+
+    @contextmanager
+    def connecting(self) -> Iterator[None]:
+        """Context of the first operations in groups, in which the backend opens connections."""
+        before = open_sockets()
+        yield
+        self.sockets |= open_sockets() - before
+
+    # --- a failure ---
+
+    def error(self) -> str | None:
+        """What is wrong with a group's connections on the devices, in words; ``None`` where nothing
+        is. Any thread may call this.
+        """
+        for (purpose, ranks), group in list(self._groups.items()):
+            found = _error_of(group, self.device) if self.backend == "nccl" else None
+            if found is not None:
+                return (
+                    f"reports an error of NCCL ({found}) between the ranks"
+                    f" {', '.join(map(str, ranks))}, in the group for {purpose.value}. The"
+                    " variable NCCL_DEBUG=WARN lets NCCL print what it has met"
+                )
+        return None
+
+    def abort(self) -> None:
+        """Begins to end everything that is under way on the device, in all groups at once, and
+        returns at once. Any thread may call this, several times.
+        """
+        with self._lock:
+            if self._aborts is not None:
+                return
+            groups = list(self._groups.values()) if self.backend == "nccl" else []
+            if dist.is_initialized():
+                groups.append(dist.group.WORLD)
+            aborts = {id(group): _abort_of(group, self.device) for group in groups}
+            for group in groups:
+                if aborts[id(group)] is not None:
+                    # Its destruction would wait for torch's own threads.
+                    keep_for_ever(group)
+            self._aborts = [
+                threading.Thread(target=_quietly, args=(abort,), name="abort", daemon=True)
+                for abort in aborts.values()
+                if abort is not None
+            ]
+            for thread in self._aborts:
+                thread.start()
+
+    def end_all(self) -> None:
+        """Ends all process groups of this process, after a failure."""
+        self.abort()
+        assert self._aborts is not None
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        for thread in self._aborts:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._groups.clear()
+        if not self._aborts:
+            dist.destroy_process_group()
+        elif not any(thread.is_alive() for thread in self._aborts):
+            _forget_all_groups()
+        else:
+            warnings.warn(
+                "PipeShift: communicators of this rank's GPU did not end within"
+                f" {_PATIENCE_SECONDS:g} s after a failure, so this process cannot train again."
+                " Start a new one.",
+                stacklevel=2,
+            )
+
+
+def group_timeout(timeout: timedelta | None) -> timedelta:
+    """How long an operation of a group may take: at least gloo's default, of which NCCL's is a
+    third. A rank that stalls is alive, so a user who is impatient at the start is not taken to be
+    so later on.
+    """
+    default: timedelta = dist.default_pg_timeout
+    return default if timeout is None else max(timeout, default)
+
+
+@contextmanager
+def nccl_environment() -> Iterator[None]:
+    """Context in which groups of NCCL's are made: torch's watchdog is not to end this process when
+    an operation fails, or has waited for long, whatever for. Heartbeats tell who is alive, and
+    errors are looked for (:meth:`ProcessGroups.error`). The user's variable is restored.
+    """
+    before = os.environ.get(_ERROR_HANDLING)
+    if hasattr(getattr(dist, "ProcessGroupNCCL", None), "get_error"):
+        os.environ[_ERROR_HANDLING] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(_ERROR_HANDLING, None)
+        if before is not None:
+            os.environ[_ERROR_HANDLING] = before
+
+
+def _quietly(abort: Callable[[], None]) -> None:
+    # An error here has no reader: the run has failed already, with its reason.
+    with suppress(Exception):
+        abort()
+
+
+# --- the names of torch that are not public ---
+
+
+def nccl_options(timeout: timedelta, purpose: Purpose) -> Any:
+    """The options of a group of NCCL's.
+
+    Args:
+        timeout: that of its operations.
+        purpose: what it is for.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    # Sums are not waited for by kernels that are posted early, and need all the bandwidth.
+    if purpose is not Purpose.SUMS and hasattr(options, "config"):
+        options.config.max_ctas = _MOST_CTAS
+    return options
+
+
+def _backend_of(group: Any, device: torch.device) -> Any:
+    """What carries a group's operations on a device; ``None`` where this rank is no member, or gloo
+    carries them.
+    """
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    try:
+        backend = group._get_backend(device)
+    except RuntimeError:
+        return None
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch puts one around each that cannot abort.
+    backend = getattr(backend, "wrapped_pg", backend)
+    return None if backend.name() == "gloo" else backend
+
+
+def _abort_of(group: Any, device: torch.device) -> Callable[[], None] | None:
+    """What aborts a group's operations on a device; ``None`` where nothing has to.
+
+    Raises:
+        ConfigurationError: this torch has no way to abort them.
+    """
+    backend = _backend_of(group, device)
+    if backend is None:
+        return None
+    found: Callable[[], None] | None = getattr(backend, "abort", None)
+    if found is None:
+        raise ConfigurationError(
+            f"torch {torch.__version__} cannot abort operations of the backend {backend.name()!r},"
+            " so a rank that fails would leave the others waiting for ever. Install torch 2.10 or"
+            " newer, or set `PipeShiftStrategy(process_group_backend='gloo')`."
+        )
+    return found
+
+
+def _error_of(group: Any, device: torch.device) -> str | None:
+    """The name of the error that torch's watchdog has found in a group, if it has."""
+    backend = _backend_of(group, device)
+    get_error = getattr(backend, "get_error", None)
+    name = "SUCCESS" if get_error is None else str(get_error().name)
+    return None if name == "SUCCESS" else name
+
+
+def _forget_all_groups() -> None:
+    """Lets torch forget all groups, without waiting for the operations under way as
+    ``destroy_process_group`` does. Their communicators have been aborted.
+    """
+    forget = getattr(dist.distributed_c10d, "_abort_process_group", None)
+    (forget or dist.destroy_process_group)()

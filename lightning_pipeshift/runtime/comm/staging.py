@@ -1,0 +1,33 @@
+"""Host memory for copies that are made while training waits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_pipeshift.model.saved.large_pages import ask_for_large_pages
+
+
+def room_for(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An uninitialised tensor in host memory."""
+    tensor = torch.empty(shape, dtype=dtype)
+    ask_for_large_pages(tensor)
+    return tensor
+
+
+class Staging:
+    """Copies of tensors in host memory, which is reused for the next copies."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[str, Tensor] = {}
+
+    def copy(self, key: str, tensor: Tensor) -> Tensor:
+        """A contiguous copy of a tensor. It is valid until the next copy with the same key."""
+        room = self._rooms.get(key)
+        if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
+            room = self._rooms[key] = room_for(tuple(tensor.shape), tensor.dtype)
+        return room.copy_(tensor.detach())
+
+    def clear(self) -> None:
+        """Releases the memory."""
+        self._rooms.clear()

@@ -1,0 +1,302 @@
+"""Sums the gradients of every layer over its owners in the virtual machines.
+
+A layer's sum begins when the last microbatch's backward has passed the layer, and goes on behind
+the backwards of the layers in front of it. Whether a parameter has a gradient at all is known on
+the hosts, and is sent from host to host: for flags among the gradients a rank would wait, layer by
+layer, until its GPU has summed them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_pipeshift.runtime.comm.lane import Watched, finish
+from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
+from lightning_pipeshift.runtime.comm.threads import InOrder
+
+
+class Sum(Protocol):
+    """A sum under way."""
+
+    def wait(self) -> None:
+        """Returns when the sum is complete."""
+
+
+# Given a number, the members' ranks and a vector: begins to sum it in place.
+StartSum = Callable[[int, Sequence[int], Tensor], Sum]
+
+# Given a vector in host memory: returns its sum over all ranks, which all call this.
+Agree = Callable[[Tensor], Tensor]
+
+_MOST_TYPES = 8
+
+
+@dataclass
+class GradientGroup:
+    """Parameters whose gradients are summed together: those of one layer.
+
+    Args:
+        number: identifies the group; the same on every rank.
+        parameters: in the same order on every owner.
+        places: their places among all parameters of the model.
+        members: the ranks of the owners, one for each virtual machine.
+        is_hooked: whether the gradients are whole as soon as the last backward made them.
+    """
+
+    number: int
+    parameters: list[nn.Parameter]
+    places: list[int]
+    members: list[int]
+    is_hooked: bool = True
+    _missing: int = 0
+    _sums: list[tuple[list[nn.Parameter], Tensor, Sum]] = field(default_factory=list)
+    _buffers: dict[torch.dtype, Tensor] = field(default_factory=dict)
+    _present: set[int] = field(default_factory=set)
+    """The places of the parameters that had a gradient when the sum began."""
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that may have a gradient now."""
+        return [parameter for parameter in self.parameters if parameter.requires_grad]
+
+    def start(self, start_sum: StartSum, device: torch.device, staging: InOrder) -> None:
+        """Begins to sum the gradients that exist.
+
+        Args:
+            start_sum: begins a sum.
+            device: where the sum is made.
+            staging: waits for gradients of a GPU that are summed in host memory.
+        """
+        self._present = {
+            place
+            for place, parameter in zip(self.places, self.parameters, strict=True)
+            if parameter.grad is not None
+        }
+        by_type: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in self.trained:
+            by_type.setdefault(parameter.dtype, []).append(parameter)
+        for index, (dtype, parameters) in enumerate(by_type.items()):
+            length = sum(parameter.numel() for parameter in parameters)
+            there = parameters[0].device
+            buffer = self._buffers.get(dtype)
+            if buffer is None or len(buffer) != length:
+                # Gradients of a GPU may be summed in host memory.
+                is_pinned = device != there and there.type == "cuda"
+                buffer = torch.empty(length, dtype=dtype, device=device, pin_memory=is_pinned)
+                self._buffers[dtype] = buffer
+            joined = buffer if device == there else torch.empty_like(buffer, device=there)
+            for parameter, part in zip(parameters, _parts(joined, parameters), strict=True):
+                gradient = parameter.grad
+                if gradient is None:
+                    part.zero_()
+                else:
+                    part.view(parameter.shape).copy_(_dense(gradient))
+            begin = partial(start_sum, self.number * _MOST_TYPES + index, self.members, buffer)
+            if joined is buffer:
+                self._sums.append((parameters, buffer, begin()))
+                continue
+            buffer.copy_(joined, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            begun = staging.submit(partial(_behind, event, begin))
+            self._sums.append((parameters, buffer, _Staged(begun)))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Waits for the sums, and makes them the parameters' gradients."""
+        for parameters, buffer, under_way in self._sums:
+            under_way.wait()
+            summed = buffer.to(parameters[0].device, non_blocking=True)
+            for parameter, part in zip(parameters, _parts(summed, parameters), strict=True):
+                if parameter.grad is None or parameter.grad.layout is not torch.strided:
+                    parameter.grad = torch.empty_like(parameter)
+                parameter.grad.copy_(part.view(parameter.shape))
+        self._sums = []
+
+    def let_go(self, num_owners: Sequence[float]) -> None:
+        """Takes the gradients off parameters for which no virtual machine had one.
+
+        Args:
+            num_owners: how many had one, for each parameter of the model.
+        """
+        for place, parameter in zip(self.places, self.parameters, strict=True):
+            if parameter.requires_grad and not num_owners[place]:
+                parameter.grad = None
+
+    @property
+    def is_started(self) -> bool:
+        """Whether a sum is under way."""
+        return bool(self._sums)
+
+
+class Aggregation:
+    """The sums of one rank's layers.
+
+    Args:
+        groups: one for each layer that this rank owns, in call order.
+        start_sum: begins a sum.
+        agree: sums a vector over all ranks, by way of the hosts.
+        num_parameters: how many the model has.
+        device: where the sums are made.
+        in_order: whether sums have to begin in the same order on all ranks; that order is then the
+            one in which backwards pass the layers, the last layer first.
+    """
+
+    def __init__(
+        self,
+        groups: list[GradientGroup],
+        start_sum: StartSum,
+        agree: Agree,
+        num_parameters: int,
+        device: torch.device,
+        in_order: bool,
+    ) -> None:
+        self._groups = groups
+        self._start_sum = start_sum
+        self._agree = agree
+        self._num_parameters = num_parameters
+        self._device = device
+        self._staging = InOrder("sum")
+        self._in_order = in_order
+        self._is_armed = False
+        self._ready: set[int] = set()
+        self.exposed_seconds = 0.0
+        """How long the last step has waited for its sums, in seconds."""
+        # By identity of the parameter. A frozen one gets no hook until it is trained.
+        self._handles: dict[int, Any] = {}
+
+    def close(self) -> None:
+        """Takes the hooks off the parameters."""
+        self._staging.close()
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def arm(self) -> None:
+        """From here on, the step's last backward on this stage runs."""
+        self._is_armed = True
+        self._ready.clear()
+        for index, group in enumerate(self._groups):
+            trained = group.trained
+            group._missing = len(trained)
+            for parameter in trained if group.is_hooked else ():
+                if id(parameter) not in self._handles:
+                    hook = parameter.register_post_accumulate_grad_hook(_Noticed(self, index))
+                    self._handles[id(parameter)] = hook
+
+    def notice(self, index: int) -> None:
+        """Called when one of a group's parameters has its gradient."""
+        if not self._is_armed:
+            return
+        group = self._groups[index]
+        group._missing -= 1
+        if group._missing == 0:
+            self._ready.add(index)
+            self._start_ready()
+
+    @torch.no_grad()
+    def _start_ready(self) -> None:
+        for index in sorted(self._ready, reverse=True):
+            later = self._groups[index + 1 :] if self._in_order else []
+            if all(group.is_started or not group.trained for group in later):
+                self._ready.discard(index)
+                self._groups[index].start(self._start_sum, self._device, self._staging)
+
+    def finish(self) -> None:
+        """Begins what has not begun (a layer that no gradient reached), and waits for all sums.
+
+        Every rank calls this, and it returns when all have their sums: no rank takes its optimizer
+        step before. (On a GPU they are submitted then, and what follows is ordered behind them.)
+        """
+        self._is_armed = False
+        with torch.no_grad():
+            for group in reversed(self._groups):
+                if not group.is_started:
+                    group.start(self._start_sum, self._device, self._staging)
+        begin = time.perf_counter()
+        present = torch.zeros(self._num_parameters)
+        for group in reversed(self._groups):
+            group.finish()
+            present[list(group._present)] = 1.0
+        self.exposed_seconds = time.perf_counter() - begin
+        num_owners = self._agree(present).tolist()
+        for group in self._groups:
+            group.let_go(num_owners)
+
+
+def _behind(event: Any, begin: Callable[[], Sum]) -> Sum:
+    event.synchronize()
+    return begin()
+
+
+@dataclass
+class _Staged:
+    """A sum that a thread begins."""
+
+    begun: Future[Sum]
+
+    def wait(self) -> None:
+        self.begun.result().wait()
+
+
+@dataclass
+class _Noticed:
+    """A hook of a parameter. Not a closure, so that the objects it refers to can be inspected."""
+
+    aggregation: Aggregation
+    index: int
+
+    def __call__(self, parameter: Tensor) -> None:
+        self.aggregation.notice(self.index)
+
+
+class AllReduce:
+    """Sums by torch's own collective.
+
+    Args:
+        groups: have one group for each set of owners.
+        watched: the context to communicate in.
+    """
+
+    def __init__(self, groups: ProcessGroups, watched: Watched) -> None:
+        self._groups = groups
+        self._watched = watched
+
+    def start(self, number: int, members: Sequence[int], buffer: Tensor) -> Sum:
+        """Begins to sum a vector in place."""
+        with self._watched(None):
+            group = self._groups.group(Purpose.SUMS, members)
+            work = dist.all_reduce(buffer, group=group, async_op=True)
+        return _Collective(work, self._watched, self._groups.backend == "gloo")
+
+
+@dataclass
+class _Collective:
+    work: Any
+    watched: Watched
+    is_gloo: bool
+
+    def wait(self) -> None:
+        if self.is_gloo:
+            finish(self.work, self.watched)
+            return
+        # NCCL's wait orders streams and returns at once; with a time limit it would block.
+        with self.watched(None):
+            self.work.wait()
+
+
+def _parts(buffer: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
+    return list(buffer.split([parameter.numel() for parameter in parameters]))
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()

@@ -1,0 +1,79 @@
+"""The rings of :mod:`lightning_pipeshift.runtime.gradients.rings` on NCCL.
+
+NCCL has no tags and matches by order, so all members have to begin their rings in one order. They
+need no messages for that: it is the order in which backwards pass the layers, the last layer first.
+The transfers and the additions are queued on a separate stream, and the host does not wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_pipeshift.runtime.comm.lane import Watched
+from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
+from lightning_pipeshift.runtime.comm.side_streams import side_stream
+from lightning_pipeshift.runtime.gradients.rings import chunks_of, received_at, sent_at
+
+
+class DeviceSum:
+    """A sum that is queued on another stream.
+
+    Args:
+        event: when it is complete.
+    """
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """Makes all work that is queued from here on run after the sum."""
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+class DeviceRings:
+    """One rank's part in all rings, on NCCL.
+
+    Args:
+        groups: have one group for each set of owners.
+        rank: this rank.
+        watched: the context to communicate in.
+    """
+
+    def __init__(self, groups: ProcessGroups, rank: int, watched: Watched) -> None:
+        self._groups = groups
+        self._rank = rank
+        self._watched = watched
+        self._stream = side_stream(groups.device, "rings")
+
+    def start(self, number: int, members: Sequence[int], buffer: Tensor) -> DeviceSum:
+        """Queues the sum of a vector on the GPU, in place, over the members."""
+        group = self._groups.group(Purpose.SUMS, members)
+        place, count = members.index(self._rank), len(members)
+        upstream, downstream = members[place - 1], members[(place + 1) % count]
+        chunks = chunks_of(buffer, count)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        buffer.record_stream(self._stream)
+        with torch.cuda.stream(self._stream), self._watched(None):
+            landing = torch.empty_like(chunks[0])
+            for step in range(2 * count - 2):
+                outgoing, chunk = (
+                    chunks[sent_at(step, place, count)],
+                    chunks[received_at(step, place, count)],
+                )
+                sums = step < count - 1
+                incoming = landing[: len(chunk)] if sums else chunk
+                transfers = [
+                    dist.P2POp(dist.isend, outgoing, downstream, group),
+                    dist.P2POp(dist.irecv, incoming, upstream, group),
+                ]
+                # Every member leaves out the same empty chunks.
+                transfers = [transfer for transfer in transfers if len(transfer.tensor)]
+                for work in dist.batch_isend_irecv(transfers) if transfers else []:
+                    work.wait()
+                if sums:
+                    chunk += incoming
+            return DeviceSum(self._stream.record_event())

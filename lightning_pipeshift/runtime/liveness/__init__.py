@@ -1,0 +1,1 @@
+"""Failures: ranks that raise, die or wait for too long."""

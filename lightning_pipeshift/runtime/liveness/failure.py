@@ -1,0 +1,357 @@
+"""Ends the run on every rank when one fails, with the first failure's reason.
+
+A rank that fails announces the reason to all others, and a rank that is gone is noticed by those
+that no longer hear it (see :mod:`~lightning_pipeshift.runtime.liveness.peers`). Either way each
+rank shuts down the connections on which its own code may be waiting: that raises an error there at
+once, which is replaced by the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_pipeshift.errors import PipeShiftError, StageFailedError
+from lightning_pipeshift.runtime.comm.mesh import Mesh
+from lightning_pipeshift.runtime.comm.sockets import Opened
+from lightning_pipeshift.runtime.comm.waits import interrupt_waits
+from lightning_pipeshift.runtime.liveness.peers import Peers
+from lightning_pipeshift.runtime.liveness.stalls import StallWatch, activity, write_stacks
+
+HEARTBEAT_SECONDS: Final = 10.0
+"""After how many seconds of silence a rank is gone, unless the user says otherwise."""
+
+# How long after a failure a rank's own thread may take to notice it, before the process is ended.
+_GRACE_SECONDS: Final = 10.0
+# How long after another rank's error this rank may go on by itself.
+_RESPITE_SECONDS: Final = 1.0
+_MOST_CHARACTERS: Final = 6000
+
+
+class FailureBoard:
+    """This rank's knowledge of the first failure.
+
+    Args:
+        rank: this rank.
+        mesh: connects it with the others, see
+            :func:`~lightning_pipeshift.runtime.comm.mesh.connect_all`.
+        timeout: after how many seconds of silence a rank is gone.
+        name_of: a rank's place in words.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        mesh: Mesh,
+        timeout: float = HEARTBEAT_SECONDS,
+        name_of: Callable[[int], str] = "rank {}".format,
+    ) -> None:
+        self.name_of = name_of
+        self.waits: tuple[int | None, float] | None = None
+        """The rank that this rank's own thread waits for (``None``: several), and since when."""
+        self.interrupt: Callable[[], None] = lambda: None
+        """Called in a thread when another rank has failed: shuts down the connections on which this
+        rank may wait."""
+        self.give_up: Callable[[], None] = lambda: None
+        """Called in a thread when a rank is gone: shuts down the connections on which only those
+        ranks go on after a failure that are still there."""
+        self.trouble: Callable[[], str | None] = lambda: None
+        """Called in a thread about every second: what is wrong with this rank's connections on its
+        device, in words that follow its name; ``None`` where nothing is."""
+        self.lost_at: float | None = None
+        """Since when any rank has been gone, by ``time.monotonic``."""
+        self.is_running = True
+        """Whether a run is under way: outside of runs, the process is left alone."""
+        self._rank = rank
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._count: Callable[[], int] = int
+        self._stalls: StallWatch | None = None
+        self._stacks: Path | None = None
+        self._owner = threading.get_ident()
+        self._entry: dict[str, Any] | None = None
+        self._is_known = threading.Event()
+        self._known_at = 0.0
+        # Whether this rank's own connections have been shut down for it.
+        self._is_over = False
+        self._has_noticed = False
+        # The error that ended this rank, if it was raised in a thread.
+        self._failure: BaseException | None = None
+        self._is_closed = False
+        self._peers: Peers | None = None
+        if mesh.connections:
+            self._peers = Peers(
+                mesh,
+                timeout,
+                self._hear,
+                self._lose,
+                self._described,
+                lambda: self._count(),
+                self._tick,
+            )
+
+    @property
+    def own_name(self) -> str:
+        """This rank's place, at the beginning of a sentence."""
+        return _capitalised(self.name_of(self._rank))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether other ranks can still be heard."""
+        return not self._is_closed
+
+    @property
+    def sockets(self) -> Opened:
+        """Those of the connections to the other ranks."""
+        return self._peers.sockets if self._peers is not None else frozenset()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a failure is known."""
+        return self._is_known.is_set()
+
+    # --- this rank fails ---
+
+    def publish(self, where: str, error: BaseException) -> bool:
+        """Announces a failure, unless another came first; returns whether it was the first."""
+        text = "".join(traceback.format_exception(error))
+        reason = f"{where} failed first: {type(error).__name__}: {error}\n\n"
+        reason += text[-_MOST_CHARACTERS:]
+        self._has_noticed = True
+        return self._note({"by": self._rank, "reason": reason})
+
+    def publish_beside(self, error: BaseException) -> None:
+        """:meth:`publish` for a thread. This rank's next communication raises the error."""
+        self._failure = error
+        self.publish(self.own_name, error)
+
+    def is_first(self, error: BaseException) -> bool:
+        """Whether a thread has published it already."""
+        return error is self._failure
+
+    def _note(self, entry: dict[str, Any]) -> bool:
+        """Takes a failure down and passes it on, if it is the first."""
+        with self._lock:
+            if self._entry is not None:
+                return False
+            self._entry, self._known_at = entry, time.monotonic()
+        if self._peers is not None:
+            self._peers.announce(entry)
+        self._is_known.set()
+        return True
+
+    def pause(self) -> None:
+        """Ends a run in order: from here on, a rank whose process ends has not failed."""
+        self.is_running = False
+        if self._peers is not None:
+            self._peers.pause()
+
+    def resume(self) -> None:
+        """Begins another run of the same ranks."""
+        self.is_running = True
+        self._owner = threading.get_ident()
+        if self._peers is not None:
+            self._peers.resume()
+
+    def watch_for_stalls(
+        self, count: Callable[[], int], timeout: float, stacks: Path | None
+    ) -> None:
+        """Lets the first rank say which rank is waited for, when nothing goes on.
+
+        Args:
+            count: returns how many actions this rank has completed; called in a thread.
+            timeout: after how many seconds; 0: never.
+            stacks: the folder to which this rank then writes its stacks; ``None``: it does not.
+        """
+        self._count, self._stacks = count, stacks
+        if self._rank == 0:
+            self._stalls = StallWatch(timeout, self.name_of, print_at_once)
+
+    def close(self) -> None:
+        """Ends the connections, behind what is announced."""
+        self._is_closed = True
+        if self._peers is not None:
+            self._peers.close()
+
+    # --- another rank fails: called in the peers' thread ---
+
+    def _described(self) -> str:
+        if self._stacks is not None:
+            with suppress(OSError):
+                write_stacks(self._stacks, self._rank)
+        # A mistake in a message must not end the thread: this rank would count as gone.
+        with suppress(Exception):
+            return json.dumps(self.activity())
+        return ""
+
+    def _look_for_stalls(self, peers: Peers) -> None:
+        if self._stalls is not None:
+            counts = {self._rank: self._count(), **peers.counts}
+            self._stalls.look(
+                counts,
+                lambda: {self._rank: self._described(), **peers.answers},
+                peers.ask,
+                time.monotonic(),
+            )
+
+    def _look_for_trouble(self) -> None:
+        if (trouble := self.trouble()) is not None:
+            # No rank has failed; but all would wait for ever.
+            self._note({"by": None, "reason": f"{self.own_name} {trouble}."})
+
+    def _hear(self, entry: dict[str, Any]) -> None:
+        # Not at once: where all ranks find the same mistake, each is to raise the error itself.
+        self._note(entry)
+
+    def _lose(self, ranks: list[int], how: str) -> None:
+        names = [self.name_of(rank) for rank in ranks]
+        if self._peers is not None:
+            # A process that was stopped goes on, hears that it counts as gone, and ends in order.
+            # One that is stuck does not notice a launcher's SIGTERM either, for which Python has a
+            # handler, and a launcher waits longer.
+            self._peers.resume_processes(ranks)
+            self._peers.end_processes(ranks, _GRACE_SECONDS / 2)
+        verb = "" if how.startswith("ended") else "is " if len(ranks) == 1 else "are "
+        listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+        reason = f"{_capitalised(listed)} {verb}{how}."
+        if self.lost_at is None:
+            self.lost_at = time.monotonic()
+        self.give_up()
+        if not self._note({"by": None, "reason": reason}):
+            return
+        self._is_over = True
+        others = self._peers.neighbours - set(ranks) if self._peers is not None else set()
+        if self.is_running and all(rank > self._rank for rank in others):
+            # Once on each host, and at once: a launcher may end this process before it has come to
+            # raising the error.
+            print_at_once(reason)
+        self._end_waits()
+
+    def _tick(self, peers: Peers) -> None:
+        """Ends this process, where its own thread does not notice that the run is over: it may
+        never come back from what it does.
+        """
+        if self._is_over:
+            # Also of other threads, which may have begun to wait since the last time.
+            interrupt_waits()
+        if not self.is_running or self._has_noticed:
+            return
+        if not self._is_known.is_set():
+            with suppress(Exception):
+                self._look_for_stalls(peers)
+            with suppress(Exception):
+                self._look_for_trouble()
+            return
+        since = time.monotonic() - self._known_at
+        if not self._is_over and since > _RESPITE_SECONDS:
+            self._is_over = True
+            self._end_waits()
+        if since < _GRACE_SECONDS:
+            return
+        frame = sys._current_frames().get(self._owner)
+        stack = "".join(traceback.format_stack(frame)[-6:]) if frame is not None else ""
+        assert self._entry is not None
+        message = (
+            f"{self.own_name} ends its process, as it did not react for"
+            f" {_GRACE_SECONDS:g} s to this: {self._entry['reason']}\n\nIt was at\n{stack}"
+        )
+        print_at_once(message)
+        os._exit(1)
+
+    def _end_waits(self) -> None:
+        self.interrupt()
+        interrupt_waits()
+
+    # --- the reason ---
+
+    def read(self, patience: float | None = None) -> str | None:
+        """The first failure's reason, if it was another rank's.
+
+        Args:
+            patience: how many seconds to wait for it; by default until each rank must have been
+                heard.
+        """
+        if self._peers is None:
+            return None
+        self._is_known.wait(self._timeout * 1.5 if patience is None else patience)
+        entry = self._entry
+        if entry is None or entry["by"] == self._rank:
+            return None
+        return str(entry["reason"])
+
+    @contextmanager
+    def watched(self, peer: int | None = None) -> Iterator[None]:
+        """Context for communication alone, in which a broken connection is replaced by its reason.
+
+        Args:
+            peer: the rank at the other end; ``None`` where there are several.
+
+        Raises:
+            StageFailedError: another rank failed, or ended without a word.
+            BaseException: what a thread of this rank has failed with.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._is_over:
+            self._raise(self.read(0.0))
+        is_owner = threading.get_ident() == self._owner
+        if is_owner:
+            self.waits = (peer, time.monotonic())
+        try:
+            yield
+        except RuntimeError as error:
+            if self._failure is not None:
+                raise self._failure from None
+            if isinstance(error, PipeShiftError):
+                raise
+            self._raise(self.read())
+            # It is alive, or has ended in order while this rank still waits for it.
+            name = "another rank" if peer is None else self.name_of(peer)
+            reason = (
+                f"The connection of {self.name_of(self._rank)} to {name} broke, and no rank is"
+                f" known to have failed ({error}). Look at what the other ranks have printed."
+            )
+            self._note({"by": self._rank, "reason": reason})
+            raise StageFailedError(reason) from error
+        finally:
+            if is_owner:
+                self.waits = None
+
+    def activity(self) -> dict[str, Any]:
+        """What this rank's own thread does (see
+        :func:`~lightning_pipeshift.runtime.liveness.stalls.activity`), and the rank that it waits
+        for: -1 for several, ``None`` if it does not wait.
+        """
+        waits = self.waits
+        if waits is None:
+            return {**activity(self._owner), "waits": None, "seconds": 0.0}
+        peer, since = waits
+        seconds = time.monotonic() - since
+        return {
+            **activity(self._owner),
+            "waits": -1 if peer is None else peer,
+            "seconds": seconds,
+        }
+
+    def _raise(self, reason: str | None) -> None:
+        if reason is not None:
+            if threading.get_ident() == self._owner:
+                self._has_noticed = True
+            raise StageFailedError(reason) from None
+
+
+def print_at_once(text: str) -> None:
+    """Prints a message, whatever locks other threads hold."""
+    os.write(2, f"PipeShift: {text}\n".encode(errors="replace"))
+
+
+def _capitalised(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,410 @@
+"""Tells within seconds that another rank is gone: a connection between every two ranks, on which
+each says every second that it is alive.
+
+The connections that training uses cannot tell: they are silent while stages compute, and the kernel
+takes about 15 minutes to give up a connection to a host that does not answer (tcp(7),
+``tcp_retries2``). A thread sends and reads here, so a rank counts as gone where its process has
+ended, is stopped, keeps Python's lock for too long, or cannot be reached. A rank whose Python runs
+and whose step does not go on is alive: see :mod:`~lightning_pipeshift.runtime.liveness.stalls`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import selectors
+import signal
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Final
+
+from lightning_pipeshift.runtime.comm.mesh import Mesh
+from lightning_pipeshift.runtime.comm.sockets import Opened
+
+_HEADER: Final = struct.Struct("!BI")
+_BEAT: Final = struct.Struct("!dQ")
+_MOST_BYTES: Final = 1 << 20
+# A beat is left out where the connection does not even take the earlier ones.
+_MOST_UNSENT_BYTES: Final = 1 << 12
+_POLL_SECONDS: Final = 0.05
+
+
+class Kind(IntEnum):
+    """What a message says."""
+
+    BEAT = 0
+    """The sender is alive."""
+    FAILURE = 1
+    """The run has failed, and why."""
+    QUESTION = 2
+    """Asks what the receiver does at present."""
+    ANSWER = 3
+    """What the sender does."""
+    PAUSES = 4
+    """The sender's run is over: its process may end without having failed."""
+    RESUMES = 5
+    """The sender begins another run."""
+
+
+@dataclass
+class _Peer:
+    rank: int
+    connection: socket.socket
+    heard_at: float
+    unread: bytearray = field(default_factory=bytearray)
+    unsent: bytearray = field(default_factory=bytearray)
+    hears_after: float = 0.0
+    """How long the peer has not heard this rank, as it said last."""
+    count: int = 0
+    is_open: bool = True
+    is_paused: bool = False
+    runs: int = 0
+    """How many runs of the peer are over."""
+    is_lost: bool = False
+
+
+class Peers:
+    """This rank's connections to all others, and the thread that serves them.
+
+    Args:
+        mesh: taken over.
+        timeout: after how many seconds of silence a rank is gone.
+        on_failure: called in the thread, with what another rank has announced.
+        on_lost: called in the thread, with the ranks that are gone and how that was noticed.
+        describe: returns what this rank does at present; called in the thread.
+        count: returns the number of actions that this rank has completed.
+        on_tick: called in the thread about every second, with this object.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        timeout: float,
+        on_failure: Callable[[dict[str, Any]], None],
+        on_lost: Callable[[list[int], str], None],
+        describe: Callable[[], str] = str,
+        count: Callable[[], int] = int,
+        on_tick: Callable[[Peers], None] = lambda _: None,
+    ) -> None:
+        self.timeout = timeout
+        self.answers: dict[int, str] = {}
+        """What the other ranks answered to :meth:`ask`, by rank."""
+        self._interval = min(1.0, timeout / 10)
+        self._on_failure, self._on_lost, self._on_tick = on_failure, on_lost, on_tick
+        self._describe, self._count = describe, count
+        now = time.monotonic()
+        self._awake_since = now
+        self._processes = mesh.processes
+        # By when the processes of ranks must have ended.
+        self._deadlines: dict[int, float] = {}
+        self._peers = {
+            rank: _Peer(rank, connection, now)
+            for rank, connection in sorted(mesh.connections.items())
+        }
+        self._selector = selectors.DefaultSelector()
+        self._lock = threading.Lock()
+        self._waking = socket.socketpair()
+        for each in self._waking:
+            each.setblocking(False)
+        self._selector.register(self._waking[1], selectors.EVENT_READ)
+        for peer in self._peers.values():
+            peer.connection.setblocking(False)
+            self._selector.register(peer.connection, selectors.EVENT_READ, peer)
+        self._is_closing = threading.Event()
+        self._is_paused = False
+        self._runs = 0
+        self.sockets: Opened = frozenset(
+            (each.fileno(), os.fstat(each.fileno()).st_ino)
+            for each in (*mesh.connections.values(), *self._waking)
+        )
+        _ALL.add(self)
+        self._thread = threading.Thread(target=self._serve, name="peers", daemon=True)
+        self._thread.start()
+
+    # --- for other threads ---
+
+    def announce(self, entry: Mapping[str, Any]) -> None:
+        """Tells all other ranks that the run has failed."""
+        self._send_to(self._peers.values(), Kind.FAILURE, json.dumps(entry).encode())
+
+    def ask(self) -> None:
+        """Asks all other ranks what they do; the answers arrive in :attr:`answers`."""
+        self.answers.clear()
+        self._send_to(self._peers.values(), Kind.QUESTION, b"")
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """The number of actions that each rank that is there had completed when it spoke last."""
+        return {peer.rank: peer.count for peer in self._peers.values() if peer.is_open}
+
+    def pause(self) -> None:
+        """Tells the others that this rank's run is over."""
+        if not self._is_paused:
+            self._is_paused, self._runs = True, self._runs + 1
+            self._send_to(self._peers.values(), Kind.PAUSES, b"")
+
+    def resume(self) -> None:
+        """Tells the others that this rank begins another run."""
+        self._is_paused = False
+        self._send_to(self._peers.values(), Kind.RESUMES, b"")
+
+    @property
+    def neighbours(self) -> set[int]:
+        """The other ranks on this host."""
+        return set(self._processes)
+
+    def close(self, patience: float = 2.0) -> None:
+        """Says that this rank's run is over, and ends the thread, after the processes that
+        :meth:`end_processes` was to end.
+
+        Args:
+            patience: for how many seconds at most it tries to deliver what is still unsent.
+        """
+        if self._is_closing.is_set():
+            return
+        self.pause()
+        deadline = time.monotonic() + patience
+        while self._thread.is_alive() and threading.current_thread() is not self._thread:
+            with self._lock:
+                is_sent = not any(peer.unsent for peer in self._peers.values() if peer.is_open)
+            if not self._deadlines and (is_sent or time.monotonic() > deadline):
+                break
+            time.sleep(_POLL_SECONDS / 5)
+        self._is_closing.set()
+        self._rouse()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(patience)
+        _ALL.discard(self)
+
+    def resume_processes(self, ranks: Iterable[int]) -> None:
+        """Lets stopped processes go on, of those ranks that are on this host."""
+        self._signal(ranks, "SIGCONT")
+
+    def end_processes(self, ranks: Iterable[int], patience: float) -> None:
+        """Kills the processes of those ranks that are on this host, unless they end by themselves.
+
+        Args:
+            ranks: of which the processes are to end.
+            patience: for how many seconds at most they may go on.
+        """
+        deadline = time.monotonic() + patience
+        self._deadlines.update((rank, deadline) for rank in self._processes.keys() & set(ranks))
+
+    def _signal(self, ranks: Iterable[int], name: str) -> None:
+        # Only Linux has file descriptors of processes, and so knows any.
+        for rank in ranks:
+            if rank in self._processes:
+                with suppress(OSError):
+                    signal.pidfd_send_signal(self._processes[rank], getattr(signal, name))
+
+    def forget(self) -> None:
+        """Closes what is open: at the end of the thread, and in a process that was forked, whose
+        copies would keep a connection open after its rank has died.
+        """
+        # Without the lock: in a forked process, the thread that may have held it does not exist.
+        self._selector.close()
+        for each in (*(peer.connection for peer in self._peers.values()), *self._waking):
+            each.close()
+        for process in self._processes.values():
+            os.close(process)
+        self._processes = {}
+
+    def _send_to(self, peers: Iterable[_Peer], kind: Kind, body: bytes) -> None:
+        with self._lock:
+            for peer in peers:
+                if peer.is_open:
+                    peer.unsent += _HEADER.pack(kind, len(body)) + body
+        if threading.current_thread() is not self._thread:
+            self._rouse()
+
+    def _rouse(self) -> None:
+        with suppress(OSError):
+            self._waking[0].send(b"\0")
+
+    # --- the thread ---
+
+    def _serve(self) -> None:
+        woke = beats_at = time.monotonic()
+        try:
+            while not self._is_closing.is_set():
+                wait = min(max(0.0, beats_at - time.monotonic()), self._interval)
+                ready = self._selector.select(wait)
+                now = time.monotonic()
+                # This process itself was stopped, or did not get to run: then the others were not
+                # silent, it has not listened.
+                was_away = now - woke > self._interval + self.timeout / 3
+                woke = now
+                for key, events in ready:
+                    if key.data is None:
+                        with suppress(OSError):
+                            self._waking[1].recv(4096)
+                    elif events & selectors.EVENT_READ:
+                        self._read(key.data, now)
+                if was_away:
+                    self._awake_since = now
+                    for peer in self._peers.values():
+                        peer.heard_at = now
+                if now >= beats_at:
+                    beats_at = now + self._interval
+                    self._beat(now)
+                    self._on_tick(self)
+                for peer in self._peers.values():
+                    self._write(peer)
+                self._look_for_ended()
+                self._look_for_lost(now)
+                self._kill_overdue(now)
+        finally:
+            self.forget()
+
+    def _kill_overdue(self, now: float) -> None:
+        for rank, deadline in list(self._deadlines.items()):
+            ended = select.poll()
+            ended.register(self._processes[rank], select.POLLIN)
+            if now >= deadline:
+                self._signal([rank], "SIGKILL")
+            elif not ended.poll(0):
+                continue
+            del self._deadlines[rank]
+
+    def _beat(self, now: float) -> None:
+        for peer in self._peers.values():
+            if peer.is_open and len(peer.unsent) < _MOST_UNSENT_BYTES:
+                body = _BEAT.pack(now - peer.heard_at, self._count())
+                self._send_to([peer], Kind.BEAT, body)
+
+    def _write(self, peer: _Peer) -> None:
+        with self._lock:
+            if not peer.is_open:
+                return
+            try:
+                while peer.unsent:
+                    del peer.unsent[: peer.connection.send(peer.unsent)]
+            except BlockingIOError:
+                pass
+            except OSError:
+                # The end of the connection is noticed by reading, behind the last message.
+                peer.unsent.clear()
+            # What is left goes with the next beat, or at once where there is room for it.
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
+            self._selector.modify(peer.connection, events, peer)
+
+    def _read(self, peer: _Peer, now: float) -> None:
+        is_over = False
+        try:
+            while not is_over:
+                received = peer.connection.recv(1 << 16)
+                is_over = not received
+                peer.unread += received
+                peer.heard_at = now
+        except BlockingIOError:
+            pass
+        except OSError:
+            is_over = True
+        while peer.is_open and len(peer.unread) >= _HEADER.size:
+            kind, length = _HEADER.unpack_from(peer.unread)
+            if length > _MOST_BYTES:
+                is_over = True
+                break
+            if len(peer.unread) < _HEADER.size + length:
+                break
+            body = bytes(peer.unread[_HEADER.size : _HEADER.size + length])
+            del peer.unread[: _HEADER.size + length]
+            self._take(peer, kind, body)
+        if is_over and peer.is_open:
+            self._shut(peer)
+
+    def _look_for_ended(self) -> None:
+        """A rank whose connection is closed is gone, unless its run and all runs that this rank has
+        begun are over for it.
+        """
+        for peer in self._peers.values():
+            if peer.is_open or peer.is_lost:
+                continue
+            if not peer.is_paused:
+                peer.is_lost = True
+                self._on_lost([peer.rank], _CLOSED)
+            elif not self._is_paused and peer.runs <= self._runs:
+                peer.is_lost = True
+                self._on_lost([peer.rank], _ENDED)
+
+    def _take(self, peer: _Peer, kind: int, body: bytes) -> None:
+        if kind == Kind.BEAT:
+            peer.hears_after, peer.count = _BEAT.unpack(body)
+        elif kind == Kind.FAILURE:
+            self._on_failure(json.loads(body))
+        elif kind == Kind.QUESTION:
+            self._send_to([peer], Kind.ANSWER, self._describe().encode()[:_MOST_BYTES])
+        elif kind == Kind.ANSWER:
+            self.answers[peer.rank] = body.decode(errors="replace")
+        elif kind == Kind.PAUSES:
+            peer.is_paused, peer.runs = True, peer.runs + 1
+        elif kind == Kind.RESUMES:
+            peer.is_paused = False
+
+    def _shut(self, peer: _Peer) -> None:
+        with self._lock:
+            peer.is_open = False
+            self._selector.unregister(peer.connection)
+            peer.connection.close()
+
+    def _look_for_lost(self, now: float) -> None:
+        """A rank is gone where one direction is silent: if packets are lost on one way only, the
+        rank at the other end still speaks, and says that it does not hear this one.
+        """
+
+        # What others say of a time in which this process was stopped is no sign of lost packets.
+        listens = now - self._awake_since > self.timeout
+
+        def silence(peer: _Peer) -> float:
+            return max(now - peer.heard_at, peer.hears_after if listens else 0.0)
+
+        around = [peer for peer in self._peers.values() if peer.is_open and not peer.is_lost]
+        if not any(silence(peer) > self.timeout for peer in around):
+            return
+        # A host's ranks become silent together, but for the rhythm of their beats.
+        lost = [peer for peer in around if silence(peer) > self.timeout - 3 * self._interval]
+        longest = max(map(silence, lost))
+        for peer in lost:
+            # It stays connected: what is announced reaches it if it comes back.
+            peer.is_lost = True
+        self._on_lost([peer.rank for peer in lost], _SILENT.format(longest, self.timeout))
+
+
+_CLOSED: Final = (
+    "ended without a word (killed, out of memory, or its host is gone): its connection closed. Look"
+    " at the end of that rank's own output"
+)
+_ENDED: Final = "ended between two runs: its connection closed"
+_SILENT: Final = (
+    "gone: nothing was heard for {:.0f} s (`heartbeat_timeout` is {:g} s). The host cannot be"
+    " reached, or the process is stopped, or one call in it keeps Python's lock"
+)
+
+# A forked process inherits the connections of all.
+_ALL: Final[weakref.WeakSet[Peers]] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for peers in list(_ALL):
+        peers.forget()
+    _ALL.clear()
+
+
+def _close_all() -> None:
+    for peers in list(_ALL):
+        peers.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)
+# The process ends in order.
+atexit.register(_close_all)

@@ -1,0 +1,180 @@
+"""Says which rank is waited for, when nothing has gone on for a while.
+
+A rank whose Python runs is alive (see :mod:`~lightning_pipeshift.runtime.liveness.peers`), whatever
+its own thread does: an endless loop in user code, a file system that hangs, a batch that takes
+minutes to make. That is told, and nothing is ended. What each rank does is read from its stack, so
+that the steps themselves pay nothing for it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import torch
+
+from lightning_pipeshift.files import PACKAGE
+from lightning_pipeshift.model.execution.stage_pass import StagePass
+from lightning_pipeshift.plan.schedule.actions import Action, Kind
+from lightning_pipeshift.runtime.step.step_run import StepRun
+
+STALL_SECONDS: Final = 60.0
+"""After how many seconds in which no rank has completed an action a message is due."""
+
+STACKS: Final = "PIPESHIFT_STACKS"
+"""The environment variable with which every rank writes its stacks to a file then."""
+
+# How long the first rank waits for the others' answers.
+_PATIENCE_SECONDS: Final = 3.0
+_WORDS: Final = {
+    Kind.FORWARD: "the forward",
+    Kind.BACKWARD: "the backward",
+    Kind.RECOMPUTE: "the recomputation",
+}
+_LIBRARIES: Final = tuple(
+    {
+        os.path.realpath(folder) + os.sep
+        for folder in (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), *torch.__path__)
+    }
+)
+_OURS: Final = str(PACKAGE) + os.sep
+
+
+def activity(thread: int) -> dict[str, Any]:
+    """What a thread of this process does: the action and the layer that it is at, and the line of
+    the user's code, each ``None`` where there is none.
+
+    Args:
+        thread: its number.
+    """
+    action: Action | None = None
+    layer: str | None = None
+    at: str | None = None
+    frame: FrameType | None = sys._current_frames().get(thread)
+    while frame is not None:
+        code = frame.f_code
+        if code is StepRun.run.__code__ and action is None:
+            action = frame.f_locals.get("action")
+        elif code is StagePass.visit.__code__ and layer is None:
+            layer = frame.f_locals["gate"].name
+        name = os.path.realpath(code.co_filename)
+        if at is None and not name.startswith((*_LIBRARIES, _OURS, "<")):
+            at = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+        frame = frame.f_back
+    words = None
+    if action is not None:
+        what = _WORDS.get(action.kind, str(action))
+        words = f"{what} of microbatch {action.microbatch}"
+    return {"action": words, "layer": layer, "at": at}
+
+
+def print_stacks_on_a_signal() -> None:
+    """Lets this process print the stacks of all threads when it gets SIGUSR2, whatever it is stuck
+    in, unless the user's code handles that signal.
+    """
+    if hasattr(signal, "SIGUSR2") and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
+        # Where stderr is no file, there is nowhere to print from inside a signal handler.
+        with suppress(AttributeError, OSError, ValueError):
+            faulthandler.register(signal.SIGUSR2, all_threads=True)
+
+
+def write_stacks(folder: Path, rank: int) -> None:
+    """Appends the stacks of all threads to this rank's file in a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"stacks-rank-{rank}.txt").open("a") as file:
+        file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}\n")
+        file.flush()
+        faulthandler.dump_traceback(file, all_threads=True)
+
+
+class StallWatch:
+    """On the first rank: notices that no rank completes anything.
+
+    Args:
+        timeout: seconds; 0: never.
+        name_of: a rank's place in words.
+        say: takes the message.
+    """
+
+    def __init__(
+        self, timeout: float, name_of: Callable[[int], str], say: Callable[[str], None]
+    ) -> None:
+        self._timeout = timeout
+        self._name_of = name_of
+        self._say = say
+        self._total = -1
+        self._since = 0.0
+        self._asked_at: float | None = None
+        self._has_said = False
+
+    def look(
+        self,
+        counts: Mapping[int, int],
+        answers: Callable[[], Mapping[int, str]],
+        ask: Callable[[], None],
+        now: float,
+    ) -> None:
+        """Called about every second.
+
+        Args:
+            counts: the completed actions of each rank.
+            answers: returns what the ranks have answered, by rank: an :func:`activity` with the
+                rank that they wait for, if they wait (``"waits"``), and for how long they have
+                done so (``"seconds"``), as JSON.
+            ask: asks for it.
+            now: the time.
+        """
+        total = sum(counts.values())
+        if total != self._total:
+            if self._has_said:
+                self._say(f"it goes on, after {now - self._since:.0f} s.")
+            self._total, self._since = total, now
+            self._asked_at, self._has_said = None, False
+        elif not self._timeout or self._has_said or now - self._since < self._timeout:
+            return
+        elif self._asked_at is None:
+            self._asked_at = now
+            ask()
+        else:
+            told = answers()
+            if len(told) == len(counts) or now - self._asked_at > _PATIENCE_SECONDS:
+                self._has_said = True
+                found = {rank: json.loads(text) for rank, text in told.items() if text}
+                self._say(self.message(found, now - self._since))
+
+    def message(self, found: Mapping[int, Mapping[str, Any]], seconds: float) -> str:
+        """Names the ranks that all others wait for."""
+        waited_for = {rank: one for rank, one in found.items() if one["waits"] is None}
+        text = f"no rank has completed anything for {seconds:.0f} s. "
+        if not waited_for:
+            waits = "; ".join(
+                f"{self._name_of(rank)} waits for {self._waits_for(one)}"
+                for rank, one in sorted(found.items())
+            )
+            return f"{text}All wait for each other: {waits}. {_ADVICE}"
+        for rank, one in sorted(waited_for.items()):
+            doing = [one["action"], one["layer"] and f"in the layer {one['layer']!r}", one["at"]]
+            where = ", ".join(filter(None, doing)) or "something outside of your code"
+            name = self._name_of(rank)
+            text += f"{name[:1].upper()}{name[1:]} is waited for; it is at {where}. "
+        return text + _ADVICE
+
+    def _waits_for(self, one: Mapping[str, Any]) -> str:
+        return "several" if one["waits"] < 0 else self._name_of(one["waits"])
+
+
+_ADVICE: Final = (
+    "The run goes on as soon as that does. With the environment variable PIPESHIFT_STACKS=1, every"
+    " rank writes its stacks to a file then, and `kill -USR2` lets a process print its own;"
+    " `stall_timeout` says after how many seconds."
+)

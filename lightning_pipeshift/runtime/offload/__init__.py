@@ -1,0 +1,1 @@
+"""Saved tensors in other memory: the host's, or another device's."""

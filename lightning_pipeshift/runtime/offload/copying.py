@@ -1,0 +1,332 @@
+"""Copies between a device's memory and other memory, beside the compute.
+
+On a GPU they run on streams of their own, one for each direction, and events order them with the
+compute; on a CPU, which stands for a device in tests and trains small models, the same copies are
+made by a thread for each direction.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_pipeshift.model.saved.large_pages import ask_for_large_pages
+from lightning_pipeshift.runtime.comm.side_streams import side_stream
+from lightning_pipeshift.runtime.comm.threads import InOrder
+
+Done = Callable[[], None]
+
+
+class Ticket(Protocol):
+    """A copy under way."""
+
+    def is_done(self) -> bool:
+        """Whether the copy is complete."""
+
+    def wait(self) -> None:
+        """Makes the compute wait until the copy is complete."""
+
+
+class Copier(Protocol):
+    """Makes copies in the order in which they are submitted, in each direction."""
+
+    def out(self, work: Callable[[], Any], done: Done) -> Ticket:
+        """Copies from the device when the compute submitted so far is done.
+
+        Args:
+            work: copies from the device.
+            done: called afterwards, possibly in another thread, by copiers that use threads; with
+                others the caller checks the ticket.
+        """
+
+    def back(self, work: Callable[[], Any], done: Done) -> Ticket:
+        """The same for copies to the device."""
+
+    def finish(self) -> None:
+        """Returns when all copies so far are complete; only where they do not hold the memory that
+        they use.
+        """
+
+    def close(self) -> None:
+        """Closes the copier when the copies under way are complete."""
+
+
+class _Promise:
+    """A ticket for work of a thread."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def is_done(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> None:
+        self._future.result()
+
+
+class ThreadCopier:
+    """Copies by threads.
+
+    Args:
+        on_error: called in a thread that has failed.
+    """
+
+    def __init__(self, on_error: Callable[[BaseException], None] | None = None) -> None:
+        self._out = InOrder("swap out", on_error)
+        self._back = InOrder("swap back", on_error)
+
+    def out(self, work: Callable[[], Any], done: Done) -> Ticket:
+        """See :class:`Copier`."""
+        return self._submit(self._out, work, done)
+
+    def back(self, work: Callable[[], Any], done: Done) -> Ticket:
+        """See :class:`Copier`."""
+        return self._submit(self._back, work, done)
+
+    def _submit(self, line: InOrder, work: Callable[[], Any], done: Done) -> Ticket:
+        def run() -> None:
+            with torch.no_grad():
+                work()
+
+        future = line.submit(run)
+        # Called in the thread itself, before or after threads that wait for the future continue:
+        # both orders are correct.
+        future.add_done_callback(lambda done_one: done() if not done_one.exception() else None)
+        return _Promise(future)
+
+    def finish(self) -> None:
+        """See :class:`Copier`: the threads' work holds its tensors."""
+
+    def close(self) -> None:
+        """See :class:`Copier`."""
+        self._out.close()
+        self._back.close()
+
+
+class _Marked:
+    """A ticket for work of a stream.
+
+    Args:
+        event: recorded behind the work.
+        device: the stream's.
+        let_go: called when memory that the work uses may be used for something else.
+    """
+
+    def __init__(self, event: Any, device: torch.device, let_go: Callable[[], Any]) -> None:
+        self._event = event
+        self._device = device
+        self._let_go = let_go
+
+    def is_done(self) -> bool:
+        is_done = bool(self._event.query())
+        if is_done:
+            self._let_go()
+        return is_done
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+        # The compute uses the memory again behind the copy.
+        self._let_go()
+
+
+class StreamCopier:
+    """Copies by streams of a GPU. Copies have to be submitted from the thread that computes.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams = {name: side_stream(device, name) for name in ("out", "back")}
+        # Copies under way, with all that they read and write: a tensor that nobody refers to any
+        # more (a prefetch that is not wanted after all) would be given to the compute at once.
+        self._under_way: dict[int, tuple[Any, Callable[[], Any]]] = {}
+        self._count = 0
+
+    def out(self, work: Callable[[], Any], done: Done) -> Ticket:
+        """See :class:`Copier`."""
+        return self._submit("out", work)
+
+    def back(self, work: Callable[[], Any], done: Done) -> Ticket:
+        """See :class:`Copier`."""
+        return self._submit("back", work)
+
+    def _submit(self, name: str, work: Callable[[], Any]) -> Ticket:
+        stream = self._streams[name]
+        # By then the source has been computed, and the target is no longer in use.
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream), torch.no_grad():
+            work()
+            event = torch.cuda.Event()
+            event.record(stream)
+        for number, (earlier, _) in list(self._under_way.items()):
+            if earlier.query():
+                self._under_way.pop(number, None)
+        self._count += 1
+        self._under_way[self._count] = event, work
+        return _Marked(event, self._device, partial(self._under_way.pop, self._count, None))
+
+    def finish(self) -> None:
+        """See :class:`Copier`."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def close(self) -> None:
+        """See :class:`Copier`."""
+        self.finish()
+        self._under_way.clear()
+
+
+def copier_of(
+    device: torch.device, on_error: Callable[[BaseException], None] | None = None
+) -> Copier:
+    """The copier for a device."""
+    return StreamCopier(device) if device.type == "cuda" else ThreadCopier(on_error)
+
+
+def pinned_room(num_bytes: int, finish: Callable[[], None]) -> Tensor:
+    """Pinned host memory, as a vector of bytes, of this size and not more.
+
+    Torch's own allocator rounds pinned memory up to powers of two, and keeps it to the end of the
+    process: a budget of 9 GB would take 16.
+
+    Args:
+        num_bytes: how many, at least 1.
+        finish: called before the memory is released; returns when no copy uses it.
+
+    Raises:
+        RuntimeError: so much memory cannot be pinned.
+    """
+    # Whole pages, as no page can be pinned twice.
+    is_linux = sys.platform == "linux"
+    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if is_linux else {}
+    room = torch.frombuffer(mmap.mmap(-1, num_bytes, **flags), dtype=torch.uint8)
+    ask_for_large_pages(room)
+    address = room.data_ptr()
+    failure = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+    if failure:
+        # CUDA reports an error once more with the next kernel, which has nothing to do with it.
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+        raise RuntimeError(f"CUDA's error {failure} when pinning {num_bytes} bytes")
+    weakref.finalize(room, _unpin, address, finish).atexit = False
+    return room
+
+
+def _unpin(address: int, finish: Callable[[], None]) -> None:
+    finish()
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+class BufferPool:
+    """Memory blocks that hold copies, and are used again.
+
+    Args:
+        device: whose memory.
+        limit_bytes: how much of it may be taken.
+        pinned: whether a GPU is to read and write it beside its compute.
+        finish: returns when no copy uses pinned memory that is to be released.
+        say: called once with a message if memory cannot be pinned.
+        is_tight: whether used and unused rooms together never exceed the peak of what was in use.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        limit_bytes: float,
+        pinned: bool = False,
+        finish: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] = lambda _: None,
+        is_tight: bool = False,
+    ) -> None:
+        self.device = device
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self.peak_bytes = 0
+        self._pinned = pinned
+        self._finish = finish
+        self._say = say
+        self._is_tight = is_tight
+        self._lock = threading.Lock()
+        # Unused rooms by their size, and their total size.
+        self._free: dict[int, list[Tensor]] = {}
+        self._free_bytes = 0
+
+    def claim(self, num_bytes: int) -> bool:
+        """Reserves so many bytes; returns whether that was possible."""
+        with self._lock:
+            if self.used_bytes + num_bytes > self.limit_bytes:
+                return False
+            self.used_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+            return True
+
+    def unclaim(self, num_bytes: int) -> None:
+        """Undoes :meth:`claim`."""
+        with self._lock:
+            self.used_bytes -= num_bytes
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Reserved room, as a vector of bytes."""
+        with self._lock:
+            return self._taken(num_bytes)
+
+    def give(self, room: Tensor) -> None:
+        """Frees a room, for later use."""
+        with self._lock:
+            self.used_bytes -= room.numel()
+            self._free_bytes += room.numel()
+            self._free.setdefault(room.numel(), []).append(room)
+
+    def _taken(self, num_bytes: int) -> Tensor:
+        unused = self._free.get(num_bytes)
+        if unused:
+            room = unused.pop()
+            self._free_bytes -= num_bytes
+            return room
+        # Rooms of other sizes are released to make place.
+        limit = self.peak_bytes if self._is_tight else self.limit_bytes
+        while self._free_bytes and self.used_bytes + self._free_bytes > limit:
+            self._give_one_back()
+        return self._made(num_bytes)
+
+    def clear(self) -> None:
+        """Releases the unused rooms."""
+        with self._lock:
+            while self._free_bytes:
+                self._give_one_back()
+
+    def _give_one_back(self) -> None:
+        size = max(size for size, rooms in self._free.items() if rooms)
+        self._drop(self._free[size].pop())
+        self._free_bytes -= size
+
+    def _drop(self, room: Tensor) -> None:
+        """Called with a room that will not be used again."""
+
+    def _made(self, num_bytes: int) -> Tensor:
+        if self._pinned and num_bytes:
+            try:
+                return pinned_room(num_bytes, self._finish)
+            except RuntimeError as error:
+                self._pinned = False
+                self._say(
+                    f"host memory for swapped tensors cannot be pinned ({error}), so swaps are"
+                    " slower, and wait for the compute. Raise the limit of locked memory (`ulimit"
+                    " -l`), or lower `host_budget`."
+                )
+        room = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        if self.device.type == "cpu":
+            ask_for_large_pages(room)
+        return room

@@ -1,0 +1,515 @@
+"""Blocks of saved tensors in the memory of other ranks that have room.
+
+CN114880130B, after MPress (HPCA 2023): a tensor is cut into blocks in proportion to the bandwidth
+of the links to the ranks that take them. A rank on the same host makes room, and this rank copies a
+block there; blocks for other hosts are sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_pipeshift.model.saved.codec import Codec, Encoded
+from lightning_pipeshift.plan.inputs.saved_tensors import Swap
+from lightning_pipeshift.runtime.comm.lane import Lane
+from lightning_pipeshift.runtime.comm.staging import room_for
+from lightning_pipeshift.runtime.comm.threads import InOrder, Threads
+from lightning_pipeshift.runtime.offload.copying import Done, Ticket
+from lightning_pipeshift.runtime.offload.shared_memory import (
+    Address,
+    Opening,
+    SharedBufferPool,
+    aside,
+    copy,
+    opened,
+)
+from lightning_pipeshift.runtime.offload.targets import OffloadedBlock, claim_all
+
+# The lanes of blocks: to the lenders, and back. Requests for a block and the returned blocks go in
+# opposite directions on the second. On the third, lenders answer announcements of blocks.
+_THERE, _BACK, _ROOMS = 1, 2, 3
+
+_CPU = torch.device("cpu")
+
+Key = tuple[int, int]
+"""Identifies a block's part at its lender: the stage that owns it, and a number."""
+
+
+class _Put(NamedTuple):
+    """Announces a block."""
+
+    key: Key
+    num_bytes: int
+    address: Address | None
+    """That of the sending process, if it wants to copy the block there directly."""
+    num_asked: int = 0
+    """How many blocks the borrower has asked to be returned or released before it announced this
+    one."""
+
+
+class Lender:
+    """Keeps blocks of other stages, in memory that the plan reserves for them.
+
+    Args:
+        lanes: makes the lane with a number.
+        device: where to put the blocks.
+        threads: their threads wait for other stages.
+        take_room: called with the bytes of a block that arrives, and, negative, of one that leaves.
+        address: that of this process; ``None`` to have every block sent.
+    """
+
+    def __init__(
+        self,
+        lanes: Callable[[int], Lane],
+        device: torch.device,
+        threads: Threads,
+        take_room: Callable[[int], None],
+        address: Address | None = None,
+    ) -> None:
+        self._lanes = lanes
+        self._device = device
+        self._address = address
+        # By borrowing stage: only that stage writes there, one block after the other.
+        self.rooms: dict[int, SharedBufferPool] = {}
+        self._threads = threads
+        self._take_room = take_room
+        self._held: dict[Key, Tensor] = {}
+        # By borrowing stage: how many of its requests have been carried out.
+        self._num_answered: dict[int, float] = {}
+        self._changed = threading.Condition()
+
+    def serve(self, stage: int) -> None:
+        """From here on, takes the blocks that a stage sends, and returns them on request."""
+        if stage not in self.rooms:
+            self.rooms[stage] = SharedBufferPool(self._device)
+            self._num_answered[stage] = 0.0
+            self._threads.submit(partial(self._aside, self._receive, stage))
+            self._threads.submit(partial(self._aside, self._answer, stage))
+
+    def _aside(self, serve: Callable[[int], None], stage: int) -> None:
+        with aside(self._device):
+            serve(stage)
+
+    def _receive(self, stage: int) -> None:
+        lane, rooms = self._lanes(_THERE), self.rooms[stage]
+        last: Tensor | None = None
+        while True:
+            put = lane.receive_object(stage)
+            if last is not None:
+                # The borrower announces its next block only after opening the last room.
+                rooms.was_opened(last)
+            if put is None:
+                break
+            rooms.is_shared = put.address is not None and put.address == self._address
+            room = self._held.get(put.key)
+            if room is None:
+                # What the borrower has given back before it announced this block came by another
+                # lane. Until it is released here, there would be more than was promised.
+                with self._changed:
+                    while self._num_answered[stage] < put.num_asked:
+                        self._changed.wait()
+                self._take_room(put.num_bytes)
+                rooms.claim(put.num_bytes)
+                room = rooms.take(put.num_bytes)
+            if put.address is not None:
+                opening = _opening(rooms, room)
+                answers = self._lanes(_ROOMS)
+                answers.send_object(opening, stage)
+                answers.settle()
+                if isinstance(opening, Opening):
+                    last = room
+                    self._hold(put.key, room)
+                    continue
+            staging = room
+            if room.device.type != "cpu":
+                staging = room_for((put.num_bytes,), torch.uint8)
+            lane.receive_into(staging, stage)
+            if staging is not room:
+                copy(room, staging, self._device)
+            self._hold(put.key, room)
+        rooms.clear()
+
+    def _hold(self, key: Key, room: Tensor) -> None:
+        with self._changed:
+            self._held[key] = room
+            self._changed.notify_all()
+
+    def _answer(self, stage: int) -> None:
+        try:
+            self._answer_all(stage)
+        finally:
+            # Whatever ends it: no block waits for what never comes.
+            with self._changed:
+                self._num_answered[stage] = math.inf
+                self._changed.notify_all()
+
+    def _answer_all(self, stage: int) -> None:
+        lane, rooms = self._lanes(_BACK), self.rooms[stage]
+        while (asked := lane.receive_object(stage)) is not None:
+            key, is_wanted = asked
+            with self._changed:
+                while key not in self._held:
+                    self._changed.wait()
+                room = self._held.pop(key)
+            if is_wanted:
+                lane.send_tensor(room, stage)
+            rooms.give(room)
+            self._take_room(-room.numel())
+            with self._changed:
+                self._num_answered[stage] += 1
+                self._changed.notify_all()
+
+
+def _opening(rooms: SharedBufferPool, room: Tensor) -> Opening | str | None:
+    """The answer to the announcement of a block: how to open its room, or why that is impossible;
+    ``None`` if the two processes are too far apart.
+    """
+    try:
+        return rooms.opening(room) if rooms.is_shared else None
+    except RuntimeError as error:
+        # What the allocator was told (`expandable_segments`), or a container, may forbid it.
+        rooms.is_shared = False
+        return str(error)
+
+
+class Borrower:
+    """This stage's end of the lanes to a stage that keeps blocks for it.
+
+    Args:
+        stage: the lender.
+        lanes: makes the lane with a number.
+        limit_bytes: how much the lender has reserved for this stage.
+        on_error: called in a thread that has failed.
+        device: that of this stage.
+        address: that of this process; ``None`` to send every block.
+        say: called once with the reason if direct copies fail.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        lanes: Callable[[int], Lane],
+        limit_bytes: float,
+        on_error: Callable[[BaseException], None],
+        device: torch.device = _CPU,
+        address: Address | None = None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.stage = stage
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self._lanes = lanes
+        self._numbers = itertools.count()
+        # Guards all attributes below, and the bytes above.
+        self._changed = threading.Condition()
+        self._device = device
+        self._address = address
+        self._say = say
+        # The lender's rooms that this process has opened, by their numbers.
+        self._opened: dict[int, Tensor] = {}
+        # The blocks that have arrived, with their rooms; ``None`` where only the lender knows it.
+        self._arrived: dict[Key, Tensor | None] = {}
+        self._forgotten: set[Key] = set()
+        self._num_asked = 0
+        self._failure: BaseException | None = None
+        self.num_direct = 0
+        """How many blocks were copied directly."""
+        self.there = InOrder(f"to stage {stage}", on_error)
+        self.back = InOrder(f"from stage {stage}", on_error)
+
+    def claim(self, num_bytes: int) -> bool:
+        """Reserves room at the lender; returns whether that was possible."""
+        with self._changed:
+            if self.used_bytes + num_bytes > self.limit_bytes:
+                return False
+            self.used_bytes += num_bytes
+            return True
+
+    def unclaim(self, num_bytes: int) -> None:
+        """Undoes :meth:`claim`."""
+        with self._changed:
+            self.used_bytes -= num_bytes
+
+    def key(self) -> Key:
+        """A new key, which no other block of this stage has."""
+        return self._lanes(_THERE).stage, next(self._numbers)
+
+    def send(self, key: Key, block: Tensor) -> None:
+        """Sends or copies a block's part to the lender; returns when its memory may be reused."""
+        with self._changed:
+            if key in self._forgotten:
+                self._forgotten.remove(key)
+                return
+        try:
+            room = self._room(key, block.numel())
+            if room is not None:
+                copy(room, block, self._device)
+                self.num_direct += 1
+            else:
+                self._lanes(_THERE).send_tensor(block, self.stage)
+        except BaseException as error:
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            if key not in self._forgotten:
+                self._arrived[key] = room
+                self._changed.notify_all()
+                return
+            self._forgotten.remove(key)
+        self.back.submit(partial(self._ask, key, is_wanted=False))
+
+    def _room(self, key: Key, num_bytes: int) -> Tensor | None:
+        """Announces a block; returns the room to copy it to, or ``None`` if it is to be sent."""
+        lane = self._lanes(_THERE)
+        with self._changed:
+            num_asked = self._num_asked
+        lane.send_object(_Put(key, num_bytes, self._address, num_asked), self.stage)
+        lane.settle()
+        if self._address is None:
+            return None
+        opening: Opening | str | None = self._lanes(_ROOMS).receive_object(self.stage)
+        if not isinstance(opening, Opening):
+            self._address = None
+            if opening is not None:
+                self._say_why(opening)
+            return None
+        for number in opening.gone:
+            self._opened.pop(number, None)
+        if opening.handle is not None:
+            try:
+                self._opened[opening.number] = opened(opening.handle, self._device)
+            except (OSError, RuntimeError) as error:
+                self._address = None
+                self._say_why(error)
+                # The lender has room for the block already, and finds that room by the key.
+                return self._room(key, num_bytes)
+        return self._opened[opening.number]
+
+    def _say_why(self, reason: object) -> None:
+        self._say(
+            f"memory of stage {self.stage} cannot be written to directly ({reason}), so what is"
+            " swapped there goes by the network."
+        )
+
+    def take(self, key: Key, block: Tensor) -> None:
+        """Brings a part back, which may still be on its way to the lender."""
+        with self._changed:
+            while key not in self._arrived:
+                if self._failure is not None:
+                    raise self._failure
+                self._changed.wait()
+            room = self._arrived.pop(key)
+        if room is not None:
+            copy(block, room, self._device)
+            self._ask(key, is_wanted=False)
+            return
+        lane = self._ask(key, is_wanted=True)
+        if block.device.type == "cpu":
+            lane.receive_into(block, self.stage)
+        else:
+            copy(block, lane.receive_tensor(block, self.stage), self._device)
+
+    def forget(self, key: Key) -> None:
+        """Lets the lender release a part, which may still be on its way there."""
+        with self._changed:
+            if key not in self._arrived:
+                # The thread that sends it sees this, and does not send it or releases it.
+                self._forgotten.add(key)
+                return
+            del self._arrived[key]
+        self._ask(key, is_wanted=False)
+
+    def _ask(self, key: Key, is_wanted: bool) -> Lane:
+        with self._changed:
+            self._num_asked += 1
+        lane = self._lanes(_BACK)
+        lane.send_object((key, is_wanted), self.stage)
+        lane.settle()
+        return lane
+
+    def close(self) -> None:
+        """Lets the other stage stop serving this one."""
+        self.there.submit(self._leave)
+        self.there.close()
+
+    def _leave(self) -> None:
+        self._say_goodbye(_THERE)
+        # Only now have all requests for the other lane been submitted.
+        self.back.submit(partial(self._say_goodbye, _BACK))
+        self.back.close()
+
+    def _say_goodbye(self, number: int) -> None:
+        lane = self._lanes(number)
+        lane.send_object(None, self.stage)
+        lane.settle()
+
+
+class _Together:
+    """A ticket for work of several threads.
+
+    Args:
+        submits: each submits a part of the work to a thread, which then calls the argument.
+        done: called when all parts are done.
+    """
+
+    def __init__(self, submits: Sequence[Callable[[Callable[[], None]], Any]], done: Done) -> None:
+        self._left = len(submits)
+        self._lock = threading.Lock()
+        self._done = done
+        self._futures = [submit(self._one_is_done) for submit in submits]
+
+    def _one_is_done(self) -> None:
+        with self._lock:
+            self._left -= 1
+            is_last = not self._left
+        if is_last:
+            self._done()
+
+    def is_done(self) -> bool:
+        """See :class:`~lightning_pipeshift.runtime.offload.copying.Ticket`."""
+        return all(future.done() for future in self._futures)
+
+    def wait(self) -> None:
+        """See :class:`~lightning_pipeshift.runtime.offload.copying.Ticket`."""
+        for future in self._futures:
+            future.result()
+
+
+class RemoteTarget:
+    """Ranks with room, each of which takes a part of every block.
+
+    Args:
+        borrowers: this stage's ends of the lanes to them.
+        shares: the relative sizes of their parts.
+        codec: compresses blocks for the transfer.
+    """
+
+    def __init__(
+        self, borrowers: Mapping[int, Borrower], shares: Sequence[float] = (), codec: Any = None
+    ) -> None:
+        self.borrowers = dict(borrowers)
+        self.codec: Codec | None = codec
+        self._split = Swap(0, (0,), tuple(self.borrowers), tuple(shares))
+
+    def sizes(self, num_bytes: int) -> list[tuple[Borrower, int]]:
+        """How many of a block's bytes go to each rank."""
+        return [(self.borrowers[stage], size) for stage, size in self._split.parts(num_bytes)]
+
+    def put(self, memory: Tensor, done: Done) -> OffloadedBlock | None:
+        """See :class:`Place`."""
+        has_room = claim_all(self.sizes(memory.nbytes))
+        return _RemoteBlock(self, memory, done) if has_room else None
+
+
+def _event_now(device: torch.device) -> Any:
+    """An event after the compute so far; ``None`` on a device that computes synchronously."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+class _RemoteBlock:
+    """Blocks at other ranks: for each of them a key, and the part's size."""
+
+    def __init__(self, place: RemoteTarget, memory: Tensor, done: Done) -> None:
+        self._codec = place.codec
+        self._encoded: Encoded | None = None
+        self._was_taken = False
+        parts: tuple[Tensor, ...] = (memory,)
+        if place.codec is not None:
+            encoded = place.codec.encode(memory)
+            parts = encoded.parts
+            self._encoded = encoded.without_values()
+        whole = parts[0].view(torch.uint8)
+        if len(parts) > 1:
+            whole = torch.cat([part.view(torch.uint8) for part in parts])
+        claims = {borrower.stage: size for borrower, size in place.sizes(memory.nbytes)}
+        self._blocks = [
+            (borrower, borrower.key(), size) for borrower, size in place.sizes(whole.numel())
+        ]
+        for borrower, _, size in self._blocks:
+            borrower.unclaim(claims[borrower.stage] - size)
+        self.leaving: Ticket = self._each(whole, lambda to: to.there, Borrower.send, done)
+
+    def _each(
+        self,
+        whole: Tensor,
+        line: Callable[[Borrower], InOrder],
+        act: Callable[[Borrower, Key, Tensor], None],
+        done: Done,
+    ) -> Ticket:
+        """Lets a thread for each rank process that rank's part, after the compute so far."""
+        event = _event_now(whole.device)
+
+        def submit(borrower: Borrower, key: Key, block: Tensor, then: Callable[[], None]) -> Any:
+            def work() -> None:
+                if event is not None:
+                    event.synchronize()
+                with aside(block.device):
+                    act(borrower, key, block)
+                    then()
+
+            return line(borrower).submit(work)
+
+        blocks = whole.split([size for _, _, size in self._blocks])
+        return _Together(
+            [
+                partial(submit, borrower, key, block)
+                for (borrower, key, _), block in zip(self._blocks, blocks, strict=True)
+            ],
+            done,
+        )
+
+    def fetch(self, memory: Tensor, done: Done) -> Ticket:
+        """See :class:`OffloadedBlock`."""
+        self._was_taken = True
+        total = sum(size for _, _, size in self._blocks)
+        whole = memory.view(torch.uint8)
+        if self._encoded is not None:
+            whole = torch.empty(total, dtype=torch.uint8, device=memory.device)
+
+        def take(borrower: Borrower, key: Key, block: Tensor) -> None:
+            borrower.take(key, block)
+            borrower.unclaim(block.numel())
+
+        def finish() -> None:
+            if self._encoded is not None:
+                self._unpack(whole, memory)
+            done()
+
+        # By then, earlier uses of this memory are complete.
+        return self._each(whole, lambda to: to.back, take, finish)
+
+    def _unpack(self, whole: Tensor, memory: Tensor) -> None:
+        assert self._codec is not None
+        assert self._encoded is not None
+        with torch.no_grad():
+            parts, begin = [], 0
+            for part in self._encoded.parts:
+                again = torch.empty_like(part, device=memory.device)
+                again.view(torch.uint8).copy_(whole[begin : begin + part.nbytes])
+                parts.append(again)
+                begin += part.nbytes
+            memory.copy_(self._codec.decode(self._encoded.with_parts(tuple(parts))))
+        if memory.device.type == "cuda":
+            torch.cuda.current_stream(memory.device).synchronize()
+
+    def forget(self) -> None:
+        """See :class:`OffloadedBlock`."""
+        if self._was_taken:
+            return
+        for borrower, key, size in self._blocks:
+            borrower.back.submit(partial(borrower.forget, key))
+            borrower.unclaim(size)

@@ -1,0 +1,202 @@
+"""Memory of this process that another one on the same host can write to and read from directly.
+
+A tensor that goes to another device of the same host is copied once, by the process that needs the
+room, over the link between the two devices: no message carries it, and no other process takes part.
+On a GPU the memory is shared by CUDA IPC; on a CPU, which stands for a device in tests and trains
+small models, as a file in memory only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_pipeshift.host import process_space
+from lightning_pipeshift.runtime.comm.side_streams import side_stream
+from lightning_pipeshift.runtime.offload.copying import BufferPool
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a process is: two with equal addresses can share memory.
+
+    Args:
+        host: the running system, the user, and the namespace of process numbers.
+        devices: the GPUs that the process sees, in its order, by their UUIDs; empty on a CPU. A
+            handle names its GPU by the place in this order.
+        kind: the kind of device.
+    """
+
+    host: str
+    devices: tuple[str, ...]
+    kind: str
+
+
+def address_here(device: torch.device) -> Address | None:
+    """This process's address; ``None`` where memory cannot be shared."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        space = process_space()
+    except OSError:
+        return None
+    return Address(space, _visible() if device.type == "cuda" else (), device.type)
+
+
+def _visible() -> tuple[str, ...]:
+    properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    found = tuple(str(getattr(each, "uuid", "")) for each in properties)
+    if all(found):
+        return found
+    # This build does not know them. What selects GPUs selects them on ROCm, too.
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+    return tuple(os.environ.get(name, "all") for name in names)
+
+
+@contextmanager
+def aside(device: torch.device) -> Iterator[None]:
+    """Context in which this thread's work on a GPU, its memory included, has nothing to do with the
+    compute: for threads that serve other ranks.
+
+    A thread begins on the stream of the compute. What it submits there waits for all that the
+    compute waits for; that may be another rank's payload, and that rank may wait for this thread.
+    The same holds for memory that another process is given: it waits for what is queued on the
+    stream that was current here, on the one that is current there.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.stream(side_stream(device, "other ranks")):
+        yield
+
+
+class Opening(NamedTuple):
+    """A message to another process, with which it opens a room.
+
+    Args:
+        number: identifies the room.
+        handle: opens the room; ``None`` where it has been sent before.
+        gone: numbers of rooms that no longer exist.
+    """
+
+    number: int
+    handle: Any
+    gone: Sequence[int]
+
+
+class SharedBufferPool(BufferPool):
+    """Rooms that one other process can open.
+
+    Args:
+        device: whose memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, float("inf"), is_tight=True)
+        self.is_shared = False
+        """Whether the other process is going to open the rooms that are made from here on."""
+        # By the address of a room's memory: the number by which the other process knows it, and the
+        # object that keeps it open until then.
+        self._numbers: dict[int, int] = {}
+        self._files: dict[int, int] = {}
+        self._next_number = itertools.count()
+        self._gone: list[int] = []
+
+    def opening(self, room: Tensor) -> Opening | None:
+        """The message with which the other process opens a room; ``None`` if the room cannot be
+        shared. Call it :func:`aside` from the compute.
+
+        Raises:
+            RuntimeError: the GPU's memory cannot be shared.
+        """
+        handle: Any = None
+        number = self._numbers.get(room.data_ptr())
+        if number is None:
+            handle = self._handle(room)
+            if handle is None:
+                return None
+            number = self._numbers[room.data_ptr()] = next(self._next_number)
+        gone, self._gone = self._gone, []
+        return Opening(number, handle, gone)
+
+    def _handle(self, room: Tensor) -> Any:
+        if self.device.type == "cuda":
+            from torch.multiprocessing.reductions import reduce_tensor
+
+            return reduce_tensor(room)
+        file = self._files.get(room.data_ptr())
+        return None if file is None else (os.getpid(), file, room.numel())
+
+    def was_opened(self, room: Tensor) -> None:
+        """Called when the other process no longer needs the handle."""
+        file = self._files.pop(room.data_ptr(), None)
+        if file is not None:
+            os.close(file)
+
+    def _drop(self, room: Tensor) -> None:
+        self.was_opened(room)
+        number = self._numbers.pop(room.data_ptr(), None)
+        if number is not None:
+            self._gone.append(number)
+
+    def _made(self, num_bytes: int) -> Tensor:
+        if self.device.type == "cuda" or not self.is_shared:
+            return super()._made(num_bytes)
+        try:
+            file = os.memfd_create("pipeshift")
+        except OSError:  # too many files, say
+            return super()._made(num_bytes)
+        os.ftruncate(file, num_bytes)
+        room = _mapped(os.getpid(), file, num_bytes)
+        self._files[room.data_ptr()] = file
+        return room
+
+
+def _mapped(process: int, file: int, num_bytes: int) -> Tensor:
+    path = f"/proc/{process}/fd/{file}"
+    return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+
+
+def opened(handle: Any, device: torch.device) -> Tensor:
+    """The room that another process's handle refers to, as a vector of bytes. Call it :func:`aside`
+    from the compute.
+
+    Args:
+        handle: that of its :class:`Opening`.
+        device: this process's own.
+
+    Raises:
+        OSError, RuntimeError: it cannot be opened from here.
+    """
+    if device.type == "cuda":
+        rebuild: Callable[..., Tensor]
+        rebuild, arguments = handle
+        room = rebuild(*arguments)
+        here, there = device.index or 0, room.device.index or 0
+        # A GPU is no peer of its own.
+        if here != there and not torch.cuda.can_device_access_peer(here, there):
+            raise RuntimeError(f"{device} cannot reach {room.device}")
+        return room
+    return _mapped(*handle)
+
+
+def copy(target: Tensor, source: Tensor, device: torch.device) -> None:
+    """Copies bytes in the calling thread; returns when the copy is complete.
+
+    Args:
+        target: where to.
+        source: where from.
+        device: this process's own.
+    """
+    with torch.no_grad(), aside(device):
+        target.copy_(source, non_blocking=True)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()

@@ -1,0 +1,263 @@
+"""One stage's memory for saved tensors: its budget, the places they may go to, and other stages'
+blocks that it keeps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from lightning_pipeshift.model.saved.codec import codec_named
+from lightning_pipeshift.plan.cost.memory_model import passing_bytes
+from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.plan.inputs.policies import Planned, Policy
+from lightning_pipeshift.plan.inputs.saved_tensors import Swap
+from lightning_pipeshift.runtime.comm.channels import Channels
+from lightning_pipeshift.runtime.comm.threads import Threads
+from lightning_pipeshift.runtime.offload.activation_store import ActivationStore, StagePolicy
+from lightning_pipeshift.runtime.offload.copying import BufferPool, copier_of
+from lightning_pipeshift.runtime.offload.lending import Borrower, Lender, RemoteTarget
+from lightning_pipeshift.runtime.offload.shared_memory import address_here
+from lightning_pipeshift.runtime.offload.targets import LocalTarget, OffloadTarget
+
+MARGIN: Final = 0.1
+"""The part of a device's free memory that is reserved for uncounted uses: kernels' workspaces, and
+gaps between allocations."""
+
+_HOST_PART: Final = 0.5
+"""How much of a host's free memory swapped tensors may take, all of its ranks together."""
+
+_TRIED_BYTES: Final = 1 << 24
+_TRIES: Final = 4
+
+
+@dataclass(frozen=True)
+class MemoryRequest:
+    """The user's settings.
+
+    Args:
+        budget_bytes: of each device; ``None``: its memory, less a margin.
+        host_bytes: of a host's memory, for each rank; ``None``: a part of the free memory.
+        policy: decides what happens to saved tensors.
+        compression: of swapped tensors: ``"lossless"``, ``"8bit"`` or ``None``.
+    """
+
+    budget_bytes: float | None = None
+    host_bytes: float | None = None
+    policy: Policy = field(default_factory=Planned)
+    compression: str | None = None
+
+
+@dataclass(frozen=True)
+class RankRoom:
+    """One rank's memory.
+
+    Args:
+        budget_bytes: of its device, for everything.
+        host_bytes: of its host, for swapped tensors.
+        host_bandwidth: of the way to the host and back, in bytes per second.
+    """
+
+    budget_bytes: int
+    host_bytes: int
+    host_bandwidth: float
+
+
+class StageMemory:
+    """One stage's part in memory compression.
+
+    Args:
+        wishes: the user's settings.
+        channels: this stage's connections.
+        names: of the layers.
+        where: this stage, in words.
+        threads: their threads wait for other stages.
+        fail_beside: called in a thread that fails.
+        say: shows a message to the user after the step.
+    """
+
+    def __init__(
+        self,
+        wishes: MemoryRequest,
+        channels: Channels,
+        names: Sequence[str],
+        where: str,
+        threads: Threads,
+        fail_beside: Callable[[BaseException], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self.wishes = wishes
+        self.store = ActivationStore(StagePolicy(float("inf"), where=where), say)
+        self._channels = channels
+        self._names = tuple(names)
+        self._where = where
+        self._codec = codec_named(wishes.compression)
+        self._fail_beside = fail_beside
+        device = channels.device
+        self._copier = copier_of(device, fail_beside)
+        self._say = say
+        self._address = address = address_here(device)
+        host = torch.device("cpu")
+        is_pinned = device.type == "cuda"
+        self._host = BufferPool(host, 0.0, is_pinned, self._copier.finish, say)
+        self._lender = Lender(
+            channels.bulk,
+            device,
+            threads,
+            self.store.lend,
+            address,
+        )
+        self._borrowers: dict[int, Borrower] = {}
+        self.room: RankRoom | None = None
+        """This rank's memory, once it has been measured."""
+
+    def measure(self, device_bytes: float, host_bytes: float, num_sharers: int) -> RankRoom:
+        """Measures this rank's memory.
+
+        Args:
+            device_bytes: the free memory of its device.
+            host_bytes: the free memory of its host.
+            num_sharers: how many ranks share the host's memory.
+        """
+        wishes = self.wishes
+        budget = wishes.budget_bytes
+        if budget is None:
+            budget = (1 - MARGIN) * device_bytes
+        on_host = wishes.host_bytes
+        if on_host is None:
+            on_host = _HOST_PART * host_bytes / num_sharers
+        self._host.limit_bytes = on_host
+        rate = self._bandwidth() if on_host else 0.0
+        self.room = RankRoom(int(budget), int(on_host), rate)
+        return self.room
+
+    def _bandwidth(self) -> float:
+        """The bandwidth to the host and back, the lower of the two, with copies in both directions
+        at once: so it is in a step. All ranks of a host measure at the same time.
+        """
+        size = int(min(_TRIED_BYTES, self._host.limit_bytes // 2))
+        rooms = [self._host.take(size) for _ in range(2) if size and self._host.claim(size)]
+        if len(rooms) < 2:
+            return 0.0
+        tensors = [torch.zeros_like(room, device=self._channels.device) for room in rooms]
+        ways = (
+            (self._copier.out, tensors[0], rooms[0]),
+            (self._copier.back, rooms[1], tensors[1]),
+        )
+        best = float("inf")
+        for _ in range(_TRIES):
+            self._synchronize()
+            begun = time.perf_counter()
+            tickets = [
+                carry(partial(to.copy_, source, non_blocking=True), _nothing)
+                for carry, source, to in ways
+            ]
+            for ticket in tickets:
+                ticket.wait()
+            self._synchronize()
+            best = min(best, time.perf_counter() - begun)
+        for room in rooms:
+            self._host.give(room)
+        self._host.peak_bytes = 0
+        return size / best
+
+    def _synchronize(self) -> None:
+        if self._channels.device.type == "cuda":
+            torch.cuda.synchronize(self._channels.device)
+
+    def follow(
+        self,
+        plan: Plan,
+        vm: int,
+        static_bytes: Mapping[int, float],
+        expected_bytes: Mapping[int, int],
+    ) -> None:
+        """Follows a plan from here on. Every stage calls this, with the same plan.
+
+        Args:
+            plan: the plan.
+            vm: this stage's virtual machine.
+            static_bytes: the memory that each layer takes permanently.
+            expected_bytes: the memory that each layer is expected to save for a microbatch.
+        """
+        stage = self._channels.stage
+        own = plan.placement.layers_of(vm, stage)
+        swaps = plan.swapped(vm)
+        for swap in swaps:
+            if stage in swap.stages:
+                self._lender.serve(plan.placement.stage_of(vm, swap.layer))
+        budget = float("inf")
+        if self.room is not None:
+            payloads = (0, *plan.stage_payload_bytes(vm), 0)
+            budget = self.room.budget_bytes - passing_bytes(*payloads[stage : stage + 2])
+            budget -= sum(static_bytes.get(layer, 0.0) for layer in own)
+        host = LocalTarget([self._host], self._copier, codec=self._codec)
+        spare = host if self._host.limit_bytes else None
+        places: dict[tuple[int, int], tuple[OffloadTarget, ...]] = {}
+        for swap in swaps:
+            if swap.layer in own:
+                ways = self._ways(swap, host, spare)
+                places.update({(swap.layer, number): ways for number in swap.tensors})
+        self.store.follow(
+            StagePolicy(
+                budget,
+                places,
+                spare,
+                {layer: expected_bytes.get(layer, 0) for layer in own},
+                self.wishes.budget_bytes is not None,
+                self._names,
+                self._where,
+                self.room.budget_bytes if self.room is not None else None,
+            )
+        )
+
+    def _ways(
+        self, swap: Swap, host: OffloadTarget, spare: OffloadTarget | None
+    ) -> tuple[OffloadTarget, ...]:
+        """The places for a swap's tensors, in order: each is used if those before it are full."""
+        if not swap.stages:
+            return (host,)
+        for stage in swap.stages:
+            if stage not in self._borrowers:
+                self._borrowers[stage] = Borrower(
+                    stage,
+                    self._channels.bulk,
+                    float("inf"),
+                    self._fail_beside,
+                    self._channels.device,
+                    self._address,
+                    self._say,
+                )
+        borrowers = {stage: self._borrowers[stage] for stage in swap.stages}
+        remote = RemoteTarget(borrowers, swap.shares, self._codec)
+        return (remote,) if spare is None else (remote, spare)
+
+    def figures(self) -> dict[str, float]:
+        """Statistics of the store, for users and tests."""
+        traffic = self.store.traffic
+        return {
+            "peak_bytes": traffic.peak_bytes,
+            "budget_bytes": self.store.budget_bytes,
+            "moved_bytes": traffic.moved_bytes,
+            "waited_seconds": traffic.waited_seconds,
+            "num_evicted": traffic.num_evicted,
+            "num_direct": sum(borrower.num_direct for borrower in self._borrowers.values()),
+            "host_peak_bytes": self._host.peak_bytes,
+        }
+
+    def close(self) -> None:
+        """Called at the end of the run: frees the memory, and ends the lending between stages."""
+        for borrower in self._borrowers.values():
+            borrower.close()
+        self._borrowers.clear()
+        self._copier.close()
+        self._host.clear()
+
+
+def _nothing(*_: Any) -> None:
+    """The callback of copies whose end needs no handling."""

@@ -1,0 +1,170 @@
+"""Places for saved tensors that are not on their device: here the host, or GPUs that this process
+copies to. Places on other ranks are in :mod:`lending`.
+
+CN114880130B, after MPress (HPCA 2023): a tensor is cut into blocks in proportion to the bandwidth
+of the links to the devices that take it, and a table has the place of each block.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_pipeshift.model.saved.codec import Codec, Encoded
+from lightning_pipeshift.plan.inputs.saved_tensors import Swap
+from lightning_pipeshift.runtime.offload.copying import BufferPool, Copier, Done, Ticket
+
+
+class OffloadedBlock(Protocol):
+    """A block at another place, or on its way there."""
+
+    leaving: Ticket
+
+    def fetch(self, memory: Tensor, done: Done) -> Ticket:
+        """Begins to bring it back.
+
+        Args:
+            memory: where to put it.
+            done: see :class:`~lightning_pipeshift.runtime.offload.copying.Copier`.
+        """
+
+    def forget(self) -> None:
+        """Releases the block at its place; copies under way may still complete."""
+
+
+class OffloadTarget(Protocol):
+    """Takes blocks."""
+
+    def put(self, memory: Tensor, done: Done) -> OffloadedBlock | None:
+        """Begins to take a block; ``None`` where there is no room.
+
+        Args:
+            memory: the block, as a vector. The caller must not write to it until it has left.
+            done: see :class:`~lightning_pipeshift.runtime.offload.copying.Copier`.
+        """
+
+
+class _Claimable(Protocol):
+    """Has room that can be reserved."""
+
+    def claim(self, num_bytes: int) -> bool:
+        """Reserves so many bytes; returns whether that was possible."""
+
+    def unclaim(self, num_bytes: int) -> None:
+        """Undoes :meth:`claim`."""
+
+
+def claim_all(parts: Sequence[tuple[_Claimable, int]]) -> bool:
+    """Reserves room for all parts of a block, or for none; returns whether it did."""
+    for index, (room, size) in enumerate(parts):
+        if not room.claim(size):
+            for other, claimed in parts[:index]:
+                other.unclaim(claimed)
+            return False
+    return True
+
+
+class LocalTarget:
+    """Memory that this process can copy to: the host's, or that of GPUs beside its own.
+
+    Args:
+        rooms: each takes a part of every block.
+        shares: the relative sizes of these parts.
+        copier: makes the copies.
+        codec: compresses blocks for the transfer.
+    """
+
+    def __init__(
+        self,
+        rooms: Sequence[BufferPool],
+        copier: Copier,
+        shares: Sequence[float] = (),
+        codec: Codec | None = None,
+    ) -> None:
+        self.rooms = tuple(rooms)
+        self.copier = copier
+        self.codec = codec
+        self._split = Swap(0, (0,), tuple(range(len(self.rooms))), tuple(shares))
+
+    def sizes(self, num_bytes: int) -> list[tuple[BufferPool, int]]:
+        """How many of a block's bytes go to which rooms."""
+        return [(self.rooms[index], size) for index, size in self._split.parts(num_bytes)]
+
+    def put(self, memory: Tensor, done: Done) -> OffloadedBlock | None:
+        """See :class:`OffloadTarget`."""
+        has_room = claim_all(self.sizes(memory.nbytes))
+        return _LocalBlock(self, memory, done) if has_room else None
+
+
+class _LocalBlock:
+    def __init__(self, place: LocalTarget, memory: Tensor, done: Done) -> None:
+        self._place = place
+        self._encoded: Encoded | None = None
+        self._rooms: list[tuple[BufferPool, Tensor]] = []
+        self._coming: Ticket | None = None
+        self.leaving = place.copier.out(partial(self._leave, memory), done)
+
+    def _leave(self, memory: Tensor) -> None:
+        place = self._place
+        parts: tuple[Tensor, ...] = (memory,)
+        if place.codec is not None:
+            encoded = place.codec.encode(memory)
+            parts = encoded.parts
+            self._encoded = encoded.without_values()
+        claimed = {id(rooms): size for rooms, size in place.sizes(memory.nbytes)}
+        for part in parts:
+            flat = part.view(torch.uint8)
+            sizes = place.sizes(flat.numel())
+            for (rooms, size), block in zip(sizes, flat.split([n for _, n in sizes]), strict=True):
+                room = rooms.take(size)
+                room.copy_(block, non_blocking=True)
+                self._rooms.append((rooms, room))
+                claimed[id(rooms)] -= size
+        # The encoded block is smaller than the reserved room.
+        for rooms in place.rooms:
+            rooms.unclaim(claimed.get(id(rooms), 0))
+
+    def fetch(self, memory: Tensor, done: Done) -> Ticket:
+        """See :class:`OffloadedBlock`."""
+        self._coming = self._place.copier.back(partial(self._come, memory), done)
+        return self._coming
+
+    def _come(self, memory: Tensor) -> None:
+        if self._encoded is None:
+            self._collect(memory.view(torch.uint8), iter(self._rooms))
+            return
+        rooms = iter(self._rooms)
+        parts = []
+        for part in self._encoded.parts:
+            copy = torch.empty_like(part, device=memory.device)
+            self._collect(copy.view(torch.uint8), rooms)
+            parts.append(copy)
+        assert self._place.codec is not None
+        memory.copy_(self._place.codec.decode(self._encoded.with_parts(tuple(parts))))
+
+    def _collect(self, flat: Tensor, rooms: Iterable[tuple[BufferPool, Tensor]]) -> None:
+        begin = 0
+        for _, room in itertools.islice(rooms, len(self._place.sizes(flat.numel()))):
+            flat[begin : begin + room.numel()].copy_(room, non_blocking=True)
+            begin += room.numel()
+
+    def forget(self) -> None:
+        """See :class:`OffloadedBlock`."""
+        # Queued behind the copies that use these rooms.
+        self._place.copier.out(self._give_back, _nothing)
+
+    def _give_back(self) -> None:
+        if self._coming is not None:
+            self._coming.wait()
+        for rooms, room in self._rooms:
+            rooms.give(room)
+        self._rooms.clear()
+
+
+def _nothing() -> None:
+    """The callback of copies whose end needs no handling."""

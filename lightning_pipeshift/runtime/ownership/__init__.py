@@ -1,0 +1,1 @@
+"""Who holds which tensors, and how layers move to other owners."""

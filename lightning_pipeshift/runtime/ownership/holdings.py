@@ -1,0 +1,642 @@
+"""The tensors that a stage holds: the parameters and buffers of its own layers, the shared ones,
+and their gradients.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    MutableMapping,
+    Sequence,
+)
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.execution.transfer import to_host
+from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
+from lightning_pipeshift.model.parameters.elsewhere import Elsewhere, set_owner_lookup, swap
+from lightning_pipeshift.model.parameters.gradient_box import SharedParameters
+from lightning_pipeshift.model.parameters.uses import (
+    ParameterUse,
+    flat_weights_forgotten,
+    hold,
+    other_state,
+    release,
+    slots_of,
+    take_other_state,
+)
+from lightning_pipeshift.model.trace.placeholder import META
+from lightning_pipeshift.runtime.comm.channels import Channels
+from lightning_pipeshift.runtime.ownership.user_copies import (
+    CopyFinder,
+    exchange,
+    kept_by_user,
+    nowhere,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Holdings:
+    """The parameters and buffers of one stage.
+
+    Args:
+        root: the LightningModule.
+        uses: all its parameters.
+        layers: its layers, in call order.
+        stage_of: the stage of each layer.
+        channels: the stage's connections.
+        of_user_code: the identities of modules inside of layers whose buffers every stage holds.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        uses: list[ParameterUse],
+        layers: Sequence[nn.Module],
+        stage_of: list[int],
+        channels: Channels,
+        of_user_code: Collection[int] = (),
+    ) -> None:
+        self.uses = uses
+        self.root = root
+        self.channels = channels
+        self.stage = channels.stage
+        self.device = channels.device
+        self._modules = list(layers)
+        self._of_user_code = frozenset(of_user_code)
+        self._has_let_go = False
+        self._aliases: dict[int, list[Tensor]] | None = None
+        # By memory: the original's name.
+        self._copies: dict[int, str] | None = None
+        # The fewest elements of a parameter or buffer, by whether it is of a floating type.
+        self._smallest = {
+            is_float: min(
+                (
+                    tensor.numel()
+                    for tensors in (root.parameters(), root.buffers())
+                    for tensor in tensors
+                    if tensor.is_floating_point() is is_float
+                ),
+                default=sys.maxsize,
+            )
+            for is_float in (True, False)
+        }
+        # By identity of a parameter held elsewhere: the gradient that user code sees.
+        self._shown: dict[int, Tensor] = {}
+        self.place(stage_of)
+        self._fresh: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        self._aside: list[tuple[nn.Parameter, Tensor]] = []
+        self._replaces = False
+
+    def place(self, stage_of: Sequence[int]) -> None:
+        """Sets the stage of each layer, without moving anything."""
+        self.layers = list(zip(self._modules, stage_of, strict=True))
+        # The stages that hold a parameter, lowest first, by the parameter's identity.
+        self._holders = {
+            id(use.parameter): holders
+            for use, holders in zip(self.uses, self.all_holders(stage_of), strict=False)
+        }
+        self.held = [use for use in self.uses if self.stage in self.holders_of(use.parameter)]
+        self.shared = SharedParameters([use for use in self.held if use.is_shared], self.held)
+        number_of = {id(use.parameter): number for number, use in enumerate(self.uses)}
+        # Under all names, those of tied parameters too.
+        self._use_named = {
+            name: number_of[id(parameter)]
+            for name, parameter in self.root.named_parameters(remove_duplicate=False)
+            if id(parameter) in number_of
+        }
+        index_of = {id(layer): index for index, layer in enumerate(self._modules)}
+        self._layer_named = {
+            f"{name}.": index_of[id(module)]
+            for name, module in self.root.named_modules(remove_duplicate=False)
+            if id(module) in index_of
+        }
+
+    def knows(self, value: Any) -> bool:
+        """Whether a value is one of the model's parameters."""
+        return id(value) in self._holders
+
+    def holders_of(self, parameter: Tensor) -> list[int]:
+        """The stages that hold a parameter, lowest first; all stages, if it was added later."""
+        return self._holders.get(id(parameter), list(range(self.channels.num_stages)))
+
+    def _buffers(self) -> list[tuple[Tensor, bool]]:
+        """The buffers that the model has now (a layer may replace its own at any time), and whether
+        this stage holds each. One that several layers refer to is held by the stages of all.
+        """
+        inside: dict[int, tuple[Tensor, bool]] = {}
+        for layer, stage in self.layers:
+            for module in layer.modules():
+                is_here = stage == self.stage or id(module) in self._of_user_code
+                for buffer in module._buffers.values():
+                    if buffer is not None:
+                        _, is_held = inside.get(id(buffer), (buffer, False))
+                        inside[id(buffer)] = (buffer, is_held or is_here)
+        outside = {id(buffer): (buffer, True) for buffer in self.root.buffers()}
+        return list((outside | inside).values())
+
+    def _tensors(self) -> list[tuple[Tensor, bool]]:
+        """All parameters and buffers, and whether this stage holds each."""
+        parameters: list[tuple[Tensor, bool]] = [
+            (use.parameter, self.stage in self.holders_of(use.parameter)) for use in self.uses
+        ]
+        return parameters + self._buffers()
+
+    # --- tensors on other stages ---
+
+    def stages_of(self, names: Collection[str], stage_of: Sequence[int] | None = None) -> set[int]:
+        """The stages that hold all of these parameters and buffers.
+
+        Args:
+            names: as in the whole model; a name that it does not have counts as held by all stages.
+            stage_of: the stage of each layer, if it differs from the present one.
+        """
+        stages = [stage for _, stage in self.layers] if stage_of is None else list(stage_of)
+        found = set(range(self.channels.num_stages))
+        for name in names:
+            number = self._use_named.get(name)
+            if number is not None:
+                found &= set(self.uses[number].holders(stages, self.channels.num_stages))
+                continue
+            for prefix, layer in self._layer_named.items():
+                if name.startswith(prefix):
+                    found &= {stages[layer]}
+        return found
+
+    def is_held(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory is that of a parameter, gradient or layer's buffer of this
+        stage.
+        """
+        memory = tensor.untyped_storage()._cdata
+        own: list[Tensor | None] = []
+        for use in self.uses:
+            own += [use.parameter, use.parameter.grad]
+        for layer, _ in self.layers:
+            for module in layer.modules():
+                if id(module) not in self._of_user_code:
+                    own += module._buffers.values()
+        return any(one is not None and one.untyped_storage()._cdata == memory for one in own)
+
+    def aliases(self, tensor: Tensor, afresh: bool = False) -> list[Tensor]:
+        """The tensors kept by user code that have the same memory.
+
+        Args:
+            tensor: its memory is compared.
+            afresh: whether to search again, instead of once in a step.
+        """
+        if self._aliases is None or afresh:
+            self._aliases = {}
+            for kept in self._kept().values():
+                memory = kept.untyped_storage()._cdata
+                self._aliases.setdefault(memory, []).append(kept)
+        return self._aliases.get(tensor.untyped_storage()._cdata, [])
+
+    def copied(self, tensor: Tensor) -> str | None:
+        """The parameter or buffer of which user code keeps a copy with this tensor's memory."""
+        storage = tensor.untyped_storage()
+        # Averages of all kinds mix in counters and weights in every step: they are too small.
+        num_elements = storage.nbytes() // tensor.element_size()
+        if num_elements < self._smallest[tensor.is_floating_point()]:
+            return None
+        memory = storage._cdata
+        if self._copies is not None and memory not in self._copies:
+            return None
+        # Searched once in a step, and again for a memory that another tensor may have by now.
+        self._copies = {
+            copy.untyped_storage()._cdata: name
+            for copy, name in self._found_copies()
+            if not copy.is_meta
+        }
+        return self._copies.get(memory)
+
+    def _found_copies(self) -> Iterator[tuple[Tensor, str]]:
+        originals = CopyFinder(self.root)
+        for node in kept_by_user(self.root, self._own()):
+            yield from originals.of(node.value)
+
+    def _own(self) -> set[int]:
+        """The identities of the model's parameters, and of the other tensors of its layers."""
+        own = {id(use.parameter) for use in self.uses}
+        for layer, _ in self.layers:
+            for module in layer.modules():
+                if id(module) not in self._of_user_code:
+                    own.update(map(id, module._buffers.values()))
+        return own
+
+    def _kept(self) -> dict[str, Tensor]:
+        """The tensors that user code keeps, by path."""
+        nodes = kept_by_user(self.root, self._own())
+        return {node.path: node.value for node in nodes if isinstance(node.value, Tensor)}
+
+    def _changing_kept(self) -> flat_weights_forgotten:
+        """Context in which tensors kept by user code may change their memory."""
+        nodes = kept_by_user(self.root, self._own())
+        modules = [node.value for node in nodes if isinstance(node.value, nn.RNNBase)]
+        return flat_weights_forgotten(*modules)
+
+    def _let_go_of_copies(self) -> None:
+        """Drops the copies that user code made while the whole model was here, except copies of
+        what this stage holds: values computed from copies are computed where the originals are.
+        """
+        for tensor, name in self._found_copies():
+            if tensor.is_meta or self.stage in self.stages_of([name]) or self.is_held(tensor):
+                continue
+            try:
+                swap(tensor, Elsewhere.like(tensor, [name]))
+            except RuntimeError as error:
+                log.warning("PipeShift: a copy of %s stays on this stage: %s", name, error)
+
+    def pass_copies_on(self, stage_of: Sequence[int]) -> None:
+        """Sends the copies of parameters that user code keeps to the stages that will hold these
+        parameters, and drops them elsewhere. Every stage calls this.
+
+        Args:
+            stage_of: the new stage of each layer.
+        """
+        kept = self._kept()
+        found = exchange(self.channels, kept, lambda names: self.stages_of(names, stage_of))
+        if not found.asked:
+            return
+        with torch.no_grad(), self._changing_kept():
+            for path, what in found.asked.items():
+                tensor = kept.get(path)
+                stages = self.stages_of(what.lives_with, stage_of)
+                if tensor is None:
+                    continue
+                if path in found.received:
+                    hold(tensor, found.received[path])
+                elif what.lives_with and stages and self.stage not in stages and not tensor.is_meta:
+                    swap(tensor, Elsewhere.like(tensor, what.lives_with))
+
+    # --- where the values are ---
+
+    def obtain(self, deferred: DeferredInit) -> None:
+        """Gets the values that this stage is to hold and lacks: from a stage that has them from an
+        earlier run, or by making them. Every stage calls this.
+
+        Raises:
+            LayerError: no stage has them, and how to make them is not known.
+        """
+        with torch.no_grad(), flat_weights_forgotten(self.root):
+            self._fetch(deferred)
+            for tensor, is_held in self._tensors():
+                if is_held and deferred.knows(tensor):
+                    hold(tensor, deferred.values(tensor))
+            self.pass_copies_on([stage for _, stage in self.layers])
+
+    def _fetch(self, deferred: DeferredInit) -> None:
+        channels = self.channels
+
+        def is_lacking(tensor: Tensor) -> bool:
+            return tensor.is_meta and not deferred.knows(tensor)
+
+        parameters = [use.parameter for use in self.uses]
+        lacking = [is_lacking(parameter) for parameter in parameters]
+        for layer, _ in self.layers:
+            lacking.append(any(map(is_lacking, [*layer.parameters(), *layer.buffers()])))
+        there = torch.zeros(channels.num_stages, len(lacking))
+        there[self.stage] = 1 - torch.tensor(lacking, dtype=torch.float32)
+        # Each entry is one stage's value plus zeros.
+        there = channels.sum(there.flatten()).view_as(there)
+        for number, stages in enumerate(self.all_holders()):
+            targets = [stage for stage in stages if not there[stage, number]]
+            if not targets:
+                continue
+            sources = there[:, number].nonzero().flatten().tolist()
+            if not sources:
+                name = self.uses[number].name if number < len(parameters) else "a layer's buffer"
+                raise LayerError(
+                    f"No stage has the values of {name}: it is on the meta device everywhere, and"
+                    " was not made in `configure_model`. Make the whole model there, or give every"
+                    " parameter values in `__init__`."
+                )
+            for to in targets:
+                self._pass(number, sources[0], to)
+
+    def all_holders(self, stage_of: Sequence[int] | None = None) -> list[list[int]]:
+        """The stages that hold each parameter, and then those that hold each layer's other state.
+
+        Args:
+            stage_of: the stage of each layer, if it differs from the present one.
+        """
+        stages = [stage for _, stage in self.layers] if stage_of is None else list(stage_of)
+        holders = [use.holders(stages, self.channels.num_stages) for use in self.uses]
+        return holders + [[stage] for stage in stages]
+
+    def _pass(self, number: int, source: int, to: int) -> None:
+        """Sends one entry of the list of :meth:`all_holders` to another stage."""
+        channels = self.channels
+        if number < len(self.uses):
+            parameter = self.uses[number].parameter
+            if self.stage == source:
+                channels.send_tensor(parameter, to)
+            elif self.stage == to:
+                hold(parameter, channels.receive_tensor(parameter, source))
+            return
+        layer, _ = self.layers[number - len(self.uses)]
+        if self.stage == source:
+            channels.send_values(other_state(layer), to)
+        elif self.stage == to:
+            take_other_state(layer, dict(channels.receive_values(source)))
+
+    def settle(self, optimizers: Iterable[Optimizer], final: bool, deferred: DeferredInit) -> None:
+        """Moves what is held to this stage's device; with ``final``, releases the rest."""
+        device = self.channels.device
+        names = {id(use.parameter): use.name for use in self.uses}
+        names |= {id(buffer): name for name, buffer in self.root.named_buffers()}
+        with torch.no_grad(), flat_weights_forgotten(self.root):
+            for tensor, is_held in self._tensors():
+                if is_held:
+                    if tensor.device != device and tensor.device != META:
+                        tensor.data = tensor.data.to(device)
+                elif final:
+                    self._release(tensor, names[id(tensor)])
+        if final:
+            set_owner_lookup(self)
+            if self.channels.num_stages > 1 and not self._has_let_go:
+                self._has_let_go = True
+                with torch.no_grad(), self._changing_kept():
+                    self._let_go_of_copies()
+            for optimizer in optimizers:
+                for parameter in list(optimizer.state):
+                    if self.stage not in self.holders_of(parameter):
+                        del optimizer.state[parameter]
+                # State restored from a checkpoint, or made by the optimizer's constructor.
+                optimizer_to_device(optimizer, device, deferred)
+
+    def _release(self, tensor: Tensor, name: str) -> None:
+        try:
+            release(tensor, name)
+        except RuntimeError as error:
+            # Torch refuses while there is a weak reference to the tensor. That only costs memory.
+            log.warning("PipeShift: a tensor of another stage stays here: %s", error)
+
+    def make_whole(self) -> None:
+        """Gives every stage the whole model again, on the CPU, one tensor at a time. Every stage
+        calls this.
+        """
+        with torch.no_grad(), flat_weights_forgotten(self.root):
+            for number, holders in enumerate(self.all_holders()):
+                for to in range(self.channels.num_stages):
+                    if to not in holders:
+                        self._pass(number, holders[0], to)
+            kept = self._kept()
+            everywhere = set(range(self.channels.num_stages))
+            found = exchange(self.channels, kept, lambda _: everywhere)
+            with self._changing_kept():
+                for path, values in found.received.items():
+                    hold(kept[path], values)
+        if found.nowhere and self.stage == 0:
+            log.warning("PipeShift: %s", nowhere(found.nowhere))
+        self.to_cpu()
+
+    def to_cpu(self) -> None:
+        """Moves what is held to the CPU, and stops tracking which stage holds which tensor."""
+        set_owner_lookup(None)
+        self._aliases = self._copies = None
+        for slot in slots_of(self.root):
+            tensor = slot.get()
+            if tensor is not None and tensor.device.type not in ("cpu", "meta"):
+                tensor.data = tensor.data.cpu()
+
+    def match_shared(self) -> None:
+        """Gives every holder of a shared parameter the lowest holder's values. Every stage calls
+        this.
+        """
+        for use in self.uses:
+            holders = self.holders_of(use.parameter)
+            if not use.is_shared or len(holders) < 2 or self.stage not in holders:
+                continue
+            if self.stage == holders[0]:
+                for to in holders[1:]:
+                    self.channels.send_tensor(use.parameter, to)
+            else:
+                values = self.channels.receive_tensor(use.parameter, holders[0])
+                with torch.no_grad():
+                    use.parameter.copy_(values)
+
+    # --- gradients ---
+
+    def put_gradient_aside(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Takes a parameter's gradient from before the step, if it arrives during the step."""
+        self._aside.append((parameter, gradient))
+
+    def set_gradients_aside(self, keep: bool) -> None:
+        """Makes room for a step's gradients.
+
+        Args:
+            keep: whether the present gradients are still needed.
+        """
+        self._aside = []
+        self._aliases = self._copies = None
+        self.shared.sums.clear()
+        for use in self.held:
+            if use.parameter.grad is not None and keep:
+                self._aside.append((use.parameter, use.parameter.grad))
+            use.parameter.grad = None
+
+    def collect_gradients(
+        self, correction: float, sum_over_replicas: Callable[[], None] | None, joins: bool
+    ) -> None:
+        """Takes the step's gradients, and restores those from before the step.
+
+        Shared parameters get the sum over all stages. Every stage calls this.
+
+        Args:
+            correction: a factor; 0 where the whole step has no weight, so that no gradient remains.
+            sum_over_replicas: sums the gradients over the virtual machines, that of a shared
+                parameter on its last holder.
+            joins: whether the sum over the virtual machines covers all steps since the last
+                optimizer step; each virtual machine has accumulated these steps itself.
+        """
+        self._sum_shared()
+        self._replaces = joins
+        if joins:
+            self._join(correction)
+            correction = 1.0
+        if sum_over_replicas is not None:
+            sum_over_replicas()
+        self._pass_shared_around()
+        self._fresh = {}
+        for use in self.held:
+            gradient, use.parameter.grad = use.parameter.grad, None
+            if gradient is not None and correction:
+                fresh = gradient if correction == 1.0 else gradient.mul_(correction)
+                self._fresh[id(use.parameter)] = (use.parameter, fresh)
+        for parameter, gradient in self._aside:
+            parameter.grad = gradient
+        self._aside = []
+
+    @torch.no_grad()
+    def _join(self, correction: float) -> None:
+        earlier = {id(parameter): gradient for parameter, gradient in self._aside}
+        for use in self.held:
+            fresh, before = use.parameter.grad, earlier.get(id(use.parameter))
+            fresh = fresh * correction if fresh is not None and correction else None
+            if use.is_shared and self.holders_of(use.parameter)[-1] != self.stage:
+                continue
+            if before is not None:
+                fresh = before.clone() if fresh is None else fresh + before
+            use.parameter.grad = fresh
+
+    def hand_gradients_over(self) -> None:
+        """Adds the step's gradients to the parameters' own."""
+        self.hide_gradients()
+        for parameter, gradient in self._fresh.values():
+            if parameter.grad is None or self._replaces:
+                parameter.grad = gradient
+            else:
+                parameter.grad += gradient
+        self._fresh = {}
+
+    @contextmanager
+    def stand_ins(self) -> Iterator[None]:
+        """Context for :meth:`show_gradients` and :meth:`hide_gradients`."""
+        try:
+            self.show_gradients()
+            yield
+        finally:
+            self.hide_gradients()
+
+    def show_gradients(self) -> None:
+        """Gives parameters that are held elsewhere a gradient whose values are elsewhere as well.
+
+        User code that reads gradients must not see ``None`` for those of other stages: it would,
+        for example, compute a wrong sum. Optimizers must not see these gradients.
+        """
+        if self.channels.num_stages == 1:
+            return
+        held = {id(use.parameter) for use in self.held}
+        for use in self.uses:
+            parameter = use.parameter
+            is_shown = isinstance(parameter, Elsewhere) and parameter.requires_grad
+            if id(parameter) in held or not is_shown:
+                continue
+            shown = self._shown.get(id(parameter))
+            if shown is None or (shown.shape, shown.dtype) != (parameter.shape, parameter.dtype):
+                shown = self._shown[id(parameter)] = torch.empty_like(parameter).detach()
+            parameter.grad = shown
+
+    def hide_gradients(self) -> None:
+        """Undoes :meth:`show_gradients`."""
+        if self.channels.num_stages == 1:
+            return
+        held = {id(use.parameter) for use in self.held}
+        for use in self.uses:
+            if id(use.parameter) not in held:
+                use.parameter.grad = None
+
+    def _sum_shared(self) -> None:
+        """Adds up the segments' gradients in their order, from stage to stage; the last holder has
+        the sum.
+
+        A running sum in one fixed order has the same bits however the segments are spread over
+        stages.
+        """
+        self.shared.add_own(self.held)
+        for use in self.shared.uses:
+            if not use.parameter.requires_grad:
+                continue
+            holders = self.holders_of(use.parameter)
+            place = holders.index(self.stage)
+            start = self._receive_optional(use, holders[place - 1]) if place else None
+            total = self.shared.total_with_own(use, start)
+            if place + 1 < len(holders):
+                self._send_optional(total, holders[place + 1])
+            else:
+                use.parameter.grad = None if total is None else total.clone()
+        self.shared.sums.clear()
+
+    def _pass_shared_around(self) -> None:
+        """Gives every holder of a shared parameter the last one's gradient."""
+        for use in self.shared.uses:
+            if not use.parameter.requires_grad:
+                continue
+            *others, last = self.holders_of(use.parameter)
+            if self.stage == last:
+                for to in others:
+                    self._send_optional(use.parameter.grad, to)
+            else:
+                use.parameter.grad = self._receive_optional(use, last)
+
+    def _send_optional(self, tensor: Tensor | None, to: int) -> None:
+        self.channels.send_object(tensor is not None, to)
+        if tensor is not None:
+            self.channels.send_on_device(tensor, to)
+
+    def _receive_optional(self, use: ParameterUse, source: int) -> Tensor | None:
+        if not self.channels.receive_object(source):
+            return None
+        return self.channels.receive_on_device(use.parameter, source)
+
+    def gradient_norms(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
+        """The norms of all parameters' gradients, in the model's order, bitwise equal on all
+        stages.
+
+        A parameter that several stages hold counts once; one without a gradient has norm 0. Every
+        stage calls this.
+
+        Args:
+            parameters: those to include; the others have norm 0.
+            norm_type: the order of the norm.
+
+        Returns:
+            A float64 vector on the CPU with one entry for each of ``uses``.
+        """
+        chosen = {id(parameter) for parameter in parameters}
+        found: dict[int, Tensor] = {}
+        for number, use in enumerate(self.uses):
+            gradient = use.parameter.grad
+            counted = self.stage == self.holders_of(use.parameter)[0]
+            if (
+                counted
+                and gradient is not None
+                and not gradient.is_meta
+                and id(use.parameter) in chosen
+            ):
+                found[number] = torch.linalg.vector_norm(gradient.detach(), norm_type)
+        norms = torch.zeros(len(self.uses), dtype=torch.float64)
+        for number, norm in to_host(found).items():
+            norms[number] = norm
+        # Each entry is one stage's value plus zeros: the sum is exact in any order.
+        return self.channels.sum(norms)
+
+    def have_gradients(self) -> list[bool]:
+        """For each of ``uses``, whether its parameter has a gradient. Every stage calls this."""
+        flags = torch.zeros(len(self.uses))
+        for number, use in enumerate(self.uses):
+            gradient = use.parameter.grad
+            flags[number] = gradient is not None and not gradient.is_meta
+        return [bool(flag) for flag in self.channels.sum(flags)]
+
+
+def optimizer_to_device(optimizer: Optimizer, device: torch.device, deferred: DeferredInit) -> None:
+    """Moves an optimizer's state, and makes what is deferred. Step counters are on the CPU, unless
+    a kernel of the optimizer reads them (``fused`` and ``capturable``).
+    """
+    kernel_counts = {
+        parameter
+        for group in optimizer.param_groups
+        if group.get("fused") or group.get("capturable")
+        for parameter in group["params"]
+    }
+    for parameter, entry in optimizer.state.items():
+        if isinstance(entry, MutableMapping):
+            for name, value in entry.items():
+                if not isinstance(value, Tensor):
+                    continue
+                if deferred.knows(value):
+                    entry[name] = value = deferred.values(value)
+                if not value.is_meta and (name != "step" or parameter in kernel_counts):
+                    entry[name] = value.to(device)

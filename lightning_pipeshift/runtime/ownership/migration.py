@@ -1,0 +1,406 @@
+"""Sends layers to their new owners while steps run.
+
+CN115454655A announces a move, prepares it, and sends the weights of moving layers in threads and on
+connections of their own, while both stages compute. In a synchronous schedule:
+
+1. The move is prepared during a whole step: the targets of all tensors, and memory for them.
+2. As soon as a stage has taken its optimizer step, it sends the weights: the stages before it are
+   still at their last backwards.
+3. The new owner owns the layer from the next step on: a gate waits only for the weights of its own
+   layer, and they arrive in the order in which they are needed. The old owner first compares what
+   it has sent with the present values, as user code may have run in between.
+4. Optimizer states, which the patent does not mention, and gradients that are being accumulated are
+   not needed before the end of that step: they travel behind its compute. The old owner releases
+   nothing before the new owner has acknowledged that it has everything.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
+from lightning_pipeshift.model.parameters.uses import (
+    flat_weights_forgotten,
+    hold,
+    other_state,
+    take_other_state,
+)
+from lightning_pipeshift.runtime.comm.side_streams import side_stream
+from lightning_pipeshift.runtime.comm.staging import room_for
+from lightning_pipeshift.runtime.comm.threads import Threads
+from lightning_pipeshift.runtime.ownership.holdings import Holdings
+
+_GRADIENT = (-1, "gradient")
+# The lane of the new owners' acknowledgements: two stages may each get layers of the other.
+_ANSWERS = 4
+
+
+class _News(enum.Enum):
+    """A message of the old owner to the new one, before the values."""
+
+    EARLY = "a parameter follows, and may still change"
+    SETTLED = "the new owners own their layers"
+    CANCELLED = "the move is cancelled"
+
+
+@dataclass
+class _Parcel:
+    """A parameter, or a layer's state other than parameters, on its way.
+
+    Args:
+        layers: those that need it at the new owner, in call order.
+        parameter: the parameter; ``None`` for a layer's other state.
+        values: for a parameter, the copy that the old owner has sent, or the memory that the new
+            owner receives it into; otherwise the layer's state, by name.
+        state: needed by the new owner at the end of the step: the gradient and the optimizer state,
+            each under the optimizer's index and a name.
+        is_early: whether the parameter may have changed since ``values`` was sent.
+        has_arrived: done when ``values`` has arrived.
+    """
+
+    layers: list[int]
+    parameter: nn.Parameter | None
+    values: Any = None
+    state: dict[tuple[int, Any], Any] = field(default_factory=dict)
+    is_early: bool = False
+    has_arrived: Future[None] = field(default_factory=Future)
+
+
+class _Parcels(NamedTuple):
+    """The parcels that leave a stage, by target, and those that arrive, by source; in the order in
+    which they are needed.
+    """
+
+    outgoing: dict[int, list[_Parcel]]
+    incoming: dict[int, list[_Parcel]]
+
+
+class Migration:
+    """One stage's part in a change of owners.
+
+    Every stage of the virtual machine makes one, at the beginning of the same step, and calls its
+    methods in their order: :meth:`start`, :meth:`cut_over` as the next step begins, and
+    :meth:`finish` as it ends.
+
+    Args:
+        holdings: what the stage holds.
+        stage_of: the new stage of each layer.
+        optimizers: the same ones on every stage.
+        threads: their threads wait for other stages.
+    """
+
+    def __init__(
+        self,
+        holdings: Holdings,
+        stage_of: Sequence[int],
+        optimizers: Sequence[Optimizer],
+        threads: Threads,
+    ) -> None:
+        self._holdings = holdings
+        self._stage_of = list(stage_of)
+        self._optimizers = optimizers
+        self._threads = threads
+        self._device = holdings.channels.device
+        self._stream: Any = None
+        self._is_ready: Any = None
+        if self._device.type == "cuda":
+            self._stream = side_stream(self._device, "moves")
+        # Set when the new owner owns the layers, or the move is cancelled.
+        self._is_settled = threading.Event()
+        self._is_cancelled = False
+        self._work: list[Future[None]] | None = None
+        self._awaited: dict[int, list[_Parcel]] = {}
+        self.exposed_seconds = 0.0
+        """How long training has waited for the move on this stage so far."""
+        self._prepared = threads.submit(self._prepare)
+
+    # --- during the step before ---
+
+    def _prepare(self) -> _Parcels:
+        holdings, here, new_stages = self._holdings, self._holdings.stage, self._stage_of
+        found: list[tuple[int, int, int, int]] = []
+        places = zip(holdings.all_holders(), holdings.all_holders(new_stages), strict=True)
+        for number, (old, new) in enumerate(places):
+            for to in new:
+                if to not in old and here in (old[0], to):
+                    found.append((min(self._layers_of(number, to)), number, old[0], to))
+        parcels = _Parcels({}, {})
+        for _, number, source, to in sorted(found):
+            parcel = _Parcel(self._layers_of(number, to), self._parameter(number))
+            if here == source:
+                parcels.outgoing.setdefault(to, []).append(parcel)
+                continue
+            parcels.incoming.setdefault(source, []).append(parcel)
+            if (like := parcel.parameter) is not None:
+                parcel.values = self._room(like)
+        return parcels
+
+    def _layers_of(self, number: int, stage: int) -> list[int]:
+        """The layers of a stage that need an entry under the new placement."""
+        uses = self._holdings.uses
+        if number >= len(uses):
+            return [number - len(uses)]
+        return [layer for layer in uses[number].layers if self._stage_of[layer] == stage]
+
+    def _parameter(self, number: int) -> nn.Parameter | None:
+        uses = self._holdings.uses
+        return uses[number].parameter if number < len(uses) else None
+
+    def _room(self, like: Tensor) -> Tensor:
+        if self._device.type == "cpu":
+            return room_for(tuple(like.shape), like.dtype)
+        return torch.empty(like.shape, dtype=like.dtype, device=self._device)
+
+    # --- in threads ---
+
+    def _beside(self) -> AbstractContextManager[Any]:
+        """Context of copies on the device, ordered after the work at the last :meth:`_mark`."""
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_event(self._is_ready)
+        return torch.cuda.stream(self._stream)
+
+    def _send(self, to: int, parcels: Sequence[_Parcel]) -> None:
+        lane = self._holdings.channels.bulk()
+        parameters = [parcel for parcel in parcels if parcel.parameter is not None]
+        with torch.no_grad(), self._beside():
+            for parcel in parameters:
+                if self._is_settled.is_set():
+                    break
+                parcel.values = self._copied(parcel)
+                parcel.is_early = True
+                lane.send_object(_News.EARLY, to)
+                lane.send_tensor(parcel.values, to)
+        self._is_settled.wait()
+        lane.send_object(_News.CANCELLED if self._is_cancelled else _News.SETTLED, to)
+        if self._is_cancelled:
+            lane.settle()
+            return
+        with torch.no_grad(), self._beside():
+            for parcel in parcels:
+                if (parameter := parcel.parameter) is None:
+                    lane.send_values(parcel.values, to)
+                    continue
+                if parcel.is_early:
+                    is_same = _same_bits(parcel.values, parameter.detach())
+                    parcel.values = None
+                    lane.send_object(is_same, to)
+                    if is_same:
+                        continue
+                lane.send_tensor(parameter, to)
+            for parcel in parameters:
+                lane.send_values(parcel.state, to)
+        lane.settle()
+        self._holdings.channels.bulk(_ANSWERS).receive_object(to)
+
+    def _copied(self, parcel: _Parcel) -> Tensor:
+        """A copy of a parameter's present value."""
+        assert parcel.parameter is not None
+        copied: Tensor = self._room(parcel.parameter)
+        return copied.copy_(parcel.parameter.detach())
+
+    def _receive(self, source: int, parcels: Sequence[_Parcel]) -> None:
+        try:
+            with torch.no_grad(), self._beside():
+                self._take_in(source, parcels)
+        except BaseException as error:
+            for parcel in parcels:
+                if not parcel.has_arrived.done():
+                    parcel.has_arrived.set_exception(error)
+            raise
+
+    def _take_in(self, source: int, parcels: Sequence[_Parcel]) -> None:
+        lane = self._holdings.channels.bulk()
+        parameters = [parcel for parcel in parcels if parcel.parameter is not None]
+
+        def take_in(room: Tensor) -> None:
+            if self._stream is None:
+                lane.receive_into(room, source)
+            else:
+                room.copy_(lane.receive_tensor(room, source))
+
+        coming = iter(parameters)
+        while (news := lane.receive_object(source)) is _News.EARLY:
+            parcel = next(coming)
+            parcel.is_early = True
+            take_in(parcel.values)
+        if news is _News.CANCELLED:
+            return
+        for parcel in parcels:
+            if parcel.parameter is None:
+                parcel.values = {
+                    name: value.to(self._device) if isinstance(value, Tensor) else value
+                    for name, value in lane.receive_values(source)
+                }
+            elif not (parcel.is_early and lane.receive_object(source)):
+                take_in(parcel.values)
+            if self._stream is not None:
+                self._stream.synchronize()
+            parcel.has_arrived.set_result(None)
+        for parcel in parameters:
+            parcel.state = dict(lane.receive_values(source))
+        answers = self._holdings.channels.bulk(_ANSWERS)
+        answers.send_object(None, source)
+        answers.settle()
+
+    # --- where the stage computes ---
+
+    @contextmanager
+    def _exposed(self) -> Iterator[None]:
+        """Context that counts its duration as time that training waits."""
+        begin = time.perf_counter()
+        yield
+        self.exposed_seconds += time.perf_counter() - begin
+
+    def start(self) -> None:
+        """Begins to send the weights. Called when they are those of the next step, unless user code
+        changes them.
+        """
+        if self._work is not None:
+            return
+        with self._exposed():
+            self._start()
+
+    def _start(self) -> None:
+        parcels = self._prepared.result()
+        self._mark()
+        self._work = [
+            self._threads.submit(partial(self._send, to, leaving))
+            for to, leaving in parcels.outgoing.items()
+        ]
+        self._work += [
+            self._threads.submit(partial(self._receive, source, coming))
+            for source, coming in parcels.incoming.items()
+        ]
+
+    def _mark(self) -> None:
+        """Marks the work queued so far as that whose results threads may read."""
+        if self._stream is not None:
+            self._is_ready = torch.cuda.Event()
+            self._is_ready.record()
+
+    def cut_over(self, keeps_gradients: bool) -> None:
+        """Makes the new owners own their layers from here on.
+
+        Args:
+            keeps_gradients: whether gradients from before the step are still needed.
+        """
+        self.start()
+        with self._exposed():
+            self._cut_over(keeps_gradients)
+
+    def _cut_over(self, keeps_gradients: bool) -> None:
+        holdings, parcels = self._holdings, self._prepared.result()
+        # The step may use the copies from its first line on.
+        holdings.pass_copies_on(self._stage_of)
+        holdings.place(self._stage_of)
+        for parcel in (parcel for leaving in parcels.outgoing.values() for parcel in leaving):
+            self._pack(parcel, keeps_gradients)
+        with torch.no_grad(), flat_weights_forgotten(holdings.root):
+            for parcel in self._arriving():
+                if parcel.parameter is not None:
+                    # Only its values are missing.
+                    hold(parcel.parameter, parcel.values)
+                    parcel.parameter.grad = None
+                for layer in parcel.layers:
+                    self._awaited.setdefault(layer, []).append(parcel)
+        self._mark()
+        self._is_settled.set()
+
+    def _arriving(self) -> list[_Parcel]:
+        return [p for coming in self._prepared.result().incoming.values() for p in coming]
+
+    def _pack(self, parcel: _Parcel, keeps_gradients: bool) -> None:
+        parameter = parcel.parameter
+        if parameter is None:
+            module, _ = self._holdings.layers[parcel.layers[0]]
+            parcel.values = other_state(module)
+            return
+        parcel.state = {
+            (index, name): value
+            for index, optimizer in enumerate(self._optimizers)
+            for name, value in optimizer.state.get(parameter, {}).items()
+        }
+        if parameter.grad is not None and keeps_gradients:
+            parcel.state[_GRADIENT] = parameter.grad
+        if self._holdings.stage not in self._holdings.holders_of(parameter):
+            # The gradient is on its way from here on.
+            parameter.grad = None
+
+    def abandon(self) -> None:
+        """Cancels the move: no layer changes its owner. Values already sent are discarded."""
+        self._is_cancelled = True
+        self._is_settled.set()
+
+    def cancel(self) -> None:
+        """Cancels the move on all stages, and returns when no transfer is under way."""
+        self.abandon()
+        for work in self._work or ():
+            work.result()
+
+    def await_layer(self, layer: int) -> None:
+        """Returns when a layer has arrived and can run.
+
+        Raises:
+            StageFailedError: the old owner ended before it had sent the layer.
+        """
+        if layer not in self._awaited:
+            return
+        with self._exposed():
+            for parcel in self._awaited.pop(layer):
+                parcel.has_arrived.result()
+                if parcel.parameter is None:
+                    module, _ = self._holdings.layers[layer]
+                    with torch.no_grad(), flat_weights_forgotten(module):
+                        take_other_state(module, parcel.values)
+
+    def finish(self, deferred: DeferredInit) -> None:
+        """Returns when everything has arrived, here and at the new owners; releases what has left.
+
+        Args:
+            deferred: see :meth:`Holdings.settle`.
+
+        Raises:
+            StageFailedError: another stage ended before that.
+        """
+        for layer in list(self._awaited):
+            # A layer that this step has not called.
+            self.await_layer(layer)
+        with self._exposed():
+            self._finish(deferred)
+
+    def _finish(self, deferred: DeferredInit) -> None:
+        for work in self._work or ():
+            work.result()
+        for parcel in self._arriving():
+            for (index, name), value in parcel.state.items():
+                assert parcel.parameter is not None
+                if (index, name) != _GRADIENT:
+                    self._optimizers[index].state[parcel.parameter][name] = value
+                else:
+                    gradient: Tensor = value.to(self._device)
+                    self._holdings.put_gradient_aside(parcel.parameter, gradient)
+        self._holdings.settle(self._optimizers, final=True, deferred=deferred)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two contiguous tensors are bitwise equal; a NaN is equal to itself."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    if flat[0].numel() % 8 == 0:
+        # Eight bytes at a time.
+        flat = [tensor.view(torch.int64) for tensor in flat]
+    return torch.equal(*flat)

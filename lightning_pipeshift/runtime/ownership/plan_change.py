@@ -1,0 +1,121 @@
+"""Plans that replace the one in force: first wanted, then prepared during a step, then in force."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch.optim import Optimizer
+
+from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
+from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.runtime.comm.threads import Threads
+from lightning_pipeshift.runtime.ownership.holdings import Holdings
+from lightning_pipeshift.runtime.ownership.migration import Migration
+from lightning_pipeshift.runtime.planning.make_plan import check_order
+from lightning_pipeshift.runtime.step.trace_cache import TraceCache
+
+
+class _Prepared(NamedTuple):
+    """A plan that will be in force with the next step, and the layers on their way for it."""
+
+    plan: Plan
+    migration: Migration
+
+
+class Changes:
+    """One rank's part in changes of the plan.
+
+    Args:
+        vm: its virtual machine.
+        follower: has the layers that steps call.
+        threads: where to wait for others.
+    """
+
+    def __init__(self, vm: int, follower: TraceCache, threads: Threads) -> None:
+        self._vm = vm
+        self._follower = follower
+        self._threads = threads
+        self._prepared: _Prepared | None = None
+        self.wanted: Plan | None = None
+        """The plan that the next step is to prepare."""
+        self.migration: Migration | None = None
+        """The layers that change their owners in the step under way."""
+        self.seconds = 0.0
+        """How long this stage has waited because of the last change."""
+
+    @property
+    def last(self) -> Plan | None:
+        """The plan that will be in force when all requested changes are done; ``None`` where that
+        is the present one.
+        """
+        if self.wanted is not None:
+            return self.wanted
+        return self._prepared.plan if self._prepared is not None else None
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether another plan will be in force with the next step."""
+        return self._prepared is not None
+
+    # --- a step, in the order of the calls ---
+
+    def objection(self) -> str:
+        """Why the wanted plan is impossible, in words; empty where it is possible."""
+        if self.wanted is None:
+            return ""
+        try:
+            for trace in self._follower.traces():
+                check_order(trace.flow, self.wanted.placement, self._vm, self._follower.gates)
+        except LayerError as error:
+            return str(error)
+        return ""
+
+    def cut_over(self, keeps_gradients: bool) -> Plan | None:
+        """The plan that is in force from here on, if it differs from the present one.
+
+        Args:
+            keeps_gradients: whether gradients from before the step are still needed.
+        """
+        if self._prepared is None:
+            return None
+        (plan, self.migration), self._prepared = self._prepared, None
+        self.migration.cut_over(keeps_gradients)
+        return plan
+
+    def prepare(self, holdings: Holdings, optimizers: Sequence[Optimizer]) -> None:
+        """Begins the preparations that are possible while the old plan is in force."""
+        plan, self.wanted = self.wanted, None
+        if plan is None:
+            return
+        placement = plan.placement
+        stage_of = [placement.stage_of(self._vm, layer) for layer in range(placement.num_layers)]
+        self._prepared = _Prepared(plan, Migration(holdings, stage_of, optimizers, self._threads))
+
+    def finish(self, deferred: DeferredInit) -> bool:
+        """Waits until all layers have arrived; returns whether any were on their way."""
+        if self.migration is None:
+            return False
+        self.migration.finish(deferred)
+        self.seconds = self.migration.exposed_seconds
+        self.migration = None
+        return True
+
+    def weights_are_final(self) -> None:
+        """Called when the weights are those with which the next step begins."""
+        if self._prepared is not None:
+            self._prepared.migration.start()
+
+    # --- changes that are given up ---
+
+    def abandon(self) -> None:
+        """Gives all changes up: see :meth:`Migration.abandon`."""
+        if self._prepared is not None:
+            self._prepared.migration.abandon()
+
+    def cancel(self) -> None:
+        """Gives all changes up on all stages, and waits for transfers under way."""
+        if self._prepared is not None:
+            self._prepared.migration.cancel()
+            self._prepared = None

@@ -1,0 +1,344 @@
+"""Makes the plan of a run from the user's settings and the measured figures."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from lightning_pipeshift.errors import LayerError, PlanError
+from lightning_pipeshift.model.gates.gate import Gate
+from lightning_pipeshift.plan.arrange.plan_builder import (
+    cut_of,
+    plan_of,
+    prediction_of,
+    workloads_of,
+)
+from lightning_pipeshift.plan.cost.workload import Cut, Workload
+from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.plan.inputs.cluster import Cluster
+from lightning_pipeshift.plan.inputs.flow import Flow
+from lightning_pipeshift.plan.inputs.partition import PartitionSpec, resolve
+from lightning_pipeshift.plan.inputs.placement import Placement
+from lightning_pipeshift.plan.inputs.profile import Profile
+from lightning_pipeshift.plan.inputs.topology import Topology
+from lightning_pipeshift.plan.offload.assignment_search import Compressed, Problem
+from lightning_pipeshift.plan.offload.planner import fastest
+from lightning_pipeshift.plan.partition.boundaries import worthwhile_cuts
+from lightning_pipeshift.plan.partition.equal_counts import uniform
+from lightning_pipeshift.plan.partition.local_search import best_cut
+from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
+
+_PATIENCE: Final = 1.1
+"""How much slower a step may be for the sake of cutting between blocks."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """When layers change their owners without a request.
+
+    Args:
+        min_gain: by which fraction a step has to get shorter.
+        patience: for how many consecutive steps the gain has to be found.
+    """
+
+    min_gain: float
+    patience: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The user's settings.
+
+    Args:
+        microbatches: slices of a batch; ``"auto"``: four for each stage.
+        schedule: the name of the training schedule.
+        partition: see :func:`lightning_pipeshift.plan.inputs.partition.resolve`.
+        plan: a plan to use instead of all that.
+        seed: the seed of all random streams.
+        gradient_aggregation: ``"ring"``, ``"allreduce"`` or ``"auto"``.
+        recompute: ``"auto"``, ``"full"`` or ``"none"``.
+        profile_steps: after how many steps to plan anew.
+        only_measures: whether the only purpose of the run is to measure it.
+        watch: when layers change their owners without a request, besides after ``profile_steps``.
+        memory: settings for saved tensors.
+    """
+
+    microbatches: int | str
+    schedule: str
+    partition: PartitionSpec
+    plan: Plan | None
+    seed: int
+    gradient_aggregation: str = "auto"
+    recompute: str = "auto"
+    profile_steps: int = 20
+    only_measures: bool = False
+    watch: Watch | None = None
+    memory: MemoryRequest | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether PipeShift chooses the owners of the layers."""
+        return self.plan is None and self.partition == "auto"
+
+    def let_free(self, plan: Plan) -> Settings:
+        """The same settings, with PipeShift choosing the owners, to look for a better plan with the
+        same schedule and microbatches.
+        """
+        return replace(
+            self,
+            plan=None,
+            partition="auto",
+            schedule=plan.schedule,
+            microbatches=plan.microbatches,
+        )
+
+    def num_microbatches(self, stages_per_vm: Sequence[int]) -> int:
+        """The number of slices of a virtual machine's training batch."""
+        if self.plan is not None:
+            return self.plan.microbatches
+        if isinstance(self.microbatches, int):
+            return self.microbatches
+        # Enough that filling and draining the pipeline costs a fifth at most, while slices are
+        # still large enough to compute efficiently.
+        return 4 * max(stages_per_vm) if max(stages_per_vm) > 1 else 1
+
+    def leaves_steps_whole(self, stages_per_vm: Sequence[int]) -> bool:
+        """Whether a single device has nothing to do besides the user's own steps."""
+        return (
+            self.num_microbatches(stages_per_vm) == 1
+            and self.recompute != "full"
+            and self.memory is None
+            and not self.only_measures
+        )
+
+    def check(self, gates: Sequence[Gate], stages_per_vm: tuple[int, ...]) -> None:
+        """Raises PartitionError or PlanError where the model's layers and the stages do not fit."""
+        if self.plan is not None:
+            self.plan.require_layers([gate.name for gate in gates])
+            planned = tuple(map(len, self.plan.placement.counts))
+            if planned != stages_per_vm:
+                raise PlanError(
+                    f"The plan is for {_stages(planned)}, and this run has"
+                    f" {_stages(stages_per_vm)}. Use `Trainer(devices={sum(planned)})`, or make a"
+                    " plan for the stages there are."
+                )
+            if any(self.plan.swaps) and self.memory is None:
+                raise PlanError(
+                    "The plan moves saved tensors (its field 'swaps'), and nothing in this run"
+                    " does. Add `MemoryCompression(...)` to the Trainer's `plugins`, or remove the"
+                    " field from the plan."
+                )
+        else:
+            resolve(self.partition, num_layers=len(gates), stages_per_vm=stages_per_vm)
+
+    def aggregation(
+        self, backend: str, num_owner_sets: int, placement: Placement
+    ) -> tuple[str, str]:
+        """``"ring"`` or ``"allreduce"``: how gradients are summed over virtual machines; and why.
+
+        Args:
+            backend: that of the devices.
+            num_owner_sets: how many different sets of owners the layers have.
+            placement: the owners of the layers.
+        """
+        if self.gradient_aggregation != "auto":
+            return self.gradient_aggregation, "you asked for it"
+        # NCCL's own collectives are rings already, on the GPU; those of gloo have to run in the
+        # same order on all ranks, and wait for each other.
+        kind = "ring" if backend == "gloo" else "allreduce"
+        why = f"the backend is {backend}"
+        if num_owner_sets > max(map(len, placement.counts)):
+            # Collectives would need a process group for each set, and keep one order in all of
+            # them; rings need neither.
+            kind = "ring"
+            why += f", and layers have {num_owner_sets} different sets of owners"
+        return kind, why
+
+
+def make_plan(
+    settings: Settings,
+    profile: Profile,
+    cluster: Cluster,
+    topology: Topology,
+    current: Plan | None = None,
+    idle: Collection[int] = (),
+) -> Plan:
+    """The plan for a model on the given virtual machines.
+
+    Args:
+        settings: the user's settings.
+        profile: of the model.
+        cluster: the machines.
+        topology: the virtual machines.
+        current: the plan in force, to start from.
+        idle: the layers that no step calls.
+
+    Raises:
+        PlanError: no allowed plan fits in memory.
+    """
+    if settings.plan is not None:
+        return settings.plan
+    microbatches = settings.num_microbatches(topology.stages_per_vm)
+    workloads = workloads_of(profile, cluster, topology.ranks, settings.schedule, microbatches)
+    if settings.memory is not None:
+        found = _compressed(settings, settings.memory, profile, cluster, topology, workloads, idle)
+        made = plan_of(
+            profile,
+            cluster,
+            topology.ranks,
+            settings.schedule,
+            microbatches,
+            [each.cut for each in found],
+        )
+        swaps = tuple(each.swaps for each in found) if any(each.swaps for each in found) else ()
+        made = replace(made, swaps=swaps)
+        if made.prediction is not None:
+            made = replace(
+                made, prediction=prediction_of(made, profile, cluster, topology.ranks, True)
+            )
+        return made
+    if settings.partition == "auto" and max(topology.stages_per_vm) > 1:
+        cuts = []
+        for vm, workload in enumerate(workloads):
+            start = [cut_of(current, vm)] if current is not None else []
+            cuts.append(_chosen_cut(settings, profile, workload, start))
+    else:
+        placement = resolve(
+            settings.partition,
+            num_layers=profile.num_layers,
+            stages_per_vm=topology.stages_per_vm,
+            idle=idle,
+            possible=profile.possible_cuts,
+        )
+        cuts = [Cut(counts) for counts in placement.counts]
+        if settings.recompute == "full":
+            cuts = [
+                workload.everything_recomputed(cut.counts)
+                for workload, cut in zip(workloads, cuts, strict=True)
+            ]
+    return plan_of(profile, cluster, topology.ranks, settings.schedule, microbatches, cuts)
+
+
+def _compressed(
+    settings: Settings,
+    wishes: MemoryRequest,
+    profile: Profile,
+    cluster: Cluster,
+    topology: Topology,
+    workloads: Sequence[Workload],
+    idle: Collection[int],
+) -> list[Compressed]:
+    """For each virtual machine the fastest of some cuts, with the handling of saved tensors."""
+    return [
+        fastest(
+            Problem.of(profile, workload, cluster, ranks, wishes.policy, settings.recompute),
+            _candidates(settings, profile, topology, workload, vm, idle),
+        )
+        for vm, (ranks, workload) in enumerate(zip(topology.ranks, workloads, strict=True))
+    ]
+
+
+def _candidates(
+    settings: Settings,
+    profile: Profile,
+    topology: Topology,
+    workload: Workload,
+    vm: int,
+    idle: Collection[int],
+) -> list[tuple[int, ...]]:
+    """Candidate cuts: the best with unlimited memory, and the best with recomputation only."""
+    if settings.partition != "auto" or workload.num_stages == 1:
+        placement = resolve(
+            settings.partition,
+            num_layers=profile.num_layers,
+            stages_per_vm=topology.stages_per_vm,
+            idle=idle,
+            possible=profile.possible_cuts,
+        )
+        return [placement.counts[vm]]
+    boundless = replace(workload, room_bytes=np.full(workload.num_stages, np.inf))
+    counts = [_chosen_cut(settings, profile, boundless, ()).counts]
+    with suppress(PlanError):
+        counts.append(_chosen_cut(settings, profile, workload, ()).counts)
+    counts.append(uniform(profile.num_layers, workload.num_stages, profile.possible_cuts))
+    return list(dict.fromkeys(counts))
+
+
+def _chosen_cut(
+    settings: Settings, profile: Profile, workload: Workload, start: Sequence[Cut]
+) -> Cut:
+    """The best cut at worthwhile boundaries, unless a cut elsewhere is faster by more than the cost
+    that the figures do not include (more tensors to send, more to clone).
+    """
+    anywhere = best_cut(workload, settings.recompute, start)
+    allowed = worthwhile_cuts(profile.payload_bytes, workload.num_stages, profile.possible_cuts)
+    between = replace(workload, allowed=allowed)
+    try:
+        kept = [cut for cut in start if between.is_allowed(cut)]
+        best = best_cut(between, settings.recompute, kept)
+    except PlanError:
+        return anywhere
+    seconds = workload.step_seconds([best, anywhere])
+    return best if seconds[0] <= _PATIENCE * seconds[1] else anywhere
+
+
+def stages_without_work(
+    settings: Settings, placement: Placement, topology: Topology, called: Collection[int]
+) -> str | None:
+    """A message about devices that a cut leaves without work, with the reason and a remedy;
+    ``None`` if all have work.
+
+    Args:
+        settings: the user's settings.
+        placement: the owners of the layers.
+        topology: the virtual machines.
+        called: the layers that a step calls.
+    """
+    without = [
+        topology.ranks[vm][stage]
+        for vm, num_stages in enumerate(topology.stages_per_vm)
+        for stage in range(num_stages)
+        if not any(layer in called for layer in placement.layers_of(vm, stage))
+    ]
+    if not without:
+        return None
+    deepest = max(topology.stages_per_vm)
+    if len(called) < deepest:
+        why = f"a step calls {len(called)} layers, and there are {deepest} stages"
+        what = "Name smaller layers in `configure_layers()`, or use fewer devices"
+    elif settings.plan is not None or settings.partition not in ("auto", "uniform"):
+        source = "plan" if settings.plan is not None else "partition"
+        why = f"the `{source}` that you gave has none of the layers that a step calls for it"
+        what = f"Change the `{source}`, or use fewer devices"
+    else:
+        why = "by what is known of layers, devices and links, no step would be shorter with it"
+        what = "Use fewer devices, or `partition='uniform'` to compare"
+    names = ", ".join(map(topology.name_of, without))
+    return f"{names} has nothing to compute: {why}. {what}."
+
+
+def _stages(stages_per_vm: Sequence[int]) -> str:
+    if len(stages_per_vm) == 1:
+        return f"{stages_per_vm[0]} stages"
+    return f"virtual machines of {', '.join(map(str, stages_per_vm))} stages"
+
+
+def check_order(flow: Flow, placement: Placement, vm: int, gates: Sequence[Gate]) -> None:
+    """Raises LayerError where a step calls a layer with what a later stage has computed."""
+    for call in flow.calls:
+        stage = placement.stage_of(vm, call.layer)
+        for value in sorted(call.needs):
+            other = placement.stage_of(vm, value.layer) if value.layer >= 0 else 0
+            if other > stage:
+                raise LayerError(
+                    f"The layer {gates[call.layer].name!r} (stage {stage}) is called with what"
+                    f" {gates[value.layer].name!r} (stage {other}) has computed; values do not"
+                    " travel back. Either the step calls a layer several times, with others in"
+                    " between, or it calls the layers in another order than the one that the plan"
+                    " was made for. Choose a `partition` that has both in one stage, or call the"
+                    " layers in one order in training and evaluation."
+                )

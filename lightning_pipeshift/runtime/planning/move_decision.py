@@ -1,0 +1,195 @@
+"""Decides whether layers are to change their owners, from what has been measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from lightning_pipeshift.errors import BudgetError, PlanError
+from lightning_pipeshift.plan.arrange.measurements import Measured
+from lightning_pipeshift.plan.arrange.plan_builder import cut_of, workloads_of
+from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.plan.inputs.placement import Placement
+from lightning_pipeshift.plan.inputs.topology import Topology
+from lightning_pipeshift.plan.offload.assignment_search import Problem
+from lightning_pipeshift.plan.offload.planner import Compression
+from lightning_pipeshift.runtime.planning.make_plan import Settings, make_plan
+
+MIN_GAIN: Final = 0.05
+"""By how much a step has to get shorter for layers to change their owners."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A decision of the first rank, for all ranks.
+
+    Args:
+        plan: as a document.
+        is_new: whether it differs from the plan in force.
+        message: a message to the user; empty for none.
+        expected_gain: how many times as fast a step is expected to be.
+        took: seconds of a step at the time of the decision.
+    """
+
+    plan: str
+    is_new: bool
+    message: str
+    expected_gain: float = 1.0
+    took: float | None = None
+
+
+@dataclass(frozen=True)
+class Window:
+    """What was measured in some consecutive steps.
+
+    Args:
+        num_steps: the number of steps.
+        took: seconds of the median step.
+        middle: the medians of all figures.
+        extremes: their low quantiles, and their high ones. A short disturbance is not in both.
+        steps_left: over how many steps a change can pay off.
+    """
+
+    num_steps: int
+    took: float
+    middle: Measured
+    extremes: Sequence[Measured]
+    steps_left: float
+
+
+class Decider:
+    """Decides on the first rank whether the plan changes.
+
+    Args:
+        settings: what the user asked for.
+        topology: the virtual machines.
+    """
+
+    def __init__(self, settings: Settings, topology: Topology) -> None:
+        self._settings = settings
+        self._topology = topology
+        # By virtual machine and layer, the stages that decisions have taken it from.
+        self._left: dict[tuple[int, int], set[int]] = {}
+        # How many decisions took an earlier one back, and how often in a row another plan was found
+        # to be worth it: a device whose speed swings does not make layers swing.
+        self._num_reversals = 0
+        self._insistence = 0
+        # Whether the user's policy has been called with the measured figures.
+        self._has_asked = False
+
+    def decide(self, plan: Plan, window: Window) -> Decision:
+        """Decides whether to change to a better plan.
+
+        Args:
+            plan: the plan in force.
+            window: what was measured under it.
+        """
+        kept = replace(plan, prediction=window.middle.prediction(plan))
+        stays = Decision(kept.to_json(), False, "")
+        try:
+            best = self._best(kept, window)
+        except (PlanError, BudgetError) as error:
+            # The run goes on as it is: it has fitted so far.
+            return replace(stays, message=f"the plan stays: {error}")
+        self._insistence = self._insistence + 1 if best is not None else 0
+        if best is None:
+            return stays
+        takes_back = any(
+            new in self._left.get((vm, layer), ())
+            for vm, layer, _, new in changes(plan.placement, best.placement)
+        )
+        # Each reversal of an earlier decision doubles the patience.
+        if self._insistence < 2 ** (self._num_reversals + takes_back):
+            return stays
+        self._insistence = 0
+        self._num_reversals += takes_back
+        for vm, layer, before, _ in changes(plan.placement, best.placement):
+            self._left.setdefault((vm, layer), set()).add(before)
+        return _changed(kept, best, window)
+
+    def _best(self, plan: Plan, window: Window) -> Plan | None:
+        """A better plan; ``None`` where there is none."""
+        settings, measured = self._settings, window.middle
+        watch = settings.watch
+        if watch is not None:
+            settings = settings.let_free(plan)
+        best = make_plan(settings, measured.profile, measured.cluster, self._topology, plan)
+        now, then = plan.prediction, best.prediction
+        if best.is_like(plan):
+            return None
+        if now is None or then is None:
+            return None
+        if not measured.fits(now.memory_bytes):
+            return best
+        if not self._has_asked and not follows_policy(settings, measured, plan):
+            # Only once: the policy's answer may depend on measured figures, which fluctuate.
+            self._has_asked = True
+            return best
+        # Over what is left of the run, the move included.
+        left = window.steps_left
+        cost = measured.move_seconds(plan, best) / left if left else math.inf
+        promised = now.step_seconds / (then.step_seconds + cost) - 1
+        is_worth_it = promised >= (watch.min_gain if watch is not None else MIN_GAIN)
+        return best if is_worth_it and _always(plan, best, window) else None
+
+
+def follows_policy(settings: Settings, measured: Measured, plan: Plan) -> bool:
+    """Whether all saved tensors go where a policy of the user's wants them. More of them may be
+    known than when the plan was made: those that code between the layers saves."""
+    if settings.memory is None:
+        return True
+    profile, cluster = measured.profile, measured.cluster
+    workloads = workloads_of(profile, cluster, measured.ranks, plan.schedule, plan.microbatches)
+    return all(
+        Compression(
+            Problem.of(
+                profile, workload, cluster, ranks, settings.memory.policy, settings.recompute
+            )
+        ).follows(cut_of(plan, vm), plan.swapped(vm))
+        for vm, (ranks, workload) in enumerate(zip(measured.ranks, workloads, strict=True))
+    )
+
+
+def _always(old: Plan, new: Plan, window: Window) -> bool:
+    """Whether a plan was better by the low figures and by the high ones."""
+    return all(
+        measured.prediction(new).step_seconds < measured.prediction(old).step_seconds
+        for measured in window.extremes
+    )
+
+
+def _changed(old: Plan, new: Plan, window: Window) -> Decision:
+    assert old.prediction is not None
+    assert new.prediction is not None
+    if old.placement == new.placement and any(old.swaps + new.swaps):
+        message = (
+            f"{window.num_steps} steps have been measured, and other saved tensors move or are made"
+            f" again than before: {new.prediction.step_seconds:.3g} s a step are expected."
+        )
+        return Decision(new.to_json(), True, message)
+    now, then = old.prediction.step_seconds, new.prediction.step_seconds
+    message = (
+        f"{window.num_steps} steps have been measured, and the layers change their"
+        f" owners: {_counts(old)} becomes {_counts(new)}. A step took {window.took:.3g} s"
+        f" ({now:.3g} s by the simulator); {then:.3g} s are expected,"
+        f" {now / then:.2f} times as fast."
+    )
+    return Decision(new.to_json(), True, message, now / then, window.took)
+
+
+def changes(old: Placement, new: Placement) -> Iterator[tuple[int, int, int, int]]:
+    """Virtual machine, layer, old and new stage of each layer that changes its owner."""
+    for vm in range(old.num_virtual_machines):
+        for layer in range(old.num_layers):
+            before, after = old.stage_of(vm, layer), new.stage_of(vm, layer)
+            if before != after:
+                yield vm, layer, before, after
+
+
+def _counts(plan: Plan) -> str:
+    different = list(dict.fromkeys(plan.placement.counts))
+    shown = [list(counts) for counts in different]
+    text = str(shown[0]) if len(shown) == 1 else str(shown)
+    return text + (" (with recomputation)" if any(plan.recompute) else "")

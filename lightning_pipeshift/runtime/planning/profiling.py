@@ -1,0 +1,285 @@
+"""Measures the run on one rank, and gathers the figures of all ranks on the first.
+
+Training itself is measured: a guess before its first step, then the layers' own times in its first
+steps (NUDT: the first samples are used for training and for the profile at once).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipeshift.model.execution.measure import Figures
+from lightning_pipeshift.model.execution.timing import Samples, Timer
+from lightning_pipeshift.model.gates.gate import Gate
+from lightning_pipeshift.model.saved.saved_tensors import Observer, bytes_of
+from lightning_pipeshift.model.trace.trace import Trace
+from lightning_pipeshift.plan.inputs.profile import LayerProfile
+from lightning_pipeshift.plan.inputs.profile_fitting import RankFigures, Times
+from lightning_pipeshift.plan.partition.boundaries import possible_cuts
+from lightning_pipeshift.plan.schedule.actions import Kind
+from lightning_pipeshift.runtime.comm.replicas import Replicas
+from lightning_pipeshift.runtime.offload.stage_memory import RankRoom
+
+T = TypeVar("T")
+
+_WARM_UP_STEPS: Final = 3
+"""Steps that are not measured, as memory is allocated, kernels are chosen, and optimizer state is
+made."""
+
+_MEASURED_MICROBATCHES: Final = 2
+"""Approximate number of measured microbatches in a step."""
+
+_FORWARDS: Final = (Kind.RECEIVE_PAYLOAD, Kind.FORWARD, Kind.SEND_PAYLOAD)
+_BACKWARDS: Final = (Kind.RECEIVE_GRADIENT, Kind.BACKWARD, Kind.SEND_GRADIENT)
+
+
+class Profiler:
+    """One rank's figures.
+
+    Args:
+        device: the rank's.
+        is_last: whether it is the last stage of its virtual machine.
+    """
+
+    def __init__(self, device: torch.device, is_last: bool) -> None:
+        self.timer = Timer(device)
+        self.observer = Observer()
+        self.num_steps = 0
+        self.held_bytes = 0
+        """The device memory that the model took before its layers were distributed."""
+        self.room: RankRoom | None = None
+        """The rank's memory for saved tensors, if they have a budget."""
+        self._is_last = is_last
+        self._guesses: dict[int, Figures] = {}
+        self._earlier: dict[int, Times] = {}
+        self._outside = Samples()
+        self._steps = Samples()
+        self._begun: float | None = None
+        self._ended: float | None = None
+        self.is_over = False
+        """Whether no more measurements are needed."""
+
+    def take_guesses(self, guesses: dict[int, Figures]) -> None:
+        """Takes the figures of a stopwatch from before training."""
+        self._guesses = guesses
+
+    def timers(self, num_microbatches: int) -> dict[int, Timer]:
+        """The timer of each microbatch to measure in a step: a few, different ones in each step."""
+        stride = max(1, num_microbatches // _MEASURED_MICROBATCHES)
+        measured = range(self.num_steps % stride, num_microbatches, stride)
+        return dict.fromkeys(measured, self.timer)
+
+    # --- step by step ---
+
+    def begin_step(self) -> None:
+        """Called when the stage's part of a step begins."""
+        if self.is_over:
+            return
+        now = time.perf_counter()
+        if self._ended is not None and self._begun is not None:
+            self._outside.add(now - self._ended)
+            self._steps.add(now - self._begun)
+        self._begun = now
+
+    def end_step(self) -> None:
+        """Called when the stage's part of a step is over."""
+        if self.is_over:
+            return
+        self._ended = time.perf_counter()
+        self.timer.read()
+        self.num_steps += 1
+        if self.num_steps == _WARM_UP_STEPS:
+            self.begin_anew()
+
+    def begin_anew(self, for_good: bool = False) -> None:
+        """Forgets all measurements, as circumstances have changed, but not the number of steps.
+
+        Args:
+            for_good: whether to measure nothing from here on.
+        """
+        self.is_over = for_good
+        self.next_window()
+        self._begun = self._ended = None
+
+    def next_window(self) -> None:
+        """Forgets all measurements, and goes on measuring without a break."""
+        self.timer.forget()
+        self._outside, self._steps = Samples(), Samples()
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The median time from one step's begin to the next one's."""
+        return self._steps.quantile(0.5) if len(self._steps) else None
+
+    @property
+    def num_measured(self) -> int:
+        """How many steps have been measured so."""
+        return len(self._steps)
+
+    # --- results ---
+
+    def figures(
+        self,
+        layers: Iterable[int],
+        gates: Sequence[Gate],
+        optimizers: Iterable[Optimizer],
+    ) -> RankFigures:
+        """The figures of this rank: for each quantity, the median of its measurements.
+
+        Args:
+            layers: those that its stage owns.
+            gates: of all layers.
+            optimizers: those with state for these layers.
+        """
+        times = self._times(layers, 0.5)
+        earlier, self._earlier = self._earlier, times or self._earlier
+        guesses: dict[int, Times] = {
+            layer: (found.forward_seconds, found.backward_seconds or 2 * found.forward_seconds)
+            for layer, found in self._guesses.items()
+        }
+        tensors = {layer: found.tensors for layer, found in self._guesses.items()}
+        tensors |= {layer: tuple(found) for layer, found in self.observer.of_layers.items()}
+        inputs = {layer: found.input_bytes for layer, found in self._guesses.items()}
+        return RankFigures(
+            guesses=guesses,
+            times=times,
+            earlier=earlier,
+            extra=self._extra(times.values(), 0.5),
+            outside_seconds=self._outside_seconds(0.5),
+            saved_bytes={
+                layer: sum(tensor.num_bytes for tensor in found) for layer, found in tensors.items()
+            },
+            tensors=tensors,
+            input_bytes=inputs | self._observed_inputs(),
+            optimizer_bytes={
+                layer: sum(
+                    bytes_of(_state_of(optimizer, parameter))
+                    for optimizer in optimizers
+                    for parameter in gates[layer].layer.parameters()
+                )
+                for layer in times
+            },
+            is_last=self._is_last,
+            held_bytes=self.held_bytes,
+            **(asdict(self.room) if self.room is not None else {}),
+        )
+
+    def _observed_inputs(self) -> dict[int, int]:
+        """Bytes of the layers' inputs, and of what the code around them saves: both are kept even
+        where a layer is recomputed.
+        """
+        return {
+            layer: num_bytes
+            + sum(t.num_bytes for t in self.observer.of_layers.get(layer, ()) if t.is_outside)
+            for layer, num_bytes in self.observer.of_inputs.items()
+        }
+
+    @property
+    def expected_bytes(self) -> dict[int, int]:
+        """The bytes that layers save for a microbatch."""
+        found = {layer: guess.tensors for layer, guess in self._guesses.items()}
+        return {layer: sum(t.num_bytes for t in tensors) for layer, tensors in found.items()}
+
+    def at_level(self, figures: RankFigures, level: float) -> RankFigures:
+        """The same with low or high quantiles instead of medians.
+
+        Args:
+            figures: the result of :meth:`figures`, just computed.
+            level: the quantile, 0 to 1.
+        """
+        times = self._times(figures.times, level)
+        return replace(
+            figures,
+            times=times,
+            extra=self._extra(times.values(), level),
+            outside_seconds=self._outside_seconds(level),
+        )
+
+    def _times(self, layers: Iterable[int], level: float) -> dict[int, Times]:
+        times = {}
+        for layer in layers:
+            forward, backward = (
+                self.timer.quantile(what, layer, level) for what in ("forward", "backward")
+            )
+            if forward is not None:
+                times[layer] = (forward, backward or 0.0)
+        return times
+
+    def _outside_seconds(self, level: float) -> float | None:
+        return self._outside.quantile(level) if len(self._outside) else None
+
+    def _extra(self, times: Iterable[Times], level: float) -> Times | None:
+        own = [sum(seconds) for seconds in zip(*times, strict=True)] or [0.0, 0.0]
+        found = []
+        for kinds, layers in zip((_FORWARDS, _BACKWARDS), own, strict=True):
+            seconds = [self.timer.quantile(kind.name, level=level) for kind in kinds]
+            if seconds[1] is None:
+                return None
+            taken = sum(filter(None, seconds))
+            found.append(max(0.0, taken - layers))
+        return found[0], found[1]
+
+
+def _state_of(optimizer: Optimizer, parameter: Tensor) -> Iterable[Any]:
+    state = optimizer.state.get(parameter)
+    return state.values() if isinstance(state, dict) else ()
+
+
+def layers_of(
+    gates: Sequence[Gate], trace: Trace, optimizers: Iterable[Optimizer]
+) -> tuple[LayerProfile, ...]:
+    """The layers' properties that need no measurement.
+
+    Args:
+        gates: in call order.
+        trace: of one microbatch.
+        optimizers: the size of their future state is guessed from their kind.
+    """
+    copies = max(map(_copies, optimizers), default=0)
+    possible = possible_cuts(trace.flow, len(gates))
+    found = []
+    for index, gate in enumerate(gates):
+        trained = bytes_of(p for p in gate.layer.parameters() if p.requires_grad)
+        found.append(
+            LayerProfile(
+                gate.name,
+                parameter_bytes=bytes_of(gate.layer.parameters()),
+                gradient_bytes=trained,
+                optimizer_bytes=copies * trained,
+                payload_bytes=sum(spec.num_bytes for _, spec in trace.payload(index + 1)),
+                payload_gradient_bytes=sum(
+                    spec.num_bytes for _, spec in trace.gradients(index + 1)
+                ),
+                joins_next=index + 1 < len(gates) and index + 1 not in possible,
+            )
+        )
+    return tuple(found)
+
+
+def _copies(optimizer: Optimizer) -> int:
+    """The likely number of state values for each element of a parameter; an optimizer makes them in
+    its first step only.
+    """
+    defaults = optimizer.defaults
+    if "betas" in defaults:
+        return 3 if defaults.get("amsgrad") else 2
+    return 1 if defaults.get("momentum") or defaults.get("alpha") else 0
+
+
+def gather_figures(mine: T, replicas: Replicas) -> list[T] | None:
+    """All ranks' figures, by rank, on the rank that decides; ``None`` on the others. Every rank
+    calls this.
+    """
+    world = replicas.world
+    found = world.gather_objects(mine)
+    if found is None:
+        return None
+    by_rank = dict(zip(world.ranks, found, strict=True))
+    return [by_rank[rank] for rank in range(world.num_stages)]

@@ -1,0 +1,287 @@
+"""Plans a run at its first batch, and once more when its first steps have been measured.
+
+NUDT, "distributed parallel training method and system for heterogeneous computing clusters", trains
+on the first samples to measure every layer, and on the others under the plan made from these
+measurements. Here training does not stop in between: the second plan takes over at a step's
+boundary, by changes of owners.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.model.execution.measure import Figures
+from lightning_pipeshift.model.gates.gate import Gate
+from lightning_pipeshift.model.trace.trace import Trace
+from lightning_pipeshift.plan.arrange.measurements import Measured
+from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
+from lightning_pipeshift.plan.inputs.profile import LayerProfile
+from lightning_pipeshift.plan.inputs.profile_fitting import RankFigures, profile_of
+from lightning_pipeshift.runtime.comm.replicas import Replicas
+from lightning_pipeshift.runtime.comm.threads import Threads
+from lightning_pipeshift.runtime.offload.stage_memory import StageMemory
+from lightning_pipeshift.runtime.planning.make_plan import Settings, make_plan
+from lightning_pipeshift.runtime.planning.move_decision import Decider, Decision, Window
+from lightning_pipeshift.runtime.planning.probe import host_memory, probe
+from lightning_pipeshift.runtime.planning.profiling import Profiler, gather_figures, layers_of
+
+_EXTREMES: Final = (0.1, 0.9)
+"""The quantiles that nearly all measurements of a quantity lie between."""
+
+
+class Replanning:
+    """One rank's part in planning.
+
+    Args:
+        settings: the user's settings.
+        replicas: the virtual machines.
+        here: this rank's device.
+        device: the same device, as torch names it.
+        news: messages that the user sees after the step.
+        say: shows a message to the user at once.
+        threads: the first rank looks for a better plan in one of them, while training goes on.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        replicas: Replicas,
+        here: Device,
+        device: torch.device,
+        news: list[str],
+        say: Callable[[str], None],
+        threads: Threads,
+    ) -> None:
+        self.profiler = Profiler(device, is_last=replicas.is_last_stage)
+        # On the first rank: all figures, as soon as there are any.
+        self.measured: Measured | None = None
+        self._cluster = Cluster((Device(here.host, here.kind),) * replicas.topology.num_ranks)
+        self._settings = settings
+        self._replicas = replicas
+        self._here = here
+        self._device = device
+        self._news = news
+        self._say = say
+        self._threads = threads
+        # On the first rank: the decision being made, and the plan in force when that began.
+        self._thought: tuple[Future[Decision], Plan] | None = None
+        self._decider = Decider(settings, replicas.topology)
+        # Whether the first rank is making a decision.
+        self._is_thinking = False
+        self._layers: tuple[LayerProfile, ...] = ()
+        self._samples = 1.0
+        # The seconds of a step before the plan changed, and the expected speedup.
+        self._before: tuple[float, float] | None = None
+        self.is_measured = False
+        """Whether the first steps have been measured."""
+        self.steps_left = math.inf
+        """Over how many steps a change can pay off."""
+        self.decisions: list[dict[str, float]] = []
+        """The expected and the measured speedups of changes of the plan."""
+
+    @property
+    def measures(self) -> bool:
+        """Whether anything depends on what is measured."""
+        settings = self._settings
+        is_pipeline = max(self._replicas.topology.stages_per_vm) > 1
+        may_change = settings.is_free or settings.watch is not None
+        is_needed = settings.only_measures or settings.memory is not None
+        return is_needed or (may_change and is_pipeline)
+
+    @property
+    def _window(self) -> int:
+        """How many steps to measure before a decision; 0 if nothing is measured."""
+        watch = self._settings.watch
+        if watch is not None and (self.is_measured or not self._settings.is_free):
+            return watch.patience
+        return self._settings.profile_steps
+
+    def first_plan(
+        self,
+        gates: Sequence[Gate],
+        trace: Trace,
+        guesses: dict[int, Figures],
+        optimizers: Sequence[Optimizer],
+        samples: float,
+        held_bytes: int,
+        trains: bool,
+        memory: StageMemory | None = None,
+        idle: Collection[int] = (),
+    ) -> Plan:
+        """The plan for the first steps, made on the first rank. Every rank calls this.
+
+        Args:
+            gates: of the layers, in call order.
+            trace: of a microbatch.
+            guesses: the figures of a stopwatch.
+            optimizers: those of the run.
+            samples: their number in a microbatch.
+            held_bytes: the device memory that the model takes now.
+            trains: whether the plan is for training.
+            memory: this stage's memory, if saved tensors have a budget.
+            idle: the layers that no step calls.
+        """
+        if self.measures and trains:
+            probed = probe(self._replicas.world, self._device, self._here, self._say)
+            # The probe numbers devices by their place in the connections, which may differ from
+            # their rank.
+            self._cluster = probed.cluster.renumbered(self._replicas.world.ranks)
+            self._news.extend(probed.notes)
+        self.profiler.take_guesses(guesses)
+        self._layers = layers_of(gates, trace, optimizers)
+        self._samples = samples
+        self.profiler.held_bytes = held_bytes
+        if memory is not None:
+            device = self._cluster.devices[self._replicas.rank]
+            self.profiler.room = memory.measure(
+                device.free_bytes + held_bytes,
+                host_memory()[1],
+                sum(other.host == device.host for other in self._cluster.devices),
+            )
+        figures = gather_figures(self.profiler.figures((), gates, optimizers), self._replicas)
+        text = None
+        if figures is not None:
+            self.measured = measured = self._learned(figures)
+            self._cluster = measured.cluster
+            topology = self._replicas.topology
+            plan = make_plan(
+                self._settings, measured.profile, measured.cluster, topology, idle=idle
+            )
+            text = plan.to_json()
+        return Plan.from_json(self._replicas.world.share_object(text, source=0))
+
+    def _learned(self, figures: Sequence[RankFigures]) -> Measured:
+        topology = self._replicas.topology
+        microbatches = self._settings.num_microbatches(topology.stages_per_vm)
+        profile, cluster = profile_of(
+            self._layers, self._cluster, figures, self._samples, microbatches
+        )
+        by_tensor = self._settings.memory is not None
+        return Measured(profile, cluster, topology.ranks, by_tensor)
+
+    def static_bytes(self) -> dict[int, float]:
+        """The bytes that each layer takes permanently."""
+        return {index: layer.static_bytes for index, layer in enumerate(self._layers)}
+
+    def predicted(self, plan: Plan) -> Plan:
+        """A plan with the simulator's prediction. Every rank calls this."""
+        text = None
+        if self.measured is not None and self.is_measured:
+            text = replace(plan, prediction=self.measured.prediction(plan)).to_json()
+        text = self._replicas.world.share_object(text, source=0)
+        if text is None:
+            raise PlanError(
+                "Nothing has been measured of this run yet. With `partition='auto'` the first steps"
+                f" are (`profile_steps={self._settings.profile_steps}`): ask later."
+            )
+        return Plan.from_json(text)
+
+    def require_room(self, plan: Plan) -> None:
+        """Raises PlanError where a stage would have too little memory by the measured figures, if
+        there are any. Every rank calls this.
+        """
+        problem = ""
+        if self.measured is not None and self.is_measured:
+            memory_bytes = self.measured.prediction(plan).memory_bytes
+            if not self.measured.fits(memory_bytes):
+                problem = self.measured.lacking(memory_bytes)
+        problem = self._replicas.world.share_object(problem, source=0)
+        if problem:
+            raise PlanError(problem)
+
+    # --- once the first steps have been measured ---
+
+    @property
+    def has_decided(self) -> bool:
+        """On the first rank: whether there is a decision that the others have not received."""
+        return self._thought is not None and self._thought[0].done()
+
+    def after_step(
+        self, plan: Plan, own: Iterable[int], gates: Sequence[Gate], optimizers: Sequence[Optimizer]
+    ) -> None:
+        """Lets the first rank begin a decision when enough has been measured. Every rank calls
+        this, with the same plan.
+
+        Args:
+            plan: the one in force.
+            own: the layers that this rank owns.
+            gates: of all layers.
+            optimizers: those of the run.
+        """
+        steps = self._window
+        is_due = self.measures and steps and self.profiler.num_measured >= steps
+        if not is_due or self._is_thinking:
+            return
+        goes_on = self._settings.watch is not None
+        if self._before is not None:
+            self._say_what_was_gained()
+            self._before = None
+            self.profiler.begin_anew(for_good=not goes_on)
+            return
+        middle = self.profiler.figures(own, gates, optimizers)
+        mine = [middle, *(self.profiler.at_level(middle, level) for level in _EXTREMES)]
+        figures = gather_figures(mine, self._replicas)
+        self.is_measured = True
+        self._is_thinking = not self._settings.only_measures
+        if figures is not None:
+            took = self.profiler.step_seconds
+            assert took is not None
+            usual, *extremes = (self._learned(found) for found in zip(*figures, strict=True))
+            self.measured = usual.compared(plan, took)
+            self._cluster = usual.cluster
+            if self._is_thinking:
+                # Planning takes longer than a small step.
+                window = Window(steps, took, self.measured, extremes, self.steps_left)
+                think = partial(self._decider.decide, plan, window)
+                self._thought = self._threads.submit(think), plan
+        if self._is_thinking:
+            self.profiler.next_window()
+
+    def announce(self, plan: Plan) -> Decision:
+        """Gives all ranks the first rank's decision. Every rank calls this, when the first one
+        :attr:`has_decided`.
+
+        Args:
+            plan: the one that the next step will run under.
+        """
+        decision = None
+        if self._thought is not None:
+            (thought, before), self._thought = self._thought, None
+            decision = thought.result()
+            if not before.is_like(plan):
+                # Layers have changed their owners by a request in the meantime.
+                decision = Decision(plan.to_json(), False, "")
+        found: Decision = self._replicas.world.share_object(decision, source=0)
+        self._is_thinking = False
+        if found.message:
+            self._news.append(found.message)
+        if found.is_new and found.took is not None:
+            self._before = (found.took, found.expected_gain)
+            self.decisions.append(
+                {"expected_gain": found.expected_gain, "step_seconds": found.took}
+            )
+        if found.is_new or self._settings.watch is None:
+            self.profiler.begin_anew(for_good=not found.is_new)
+        return found
+
+    def _say_what_was_gained(self) -> None:
+        took = self.profiler.step_seconds
+        if took is None or self._before is None:
+            return
+        before, expected = self._before
+        self.decisions.append({"measured_gain": before / took, "step_seconds": took})
+        self._news.append(
+            f"a step takes {took:.3g} s since the layers have changed their owners, and took"
+            f" {before:.3g} s before: {before / took:.2f} times as fast, {expected:.2f} times was"
+            " expected."
+        )

@@ -1,0 +1,131 @@
+"""Finds out when the stages of a virtual machine see different batches."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeshift.errors import BatchError
+from lightning_pipeshift.model.execution.transfer import to_host
+from lightning_pipeshift.model.execution.trees import leaves_of
+from lightning_pipeshift.runtime.comm.channels import Channels
+from lightning_pipeshift.runtime.comm.replicas import Replicas
+
+# The first batches of an epoch show whether shuffles differ; a later batch shows whether random
+# streams drift apart.
+_FIRST_BATCHES = 2
+_EVERY = 100
+
+
+def is_checked(batch_idx: int) -> bool:
+    """Whether the batch with this index in its epoch is compared."""
+    return batch_idx < _FIRST_BATCHES or batch_idx % _EVERY == 0
+
+
+def checksum(batch: Any) -> int:
+    """A number that differs where two batches differ in a type, a shape, the order or a bit."""
+    total = 0
+    for leaf in leaves_of(to_host(batch)):
+        if isinstance(leaf, Tensor):
+            data = leaf.to_dense() if leaf.layout != torch.strided else leaf
+            data = data.resolve_conj().resolve_neg().contiguous()
+            total = zlib.crc32(f"{data.dtype}{tuple(data.shape)}".encode(), total)
+            if data.numel():
+                total = zlib.crc32(data.reshape(-1).view(torch.uint8).numpy().tobytes(), total)
+        elif isinstance(leaf, str | int | float | bool):
+            total = zlib.crc32(repr(leaf).encode(), total)
+    return total
+
+
+def require_same_batch(batch: Any, batch_idx: int, channels: Channels) -> None:
+    """Compares a batch over the stages. Every stage calls this.
+
+    Raises:
+        BatchError: the stages see different batches.
+    """
+    sums = channels.gather_int(checksum(batch))
+    if len(set(sums)) > 1:
+        odd = [stage for stage, value in enumerate(sums) if value != sums[0]]
+        raise BatchError(
+            f"The stages of a virtual machine see different batches: at batch {batch_idx}, stage"
+            f" {', '.join(map(str, odd))} got another one than stage 0. All stages must see the"
+            " same data in the same order. Look for a sampler or data set that depends on the"
+            " rank, on the time, on unseeded randomness, or on the order of files in a folder."
+        )
+
+
+def require_same_lengths(lengths: Sequence[float], what: str, channels: Channels) -> None:
+    """Compares the numbers of batches over the stages, so that none waits for a batch that others
+    do not have. Every stage calls this.
+
+    Args:
+        lengths: the number of batches of each dataloader, ``inf`` where it is not known.
+        what: the dataloaders' name in a message.
+        channels: the stage's connections.
+
+    Raises:
+        BatchError: the stages have different numbers of dataloaders, or of batches.
+    """
+    counts = [len(lengths), *(-1 if math.isinf(length) else int(length) for length in lengths)]
+    # First the number of dataloaders, which determines how many comparisons follow.
+    for number, count in enumerate(counts):
+        found = channels.gather_int(count)
+        if len(set(found)) > 1:
+            things = "batches" if number else "dataloaders"
+            each = ", ".join(f"stage {stage} has {value}" for stage, value in enumerate(found))
+            raise BatchError(
+                f"The stages of a virtual machine see different {what} data: {each} {things}. All"
+                " stages must see the same batches in the same order. Look for a sampler or data"
+                " set whose length depends on the rank, the time, or the files of a host."
+            )
+
+
+def require_same_lengths_over_replicas(length: float, replicas: Replicas) -> None:
+    """Compares the number of training batches over the virtual machines. Every rank calls this.
+
+    Raises:
+        BatchError: they differ.
+    """
+    lengths = replicas.gather(length)
+    if len(set(lengths)) > 1:
+        each = ", ".join(f"virtual machine {vm} has {n}" for vm, n in enumerate(lengths))
+        raise BatchError(
+            f"The virtual machines have different numbers of training batches: {each}. All of them"
+            " have to take part in every step: let the data's length be the same on every rank."
+        )
+
+
+def require_data_for_all(lengths: Sequence[float], what: str, replicas: Replicas) -> None:
+    """Checks that every virtual machine has a batch of each dataloader. Every rank calls this.
+
+    Raises:
+        BatchError: one has none, while others have some.
+    """
+    for number, counts in enumerate(zip(*replicas.gather(list(lengths)), strict=True)):
+        if not all(counts) and any(counts):
+            raise BatchError(
+                f"The {what} data (dataloader {number}) are too few to be shared out:"
+                f" virtual machine {counts.index(0)} gets nothing of them. Use at least"
+                f" {replicas.count} samples, or fewer virtual machines."
+            )
+
+
+def require_same_end(mine: bool, theirs: bool, batch_idx: int) -> None:
+    """Compares whether this stage and the last one see the end of the epoch at the same batch.
+
+    Raises:
+        BatchError: they differ.
+    """
+    if mine != theirs:
+        raise BatchError(
+            "The stages of a virtual machine see different data: batch"
+            f" {batch_idx} is the epoch's last on {'this' if mine else 'the last'} stage, and not"
+            f" on {'the last' if mine else 'this'} one. All stages must see the same batches in the"
+            " same order. Look for a data set whose length depends on the rank, the time, or the"
+            " files of a host."
+        )

@@ -1,0 +1,1015 @@
+"""One rank's part of a pipeline: follows the user's step, plans, and runs its stage."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import lru_cache, partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_pipeshift.errors import LayerError, PipeShiftError, PlanError
+from lightning_pipeshift.model.execution.measure import Figures, Stopwatch
+from lightning_pipeshift.model.execution.microbatch import (
+    batch_size_of,
+    merge,
+    split,
+    weighted_mean,
+)
+from lightning_pipeshift.model.execution.timing import Timer
+from lightning_pipeshift.model.execution.transfer import Fetch, to_host
+from lightning_pipeshift.model.gates.gate import Gate, Scope, Switch, install, remove
+from lightning_pipeshift.model.gates.layers import find_layers, find_scopes, require_layers
+from lightning_pipeshift.model.parameters.deferred_init import DeferredInit, is_whole
+from lightning_pipeshift.model.parameters.uses import (
+    ParameterUse,
+    modules_of_user_code,
+    parameter_uses,
+)
+from lightning_pipeshift.model.saved.saved_tensors import (
+    Observer,
+    address_of,
+    addresses_of,
+    bytes_of,
+)
+from lightning_pipeshift.model.trace.signature import module_signature
+from lightning_pipeshift.model.trace.trace import LAST_STAGE, Trace
+from lightning_pipeshift.model.user_state.logs import LogRecorder, merge_logs
+from lightning_pipeshift.model.user_state.metrics import BatchMetrics
+from lightning_pipeshift.model.user_state.module_state import TailState
+from lightning_pipeshift.model.user_state.random_streams import RandomStreams
+from lightning_pipeshift.plan.document.moves import Move, placement_after
+from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.plan.inputs.cluster import Device
+from lightning_pipeshift.plan.inputs.flow import Call, Flow, call_order
+from lightning_pipeshift.plan.inputs.placement import Ownership, Placement
+from lightning_pipeshift.plan.schedule.actions import Row, Schedule
+from lightning_pipeshift.plan.schedule.checker import check
+from lightning_pipeshift.plan.schedule.communication import with_communication
+from lightning_pipeshift.plan.schedule.schedules import (
+    forward_only,
+    schedule_named,
+    with_recomputation,
+)
+from lightning_pipeshift.runtime.comm.channels import Channels
+from lightning_pipeshift.runtime.comm.lane import Sent
+from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
+from lightning_pipeshift.runtime.comm.replicas import Replicas
+from lightning_pipeshift.runtime.comm.threads import Threads
+from lightning_pipeshift.runtime.gradients.aggregation import Aggregation, AllReduce
+from lightning_pipeshift.runtime.gradients.device_rings import DeviceRings
+from lightning_pipeshift.runtime.gradients.replica_sync import (
+    gradient_groups,
+    match_replicas,
+    pairs_that_share,
+)
+from lightning_pipeshift.runtime.gradients.rings import Rings
+from lightning_pipeshift.runtime.offload.activation_store import ActivationStore
+from lightning_pipeshift.runtime.offload.stage_memory import StageMemory
+from lightning_pipeshift.runtime.ownership.holdings import Holdings
+from lightning_pipeshift.runtime.ownership.plan_change import Changes
+from lightning_pipeshift.runtime.planning.make_plan import (
+    Settings,
+    check_order,
+    stages_without_work,
+)
+from lightning_pipeshift.runtime.planning.replanning import Replanning
+from lightning_pipeshift.runtime.step.checksum import (
+    is_checked,
+    require_same_batch,
+    require_same_end,
+)
+from lightning_pipeshift.runtime.step.control_files import Answer, ControlFiles
+from lightning_pipeshift.runtime.step.one_stage import OneStage
+from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
+from lightning_pipeshift.runtime.step.step_run import (
+    WAIT,
+    Denominators,
+    Microbatch,
+    Outcome,
+    Profile,
+    StepRun,
+    UserStep,
+)
+from lightning_pipeshift.runtime.step.trace_cache import Key, TraceCache
+
+# How many batches a stage may run ahead of the next in an evaluation.
+_AHEAD = 4
+
+
+class Accumulation(NamedTuple):
+    """A step's place among the steps between two optimizer steps.
+
+    Args:
+        has_begun: whether this step's gradients are added to those of earlier steps.
+        goes_on: whether no optimizer step follows this step.
+    """
+
+    has_begun: bool
+    goes_on: bool
+
+
+def _power_of_two(number: float) -> float:
+    return 2.0 ** round(math.log2(number)) if number > 0 else 1.0
+
+
+@lru_cache(maxsize=512)
+def _lowered(
+    name: str, num_stages: int, num_microbatches: int, recomputing: frozenset[int] = frozenset()
+) -> Schedule:
+    make = forward_only if name == "forward" else schedule_named(name)
+    schedule = make(num_stages, num_microbatches)
+    schedule = with_communication(with_recomputation(schedule, recomputing))
+    check(schedule)
+    return schedule
+
+
+class Pipeline:
+    """One rank's part of one virtual machine's pipeline, from ``setup`` to ``teardown``.
+
+    Args:
+        root: the LightningModule, whole.
+        channels: this stage's connections.
+        replicas: the virtual machines.
+        rings: this rank's part in their rings, where there are several.
+        groups: the groups for sums over them.
+        settings: the user's settings.
+        here: this rank's device.
+        deferred: makes the tensors of the model that are on the meta device.
+        ignored: names of attributes that belong to the framework.
+        say: shows a message to the user at once.
+        outside: requests from other processes; used on the first rank only.
+        fail_beside: called in a thread that fails.
+        profile: a context around what the name says.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        channels: Channels,
+        replicas: Replicas,
+        rings: Rings | None,
+        groups: ProcessGroups,
+        settings: Settings,
+        here: Device,
+        deferred: DeferredInit,
+        ignored: frozenset[str],
+        say: Callable[[str], None],
+        outside: ControlFiles,
+        fail_beside: Callable[[BaseException], None],
+        profile: Profile = nullcontext,
+    ) -> None:
+        self._profile = profile
+        self.root = root
+        self._outside = outside
+        self._deferred = deferred
+        # A rank that owns every layer may have all values while other ranks lack some.
+        lacking = replicas.world.sum(torch.tensor([0.0 if is_whole(root) else 1.0]))
+        self._was_whole = not lacking
+        self.channels = channels
+        self.replicas = replicas
+        self.vm = replicas.vm
+        self._rings = rings
+        self._groups = groups
+        self._aggregation: Aggregation | None = None
+        self._denominators: Denominators | None = None
+        self._has_agreed = False
+        # Messages about decisions, for the user.
+        self.news: list[str] = []
+        self.settings = settings
+        self._threads = Threads("beside", fail_beside)
+        self.planning = Replanning(
+            settings, replicas, here, channels.device, self.news, say, self._threads
+        )
+        self.streams = RandomStreams(channels.device)
+        self._switch = Switch()
+        layers = find_layers(root, max(replicas.topology.stages_per_vm))
+        if replicas.topology.num_ranks > 1:
+            require_layers(root, layers.values())
+        elif not layers:
+            layers = {type(root).__name__: root}
+        gates = [
+            Gate(name, layer, index, self._switch)
+            for index, (name, layer) in enumerate(layers.items())
+        ]
+        gated = set(map(id, layers.values()))
+        self._scopes = [
+            Scope("", module, -1, self._switch)
+            for module in find_scopes(root)
+            if id(module) not in gated
+        ]
+        settings.check(gates, replicas.topology.stages_per_vm)
+        install([*gates, *self._scopes])
+        self._follower = TraceCache(root, gates, self._switch, self.streams, channels.device)
+        self.one_stage = OneStage(root, self._switch, self.streams, channels.device)
+        """Runs the steps of a single device: see :meth:`plain_training_step`."""
+        self.changes = Changes(self.vm, self._follower, self._threads)
+        self._recorder = LogRecorder(root)
+        self._tail = TailState(self._modules_outside_layers(), ignored)
+        self._metrics = BatchMetrics(root)
+        self._touched: dict[int, set[int]] = {}
+        self._called: set[int] = set()
+        """The layers known to be called by a training step."""
+        self._said_of_work: str | None = None
+        self._plan: Plan | None = None
+        self._ownership: Ownership | None = None
+        self.holdings: Holdings | None = None
+        self.memory: StageMemory | None = None
+        if settings.memory is not None:
+            self.memory = StageMemory(
+                settings.memory,
+                channels,
+                [gate.name for gate in gates],
+                f"stage {channels.stage} of virtual machine {self.vm}",
+                self._threads,
+                fail_beside,
+                self.news.append,
+            )
+        self.order: list[int] = []
+        """The layers in the order in which the last forward pass called them."""
+        self._is_final = False
+        self._num_microbatches_done = 0
+        self.num_steps_done = 0
+        """How many batches of the run are done."""
+        self.step_seconds: float | None = None
+        """The seconds between the begins of the last two steps."""
+        self._begun: float | None = None
+        # Whether this rank requests the end of the run, and whether all ranks know that one does.
+        self.asks_to_end = False
+        self.is_to_end = False
+        # The outcomes and sizes of evaluation batches whose reports have not been fetched yet.
+        self._pending: list[tuple[list[Outcome], int]] = []
+        self._result_under_way = Fetch(None)
+        self._under_way: list[Sent] = []
+
+    # --- the plan ---
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether there is a plan."""
+        return self._plan is not None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        if self._plan is None:
+            raise PlanError(
+                "There is no plan yet: it is made when the first batch comes. Read"
+                " `trainer.strategy.plan` from `on_train_batch_end` on, or after the run."
+            )
+        return self._plan
+
+    @property
+    def layers(self) -> dict[str, nn.Module]:
+        """The layers by their names, in the order in which the first step called them."""
+        return {gate.name: gate.layer for gate in self._follower.gates}
+
+    @property
+    def traces(self) -> list[Trace]:
+        """The traces of the steps that have been followed, in that order; empty where no step had
+        to be followed.
+        """
+        return self._follower.traces()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last stage."""
+        return self.channels.stage == self.channels.num_stages - 1
+
+    def _modules_outside_layers(self) -> dict[str, nn.Module]:
+        inside = {id(part) for gate in self._follower.gates for part in gate.layer.modules()}
+        return {
+            name: module for name, module in self.root.named_modules() if id(module) not in inside
+        }
+
+    def _settle(
+        self,
+        key: Key,
+        step: UserStep,
+        batch: Any,
+        optimizers: Iterable[Optimizer],
+        final: bool,
+        trains: bool = False,
+    ) -> None:
+        """Makes the plan on the first batch, and prepares this stage for it.
+
+        The sanity check before training makes a provisional plan from the calls of validation; the
+        first training batch makes the final one, and only then does a stage release what it does
+        not own.
+        """
+        if self._plan is not None and (self._is_final or not final):
+            return
+        follower, channels = self._follower, self.channels
+        stopwatch = None
+        if self.planning.measures:
+            stopwatch = Stopwatch(channels.device, self.streams, trains, addresses_of(batch))
+        trace = Trace.empty()
+        if self._follows:
+            trace = follower.first(key, step, batch, module_signature(self.root), stopwatch)
+        called: set[int] | None = None
+        if trains and trace.flow.calls and not trace.is_drawn:
+            # Otherwise a layer that was not called now may be called in the next step.
+            called = {call.layer for call in trace.flow.calls}
+        # Layers that no step calls (a copy, a head that is switched off) are no work.
+        idle = set(range(len(follower.gates))) - called if called is not None else set()
+        if stopwatch is not None:
+            stopwatch.figures |= dict.fromkeys(idle, Figures(0.0))
+        optimizers = list(optimizers)
+        plan = self.planning.first_plan(
+            follower.gates,
+            trace,
+            stopwatch.figures if stopwatch is not None else {},
+            optimizers if trains else [],
+            float(_size_or_one(batch)),
+            self._held_bytes(),
+            trains,
+            self.memory if trains else None,
+            idle,
+        )
+        # Parameters used outside of layers in the sanity check stay so: every stage holds them.
+        touched = {key: trace.touched.get(key, set()) for key in self._touched | trace.touched}
+        named = {n: touched[id(p)] for n, p in self.root.named_parameters() if id(p) in touched}
+        # Every rank followed its own batch; the result of rank 0 counts.
+        named, called = self.replicas.world.share_object((named, called), source=0)
+        touched = {id(p): named[n] for n, p in self.root.named_parameters() if n in named}
+        plan.require_layers([gate.name for gate in follower.gates])
+        placement = plan.placement
+        check_order(trace.flow, placement, self.vm, follower.gates)
+        layers = [gate.layer for gate in follower.gates]
+        scopes = [scope.layer for scope in self._scopes]
+        uses = parameter_uses(self.root, layers, touched, called, scopes)
+        of_user_code = modules_of_user_code(self.root, layers, uses, called)
+        stage_of = [placement.stage_of(self.vm, layer) for layer in range(placement.num_layers)]
+        self._plan = plan
+        self._ownership = Ownership.of(placement)
+        self._touched = touched
+        self._called = called if called is not None else set(range(len(layers)))
+        if trains and self._follows:
+            self._say_who_has_no_work()
+        self.holdings = Holdings(self.root, uses, layers, stage_of, channels, of_user_code)
+        if not self._was_whole:
+            self.holdings.obtain(self._deferred)
+        self.holdings.match_shared()
+        self.match_replicas(parameters_too=True)
+        self.holdings.settle(optimizers, final, self._deferred)
+        if final:
+            self._deferred.forget()
+        if trains:
+            self._follow_with_memory()
+            self._connect_sharers(uses, placement)
+        if trains and self.replicas.count > 1:
+            self._aggregation = self._make_aggregation(uses, placement)
+        self._is_final = final
+
+    def _say_who_has_no_work(self) -> None:
+        topology, placement = self.replicas.topology, self.plan.placement
+        said = stages_without_work(self.settings, placement, topology, self._called)
+        if said is not None and said != self._said_of_work:
+            self.news.append(said)
+        self._said_of_work = said
+
+    def _held_bytes(self) -> int:
+        """What the model takes of this device's memory."""
+        held = {
+            address_of(tensor): tensor
+            for tensor in [*self.root.parameters(), *self.root.buffers()]
+            if tensor.device.type == self.channels.device.type
+        }
+        return bytes_of(held.values())
+
+    @property
+    def plan_in_call_order(self) -> Plan:
+        """The plan in force, its layers in the order in which they are called. Where no step was
+        followed, that order is known when one has run.
+        """
+        plan, names = self.plan, [gate.name for gate in self._follower.gates]
+        called = list(dict.fromkeys(self.order))
+        if self._follows or not called:
+            return plan
+        calls = [Call(layer, 0, (), frozenset()) for layer in called]
+        flow = Flow(tuple(calls), frozenset(), frozenset(), frozenset())
+        records = {record.name: record for record in plan.layers}
+        order = call_order([flow], len(names))
+        return replace(plan, layers=tuple(records[names[layer]] for layer in order))
+
+    # --- another plan ---
+
+    @property
+    def coming_plan(self) -> Plan:
+        """The plan that will be in force when all requested changes are done."""
+        return self.changes.last or self.plan
+
+    def adopt(self, plan: Plan) -> None:
+        """Puts another plan in force after the next step. Every rank calls this, with the same
+        plan, between the same steps.
+
+        Raises:
+            PlanError: it is for another model, other virtual machines, or another way to train:
+                only the owners of layers and the recomputation can change.
+        """
+        now = self.plan
+        plan.require_layers([gate.name for gate in self._follower.gates])
+        found = (plan.schedule, plan.microbatches, tuple(map(len, plan.placement.counts)))
+        allowed = (now.schedule, now.microbatches, tuple(map(len, now.placement.counts)))
+        if found != allowed:
+            raise PlanError(
+                "Only who owns what and what is recomputed can change while training runs: the new"
+                f" plan has (schedule, microbatches, stages of each virtual machine) {found}, the"
+                f" one in force {allowed}. Start a run with the new plan instead."
+            )
+        self.changes.wanted = plan
+
+    def migrate(self, moves: Iterable[Move]) -> None:
+        """Makes layers change their owners after the next step. Every rank calls this, with the
+        same moves, between the same steps.
+
+        Raises:
+            PlanError: a move is impossible. Then nothing changes.
+        """
+        plan = self.coming_plan
+        plan = plan.with_placement(placement_after(plan, moves))
+        self.planning.require_room(plan)
+        self.adopt(plan)
+
+    def _change_plan(self, plan: Plan) -> None:
+        assert self.holdings is not None
+        assert self._ownership is not None
+        self._ownership = self._ownership.moved(plan.placement, self._num_microbatches_done)
+        self._plan = plan
+        self._follow_with_memory()
+        self._connect_sharers(self.holdings.uses, plan.placement)
+        if self._aggregation is not None:
+            self._aggregation.close()
+            self._aggregation = self._make_aggregation(
+                self.holdings.uses, plan.placement, is_new=False
+            )
+
+    def _follow_with_memory(self) -> None:
+        if self.memory is not None:
+            self.memory.follow(
+                self.plan,
+                self.vm,
+                self.planning.static_bytes(),
+                self.planning.profiler.expected_bytes,
+            )
+
+    def match_replicas(self, parameters_too: bool) -> None:
+        """Gives all virtual machines the values of the first one: the state of layers other than
+        parameters (running statistics), and optionally the parameters. Every rank calls this.
+        """
+        if self.replicas.count == 1 or self.holdings is None:
+            return
+        match_replicas(
+            self.replicas,
+            self.plan.placement,
+            [gate.layer for gate in self._follower.gates],
+            self._modules_outside_layers(),
+            self.holdings.uses if parameters_too else [],
+        )
+
+    def _connect_sharers(self, uses: list[ParameterUse], placement: Placement) -> None:
+        if self.channels.backend != "gloo":
+            pairs = pairs_that_share(uses, placement, self.replicas.topology)
+            self._groups.want(Purpose.SHARED, pairs)
+
+    def _make_aggregation(
+        self, uses: list[ParameterUse], placement: Placement, is_new: bool = True
+    ) -> Aggregation:
+        assert self._rings is not None
+        groups = gradient_groups(uses, placement, self.replicas.topology)
+        mine = [group for group in groups if self.replicas.rank in group.members]
+        owners = list(dict.fromkeys(tuple(group.members) for group in groups))
+        kind, why = self.settings.aggregation(self.channels.backend, len(owners), placement)
+        if is_new:
+            self.news.append(f"gradient_aggregation is {kind!r}: {why}.")
+        device, watched = self.channels.device, self.channels.watched
+        agree = self.replicas.world.sum
+        if self.channels.backend == "gloo":
+            device = torch.device("cpu")
+            if kind == "ring":
+                return Aggregation(
+                    mine, self._rings.start, agree, len(uses), device, in_order=False
+                )
+        self._groups.want(Purpose.SUMS, owners)
+        sums: Any = AllReduce(self._groups, watched)
+        if kind == "ring":
+            sums = DeviceRings(self._groups, self.replicas.rank, watched)
+        return Aggregation(mine, sums.start, agree, len(uses), device, in_order=True)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """How long the last step has waited for gradients of other virtual machines, in seconds,
+        with nothing left to compute.
+        """
+        return self._aggregation.exposed_seconds if self._aggregation is not None else 0.0
+
+    @property
+    def _follows(self) -> bool:
+        """Whether steps have to be followed before they run. A single stage runs them as they are,
+        unless they are measured.
+        """
+        return self.replicas.topology.num_ranks > 1 or self.planning.measures
+
+    def _trace(self, key: Key, step: UserStep, batch: Any, state: Hashable) -> Trace | None:
+        if not self._follows:
+            return None
+        trace, is_new = self._follower.trace(key, step, batch, state)
+        if is_new:
+            check_order(trace.flow, self.plan.placement, self.vm, self._follower.gates)
+            self._note_touched(trace)
+        return trace
+
+    def _note_touched(self, trace: Trace) -> None:
+        assert self.holdings is not None
+        for use in self.holdings.uses:
+            layers = trace.touched.get(id(use.parameter))
+            if layers is None or use.everywhere:
+                continue
+            if self._is_final and self.channels.num_stages > 1:
+                raise LayerError(
+                    f"The parameter {use.name!r} is used outside of its layer in this step but not"
+                    " in the first one. Use it through its layer, or in every step."
+                )
+            self._touched.setdefault(id(use.parameter), set()).update(layers)
+
+    # --- one device by itself ---
+
+    @property
+    def is_by_itself(self) -> bool:
+        """Whether this is the only device, and its steps are not followed."""
+        return not self._follows
+
+    def begins_plain_step(
+        self, batch: Any, step: UserStep, step_number: int, optimizers: Sequence[Optimizer]
+    ) -> bool:
+        """Whether the coming training step is the user's own, without additions: on one device,
+        where the batch is not cut, nothing is measured, and no layer runs again or moves. Makes the
+        plan on the first batch, as the plan decides whether layers run again.
+
+        Args:
+            batch: as for :meth:`training_step`, as are the others.
+            step: runs the user's ``training_step``.
+            step_number: counts batches over the whole run.
+            optimizers: whose state follows the parameters.
+        """
+        stages_per_vm = self.replicas.topology.stages_per_vm
+        if self._follows or not self.settings.leaves_steps_whole(stages_per_vm):
+            return False
+        key = self._key("train", step_number, 0)
+        self._settle(key, step, batch, optimizers, final=True, trains=True)
+        return not self.plan.recomputed(self.vm) and self.changes.last is None
+
+    def plain_training_step(self, batch: Any, step: UserStep, step_number: int) -> Any:
+        """Runs the forward of a training step, after :meth:`begins_plain_step` returned ``True``.
+        Its backward runs in ``one_stage.backward``.
+
+        Returns:
+            what the user's step returned.
+        """
+        self._note_begin()
+        result = self._plain_forward(self._key("train", step_number, 0), step, batch)
+        self.is_to_end = self.asks_to_end
+        self._num_microbatches_done += 1
+        if self._outside.has_requests:
+            self._open_mail()
+        self.num_steps_done = step_number + 1
+        return result
+
+    def plain_evaluation_step(
+        self, batch: Any, step: UserStep, purpose: str, step_number: int, final: bool
+    ) -> Any:
+        """Runs an evaluation step on a single device, and returns its result.
+
+        Args:
+            batch: as for :meth:`evaluation_step`, as are the others.
+            step: runs the user's step.
+            purpose: which of the user's steps, and of which dataloader.
+            step_number: counts its batches.
+            final: whether a plan that is made now is final.
+        """
+        key = self._key(purpose, step_number, 0)
+        self._settle(key, step, batch, (), final)
+        return self._plain_forward(key, step, batch)
+
+    def _plain_forward(self, key: Key, step: UserStep, batch: Any) -> Any:
+        assert self.holdings is not None
+        self.channels.num_done += 1
+        result, self.order = self.one_stage.forward(
+            step, batch, key, self.holdings, len(self._follower.gates)
+        )
+        return result
+
+    def _note_begin(self) -> None:
+        now = time.perf_counter()
+        self.step_seconds, self._begun = now - self._begun if self._begun else None, now
+
+    # --- training ---
+
+    def training_step(
+        self,
+        batch: Any,
+        batch_idx: int,
+        step: UserStep,
+        step_number: int,
+        loss_scale: float | Tensor,
+        optimizers: Sequence[Optimizer],
+        wants_result: bool,
+        keeps_gradients: bool,
+        is_last_batch: bool,
+        accumulation: Accumulation,
+    ) -> Report:
+        """Runs a whole training step, forwards and backwards, and sets its gradients aside.
+
+        Args:
+            batch: the virtual machine's batch.
+            batch_idx: its index in the epoch.
+            step: runs the user's ``training_step`` on a module and a slice.
+            step_number: counts batches over the whole run; the random streams depend on it.
+            loss_scale: a factor of the losses.
+            optimizers: their state follows the parameters.
+            wants_result: whether more of the step's result than the loss is needed.
+            keeps_gradients: whether the gradients from before the step are still needed.
+            is_last_batch: whether this stage's data ends with the batch.
+            accumulation: how gradients of this step and of earlier ones are accumulated.
+        """
+        self._note_begin()
+        # The objects sent in the last step have been received by now: this hardly waits.
+        self.channels.settle()
+        objection = self.changes.objection()
+        has_mail = self.planning.has_decided or self._outside.has_requests
+        votes = self.replicas.world.post_sum(
+            torch.tensor([self.asks_to_end, has_mail, bool(objection)]).float()
+        )
+        if self.channels.num_stages > 1 and is_checked(batch_idx):
+            require_same_batch(batch, batch_idx, self.channels)
+        stages_per_vm = self.replicas.topology.stages_per_vm
+        slices = split(batch, self.settings.num_microbatches(stages_per_vm))
+        keys = [self._key("train", step_number, number) for number in range(len(slices))]
+        self._settle(keys[0], step, slices[0][0], optimizers, final=True, trains=True)
+        assert self.holdings is not None
+        plan = self.changes.cut_over(keeps_gradients)
+        if plan is not None:
+            self._change_plan(plan)
+        self.changes.prepare(self.holdings, optimizers)
+        total = sum(size for _, size in slices)
+        again = self.plan.recomputing_stages(self.vm)
+        # Where the schedule has no recompute action, a layer runs again in the middle of the
+        # backward; that saves memory only if a store manages each saved tensor.
+        is_mine = self.channels.stage in again or self.memory is not None
+        recompute = self.plan.recomputed(self.vm) if is_mine else frozenset()
+        state = module_signature(self.root)
+        microbatches = [
+            self._microbatch(
+                key, step, part, state, size, size / total if total else 0.0, recompute
+            )
+            for key, (part, size) in zip(keys, slices, strict=True)
+        ]
+        row = self._row(self.plan.schedule, len(slices), again)
+        profiler = self.planning.profiler
+        is_measured = self.planning.measures and not profiler.is_over
+        if self.channels.num_stages > 1:
+            self._tail.remember()
+        self.holdings.set_gradients_aside(keeps_gradients)
+        sums = self._aggregation if not accumulation.goes_on else None
+        run = self._run_of(
+            step,
+            microbatches,
+            loss_scale,
+            self._agreed_denominators(total),
+            self._agree if self.replicas.count > 1 and not self._has_agreed else None,
+            sums.arm if sums is not None and not accumulation.has_begun else None,
+            profiler.timers(len(microbatches)) if is_measured else {},
+            profiler.observer if is_measured and not profiler.num_steps else None,
+            self.memory.store if self.memory is not None else None,
+            self.changes.migration.await_layer if self.changes.migration is not None else None,
+            partial(self._begin_report, wants_result) if self.is_last else None,
+        )
+        last = self.channels.num_stages - 1
+        posted = None if self.is_last else self.channels.post_object(last)
+        if self.is_last and len(microbatches) > 1:
+            self._metrics.begin()
+        profiler.begin_step()
+        run.run(row)
+        profiler.end_step()
+        self.order = run.order or self.order
+        mine = None
+        if self.is_last:
+            mine = self._training_report(run, microbatches, is_last_batch)
+            mine = merge_reports(self.replicas.exchange(mine), self.vm)
+        self._has_agreed = True
+        with self._profile(WAIT):
+            report: Report = self.channels.share_object(mine, last, posted)
+            run.settle()
+        require_same_end(is_last_batch, report.is_last_batch, batch_idx)
+        if self.changes.finish(self._deferred):
+            self._say_who_has_no_work()
+            # Times under the old plan, and of this step, do not hold for the new plan.
+            profiler.begin_anew(for_good=profiler.is_over)
+        with self._profile("[PipeShift] sum gradients"):
+            self.holdings.collect_gradients(
+                report.correction,
+                sums.finish if sums is not None else None,
+                joins=sums is not None and accumulation.has_begun,
+            )
+        asked_to_end, had_mail, is_objected_to = votes.wait().tolist()
+        self.is_to_end = bool(asked_to_end)
+        self._num_microbatches_done += len(microbatches)
+        self._share_state(report, microbatches)
+        own = self.plan.placement.layers_of(self.vm, self.channels.stage)
+        if is_objected_to:
+            # The reason may have been found on another virtual machine.
+            self.news.append(f"the new plan was left alone. {objection}")
+            self.changes.cancel()
+        if accumulation.goes_on:
+            self.changes.weights_are_final()
+        if not self.changes.is_prepared:
+            self.planning.after_step(self.plan, own, self._follower.gates, optimizers)
+        if had_mail:
+            self._open_mail()
+        self.num_steps_done = step_number + 1
+        return report
+
+    def _share_state(self, report: Report, microbatches: Sequence[Microbatch]) -> None:
+        """Gives all stages the state that user code keeps on its modules: that of the last stage,
+        which runs all of the user code; and, for tensors that it has written values of one stage
+        to, that stage's values. Every stage calls this.
+        """
+        written: dict[tuple[str, str], int] = {}
+        for microbatch in microbatches:
+            if microbatch.trace is not None:
+                written |= microbatch.trace.state
+        if not self.is_last:
+            for changes in report.changes:
+                new = {path: change for path, change in changes.items() if path not in written}
+                self._tail.apply(new, self.channels.device)
+        for (module_name, name), layer in sorted(written.items()):
+            source = self.channels.num_stages - 1
+            if layer != LAST_STAGE:
+                source = self.plan.placement.stage_of(self.vm, layer)
+            module = self.root.get_submodule(module_name)
+            tensor: Any = getattr(module, name)
+            if self.channels.stage == source:
+                for to in range(self.channels.num_stages):
+                    if to != source:
+                        self.channels.send_tensor(tensor.detach(), to)
+            else:
+                values = self.channels.receive_tensor(tensor, source)
+                with torch.no_grad():
+                    tensor.copy_(values)
+
+    def _open_mail(self) -> None:
+        """Carries out requests from outside, and decisions of the first rank."""
+        has_decided = self.planning.has_decided
+        asked = (self._outside.take_requests(), has_decided)
+        requests, has_decided = self.replicas.world.share_object(asked, source=0)
+        for request in requests:
+            try:
+                self.migrate(request.moves)
+                answer = Answer(True, f"{request}, from step {self.num_steps_done + 2} on")
+            except PipeShiftError as error:
+                answer = Answer(False, f"nothing moves: {error}")
+            self.news.append(f"asked from outside: {answer.text}.")
+            self._outside.answer(request, answer)
+        if has_decided:
+            decision = self.planning.announce(self.coming_plan)
+            plan = Plan.from_json(decision.plan)
+            if decision.is_new:
+                self.adopt(plan)
+            elif self.changes.last is None:
+                self._plan = plan
+
+    def _begin_report(self, wants_result: bool, outcomes: Sequence[Outcome]) -> Fetch:
+        """Called on the last stage behind a step's last forward: begins to fetch what the report
+        consists of. The device still has a backward to do when it arrives.
+        """
+        if len(outcomes) > 1:
+            self._metrics.end()
+        for outcome in outcomes if not wants_result else ():
+            outcome.result = None
+        return Fetch((list(outcomes), self._changes_since()))
+
+    def _changes_since(self) -> dict[tuple[str, str], Any]:
+        """What user code has changed on the last stage since this was called last."""
+        if self.channels.num_stages == 1:
+            return {}
+        changes = self._tail.changes()
+        self._tail.remember()
+        return changes
+
+    def _training_report(
+        self, run: StepRun, microbatches: Sequence[Microbatch], is_last_batch: bool
+    ) -> Report:
+        outcomes, changes = run.fetched()
+        # Most steps change nothing in their backward, and there is nothing to wait for.
+        late = to_host(self._changes_since())
+        weights = run.weights(outcomes)
+        sizes = [microbatch.size for microbatch in microbatches]
+        losses = [(o.loss, w) for o, w in zip(outcomes, weights, strict=True) if o.loss is not None]
+        loss = None
+        if losses and sum(weights):
+            loss = weighted_mean([x for x, _ in losses], [w for _, w in losses])
+        return Report(
+            merge([outcome.result for outcome in outcomes], sizes, weights),
+            merge_logs([outcome.logs for outcome in outcomes], sizes, weights),
+            [changes, late],
+            is_last_batch,
+            loss,
+            *run.counted(outcomes),
+            size=sum(sizes),
+        )
+
+    def _agreed_denominators(self, total: int) -> Denominators | None:
+        if self.replicas.count > 1 and self._denominators is None:
+            everything = sum(self.replicas.gather(total))
+            self._denominators = Denominators(*[_power_of_two(everything)] * 2)
+        return self._denominators
+
+    def _agree(self, outcome: Outcome) -> Denominators:
+        """On the last stage, once in a run: agrees on denominators with other virtual machines."""
+        assert self._denominators is not None
+        weight = None if outcome.weight is None else float(outcome.weight)
+        weights = [w for w in self.replicas.exchange(weight) if w]
+        if weights:
+            mean = sum(weights) / len(weights)
+            num_microbatches = self.plan.microbatches * self.replicas.count
+            weight = _power_of_two(mean * num_microbatches)
+            self._denominators = self._denominators._replace(weights=weight)
+        return self._denominators
+
+    def _key(self, purpose: str, step_number: int, microbatch: int) -> Key:
+        return (self.settings.seed, purpose, step_number, microbatch, self.vm)
+
+    def _microbatch(
+        self,
+        key: Key,
+        step: UserStep,
+        part: Any,
+        state: Hashable,
+        size: int,
+        share: float,
+        recompute: frozenset[int] = frozenset(),
+    ) -> Microbatch:
+        assert self._ownership is not None
+        number = self._num_microbatches_done + int(key[3])
+        layers = self._ownership.layers_of(self.vm, self.channels.stage, number)
+        trace = self._trace(key, step, part, state)
+        return Microbatch(part, size, share, trace, layers, key, recompute)
+
+    def _row(
+        self, schedule: str, num_microbatches: int, recomputing: frozenset[int] = frozenset()
+    ) -> Row:
+        num_stages = self.channels.num_stages
+        return _lowered(schedule, num_stages, num_microbatches, recomputing)[self.channels.stage]
+
+    def _run_of(
+        self,
+        step: UserStep,
+        microbatches: Sequence[Microbatch],
+        loss_scale: float | Tensor = 1.0,
+        denominators: Denominators | None = None,
+        on_first_outcome: Callable[[Outcome], Denominators] | None = None,
+        before_last_backward: Callable[[], None] | None = None,
+        timers: Mapping[int, Timer] = MappingProxyType({}),
+        observer: Observer | None = None,
+        store: ActivationStore | None = None,
+        before_layer: Callable[[int], None] | None = None,
+        on_last_outcome: Callable[[Sequence[Outcome]], Fetch] | None = None,
+    ) -> StepRun:
+        assert self.holdings is not None
+        return StepRun(
+            self.root,
+            step,
+            microbatches,
+            self.channels,
+            self._switch,
+            self.streams,
+            self.holdings.shared,
+            self._recorder,
+            loss_scale,
+            denominators,
+            on_first_outcome,
+            before_last_backward,
+            timers,
+            observer,
+            store,
+            before_layer,
+            on_last_outcome,
+            self._tail.resolve,
+            self._profile,
+        )
+
+    @property
+    def recorder(self) -> LogRecorder:
+        """What stands in for the LightningModule's ``log`` while a step runs."""
+        return self._recorder
+
+    # --- evaluation ---
+
+    def evaluation_step(
+        self,
+        batch: Any,
+        batch_idx: int,
+        step: UserStep,
+        purpose: str,
+        step_number: int,
+        final: bool,
+        wants_result: bool,
+    ) -> Trace | None:
+        """Runs this stage's part of a forward-only step. Its report is fetched by
+        :meth:`fetch_reports`.
+
+        A stage does not wait for the later ones: while they work on this batch it goes on to the
+        next. Until the reports are fetched, only the result of the user's step is kept, in host
+        memory, and only if ``wants_result``.
+        """
+        if self.channels.num_stages > 1 and is_checked(batch_idx):
+            require_same_batch(batch, batch_idx, self.channels)
+        key = self._key(purpose, step_number, 0)
+        # Optimizer state from an earlier training stays where it is.
+        self._settle(key, step, batch, (), final)
+        microbatch = self._microbatch(key, step, batch, module_signature(self.root), 1, 1.0)
+        if not self._pending:
+            self._tail.remember()
+        run = self._run_of(step, [microbatch])
+        run.run(self._row("forward", 1))
+        for outcome in run.outcomes:
+            earlier = self._result_under_way
+            outcome.result = self._result_under_way = Fetch(
+                outcome.result if wants_result else None
+            )
+            # Results of many batches would take much pinned memory. This batch keeps the device
+            # busy while the earlier one's arrives.
+            earlier.wait()
+        self._pending.append((run.outcomes, _size_or_one(batch)))
+        self._under_way.extend(run.unsettled())
+        while len(self._under_way) > _AHEAD:
+            self._under_way.pop(0).wait()
+        return microbatch.trace
+
+    def fetch_reports(self) -> list[Report]:
+        """The reports of all evaluation steps since the last time, on every stage; waits for the
+        last stage.
+        """
+        pending, self._pending = self._pending, []
+        self._result_under_way = Fetch(None)
+        reports: list[Report] | None = None
+        if self.is_last:
+            logs = [merge_logs([one.logs], [size], [float(size)]) for (one,), size in pending]
+            logs, changes = to_host((logs, self._changes_since() if pending else {}))
+            reports = [
+                Report(outcome.result.wait(), logged, [])
+                for ((outcome,), _), logged in zip(pending, logs, strict=True)
+            ]
+            for report in reports[-1:]:
+                report.changes.append(changes)
+        reports = self.channels.share_object(reports, source=self.channels.num_stages - 1)
+        assert reports is not None
+        for sent in self._under_way:
+            sent.wait()
+        self._under_way.clear()
+        for report in reports if not self.is_last else ():
+            for changes in report.changes:
+                self._tail.apply(changes, self.channels.device)
+        return reports
+
+    @property
+    def num_pending(self) -> int:
+        """The number of evaluation steps whose reports have not been fetched."""
+        return len(self._pending)
+
+    # --- the end ---
+
+    def release_gates(self) -> None:
+        """Restores the layers' own ``forward``."""
+        self.changes.abandon()
+        if self._aggregation is not None:
+            self._aggregation.close()
+        if self.memory is not None:
+            self.memory.close()
+        self._threads.close()
+        remove([*self._follower.gates, *self._scopes])
+        self._switch.current = None
+
+    def make_whole(self) -> None:
+        """Gives every rank the whole model again, if it had it before. Every stage calls this."""
+        if self.holdings is None:
+            return
+        self.changes.cancel()
+        if self._was_whole:
+            self.holdings.make_whole()
+        else:
+            self.holdings.to_cpu()
+
+
+def _size_or_one(batch: Any) -> int:
+    try:
+        return batch_size_of(batch)
+    except PipeShiftError:
+        return 1

@@ -1,0 +1,41 @@
+"""The status of a run, for other processes: the owners of all layers, and the speed of stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_pipeshift.runtime.step.pipeline import Pipeline
+
+
+def status_of(pipeline: Pipeline) -> dict[str, Any]:
+    """The status as known on the first rank; called in a thread beside the steps."""
+    status: dict[str, Any] = {
+        "step": pipeline.num_steps_done,
+        "step_seconds": pipeline.step_seconds,
+        "decisions": list(pipeline.planning.decisions),
+        "virtual_machines": [],
+    }
+    if not pipeline.has_plan:
+        return status
+    # Each is a value; a step may replace it meanwhile by another one.
+    plan, planning = pipeline.plan, pipeline.planning
+    measured = planning.measured if planning.is_measured else None
+    expected = measured.prediction(plan) if measured is not None else None
+    for vm, ranks in enumerate(pipeline.replicas.topology.ranks):
+        stages = []
+        for stage, rank in enumerate(ranks):
+            own = plan.placement.layers_of(vm, stage)
+            entry: dict[str, Any] = {"rank": rank, "layers": [plan.layers[i].name for i in own]}
+            if measured is not None and expected is not None:
+                costs, device = expected.costs[vm], measured.cluster.devices[rank]
+                forward, backward = costs.forward_seconds[stage], costs.backward_seconds[stage]
+                entry |= {
+                    "host": device.host,
+                    "kind": device.kind,
+                    "forward_seconds": forward,
+                    "backward_seconds": backward,
+                    "busy": plan.microbatches * (forward + backward) / expected.step_seconds,
+                }
+            stages.append(entry)
+        status["virtual_machines"].append(stages)
+    return status

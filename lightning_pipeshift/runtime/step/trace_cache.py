@@ -1,0 +1,151 @@
+"""Follows the user's steps, once for each kind of step and shape of batch."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeshift.model.execution.measure import Stopwatch
+from lightning_pipeshift.model.gates.gate import Gate, Switch
+from lightning_pipeshift.model.trace.recorder import record
+from lightning_pipeshift.model.trace.signature import batch_signature
+from lightning_pipeshift.model.trace.trace import Trace
+from lightning_pipeshift.model.user_state.random_streams import RandomStreams
+from lightning_pipeshift.plan.inputs.flow import call_order, merged
+from lightning_pipeshift.runtime.step.checksum import checksum
+from lightning_pipeshift.runtime.step.step_run import UserStep
+
+_MOST_TRACES = 256
+# How many microbatches are followed to find the place of layers that steps skip by chance.
+_MOST_DRAWS = 16
+
+Key = tuple[int | str, ...]
+
+
+class TraceCache:
+    """The flows of one model's steps.
+
+    Args:
+        root: the LightningModule.
+        gates: one for each layer, installed.
+        switch: the gates' switch.
+        streams: the random generators; following draws the same numbers as running.
+        device: the stage's device.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        gates: list[Gate],
+        switch: Switch,
+        streams: RandomStreams,
+        device: torch.device,
+    ) -> None:
+        self.gates = gates
+        self._root = root
+        self._switch = switch
+        self._streams = streams
+        self._device = device
+        self._traces: OrderedDict[Hashable, Trace] = OrderedDict()
+
+    def trace(self, key: Key, step: UserStep, batch: Any, state: Hashable) -> tuple[Trace, bool]:
+        """The flow of a step on a batch like this one, and whether it is a new one.
+
+        Args:
+            key: what the microbatch's random streams depend on; its second entry names the step.
+            step: runs the user's step on a module and the batch.
+            batch: one microbatch.
+            state: the LightningModule's ``module_signature``, the same for a whole step.
+        """
+        signature: tuple[Hashable, ...] = (key[1], batch_signature(batch), state)
+        known = self._traces.get(signature)
+        if known is not None and known.is_shaped_by_batch:
+            signature = (*signature, checksum(batch))
+            known = self._traces.get(signature)
+        if known is not None and not known.is_drawn:
+            return known, False
+        fresh = self.follow(key, step, batch)
+        self._traces[signature] = fresh
+        if len(self._traces) > _MOST_TRACES:
+            self._traces.popitem(last=False)
+        return fresh, True
+
+    def traces(self) -> list[Trace]:
+        """The flows that are known."""
+        return list(self._traces.values())
+
+    def first(
+        self, key: Key, step: UserStep, batch: Any, state: Hashable, stopwatch: Stopwatch | None
+    ) -> Trace:
+        """The flow of the first step of a run. Sorts the gates by when it calls their layers."""
+        signature: tuple[Hashable, ...] = (key[1], batch_signature(batch), state)
+        trace = self.follow(key, step, batch, stopwatch)
+        flows = [trace.flow]
+        while trace.is_drawn and len(flows) < _MOST_DRAWS:
+            # Other microbatches show the place of layers that this one skips by chance.
+            called = {call.layer for flow in flows for call in flow.calls}
+            if len(called) == len(self.gates):
+                break
+            flows.append(self.follow((*key, "order", len(flows)), step, batch).flow)
+        order = call_order([merged(flows)], len(self.gates))
+        place_of = sorted(range(len(order)), key=order.__getitem__)
+        self.gates = [self.gates[index] for index in order]
+        for index, gate in enumerate(self.gates):
+            gate.index = index
+        for other, known in self._traces.items():
+            self._traces[other] = known.renumbered(place_of)
+        if stopwatch is not None:
+            stopwatch.renumber(place_of)
+        trace = trace.renumbered(place_of)
+        if trace.is_shaped_by_batch:
+            self._traces[signature] = trace
+            signature = (*signature, checksum(batch))
+        self._traces[signature] = trace
+        return trace
+
+    def follow(
+        self, key: Key, step: UserStep, batch: Any, stopwatch: Stopwatch | None = None
+    ) -> Trace:
+        """Follows a step on a batch anew."""
+
+        def run(root: nn.Module) -> Any:
+            return step(root, batch)
+
+        watched = _Watched(self._streams)
+
+        def begin() -> None:
+            self._streams.begin(*key)
+
+        with self._streams.switched(*key):
+            trace = record(
+                run, self._root, self.gates, self._switch, self._device, stopwatch, begin, watched
+            )
+            # Which layers are called may depend on what is drawn between them.
+            trace.is_drawn |= watched.has_drawn
+            trace.draws_on_host = watched.has_drawn or self._streams.has_drawn_on_host()
+        return trace
+
+
+class _Watched:
+    """Random streams, and whether code between layers has drawn from those of the host.
+
+    Args:
+        streams: the streams.
+    """
+
+    def __init__(self, streams: RandomStreams) -> None:
+        self._streams = streams
+        self.has_drawn = False
+
+    def go_to(self, event: int) -> None:
+        """See :meth:`RandomStreams.go_to`."""
+        self.has_drawn |= event > 0 and self._streams.has_drawn_on_host()
+        self._streams.go_to(event)
+
+    def torch_states(self) -> list[Tensor]:
+        """See :meth:`RandomStreams.torch_states`."""
+        return self._streams.torch_states()

@@ -1,0 +1,112 @@
+"""What a user sees of an error: one message, and no traceback where the message says it all."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lightning_pipeshift.commands.brief_errors import without_traceback
+from lightning_pipeshift.errors import StageFailedError
+from tests.harness import ROOT, Launched, launch_script
+
+COMMAND = "from lightning_pipeshift.commands.cli import main; main()"
+KILLED = """
+import os, signal
+import lightning.pytorch as L
+import lightning_pipeshift
+from tests.models import LayersOfItsOwn, points
+
+class Killed(LayersOfItsOwn):
+    def on_train_batch_end(self, *_):
+        if self.trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+trainer = L.Trainer(
+    accelerator="cpu", devices=2, strategy="pipeshift", max_epochs=1, logger=False,
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+)
+trainer.fit(Killed(), points(8))
+"""
+BEFORE = """
+import os, time
+if os.environ.get("LOCAL_RANK"):
+    raise SystemExit(3)
+import lightning.pytorch as L
+import lightning_pipeshift.lightning.launcher as launching
+launching._GRACE_SECONDS = 1.0
+from tests.models import LayersOfItsOwn, points
+trainer = L.Trainer(accelerator="cpu", devices=2, strategy="pipeshift", max_epochs=1)
+trainer.fit(LayersOfItsOwn(), points(8))
+"""
+
+
+def command(tmp_path: Path, *options: str) -> Launched:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    script = tmp_path / "pipeshift.py"
+    script.write_text(COMMAND)
+    arguments = ["fit", "--config", "examples/gpt.yaml", "--trainer.max_steps=1", *options]
+    env = {"PYTHONPATH": str(tmp_path)}
+    return launch_script(script, *arguments, cwd=tmp_path, env=env, check=False)
+
+
+def test_the_help_shows_the_strategys_arguments_and_they_can_be_given(tmp_path: Path) -> None:
+    script = tmp_path / "pipeshift.py"
+    script.write_text(COMMAND)
+    shown = launch_script(script, "fit", "--help", cwd=tmp_path).output
+    assert "--trainer.strategy.microbatches" in shown
+    assert "the number of slices of a batch" in shown
+    given = ["--model=lightning.pytorch.demos.boring_classes.BoringModel", "--print_config"]
+    given.append("--trainer.strategy.microbatches=6")
+    assert "microbatches: 6" in launch_script(script, "fit", *given, cwd=tmp_path).output
+
+
+WRONG = "--trainer.strategy.init_args.partition=[1, 2, 3]"
+
+
+def test_an_error_of_the_command_is_one_message(tmp_path: Path) -> None:
+    launched = command(tmp_path, WRONG)
+    assert launched.returncode == 2
+    assert launched.output.count("pipeshift: error: ") == 1
+    assert "the partition [1, 2, 3] of virtual machine 0 has 3 counts" in launched.output
+    assert "Traceback" not in launched.output
+
+
+def test_debug_shows_all_of_it(tmp_path: Path) -> None:
+    launched = command(tmp_path, WRONG, "--debug")
+    assert launched.returncode == 1
+    assert "Traceback" in launched.output
+    assert "PartitionError" in launched.output
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("it is wrong", "it is wrong"),
+        (
+            "Stage 1 (rank 1 on b) failed first: BudgetError: 3 MB would do\n\nTraceback (most",
+            "Stage 1 (rank 1 on b) failed first: BudgetError: 3 MB would do",
+        ),
+        (
+            "Stage 1 (rank 1 on b) failed first: KeyError: 'x'\n\nTraceback (most",
+            "Stage 1 (rank 1 on b) failed first: KeyError: 'x'\n\nTraceback (most",
+        ),
+    ],
+)
+def test_the_users_own_error_keeps_its_traceback(text: str, shown: str) -> None:
+    assert without_traceback(StageFailedError(text)) == shown
+
+
+def test_a_rank_that_is_killed_under_lightnings_launcher_is_named() -> None:
+    launched = launch_script(KILLED, env={"PYTHONPATH": str(ROOT)}, check=False)
+    assert launched.returncode == 1
+    assert "(rank 1 on " in launched.output
+    assert "ended without a word" in launched.output
+
+
+def test_a_rank_that_ends_before_the_ranks_are_connected() -> None:
+    """Nobody waits for half an hour."""
+    launched = launch_script(BEFORE, env={"PYTHONPATH": str(ROOT)}, check=False)
+    assert launched.returncode == 1
+    assert "The process of rank 1 ended with exit code 3" in launched.output

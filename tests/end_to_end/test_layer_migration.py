@@ -1,0 +1,278 @@
+"""`LayerMigration`: layers move on request, and by themselves where that pays."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+
+from lightning_pipeshift import ConfigurationError, LayerMigration, Move, PlanError
+from lightning_pipeshift.commands.cli import PipeShiftCLI
+from tests.end_to_end.test_changing_plans import SLOW, Sleeper, SlowsDown, go_by_sleep
+from tests.features_models import (
+    AwaitsPlanning,
+    built,
+    differences,
+    parameters_of,
+    quiet_trainer,
+    read_csv,
+)
+from tests.harness import run_ranks
+from tests.models import points
+
+
+class Seen(L.Callback):
+    """Who owned how many layers in each step."""
+
+    def __init__(self) -> None:
+        self.counts: list[tuple[int, ...]] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.counts.append(trainer.strategy.plan.placement.counts[0])
+
+
+def train(callbacks: list[L.Callback], num_batches: int = 14, slows_down: bool = False) -> Any:
+    L.seed_everything(7, verbose=False)
+    SLOW["factor"] = 1.0
+    module, seen = built(Sleeper), Seen()
+    others: list[L.Callback] = [SlowsDown()] if slows_down else []
+    trainer = quiet_trainer(
+        {"devices": 2, "pipeshift": {"partition": [4, 4], "microbatches": 4}},
+        callbacks=[*others, *callbacks, seen],
+        max_epochs=1,
+        logger=CSVLogger("logs", name=None, version="") if callbacks else False,
+    )
+    trainer.fit(module, DataLoader(points(num_batches).dataset, batch_size=8))
+    return {"counts": seen.counts, "parameters": parameters_of(module)}
+
+
+def on_request() -> Any:
+    moves = [
+        Move(step=0, layer="layers.4", stage=0),
+        Move(step=3, layer="layers.4", stage=1),
+        Move(step=3, layer="layers.3", stage=1),
+        Move(step=5, layer="layers.0", stage=1),
+        Move(step=8, layer="layers.3", stage=0),
+    ]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = train([LayerMigration(moves, watches=False)])
+    said = [str(w.message) for w in caught if "nothing moves" in str(w.message)]
+    return {**found, "said": said}
+
+
+def as_it_is() -> Any:
+    return train([])
+
+
+def test_moves_on_request() -> None:
+    moved, plain = run_ranks(on_request, 2), run_ranks(as_it_is, 2)
+    assert moved[0]["counts"][:10] == [(4, 4)] * 2 + [(5, 3)] + [(3, 5)] * 5 + [(4, 4)] * 2
+    for one, other in zip(moved, plain, strict=True):
+        assert not differences(one["parameters"], other["parameters"], 0, 0)
+    (split,) = moved[0]["said"]
+    assert "nothing moves at step 5" in split
+    assert "have to follow each other" in split
+
+
+def mistaken(move: Move) -> Any:
+    return train([LayerMigration([Move(step=1000, layer="layers.0", stage=1), move])])
+
+
+@pytest.mark.parametrize(
+    ("move", "words"),
+    [
+        (Move(step=1000, layer="layer.3", stage=1), "did you mean 'layers.3' or"),
+        (Move(step=1000, layer="layers.3", stage=5), "virtual machine 0 has the stages 0 to 1"),
+        (Move(step=1000, layer="layers.3", stage=1, virtual_machine=1), "there are 1, counted"),
+    ],
+)
+def test_a_move_of_what_is_not_there_is_an_error_at_the_start(move: Move, words: str) -> None:
+    for outcome in run_ranks(mistaken, 2, move, expect_failure=True):
+        assert outcome.error_type in ("PlanError", "StageFailedError"), outcome
+        assert words in outcome.message
+
+
+def by_itself() -> Any:
+    go_by_sleep()
+    callbacks = [LayerMigration(patience=2), AwaitsPlanning()]
+    found = train(callbacks, num_batches=20, slows_down=True)
+    rows = read_csv("logs/metrics.csv") if os.environ["RANK"] == "0" else []
+    return {**found, "logged": rows}
+
+
+def test_a_stage_that_gets_slow_gives_layers_away() -> None:
+    first, second = run_ranks(by_itself, 2)
+    stays = run_ranks(stays_slow, 2)
+    assert first["counts"][0] == (4, 4)
+    assert first["counts"][-1][0] >= 6
+    for one, other in zip((first, second), stays, strict=True):
+        assert not differences(one["parameters"], other["parameters"], 0, 0)
+    expected = [row["pipeshift/expected_gain"] for row in first["logged"]]
+    measured = [row.get("pipeshift/measured_gain") for row in first["logged"]]
+    assert max(filter(None, expected)) > 1.05
+    assert any(measured), "what came of it is logged, too"
+
+
+def stays_slow() -> Any:
+    go_by_sleep()
+    return train([], num_batches=20, slows_down=True)
+
+
+class Swings(L.Callback):
+    """The last stage is slow for some steps, and for as many it is not.
+
+    Args:
+        half: how many.
+    """
+
+    def __init__(self, half: int) -> None:
+        self.half = half
+
+    def on_train_batch_start(self, *given: Any) -> None:
+        if os.environ["RANK"] == "1":
+            SLOW["factor"] = 6.0 if given[3] // self.half % 2 else 1.0
+
+
+def swings(half: int, num_batches: int) -> Any:
+    # What the machine does beside this must not look like a swing.
+    go_by_sleep()
+    callbacks = [Swings(half), LayerMigration(patience=5, min_gain=0.3), AwaitsPlanning()]
+    return train(callbacks, num_batches)["counts"]
+
+
+@pytest.mark.parametrize(("half", "num_batches", "allowed"), [(3, 50, 0), (12, 100, 3)])
+def test_a_stage_that_swings_does_not_make_layers_swing(
+    half: int, num_batches: int, allowed: int
+) -> None:
+    """Fast swings are never there for long enough. Slow ones are, and layers that have to be taken
+    back are moved ever more reluctantly: eight times the stage changes its speed here.
+    """
+    counts, _ = run_ranks(swings, 2, half, num_batches)
+    moved = sum(a != b for a, b in pairwise(counts))
+    assert moved <= allowed
+    assert (moved > 0) == (allowed > 0), "what lasts is reacted to"
+
+
+class Asks(L.Callback):
+    """Asks for moves as a user's own callback does, twice before a step and once with an error."""
+
+    def __init__(self) -> None:
+        self.error = ""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *others: Any) -> None:
+        strategy = trainer.strategy
+        if others[2] == 1:
+            strategy.migrate(Move(layer="layers.3", stage=1))
+            strategy.migrate(Move(layer="layers.2", stage=1), Move(layer="layers.1", stage=1))
+            try:
+                strategy.migrate(Move(layer="layers.2", stage=0), Move(layer="layers.2", stage=1))
+            except PlanError as error:
+                self.error = str(error)
+        if others[2] == 3:
+            strategy.migrate(Move(layer="layers.0", stage=1))
+
+
+def drained() -> Any:
+    asks = Asks()
+    return {**train([asks], num_batches=7), "error": asks.error}
+
+
+def test_a_stage_is_drained() -> None:
+    for rank in run_ranks(drained, 2):
+        assert rank["counts"] == [(4, 4)] * 3 + [(1, 7)] * 2 + [(0, 8)] * 2
+        assert "two moves of the layer 'layers.2'" in rank["error"]
+
+
+class AsksForTooMuch(L.Callback):
+    """Moves to a stage that has no room for it, by figures of ours."""
+
+    def __init__(self) -> None:
+        self.error = ""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *others: Any) -> None:
+        strategy = trainer.strategy
+        if not strategy.is_measured or self.error:
+            return
+        planning = strategy._require_pipeline().planning
+        if planning.measured is not None:
+            first, second = planning.measured.cluster.devices
+            cluster = replace(
+                planning.measured.cluster, devices=(first, replace(second, free_bytes=1000))
+            )
+            planning.measured = replace(planning.measured, cluster=cluster)
+        try:
+            strategy.migrate(Move(layer="layers.3", stage=1))
+        except PlanError as error:
+            self.error = str(error)
+
+
+def too_much() -> Any:
+    asks = AsksForTooMuch()
+    return {**train([LayerMigration(min_gain=99, patience=2), asks], 14), "error": asks.error}
+
+
+def test_a_move_that_leaves_too_little_memory_is_refused() -> None:
+    for rank in run_ranks(too_much, 2):
+        assert "stage 1 of virtual machine 0 would hold" in rank["error"]
+        assert "more than it has room for" in rank["error"]
+        assert set(rank["counts"]) == {(4, 4)}
+
+
+def configured() -> Any:
+    cli = PipeShiftCLI(
+        Sleeper,
+        run=False,
+        args={
+            "trainer": {
+                "accelerator": "cpu",
+                "logger": False,
+                "callbacks": [
+                    {
+                        "class_path": "lightning_pipeshift.LayerMigration",
+                        "init_args": {
+                            "patience": 7,
+                            "moves": [{"layer": "layers.3", "stage": 1, "step": 20}],
+                        },
+                    }
+                ],
+            }
+        },
+    )
+    trainer: Any = cli.trainer
+    (found,) = [c for c in trainer.callbacks if isinstance(c, LayerMigration)]
+    return found.moves, found.patience
+
+
+def test_the_callback_in_a_configuration() -> None:
+    ((moves, patience),) = run_ranks(configured, 1)
+    assert moves == [Move(layer="layers.3", stage=1, step=20)]
+    assert patience == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"min_gain": 0}, "min_gain=0"),
+        ({"min_gain": float("nan")}, "min_gain=nan"),
+        ({"patience": 0}, "patience=0"),
+        ({"patience": True}, "patience=True"),
+        ({"moves": [("layers.0", 1)]}, "pass `Move"),
+    ],
+)
+def test_arguments(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        LayerMigration(**arguments)
+
+
+def test_another_strategy() -> None:
+    trainer = quiet_trainer({"devices": 1}, callbacks=[LayerMigration()], max_epochs=1)
+    with pytest.raises(ConfigurationError, match=r"`SingleDeviceStrategy`.*strategy='pipeshift'"):
+        trainer.fit(built(Sleeper), DataLoader(points(1).dataset, batch_size=8))

@@ -1,0 +1,224 @@
+"""`pipeshift memory`, and `pipeshift plan` for a run with ``MemoryCompression``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pipeshift import ConfigurationError, Plan
+from lightning_pipeshift.commands import memory as memory_command
+from lightning_pipeshift.commands import planning as planning_command
+from lightning_pipeshift.plan.document.files import load_cluster, load_profile, save_profile
+from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
+from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
+from lightning_pipeshift.testing.workers import free_port
+from tests.end_to_end.test_memory_compression import SAMPLES, WIDTH, same_bits, train
+from tests.harness import ROOT, run_ranks
+
+MB = 10**6
+
+
+class Rows(L.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        labels = torch.randint(4, (40 * SAMPLES,))
+        data = TensorDataset(torch.randn(40 * SAMPLES, WIDTH), labels)
+        return DataLoader(data, batch_size=SAMPLES)
+
+
+CONFIGURATION = """
+trainer:
+  accelerator: cpu
+  devices: 2
+  max_epochs: 1
+  strategy:
+    class_path: lightning_pipeshift.PipeShiftStrategy
+    init_args: {microbatches: 8, virtual_machines: 1, profile_steps: 4, partition: uniform}
+model: {class_path: tests.end_to_end.test_memory_compression.Trains}
+data: {class_path: tests.end_to_end.test_memory_command.Rows}
+"""
+
+
+def pipeshift(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command in a folder, as a user would."""
+    (folder / "config.yaml").write_text(CONFIGURATION)
+    root = str(ROOT)
+    return subprocess.run(
+        [sys.executable, "-m", "lightning_pipeshift", *arguments, "--config", "config.yaml"],
+        cwd=folder,
+        env={
+            **os.environ,
+            "PYTHONPATH": root,
+            "OMP_NUM_THREADS": "1",
+            # Lightning, which launches the ranks, would take one that somebody else may take too.
+            "MASTER_PORT": str(free_port()),
+        },
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def number(text: str) -> float:
+    """A size, as the report has it."""
+    digits, unit = text.split()
+    return float(digits) * {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}[unit]
+
+
+# --- pipeshift memory ---
+
+
+def test_every_tensor_is_shown_and_each_stage(tmp_path: Path) -> None:
+    ran = pipeshift(tmp_path, "memory", "--budget", "2.4MB", "--picture", "memory.png")
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert "LightningCLI's args" not in ran.stderr
+    size = r"([\d.]+ \w+)"
+    heads = re.findall(rf"── stage (\d): at most {size} of 2.4 MB \({size} .*; {size}", ran.stdout)
+    assert [head[0] for head in heads] == ["0", "1"]
+    for _, most, static, before in heads:
+        assert number(static) < number(most) <= 2.4e6
+        assert number(most) <= number(before)
+    assert number(heads[0][3]) > 2.4e6, "it would not fit if everything stayed"
+    first = ran.stdout.split("── stage 1")[0]
+    table = [line for line in first.splitlines() if re.search(r"(float32|bool)\[", line)]
+    sizes = [re.search(r"\] +([\d.]+ k?B) ", line) for line in table]
+    assert all(sizes)
+    made = " ".join(table)
+    # The input, what its modules have made, and the three tensors of the user's own function.
+    for maker in ("input", "norm: native_layer_norm", "up: addmm", "where", "gt", "gelu"):
+        assert maker in made, made
+    # Of the microbatch's 16 rows of 256 numbers in 4 bytes, and in 1; the batch is there anyway.
+    assert {number(size[1]) for size in sizes if size} <= {64, 4.1e3, 16.4e3}
+    assert "code behind" in ran.stdout.split("── stage 1")[1], "the loss saves something, too"
+    assert re.search("to the host|to stage 1|made again", made)
+    assert "← budget" in first
+    assert re.search(
+        r"a step: [\d.]+ s by the simulator, [\d.]+ s if everything stayed", ran.stdout
+    )
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "memory.png"}
+
+
+def test_pictures_need_matplotlib_and_say_so_before_measuring(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigurationError, match=r"pip install .*\[pictures\]"):
+        memory_command.main(["--config", "nowhere.yaml", "--picture", "memory.png"])
+
+
+# --- pipeshift plan ---
+
+
+def test_a_plan_that_moves_tensors_is_made_and_run(tmp_path: Path) -> None:
+    # One block and the head are left to the second stage: the first has to let go of something.
+    ran = pipeshift(tmp_path, "plan", "--budget", "2.4MB", "--host-budget", "100MB")
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.prediction is not None
+    assert max(plan.prediction.memory_bytes[0]) <= 2.4 * MB
+    assert any(plan.swaps) or any(plan.recompute)
+    assert "least room left" in ran.stdout
+    measured = load_cluster(tmp_path / "plan.cluster.yaml")
+    assert {device.memory_bytes for device in measured.devices} == {2_400_000}
+    assert {device.host_bytes for device in measured.devices} == {100 * MB}
+    assert min(device.host_bandwidth for device in measured.devices) > 0
+    assert load_profile(tmp_path / "plan.profile.json").layers[0].tensors
+    # A run with it ends with the same bits as one in which everything stays.
+    own: dict[str, Any] = {"partition": "auto", "plan": plan, "profile_steps": 0}
+    plain = run_ranks(train, 2, None, partition=[4, 3])
+    found = run_ranks(train, 2, {"budget": "2.4MB"}, **own)
+    for mine, theirs in zip(found, plain, strict=True):
+        assert same_bits(mine, theirs)
+        assert mine["figures"]["peak_bytes"] <= mine["figures"]["budget_bytes"]
+        assert json.loads(mine["plan"]).get("swaps") == json.loads(plan.to_json()).get("swaps")
+    if any(plan.swaps):
+        assert sum(mine["figures"]["moved_bytes"] for mine in found) > 0
+        # Without the plugin nobody would move anything.
+        failed = run_ranks(train, 2, None, expect_failure=True, **own)
+        assert failed[0].error_type == "PlanError"
+        assert "Add `MemoryCompression(...)`" in failed[0].message
+
+
+def offline(folder: Path, cluster: str, *arguments: str) -> Plan:
+    """A plan for machines that are not there, for eight layers that save two tensors each."""
+    layers = tuple(
+        LayerProfile(
+            f"h.{number}",
+            parameter_bytes=MB,
+            gradient_bytes=MB,
+            optimizer_bytes=2 * MB,
+            payload_bytes=MB // 10,
+            saved_bytes=20 * MB,
+            tensors=(SavedTensor(0, 5 * MB), SavedTensor(1, 15 * MB)),
+        )
+        for number in range(8)
+    )
+    kinds = {"big": KindProfile((0.01,) * 8, (0.02,) * 8)}
+    save_profile(Profile(layers, kinds, samples=4.0, microbatches=8), folder / "profile.json")
+    (folder / "cluster.yaml").write_text(cluster)
+    planning_command.main(
+        [
+            *("--cluster", str(folder / "cluster.yaml")),
+            *("--profile", str(folder / "profile.json")),
+            *("--out", str(folder / "plan.json")),
+            *("--virtual-machines", "1", "--microbatches", "8", "--recompute", "none"),
+            *arguments,
+        ]
+    )
+    return Plan.load(folder / "plan.json")
+
+
+FOUR = "devices:\n- {{host: a, kind: big, count: 4{}}}\nlinks: {{inside: {{bandwidth: 10 GB/s}}}}\n"
+WITH_HOST = ", host_memory: 1GB, host_bandwidth: 8 GB/s"
+
+
+def test_budgets_for_machines_that_are_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The first stage holds 4 microbatches of 40 MB, and 8 MB of weights.
+    enough = offline(tmp_path, FOUR.format(", memory: 1GB"), "--budget", "auto")
+    assert not enough.swaps
+    # Without the plugin, who has too little gets fewer layers, and waits for who has more.
+    stays = offline(tmp_path, FOUR.format(", memory: 132MB"))
+    lent = offline(tmp_path, FOUR.format(", memory: 1GB"), "--budget", "132MB")
+    assert {stage for swap in lent.swaps[0] for stage in swap.stages} <= {1, 2, 3}
+    assert lent.prediction is not None
+    assert stays.prediction is not None
+    assert lent.prediction.step_seconds < 0.8 * stays.prediction.step_seconds
+    assert max(lent.prediction.memory_bytes[0]) <= 132 * MB
+    capsys.readouterr()
+    to_host = offline(tmp_path, FOUR.format(WITH_HOST), "--budget", "60MB")
+    assert any(not swap.stages for swap in to_host.swaps[0])
+    printed = capsys.readouterr().out
+    assert "to the host" in printed
+    assert "least room left" in printed
+    assert offline(
+        tmp_path, FOUR.format(WITH_HOST), "--budget", "60MB", "--host-budget", "500MB"
+    ).swaps
+
+
+@pytest.mark.parametrize(
+    ("cluster", "arguments", "words"),
+    [
+        ("", ["--budget", "auto"], "nothing is said of the memory of 'big' on host 'a'"),
+        ("", ["--budget", "60MB", "--host-budget", "1GB"], "not known how fast tensors get there"),
+        (", memory: 1GB", ["--host-budget", "1GB"], "goes with `--budget`"),
+        ("", ["--budget", "1 sack"], r"budget='1 sack'.*'20GB'"),
+        (", memory: 1GB", ["--budget", "10MB"], "Nothing keeps|fits in memory|needs"),
+    ],
+)
+def test_budgets_that_mean_nothing(
+    tmp_path: Path, cluster: str, arguments: list[str], words: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        offline(tmp_path, FOUR.format(cluster), *arguments)

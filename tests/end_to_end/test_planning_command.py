@@ -1,0 +1,263 @@
+"""`pipeshift plan`, and what a run makes of the plan that it wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pipeshift import PipeShiftError, PipeShiftStrategy, Plan, PlanError
+from lightning_pipeshift.commands import planning as planning_command
+from lightning_pipeshift.plan.document.files import load_cluster, load_profile, save_profile
+from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
+from lightning_pipeshift.testing.workers import free_port
+from tests.features_models import quiet_trainer
+from tests.harness import ROOT, run_ranks
+from tests.models import ZOO
+
+GB = 10**9
+
+
+def profile(num_layers: int = 12, **changes: Any) -> Profile:
+    layers = tuple(
+        LayerProfile(
+            f"h.{number}",
+            parameter_bytes=GB // 10,
+            gradient_bytes=GB // 10,
+            optimizer_bytes=GB // 5,
+            payload_bytes=10**6,
+            payload_gradient_bytes=10**6,
+            saved_bytes=GB // 20,
+            input_bytes=10**6,
+        )
+        for number in range(num_layers)
+    )
+    kinds = {"big": KindProfile((0.01,) * num_layers, (0.02,) * num_layers)}
+    return Profile(layers, kinds, **{"samples": 4.0, "microbatches": 8, **changes})
+
+
+def plan_for(folder: Path, cluster: str, *arguments: str, **changes: Any) -> tuple[str, Plan]:
+    """What the command prints for these machines, and the plan that it wrote."""
+    (folder / "cluster.yaml").write_text(cluster)
+    save_profile(profile(**changes), folder / "profile.json")
+    command = ["--cluster", str(folder / "cluster.yaml"), "--profile", str(folder / "profile.json")]
+    out = folder / "out.json"
+    planning_command.main([*command, "--out", str(out), *arguments])
+    return str(out), Plan.load(out)
+
+
+def test_machines_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = "devices:\n- {host: a, kind: big}\n- {host: a, kind: big, speed: 0.5}\n"
+    _, plan = plan_for(tmp_path, cluster, "--virtual-machines", "1", "--microbatches", "8")
+    assert sorted(plan.placement.counts[0]) == [4, 8], "twice the speed, twice the layers"
+    assert sorted(plan.ranks[0]) == [0, 1]
+    assert plan.kinds == (("big", "big"),)
+    printed = capsys.readouterr().out
+    assert str(plan) in printed
+    for words in ("uniform split", "samples per second", "peak of memory", "times the uniform"):
+        assert words in printed
+    # 8 slow forwards and backwards of 6 layers at least, where the plan takes those of 4.
+    assert plan.prediction is not None
+    assert 8 * 8 * 0.03 <= plan.prediction.step_seconds < 8 * 12 * 0.03
+
+
+def test_a_thousand_devices(tmp_path: Path) -> None:
+    cluster = (
+        "devices:\n- {host: node, hosts: 128, kind: big, count: 8, memory: 80GB}\n"
+        "links: {inside: {bandwidth: 200 Gbit/s}, outside: {bandwidth: 10 Gbit/s, latency: 50us}}\n"
+    )
+    begin = time.process_time()
+    _, plan = plan_for(tmp_path, cluster, num_layers=96)
+    assert time.process_time() - begin < 200, (
+        "10 s on an idle machine; more where caches are shared"
+    )
+    assert sum(map(len, plan.ranks)) == 1024
+
+
+def test_memory_that_does_not_suffice_is_recomputed(tmp_path: Path) -> None:
+    fits = "devices:\n- {host: a, kind: big, count: 2, memory: 2900MB}\n"
+    _, plan = plan_for(tmp_path, fits, "--virtual-machines", "1", "--microbatches", "8")
+    assert plan.recompute
+    assert plan.prediction is not None
+    assert max(plan.prediction.memory_bytes[0]) <= 2.9e9
+    enough = "devices:\n- {host: a, kind: big, count: 2, memory: 29GB}\n"
+    _, plan = plan_for(tmp_path, enough, "--virtual-machines", "1", "--microbatches", "8")
+    assert not plan.recompute
+
+
+def test_no_plan_fits(tmp_path: Path) -> None:
+    small = "devices:\n- {host: a, kind: big, count: 2, memory: 1GB}\n"
+    with pytest.raises(PlanError, match=r"stage \d.*GB"):
+        plan_for(tmp_path, small, "--virtual-machines", "1")
+
+
+def test_half_of_what_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="needs both, or --config"):
+        planning_command.main(["--cluster", str(tmp_path / "cluster.yaml")])
+
+
+def test_a_kind_that_was_never_measured(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"nothing is known of the kind 'other'.*'big'"):
+        plan_for(tmp_path, "devices:\n- {host: a, kind: other}\n")
+
+
+# --- the machines in hand ---
+
+
+class Wide(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def training_step(self, batch: Any) -> Tensor:
+        (x,) = batch
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+class Rows(L.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.randn(80, 64)), batch_size=8)
+
+
+CONFIGURATION = """
+trainer:
+  accelerator: cpu
+  devices: 2
+  max_epochs: 1
+  callbacks: [{class_path: lightning.pytorch.callbacks.ModelCheckpoint}]
+  strategy:
+    class_path: lightning_pipeshift.PipeShiftStrategy
+    init_args: {microbatches: 2, virtual_machines: 1, profile_steps: 4}
+model: {class_path: tests.end_to_end.test_planning_command.Wide}
+data: {class_path: tests.end_to_end.test_planning_command.Rows}
+"""
+
+
+def test_measured_planned_and_not_trained(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIGURATION)
+    root = str(ROOT)
+    ran = subprocess.run(
+        [sys.executable, "-m", "lightning_pipeshift", "plan", "--config", "config.yaml"],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PYTHONPATH": root,
+            "OMP_NUM_THREADS": "1",
+            # Lightning, which launches the ranks, would take one that somebody else may take too.
+            "MASTER_PORT": str(free_port()),
+        },
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    plan = Plan.load(tmp_path / "plan.json")
+    assert str(plan) in ran.stdout
+    assert plan.prediction is not None
+    assert plan.microbatches == 2
+    assert len(plan.layers) == 6
+    measured = load_profile(tmp_path / "plan.profile.json")
+    (times,) = measured.kinds.values()
+    assert min(times.forward) > 0
+    assert measured.layers[0].parameter_bytes == 4 * (64 * 64 + 64)
+    assert measured.layers[0].optimizer_bytes >= 2 * 4 * (64 * 64 + 64)
+    # Each layer saves its input, which the one before has made, and the first one the batch.
+    assert sum(layer.saved_bytes for layer in measured.layers) >= 4 * 4 * 64
+    assert load_cluster(tmp_path / "plan.cluster.yaml").num_ranks == 2
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"config.yaml", "plan.json", "plan.profile.json", "plan.cluster.yaml"}
+
+
+# --- using a plan ---
+
+
+def run_plan(document: dict[str, Any]) -> Any:
+    Path("plan.json").write_text(json.dumps(document))
+    trainer = quiet_trainer({"devices": 2, "pipeshift": {"plan": "plan.json"}}, max_epochs=1)
+    module = ZOO["sequential"].build()
+    try:
+        trainer.fit(module, ZOO["sequential"].loader(2))
+    except PipeShiftError as error:
+        return f"{type(error).__name__}: {error}"
+    strategy: Any = trainer.strategy
+    return (
+        strategy.topology.ranks,
+        strategy.plan.placement.counts,
+        strategy.stage,
+        strategy.plan.recompute,
+    )
+
+
+def written() -> dict[str, Any]:
+    trainer = quiet_trainer({"devices": 1, "strategy": PipeShiftStrategy()}, max_epochs=1)
+    trainer.fit(ZOO["sequential"].build(), ZOO["sequential"].loader(1))
+    plan: Plan = trainer.strategy.plan  # type: ignore[attr-defined]
+    document: dict[str, Any] = json.loads(plan.to_json())
+    return document
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    """A plan for one stage, to be edited."""
+    (found,) = run_ranks(written, 1)
+    return {**found, "microbatches": 4}
+
+
+def test_a_plan_names_ranks_and_what_is_recomputed(document: dict[str, Any]) -> None:
+    edited = {**document, "placement": [[2, 3]], "ranks": [[1, 0]], "recompute": [[0, 1]]}
+    first, second = run_ranks(run_plan, 2, edited)
+    assert first[:2] == second[:2] == (((1, 0),), ((2, 3),))
+    assert (first[2], second[2]) == (1, 0)
+    assert first[3] == ((0, 1),)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"placement": [[2, 3]], "ranks": [[0, 1]], "kinds": [["abacus", "abacus"]]},
+            "PlanError: The plan was made for another cluster: for stage 0 it has a 'abacus'",
+        ),
+        ({"placement": [[1, 2, 2]], "ranks": [[0, 1, 2]]}, "names 3 ranks; this run has 2"),
+    ],
+)
+def test_a_plan_for_another_cluster(
+    document: dict[str, Any], changes: dict[str, Any], words: str
+) -> None:
+    for error in run_ranks(run_plan, 2, {**document, **changes}):
+        assert words in error or "StageFailedError" in error
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"recompute": [[9]]}, "'recompute' of virtual machine 0 is.*from 0 to 4"),
+        ({"recompute": [[0, 0]]}, "each once"),
+        ({"ranks": [[0, 1]]}, r"'ranks' is for virtual machines of \[2\] stages.*has \[1\]"),
+        ({"ranks": [[0], [1]]}, "'ranks' has entries for 2 virtual machines.*has 1"),
+        ({"batch_shares": [1, -1]}, "'batch_shares'"),
+        ({"batch_shares": [-1]}, "share -1"),
+        ({"kinds": [[1]]}, "'kinds'.*list of lists of texts"),
+        ({"prediction": {"costs": []}}, "no field 'of'.*leave the prediction out"),
+    ],
+)
+def test_an_edited_plan_that_breaks_an_invariant(
+    document: dict[str, Any], changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(PlanError, match=words):
+        Plan.from_json(json.dumps({**document, **changes}))

@@ -1,0 +1,174 @@
+"""Imports run one way: plan <- model <- runtime <- the Lightning-facing top. And they leave torch
+and Lightning as they are, for those who import the package and train without it.
+
+The direction is read from the source and not from what is loaded, so that imports inside functions,
+and for type checkers only, count.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import lightning_pipeshift
+from tests.harness import launch_script
+
+PACKAGE = "lightning_pipeshift"
+ROOT = Path(next(iter(lightning_pipeshift.__path__)))
+FLOORS = ("plan", "model", "runtime")
+TOP = len(FLOORS)
+OPEN_TO_ALL = {"errors", "files", "host"}
+# What a floor may not import, although it lies below all of the house.
+FOREIGN = {
+    0: {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics"},
+    1: {"lightning", "pytorch_lightning", "lightning_fabric"},
+    2: {"lightning", "pytorch_lightning", "lightning_fabric"},
+}
+
+
+def floor(parts):
+    """The floor of a module of the package, from its name's parts; None for what is open to all."""
+    if parts[1:2] and parts[1] in OPEN_TO_ALL:
+        return None
+    return FLOORS.index(parts[1]) if parts[1:2] and parts[1] in FLOORS else TOP
+
+
+def imported(tree, package):
+    """Every module that a source imports, as the parts of its name, with the line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield tuple(alias.name.split(".")), node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            base += tuple(node.module.split(".")) if node.module else ()
+            for alias in node.names:
+                # `from lightning_pipeshift import plan` imports the module, not the package alone.
+                yield (*base, alias.name), node.lineno
+
+
+def violations(source, path):
+    """What a file, given by its path inside the package, imports and may not."""
+    package = (PACKAGE, *Path(path).parts[:-1])
+    here = floor((*package, Path(path).stem))
+    if here is None:
+        here = 0
+    found = []
+    for parts, line in imported(ast.parse(source), package):
+        if parts[0] == PACKAGE:
+            there = floor(parts)
+            upward = there is not None and there > here
+        else:
+            upward = parts[0] in FOREIGN.get(here, ())
+        if upward:
+            found.append(f"{path}:{line} imports {'.'.join(parts)}")
+    return found
+
+
+def test_no_file_imports_upward():
+    files = sorted(ROOT.rglob("*.py"))
+    assert len(files) > 10
+    found = []
+    for file in files:
+        found += violations(file.read_text(encoding="utf-8"), file.relative_to(ROOT).as_posix())
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("plan/a.py", "import torch"),
+        ("plan/a.py", "import torch.distributed as dist"),
+        ("plan/a.py", "from torch import Tensor"),
+        ("plan/a.py", "def f():\n    import lightning as L"),
+        ("plan/a.py", "if TYPE_CHECKING:\n    from lightning.pytorch import Trainer"),
+        ("plan/a.py", "from lightning_pipeshift.model.gates.gate import Gate"),
+        ("plan/a.py", "from lightning_pipeshift import runtime"),
+        ("plan/a.py", "from lightning_pipeshift import Plan"),
+        ("plan/a.py", "import lightning_pipeshift"),
+        ("plan/a.py", "from ..model import gate"),
+        ("plan/a.py", "from .. import runtime"),
+        ("model/a.py", "from lightning_pipeshift.runtime.executor import Executor"),
+        ("model/a.py", "from lightning_pipeshift.lightning.strategy import PipeShiftStrategy"),
+        ("model/a.py", "import lightning"),
+        ("runtime/a.py", "from lightning_pipeshift.lightning.callbacks import LayerMigration"),
+        ("runtime/a.py", "from pytorch_lightning import Trainer"),
+        ("errors.py", "import torch"),
+        ("errors.py", "from lightning_pipeshift.lightning.strategy import PipeShiftStrategy"),
+    ],
+)
+def test_an_upward_import_is_found(path, source):
+    assert violations(source, path)
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("plan/a.py", "from lightning_pipeshift.errors import PlanError"),
+        ("plan/a.py", "from lightning_pipeshift import errors"),
+        ("plan/a.py", "from lightning_pipeshift.plan.schedule.actions import Action"),
+        ("plan/a.py", "from .action import Action"),
+        ("plan/a.py", "import json"),
+        ("model/a.py", "import torch\nfrom lightning_pipeshift.plan import action"),
+        ("runtime/a.py", "import torch\nfrom lightning_pipeshift.model.gates.gate import Gate"),
+        ("runtime/a.py", "from ..model import gate"),
+        (
+            "lightning/strategy.py",
+            "import lightning\nfrom lightning_pipeshift.runtime import executor",
+        ),
+        (
+            "lightning/callbacks/a.py",
+            "import lightning\nfrom lightning_pipeshift.plan import action",
+        ),
+        ("__init__.py", "from lightning_pipeshift.lightning.strategy import PipeShiftStrategy"),
+    ],
+)
+def test_a_downward_import_is_none(path, source):
+    assert not violations(source, path)
+
+
+REPLACED = """
+import inspect
+import sys
+import warnings
+import lightning.pytorch as L
+import lightning.pytorch.cli, torch.distributed.checkpoint, torchmetrics
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+OTHERS = ("torch", "lightning", "torchmetrics")
+CODE = (type, property, staticmethod, classmethod)
+
+def parts():
+    "The functions and classes of the others' modules and classes, by name."
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] in OTHERS:
+            for attribute, value in list(vars(module).items()):
+                found[name, attribute] = value
+                if isinstance(value, type) and value.__module__.split(".")[0] in OTHERS:
+                    for member, held in list(vars(value).items()):
+                        found[value.__module__, value.__qualname__, member] = held
+    return {
+        name: part
+        for name, part in found.items()
+        if inspect.isroutine(part) or isinstance(part, CODE)
+    }
+
+warnings.simplefilter("ignore")
+before = parts()
+assert ("lightning.pytorch.trainer.trainer", "Trainer", "fit") in before
+import lightning_pipeshift, lightning_pipeshift.commands.cli, lightning_pipeshift.testing
+how = {"accelerator": "cpu", "logger": False}
+strategies = ["pipeshift", lightning_pipeshift.PipeShiftStrategy(), "auto"]
+trainers = [L.Trainer(strategy=strategy, **how) for strategy in strategies]
+trainers[2].validate(BoringModel(), verbose=False)
+after = parts()
+print("replaced:", [name for name in before if after.get(name) is not before[name]])
+"""
+
+
+def test_importing_replaces_nothing_of_torch_and_lightning():
+    """So that an ordinary Trainer runs Lightning's own code; ``Trainer(strategy="pipeshift")``,
+    too.
+    """
+    assert "replaced: []\n" in launch_script(REPLACED).output

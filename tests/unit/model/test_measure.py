@@ -1,0 +1,197 @@
+from queue import SimpleQueue
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipeshift.model.execution import measure
+from lightning_pipeshift.model.execution.measure import Stopwatch
+from lightning_pipeshift.model.gates.gate import Gate, Switch
+from lightning_pipeshift.model.saved.recompute import LayerCall
+from lightning_pipeshift.model.saved.saved_tensors import Observer, SavedTable
+from lightning_pipeshift.model.user_state.random_streams import RandomStreams
+from tests.unit.model.following import CPU, Model, follow, linears
+
+X = torch.ones(3, 4)
+# Which modules ran on numbers; not on the modules, where following takes it back.
+# No list: following would put that back as it was.
+RUNS: SimpleQueue[int] = SimpleQueue()
+
+
+# Likewise what they have taken: the clock goes on by what layers say, and by nothing else.
+SPENT: SimpleQueue[float] = SimpleQueue()
+
+
+class Takes(nn.Module):
+    def __init__(self, seconds):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.seconds: torch.Tensor
+        self.register_buffer("seconds", torch.tensor(seconds))
+
+    def forward(self, x):
+        if type(x) is torch.Tensor:
+            SPENT.put(float(self.seconds))
+            RUNS.put(id(self))
+        return self.inner(x)
+
+
+class Square(nn.Module):
+    """Saves its weight too where its input needs a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        return self.inner(x).square()
+
+
+def timed(model, *batch):
+    stopwatch = Stopwatch(CPU, RandomStreams(CPU))
+    now = 0.0
+
+    def perf_counter():
+        nonlocal now
+        while not SPENT.empty():
+            now += SPENT.get()
+        return now
+
+    with mock.patch.object(measure, "time", SimpleNamespace(perf_counter=perf_counter)):
+        follow(model, *batch, stopwatch=stopwatch)
+    return {layer: f.forward_seconds for layer, f in stopwatch.figures.items()}
+
+
+def in_a_row(m, x):
+    return m.c(m.b(m.a(x))).sum()
+
+
+def test_each_layers_own_time():
+    model = Model(
+        in_a_row, a=Takes(0.05), b=nn.Linear(4, 4), c=nn.Sequential(nn.Linear(4, 4)), d=Takes(1)
+    )
+    seconds = timed(model, X)
+    # A layer that is not called is not timed.
+    assert seconds == {0: pytest.approx(0.05), 1: 0, 2: 0}
+
+
+def test_like_layers_are_timed_once():
+    model = Model(in_a_row, a=Takes(0.5), b=Takes(0.5), c=Takes(0.5))
+    while not RUNS.empty():
+        RUNS.get()
+    seconds = timed(model, X)
+    assert seconds[1] == seconds[2]
+    # The first is given the batch, of which it needs no gradient.
+    assert {RUNS.get() for _ in range(RUNS.qsize())} == {id(model.a), id(model.b)}
+
+
+def test_what_like_layers_save_differs_with_what_they_are_given():
+    """The numbers of saved tensors are those that autograd gives them when the model trains."""
+    model = Model(in_a_row, a=Square(), b=Square(), c=Square())
+    stopwatch = Stopwatch(CPU, RandomStreams(CPU), trains=True)
+    follow(model, X, stopwatch=stopwatch)
+    observer = Observer()
+    x = X
+    for index, layer in enumerate((model.a, model.b, model.c)):
+        x = LayerCall(Gate("", layer, index, Switch()), (x,), {}, SavedTable(), observer).run()
+    for index in range(3):
+        found = [t.number for t in stopwatch.figures[index].tensors if t.num_bytes]
+        real = [t.number for t in observer.of_layers[index] if t.num_bytes]
+        # What it is given belongs to the layer before, where that has saved it.
+        assert found[-1] == real[-1]
+    (first, second) = (stopwatch.figures[index].tensors for index in (0, 1))
+    assert len(second) == len(first) + 1
+
+
+def test_every_call_counts():
+    model = Model(lambda m, x: (m.a(x) + m.a(x)).sum() + m.b(x).sum(), a=Takes(0.5), b=Takes(0.5))
+    seconds = timed(model, X)
+    assert seconds[0] == pytest.approx(2 * seconds[1])
+    assert seconds[1] > 0
+
+
+class Refuses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if type(x) is torch.Tensor:
+            raise ValueError("made-up numbers")
+        return self.inner(x)
+
+
+def test_a_layer_that_refuses_made_up_inputs_is_left_out():
+    model = Model(in_a_row, **linears("a c"), b=Refuses())
+    names = [name for name, _ in model.named_children()]
+    assert set(timed(model, X)) == {names.index("a"), names.index("c")}
+
+
+def test_nothing_in_the_model_changes():
+    model = Model(
+        lambda m, x: m.c(m.d(m.b(m.a(x)))).sum(),
+        **linears("a c"),
+        b=nn.BatchNorm1d(4),
+        d=nn.Dropout(0.5),
+    )
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    # Following itself draws what the layers draw, so that code behind them draws as in a real step.
+    torch.manual_seed(5)
+    follow(model, X)
+    expected = torch.rand(2)
+    torch.manual_seed(5)
+    batch = X.clone()
+    timed(model, batch)
+    assert torch.equal(torch.rand(2), expected)
+    assert torch.equal(batch, X)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class AddsToAList(nn.Module):
+    """Refuses what it has been given already; and placeholders, once it has added one."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x, cache):
+        cache.found.append(x)
+        return self.inner(torch.cat(cache.found)) if len(cache.found) == 1 else x[:0]
+
+
+class Cache:
+    def __init__(self):
+        self.found: list[torch.Tensor] = []
+
+
+def test_what_a_layer_adds_to_its_arguments_is_taken_back():
+    shapes = []
+
+    def step(m, x):
+        cache = Cache()
+        hidden = m.b(m.a(x), cache)
+        shapes.append(hidden.shape)
+        return m.c(hidden).sum()
+
+    model = Model(step, **linears("a c"), b=AddsToAList())
+    assert set(timed(model, X)) == {0, 1, 2}
+    assert {tuple(shape) for shape in shapes} == {(3, 4)}
+
+
+def test_measuring_is_not_taken_for_user_code():
+    model = Model(in_a_row, **linears("a b c"))
+    trace = follow(model, X, stopwatch=Stopwatch(CPU, RandomStreams(CPU)))
+    assert not trace.touched
+
+
+def test_tokens_and_structures_as_inputs():
+    def step(m, tokens):
+        hidden = m.embed(tokens)
+        return m.block(src=hidden, src_key_padding_mask=tokens == 0).sum()
+
+    block = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    model = Model(step, embed=nn.Embedding(5, 4), block=block)
+    assert set(timed(model, torch.tensor([[1, 2, 0]]))) == {0, 1}

@@ -1,0 +1,205 @@
+import pickle
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipeshift.model.user_state.module_state import TailState
+from tests.unit.model.following import CPU, placeholder
+
+
+@dataclass
+class Record:
+    score: float
+
+
+IGNORED = frozenset(nn.Module().__dict__) | {"trainer"}
+
+
+class User(nn.Module):
+    child: Any
+
+    def __init__(self):
+        super().__init__()
+        self.outputs = []
+        self.by_kind = {"train": [], "val": [1.0]}
+        self.recent: deque[int] = deque(maxlen=3)
+        self.full: deque[int] = deque(range(300), maxlen=300)
+        self.words = Counter({str(number): 1 for number in range(300)})
+        self.many = {number: [number] for number in range(300)}
+        self.seen = {1, 2}
+        self.table = np.zeros(3)
+        self.count = 0
+        self.best = float("nan")
+        self.name = "start"
+        self.nothing = None
+        self.average: torch.Tensor
+        self.total = torch.zeros(2)
+        self.nested = {"a": {"b": torch.zeros(1)}, "list": [torch.zeros(1)]}
+        self.trainer = object()
+        self.register_buffer("average", torch.zeros(3))
+        self.child = nn.Module()
+        self.child.calls = 0
+
+
+def played(step):
+    """The state of the last stage after ``step``, and that of another stage that hears of it."""
+    last, other = User(), User()
+    states = [TailState({"": user, "child": user.child}, IGNORED) for user in (last, other)]
+    for state in states:
+        state.remember()
+    step(last)
+    changes = states[0].changes()
+    states[1].apply(pickle.loads(pickle.dumps(changes)), CPU)
+    return last, other, changes
+
+
+def plain(value):
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(v) for key, v in value.items()}
+    if isinstance(value, list | tuple | deque):
+        return [type(value).__name__, getattr(value, "maxlen", None), *map(plain, value)]
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def attributes(user):
+    shown = {k: plain(v) for k, v in user.__dict__.items() if k not in IGNORED}
+    shown["average"] = plain(user.average)
+    shown["child"] = user.child.calls
+    if shown["best"] != shown["best"]:
+        shown["best"] = "nan"
+    return shown
+
+
+def in_inference_mode(user):
+    with torch.inference_mode():
+        user.total = torch.ones(2)
+
+
+STEPS = {
+    "list": lambda u: u.outputs.append(torch.ones(2)),
+    "list of records": lambda u: u.outputs.append(Record(0.5)),
+    "list by several": lambda u: u.outputs.extend([1, "two", {"three": torch.ones(1)}]),
+    "list anew": lambda u: setattr(u, "outputs", [1, 2]),
+    "dict of lists": lambda u: u.by_kind["train"].append(1.0),
+    "new key": lambda u: u.by_kind.update(test=[5]),
+    "removed key": lambda u: u.by_kind.pop("val"),
+    "changed entry": lambda u: u.by_kind["val"].__setitem__(0, 7.0),
+    "cleared list": lambda u: u.by_kind["val"].clear(),
+    "deque": lambda u: u.recent.extend([1, 2]),
+    "counter": lambda u: setattr(u, "count", u.count + 1),
+    "number anew": lambda u: setattr(u, "best", 0.5),
+    "text": lambda u: setattr(u, "name", "end"),
+    "from nothing": lambda u: setattr(u, "nothing", torch.ones(1)),
+    "to nothing": lambda u: setattr(u, "name", None),
+    "tensor in place": lambda u: u.total.add_(1),
+    "tensor anew": lambda u: setattr(u, "total", u.total + 1),
+    "tensor in inference mode": in_inference_mode,
+    "nested tensor": lambda u: u.nested["a"]["b"].add_(1),
+    "tensor in a list in place": lambda u: u.nested["list"][0].add_(1),
+    "buffer in place": lambda u: u.average.mul_(0).add_(2),
+    "buffer anew": lambda u: setattr(u, "average", torch.ones(3)),
+    "child": lambda u: setattr(u.child, "calls", 3),
+    "new attribute": lambda u: setattr(u, "fresh", (1, torch.ones(2))),
+    "numpy": lambda u: setattr(u, "fresh", np.ones(2)),
+    "full deque": lambda u: u.full.append(7),
+    "shorter deque": lambda u: u.full.popleft(),
+    "large counter": lambda u: u.words.update(["5", "new"]),
+    "list in a large dict": lambda u: u.many[7].append(1),
+    "set": lambda u: u.seen.add(3),
+    "numpy in place": lambda u: u.table.__setitem__(1, 2.0),
+    "flag": lambda u: setattr(u, "count", True),
+}
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_another_stage_ends_up_with_the_same(step):
+    last, other, changes = played(step)
+    assert len(changes) == 1
+    assert attributes(other) == attributes(last)
+    assert attributes(last) != attributes(User())
+
+
+def test_only_what_changed_in_a_large_dict_is_sent():
+    _, _, changes = played(STEPS["large counter"])
+    assert len(pickle.dumps(changes)) < 300
+
+
+def test_nothing_changed():
+    _, _, changes = played(lambda user: None)
+    assert changes == {}
+
+
+def test_lists_and_buffers_stay_the_same_objects():
+    last, other = User(), User()
+    kept, buffer = other.outputs, other.average
+    states = [TailState({"": user}, IGNORED) for user in (last, other)]
+    for state in states:
+        state.remember()
+    last.outputs.append(1)
+    last.average.add_(1)
+    states[1].apply(states[0].changes(), CPU)
+    assert other.outputs is kept == [1]
+    assert other.average is buffer
+
+
+def test_only_what_is_new_is_sent():
+    last = User()
+    last.outputs.extend([torch.zeros(10_000) for _ in range(5)])
+    state = TailState({"": last}, IGNORED)
+    state.remember()
+    last.outputs.append(1)
+    assert len(pickle.dumps(state.changes())) < 1000
+
+
+def test_what_other_stages_had_in_the_meantime_is_replaced():
+    """User code in front of the last layer may have appended there, too."""
+    last, other = User(), User()
+    states = [TailState({"": user}, IGNORED) for user in (last, other)]
+    for user, state in zip((last, other), states, strict=True):
+        user.outputs.append("before")
+        state.remember()
+        user.outputs.append("in between")
+    last.outputs.append("at the end")
+    states[1].apply(states[0].changes(), CPU)
+    assert other.outputs == last.outputs == ["before", "in between", "at the end"]
+
+
+def test_step_after_step():
+    last, other = User(), User()
+    states = [TailState({"": user}, IGNORED) for user in (last, other)]
+    for number in range(3):
+        for state in states:
+            state.remember()
+        last.outputs.append(number)
+        last.by_kind.setdefault(str(number), []).append(number)
+        last.total.add_(number)
+        states[1].apply(pickle.loads(pickle.dumps(states[0].changes())), CPU)
+        assert attributes(other) == attributes(last)
+
+
+def test_what_belongs_to_the_framework_or_cannot_be_sent_stays():
+    def step(user):
+        user.trainer = object()
+        user.handle = open  # a function
+        user.outputs.append(lambda: 0)
+        user.outputs = user.outputs
+        user.seen = placeholder(2)
+
+    _, other, changes = played(step)
+    assert changes == {}
+    assert not hasattr(other, "handle")
+
+
+def test_values_are_detached():
+    def step(user):
+        user.outputs.append(torch.ones(2, requires_grad=True) * 2)
+
+    _, other, _ = played(step)
+    assert not other.outputs[0].requires_grad

@@ -1,0 +1,187 @@
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_pipeshift.model.user_state import random_streams as streams_module
+from lightning_pipeshift.model.user_state.random_streams import (
+    RandomStreams,
+    global_state,
+    set_global_state,
+    stream_seed,
+)
+from tests.unit.model.following import CPU
+
+
+def draw():
+    return (
+        torch.rand(2).tolist(),
+        np.random.rand(2).tolist(),
+        np.random.randn(1).tolist(),
+        random.random(),
+        random.gauss(0, 1),
+    )
+
+
+def test_different_keys_have_unrelated_seeds():
+    keys: list[tuple[int | str, ...]] = [
+        (),
+        (0,),
+        (0, 0),
+        (1,),
+        (-1,),
+        ("",),
+        ("a", "bc"),
+        ("ab", "c"),
+        ("abc",),
+        (7, "layer", 0, 0),
+        (7, "layer", 0, 1),
+        (7, "layer", 1, 0),
+        (7, "gap", 0, 0),
+    ]
+    seeds = [stream_seed(*key) for key in keys]
+    assert len(set(seeds)) == len(keys)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_seed_stays_the_same_between_versions():
+    # Checkpoints continue with the same numbers.
+    assert stream_seed(1, "layer", 2) == stream_seed(1, "layer", 2)
+    assert stream_seed(0) == 4220729633496414863
+
+
+def test_a_stream_has_its_own_numbers_each_time():
+    streams = RandomStreams(CPU)
+    with streams.switched(1, "layer"):
+        first = draw()
+    draw()
+    with streams.switched(1, "layer"):
+        again = draw()
+    with streams.switched(1, "other"):
+        other = draw()
+    assert first == again
+    assert all(a != b for a, b in zip(first, other, strict=True))
+
+
+def test_outside_everything_goes_on_as_if_nothing_happened():
+    streams = RandomStreams(CPU)
+
+    def seed():
+        torch.manual_seed(3)
+        np.random.seed(3)
+        random.seed(3)
+        # The second of a pair of normal draws is kept by NumPy and by `random`.
+        return np.random.randn(), random.gauss(0, 1)
+
+    seed()
+    expected = draw()
+    seed()
+    with streams.switched("x"):
+        draw()
+        np.random.randn()
+    assert draw() == expected
+
+
+def test_an_error_inside_changes_nothing_either():
+    streams = RandomStreams(CPU)
+    before = global_state()
+    expected = draw()
+    set_global_state(before)
+
+    def fail_inside():
+        with streams.switched("x"):
+            draw()
+            raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        fail_inside()
+    assert draw() == expected
+
+
+PLACES = range(16)
+
+
+def test_every_place_in_the_pass_has_a_stream_of_its_own():
+    streams = RandomStreams(CPU)
+    found = {}
+    for key in ("a", "b"):
+        with streams.switched(key):
+            found[key] = [draw()]
+            for place in PLACES:
+                draw()
+                streams.go_to(place)
+                found[key].append(draw())
+            streams.go_to(PLACES[0])
+            assert draw() == found[key][1], "not from its beginning"
+    everything = found["a"] + found["b"]
+    for column in zip(*everything, strict=True):
+        assert len(set(map(str, column))) == len(everything)
+
+
+def test_going_without_the_host_leaves_numpy_and_random_where_they_are():
+    streams = RandomStreams(CPU)
+    with streams.switched("a"):
+        expected = draw()[1:]
+        streams.go_to(1)
+        torch_there = draw()[0]
+    with streams.switched("a"):
+        streams.go_to(1, host=False)
+        assert not streams.has_drawn_on_host()
+        torch_here, *host = draw()
+        assert streams.has_drawn_on_host()
+    assert torch_here == torch_there
+    assert tuple(host) == expected
+
+
+def test_code_that_draws_on_the_host_late_is_noticed(monkeypatch):
+    monkeypatch.setattr(streams_module, "_MOST_LOOKS", 3)
+    streams = RandomStreams(CPU)
+    with streams.switched("a"):
+        for event in range(5):
+            streams.go_to(event, host=None)
+        random.random()
+        with pytest.warns(UserWarning, match="for the first time after many steps"):
+            streams.go_to(5, host=None)
+        expected = random.random()
+        streams.go_to(6, host=None)
+        assert random.random() != expected
+        streams.go_to(5, host=None)
+        assert random.random() == expected
+
+
+def test_the_spare_normal_draw_does_not_reach_the_next_stream():
+    streams = RandomStreams(CPU)
+    with streams.switched("a"):
+        np.random.randn()
+        random.gauss(0, 1)
+        streams.go_to(2)
+        after_one = draw()
+        np.random.randn()
+        np.random.randn()
+        streams.go_to(2)
+        after_two = draw()
+    assert after_one == after_two
+
+
+def test_nested_streams():
+    streams = RandomStreams(CPU)
+    with streams.switched("outer"):
+        draw()
+        expected = draw()
+    with streams.switched("outer"):
+        draw()
+        with streams.switched("inner"):
+            inner = draw()
+        assert draw() == expected
+    with streams.switched("inner"):
+        assert draw() == inner
+
+
+def test_the_global_state_travels():
+    torch.manual_seed(3)
+    state = global_state()
+    expected = draw()
+    draw()
+    set_global_state(state)
+    assert draw() == expected

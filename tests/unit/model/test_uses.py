@@ -1,0 +1,395 @@
+import copy
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_pipeshift.model.parameters.gradient_box import SharedParameters
+from lightning_pipeshift.model.parameters.uses import (
+    copies_in,
+    flat_weights_forgotten,
+    hold,
+    parameter_uses,
+    release,
+    slots_of,
+    substituted,
+)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(3, 3)
+        self.b = nn.Linear(3, 3, bias=False)
+        self.norm = nn.BatchNorm1d(3)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.b.weight = self.a.weight
+
+    @property
+    def layers(self):
+        return [self.a, self.b, self.norm]
+
+
+def test_every_place_that_refers_to_a_tensor():
+    net = Net()
+    found = {(slot.name, slot.is_buffer, id(slot.get())) for slot in slots_of(net)}
+    tensors = [net.a.weight, net.a.bias, net.norm.running_mean, net.scale]
+    names = ["weight", "bias", "running_mean", "scale"]
+    for name, tensor in zip(names, tensors, strict=True):
+        assert (name, name == "running_mean", id(tensor)) in found
+    assert sum(slot.get() is net.a.weight for slot in slots_of(net)) == 2
+
+
+def test_substitution_is_undone_even_after_an_error():
+    net = Net()
+    before = {name: id(tensor) for name, tensor in net.state_dict(keep_vars=True).items()}
+    other = torch.zeros(3, 3)
+
+    def fail_inside():
+        with substituted(slots_of(net), {id(net.a.weight): other}):
+            assert net.a.weight is other
+            assert net.b.weight is other
+            assert isinstance(net.scale, nn.Parameter)
+            raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        fail_inside()
+    assert {n: id(t) for n, t in net.state_dict(keep_vars=True).items()} == before
+
+
+def test_who_uses_which_parameter():
+    net = Net()
+    touched = {id(net.norm.weight): {1}}
+    uses = {use.name: use for use in parameter_uses(net, net.layers, touched)}
+    assert list(uses) == [name for name, _ in net.named_parameters()]
+
+    own = uses["a.bias"]
+    assert (own.layers, own.used_in, own.everywhere, own.is_shared) == ((0,), (0,), False, False)
+    tied = uses["a.weight"]
+    assert (tied.layers, tied.everywhere, tied.is_shared) == ((0, 1), False, True)
+    assert (tied.used_in, tied.is_tied) == ((0, 1), True)
+    assert len(tied.slots) == 2
+    loose = uses["scale"]
+    assert (loose.layers, loose.used_in) == ((), ())
+    assert loose.everywhere
+    assert loose.is_shared
+    direct = uses["norm.weight"]
+    assert (direct.layers, direct.used_in) == ((2,), (1, 2))
+    assert direct.everywhere
+
+
+@pytest.mark.parametrize(
+    ("stage_of", "num_stages", "expected"),
+    [
+        ([0, 0, 1], 2, {"a.weight": [0], "a.bias": [0], "norm.bias": [1], "scale": [0, 1]}),
+        ([0, 1, 1], 2, {"a.weight": [0, 1], "a.bias": [0], "norm.bias": [1], "scale": [0, 1]}),
+        ([0, 2, 2], 3, {"a.weight": [0, 2], "norm.bias": [2], "scale": [0, 1, 2]}),
+        ([1, 1, 1], 3, {"a.weight": [1], "norm.weight": [0, 1, 2]}),
+    ],
+)
+def test_who_holds_a_parameter(stage_of, num_stages, expected):
+    net = Net()
+    touched: Any = {id(net.norm.weight): set()}
+    uses = {use.name: use for use in parameter_uses(net, net.layers, touched)}
+    assert {name: uses[name].holders(stage_of, num_stages) for name in expected} == expected
+
+
+def test_releasing_and_holding_keeps_the_object():
+    net, spare = Net(), Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    values = net.a.weight.detach().clone()
+    parameter: Any = net.a.weight
+    parameter.grad = torch.ones(3, 3)
+    parameter.mark = "the user's own"
+    parameter.register_hook(lambda gradient: 2 * gradient)
+    accumulated: list[Tensor] = []
+    parameter.register_post_accumulate_grad_hook(lambda one: accumulated.append(one.grad))
+    reference = parameter
+    release(parameter, "it")
+    assert net.a.weight is net.b.weight is reference is parameter
+    assert isinstance(parameter, nn.Parameter)
+    assert (parameter.device.type, parameter.shape, parameter.grad) == ("meta", (3, 3), None)
+    assert parameter.requires_grad
+    release(parameter, "it")  # again: nothing happens
+    assert list(net.state_dict()) == list(spare.state_dict())
+
+    hold(parameter, values.clone())
+    assert net.a.weight is reference
+    assert optimizer.param_groups[0]["params"][1] is parameter
+    assert parameter.mark == "the user's own"
+    assert torch.equal(parameter, values)
+    net.b(torch.ones(1, 3)).sum().backward()
+    assert parameter.grad is not None
+    optimizer.step()
+    assert torch.allclose(net.b.weight, values - 0.2)
+    assert len(accumulated) == 1
+
+
+@pytest.mark.parametrize(
+    "optimizer_class", [torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop]
+)
+def test_an_optimizer_steps_what_is_held_and_leaves_the_rest(optimizer_class):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    plain = copy.deepcopy(net)
+    x = torch.ones(1, 2)
+    optimizer = optimizer_class(net.parameters(), lr=0.1)
+    for tensor in net[0].parameters():
+        release(tensor, "it")
+    plain_optimizer = optimizer_class(plain[1].parameters(), lr=0.1)
+    for _ in range(2):
+        for step, module in ((optimizer, net[1]), (plain_optimizer, plain[1])):
+            step.zero_grad()
+            module(x).sum().backward()
+            step.step()
+    for ours, theirs in zip(net[1].parameters(), plain[1].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert all(parameter.device.type == "meta" for parameter in net[0].parameters())
+
+
+def test_strides_types_and_freezing_survive():
+    parameter = nn.Parameter(torch.rand(4, 3).T.to(torch.bfloat16), requires_grad=False)
+    release(parameter, "it")
+    assert (parameter.stride(), parameter.dtype) == ((1, 3), torch.bfloat16)
+    assert not parameter.requires_grad
+    hold(parameter, torch.ones(3, 4, dtype=torch.bfloat16))
+    assert not parameter.requires_grad
+    assert parameter.sum() == 12
+
+
+def test_buffers_too():
+    norm: Any = nn.BatchNorm1d(3)
+    buffer: Any = norm.running_mean
+    release(buffer, "it")
+    assert norm.running_mean is buffer
+    assert buffer.device.type == "meta"
+    hold(buffer, torch.full((3,), 2.0))
+    assert norm.running_mean is buffer
+    assert norm.running_mean.tolist() == [2.0] * 3
+    assert not isinstance(buffer, nn.Parameter)
+
+
+def test_tied_parameters_stay_tied():
+    net = Net()
+    release(net.b.weight, "b.weight")
+    hold(net.a.weight, torch.eye(3))
+    assert net.a.weight is net.b.weight
+    assert torch.equal(net.b(torch.ones(1, 3)), torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_modules_keep_weak_references(kind):
+    net: Any = nn.Sequential(kind(3, 4, num_layers=2, bidirectional=True))
+    x = torch.rand(2, 5, 3)
+    expected = net[0](x)[0].detach()
+    values = {name: p.detach().clone() for name, p in net.named_parameters()}
+    with flat_weights_forgotten(net):
+        for parameter in net.parameters():
+            release(parameter, "it")
+    assert all(parameter.device.type == "meta" for parameter in net.parameters())
+    with flat_weights_forgotten(net):
+        for name, parameter in net.named_parameters():
+            hold(parameter, values[name])
+    assert torch.equal(net[0](x)[0], expected)
+    net[0](x)[0].sum().backward()
+    assert all(parameter.grad is not None for parameter in net.parameters())
+    with torch.no_grad():
+        net[0].weight_ih_l0.zero_()
+    assert not torch.equal(net[0](x)[0], expected), "the module does not see its new weights"
+
+
+def test_a_weak_reference_of_the_users_own_keeps_the_values_here():
+    """Torch swaps no tensor that has one; the caller then leaves the values where they are."""
+    parameter = nn.Parameter(torch.ones(2))
+    reference = weakref.ref(parameter)
+    with pytest.raises(RuntimeError, match="weakref"):
+        release(parameter, "it")
+    assert torch.equal(parameter, torch.ones(2))
+    assert reference() is parameter
+
+
+def test_a_parameter_that_is_part_of_a_graph():
+    """A loss that somebody keeps still refers to the parameter's node."""
+    parameter = nn.Parameter(torch.ones(2))
+    kept = (parameter * 2).sum()
+    release(parameter, "it")
+    assert parameter.device.type == "meta"
+    assert kept.item() == 4
+
+
+# --- shared gradients ---
+
+
+def gradient_of(parameter: Any) -> Any:
+    return parameter.grad
+
+
+def run_segments(net, shared, x, use_a=True):
+    def used(parameter):
+        return shared.alias(parameter) if shared.knows(parameter) else parameter
+
+    shared.enter_segment(0)
+    x = x * used(net.scale)
+    shared.enter_segment(1)
+    shared.enter_layer(0)
+    x = net.a(x) if use_a else x
+    shared.leave_layer()
+    shared.enter_segment(2)
+    x = x * used(net.scale)
+    shared.enter_segment(3)
+    shared.enter_layer(1)
+    loss = net.b(x).square().sum()
+    shared.leave_layer()
+    return loss
+
+
+def shared_of(net):
+    touched: Any = {id(net.scale): set()}
+    uses = parameter_uses(net, net.layers, touched)
+    return SharedParameters([use for use in uses if use.is_shared])
+
+
+def test_the_segments_gradients_sum_up_to_the_whole():
+    net: Any = Net()
+    x = torch.rand(2, 3)
+    shared = shared_of(net)
+    losses = [run_segments(net, shared, x), run_segments(net, shared, x + 1)]
+    assert net.a.weight is net.b.weight
+    assert isinstance(net.scale, nn.Parameter)
+    for loss in reversed(losses):
+        loss.backward()
+    assert net.a.weight.grad is None
+    assert net.a.bias.grad is not None
+    ours: dict[str, Any] = {use.name: shared.total(use, None) for use in shared.uses}
+    assert set(shared.sums) == {
+        ("a.weight", 1),
+        ("a.weight", 3),
+        ("scale", 0),
+        ("scale", 2),
+    }
+
+    net.zero_grad()
+    nothing = SharedParameters([])
+    (run_segments(net, nothing, x) + run_segments(net, nothing, x + 1)).backward()
+    assert torch.allclose(ours["a.weight"], gradient_of(net.a.weight))
+    assert torch.allclose(ours["scale"], gradient_of(net.scale))
+
+
+def test_the_sum_starts_with_what_earlier_stages_had():
+    net: Any = Net()
+    shared = shared_of(net)
+    run_segments(net, shared, torch.rand(2, 3)).backward()
+    use = next(use for use in shared.uses if use.name == "scale")
+    alone: Any = shared.total(use, None)
+    assert alone is not None
+    later: Any = shared.total(use, torch.ones(3))
+    assert torch.allclose(later, alone + 1)
+    shared.sums.clear()
+    assert shared.total(use, None) is None
+    later = shared.total(use, torch.ones(3))
+    assert torch.equal(later, torch.ones(3))
+
+
+def test_segments_that_are_not_used_have_no_gradient():
+    net = Net()
+    shared = shared_of(net)
+    run_segments(net, shared, torch.rand(2, 3), use_a=False).backward()
+    assert ("a.weight", 1) not in shared.sums
+    assert ("a.weight", 3) in shared.sums
+
+
+def test_a_parameter_that_two_parts_of_a_layer_use():
+    """The parts are layers themselves where there are more stages: it is summed in the same way."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.b.weight = self.a.weight
+
+    root = nn.Module()
+    root.net = Layer()
+    net: Any = root.net
+    by_itself = parameter_uses(root, [net], {})
+    (tied, *others) = parameter_uses(root, [net], {}, scopes=[net.a, net.b])
+    assert tied.is_shared
+    assert not any(use.is_shared for use in [*others, *by_itself])
+    shared = SharedParameters([tied])
+    shared.enter_segment(1)
+    shared.enter_layer(0)
+    x = torch.rand(2, 3)
+    for segment, part in ((2, net.a), (4, net.b)):
+        shared.enter_segment(segment)
+        x = part(x)
+        shared.enter_segment(segment + 1)
+    shared.leave_layer()
+    x.square().sum().backward()
+    assert set(shared.sums) == {("net.a.weight", 2), ("net.a.weight", 4)}
+    assert net.a.weight is net.b.weight
+
+
+def test_frozen_parameters_and_passes_without_gradients():
+    net = Net()
+    net.scale.requires_grad_(False)
+    shared = shared_of(net)
+    run_segments(net, shared, torch.rand(2, 3)).backward()
+    assert {name for name, _ in shared.sums} == {"a.weight"}
+    shared.sums.clear()
+    with torch.no_grad():
+        assert not run_segments(net, shared, torch.rand(2, 3)).requires_grad
+    assert not shared.sums
+
+
+def test_a_parameter_changed_between_forward_and_backward_is_noticed():
+    net = Net()
+    loss = run_segments(net, shared_of(net), torch.rand(2, 3))
+    with torch.no_grad():
+        net.a.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def copied_pairs(root: nn.Module, called: list[str]) -> set[tuple[str, str]]:
+    layers = [module for module in root.children() if list(module.parameters())]
+    names = [name for name, module in root.named_children() if list(module.parameters())]
+    indices = {names.index(name) for name in called}
+    name_of = {id(module): name for name, module in root.named_modules()}
+    uses = parameter_uses(root, layers, {}, indices)
+    for use in uses:
+        # What is shared is summed over its own layers; the copy's adds nothing.
+        assert set(use.used_in) <= set(use.layers)
+    return {(name_of[id(a)], name_of[id(b)]) for a, b in copies_in(root, uses, indices)}
+
+
+def test_copies_are_known_by_their_structure():
+    def encoder():
+        return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+
+    root = nn.Module()
+    root.student, root.teacher, root.head = encoder(), encoder(), nn.Linear(2, 2)
+    assert copied_pairs(root, ["student", "teacher", "head"]) == set()
+    root.teacher.requires_grad_(False)
+    assert copied_pairs(root, ["student", "teacher", "head"]) == {("teacher", "student")}
+    root.teacher.requires_grad_(True)
+    assert copied_pairs(root, ["student", "head"]) == {("teacher", "student")}
+    student: Any = root.student
+    root.teacher = AveragedModel(student)
+    assert copied_pairs(root, ["student", "head"]) == {("teacher.module", "student")}
+    layers: Any = [root.student, root.teacher]
+    use = parameter_uses(root, layers, {}, {0})[0]
+    assert (use.name, use.layers, use.used_in) == ("student.0.weight", (0, 1), (0,))
+    assert use.holders([0, 1], 3) == [0, 1]
+
+
+def test_frozen_blocks_are_no_copies():
+    root = nn.Module()
+    root.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(6)])
+    root.head = nn.Linear(4, 2)
+    root.blocks[:3].requires_grad_(False)
+    assert copied_pairs(root, ["blocks", "head"]) == set()
+    # An adapter that trains beside many frozen modules like it.
+    root.blocks.requires_grad_(False)
+    root.adapter = nn.Linear(4, 4)
+    assert copied_pairs(root, ["blocks", "head", "adapter"]) == set()

@@ -1,0 +1,80 @@
+import pytest
+
+from lightning_pipeshift.plan.schedule.actions import format_row, parse_row
+from lightning_pipeshift.plan.schedule.checker import check
+from lightning_pipeshift.plan.schedule.communication import with_communication
+from lightning_pipeshift.plan.schedule.schedules import (
+    SCHEDULES,
+    forward_only,
+    gpipe,
+    one_forward_one_backward,
+)
+
+
+def table(schedule):
+    return [format_row(row) for row in with_communication(schedule)]
+
+
+def test_gpipe():
+    assert table(gpipe(3, 2)) == [
+        "F0 F0> >B0 F1 F1> >B1 B0 B1",
+        ">F0 >F1 F0 F0> >B0 F1 F1> >B1 B0 B0> B1 B1>",
+        ">F0 >F1 F0 F1 B0 B0> B1 B1>",
+    ]
+
+
+def test_1f1b():
+    assert table(one_forward_one_backward(2, 3)) == [
+        "F0 F0> >B0 F1 F1> B0 >B1 F2 F2> >B2 B1 B2",
+        ">F0 F0 >F1 B0 B0> F1 >F2 B1 B1> F2 B2 B2>",
+    ]
+
+
+def test_a_gradient_is_not_received_before_the_forward_that_it_depends_on():
+    for schedule in SCHEDULES.values():
+        assert table(schedule(3, 1)) == ["F0 F0> >B0 B0", ">F0 F0 F0> >B0 B0 B0>", ">F0 F0 B0 B0>"]
+
+
+def test_forward_only():
+    assert table(forward_only(2, 3)) == [
+        "F0 F0> F1 F1> F2 F2>",
+        ">F0 >F1 F0 >F2 F1 F2",
+    ]
+
+
+def test_one_stage_has_nothing_to_add():
+    assert with_communication(gpipe(1, 2)) == gpipe(1, 2)
+
+
+def test_empty_rows_stay():
+    assert with_communication(((), ())) == ((), ())
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES.values(), forward_only])
+@pytest.mark.parametrize("num_stages", range(1, 7))
+@pytest.mark.parametrize("num_microbatches", range(1, 10))
+def test_every_schedule_passes_the_check(schedule, num_stages, num_microbatches):
+    check(with_communication(schedule(num_stages, num_microbatches)))
+
+
+def test_each_receive_is_one_compute_action_early():
+    for row in with_communication(one_forward_one_backward(4, 8)):
+        computes = [action for action in row if action.kind.is_compute]
+        for stage_needs in (">F", ">B"):
+            for receive in (a for a in row if a.kind.value == stage_needs):
+                needing = next(i for i, c in enumerate(computes) if str(receive) == f">{c}")
+                before = sum(a.kind.is_compute for a in row[: row.index(receive)])
+                assert before == max(0, needing - 1)
+
+
+def test_what_depends_on_the_action_before_is_received_behind_it():
+    schedule = (parse_row("F0 B0 F1 B1"), parse_row("F0 B0 F1 B1"))
+    assert table(schedule) == [
+        "F0 F0> >B0 B0 F1 F1> >B1 B1",
+        ">F0 F0 >F1 B0 B0> F1 B1 B1>",
+    ]
+
+
+def test_a_table_can_be_written_by_hand():
+    schedule = (parse_row("F1 F0"), parse_row("F1 F0"))
+    assert table(schedule) == ["F1 F1> F0 F0>", ">F1 >F0 F1 F0"]

@@ -1,0 +1,116 @@
+import math
+
+import numpy as np
+import pytest
+
+from lightning_pipeshift.plan.cost.workload import Cut
+from lightning_pipeshift.plan.partition.dynamic_programming import PartitionDP, fastest_cuts
+from tests.unit.plan.workloads import all_cuts, random_workload, workload
+
+
+@pytest.mark.parametrize(
+    ("given", "counts", "seconds"),
+    [
+        # One microbatch through both stages is 4 layers of 3 s; 7 more at 6 s.
+        (workload([1, 1, 1, 1]), (2, 2), 12 + 7 * 6),
+        (workload([1, 1, 1, 1], [1, 0.5]), (3, 1), 15 + 7 * 9),
+        (workload([3, 1, 1, 1]), (1, 3), 18 + 7 * 9),
+        # A device so slow that it is better drained; the other way round, too.
+        (workload([1, 1], [1, 0.1]), (2, 0), 6 + 7 * 6),
+        (workload([1, 1], [0.1, 1]), (0, 2), 6 + 7 * 6),
+        # For one microbatch there is nothing to do side by side.
+        (workload([1, 1, 1], [0.9, 1], microbatches=1), (0, 3), 9),
+        # The link's 7 s twice on the way, and at its pace: less than the 12 s of all layers.
+        (workload([1, 1, 1, 1], payload=7), (2, 2), 26 + 7 * 7),
+        (workload([1, 1, 1, 1], payload=20), (0, 4), 12 + 7 * 12),
+        # Boundary 1 carries less than the middle.
+        (workload([1, 1, 1, 1], payload=[0, 1, 9, 9, 0]), (1, 3), 14 + 7 * 9),
+        (workload([1, 1, 1, 1], allowed=frozenset({1})), (1, 3), 12 + 7 * 9),
+        (workload([1, 1, 1, 1], allowed=frozenset()), (0, 4), 12 + 7 * 12),
+        # What a stage does besides its layers it does if it has some, and the last one anyway.
+        (workload([1, 1, 1, 1], extra=4), (2, 2), 28 + 7 * 14),
+        (workload([1, 1, 1, 1], extra=30), (0, 4), 72 + 7 * 72),
+        # The first stage holds two microbatches in flight, the second one.
+        (workload([1, 1, 1, 1], saved=1, room=[2, 3]), (1, 3), 12 + 7 * 9),
+    ],
+)
+def test_by_hand(given, counts, seconds):
+    best = fastest_cuts(given)[0]
+    assert best.counts == counts
+    assert given.estimate(best) == pytest.approx(seconds)
+
+
+def test_nothing_fits():
+    assert fastest_cuts(workload([1, 1], static=2, room=1)) == []
+    # Each stage has room for two, but the cut in the middle is not allowed.
+    short = workload([1, 1, 1, 1], static=1, room=2, allowed=frozenset({1}))
+    assert fastest_cuts(short) == []
+
+
+def test_brute_force():
+    for seed in range(500):
+        given = random_workload(seed)
+        expected = min(map(given.estimate, all_cuts(given, "none")), default=None)
+        found = fastest_cuts(given)
+        assert bool(found) == (expected is not None), f"seed {seed}"
+        if found:
+            estimates = [given.estimate(cut) for cut in found]
+            assert estimates[0] == pytest.approx(expected, rel=1e-9), f"seed {seed}"
+            assert estimates == pytest.approx(sorted(estimates)), f"seed {seed}"
+            assert all(given.fits(cut) and given.is_allowed(cut) for cut in found), f"seed {seed}"
+            assert len(set(found)) == len(found), f"seed {seed}"
+
+
+def test_most():
+    given = random_workload(17, num_stages=4, num_layers=30, tight=False)
+    many = fastest_cuts(given)
+    assert len(many) > 2
+    assert fastest_cuts(given, most=2) == many[:2]
+
+
+def programme(given, **options):
+    again = np.zeros((given.num_stages, *[given.num_layers + 1] * 2))
+    return PartitionDP.of(given, again, **options)
+
+
+def test_drained_stages_own_nothing_and_the_others_something():
+    for seed in range(100):
+        given = random_workload(seed, num_stages=3, tight=False)
+        for drained in [frozenset(), frozenset({0}), frozenset({1, 2})]:
+            of_these = [
+                given.estimate(cut)
+                for cut in all_cuts(given, "none")
+                if drained == {s for s, count in enumerate(cut.counts) if not count}
+            ]
+            found = programme(given).fastest(1, drained)
+            expected = min(of_these, default=math.inf)
+            seconds = min((one.seconds for one in found), default=math.inf)
+            assert seconds == pytest.approx(expected, rel=1e-9), f"seed {seed}"
+
+
+def test_the_estimate_with_a_head_start_is_a_bound():
+    for seed in range(200):
+        given = random_workload(seed, tight=False)
+        least = min(given.step_seconds(all_cuts(given, "none")))
+        # Were it above what the simulator says of the best cut, nothing would be found below that.
+        assert programme(given).with_head_start(1, 1.03 * least), f"seed {seed}"
+        assert not programme(given).with_head_start(1, 0.0)
+
+
+def test_what_stages_can_do_meanwhile():
+    """By the first estimate every stage waits for all behind it. Where many microbatches are in
+    flight it need not: what is early in the pipeline may be slower, for it waits for nobody.
+    """
+    given = workload([1] * 12, [1, 1, 1], schedule="gpipe", microbatches=4)
+    estimated, hiding, ahead = (
+        Cut(counts)
+        for counts in (
+            programme(given).fastest(1)[0].counts,
+            programme(given, hides_forwards=True).fastest(1)[0].counts,
+            programme(given).with_head_start(1, 1000.0)[0],
+        )
+    )
+    assert estimated.counts == (4, 4, 4)
+    assert ahead.counts[0] > ahead.counts[2]
+    best = min(given.step_seconds(all_cuts(given, "none")))
+    assert best in given.step_seconds([estimated, hiding, ahead])

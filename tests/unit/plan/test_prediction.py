@@ -1,0 +1,218 @@
+from typing import Any
+
+import pytest
+
+from lightning_pipeshift.plan.cost import prediction
+from lightning_pipeshift.plan.cost.prediction import estimated_seconds, predict, rings
+from lightning_pipeshift.plan.cost.ring_contention import crowded, ring_seconds_per_byte
+from lightning_pipeshift.plan.cost.simulator import simulate
+from lightning_pipeshift.plan.cost.workload import Cut, workload_of
+from lightning_pipeshift.plan.inputs.cluster import Cluster, Link
+from tests.unit.plan.clusters import devices, profile
+
+
+def predicted(model, cluster, ranks, cuts, microbatches=2, schedule="1f1b"):
+    """The prediction, and when each layer's ring is complete."""
+    links = crowded(cluster, ranks)
+    workloads = [workload_of(model, links, machine, schedule, microbatches) for machine in ranks]
+    timelines = [simulate(w.clock_of(c), w.costs(c)) for w, c in zip(workloads, cuts, strict=True)]
+    ends = rings(model, cluster, ranks, workloads, cuts, timelines) if len(ranks) > 1 else []
+    return predict(model, cluster, ranks, workloads, cuts), ends
+
+
+ONE_STAGE = [
+    # Two layers of 1 s and 2 s, two microbatches: the last backward is from 8 to 12. Layer 1 is
+    # ready at 10 and layer 0 at 12. What a ring takes, and when each is complete.
+    (1, [13, 11]),
+    (2, [14, 12]),
+    # The device sends for one ring after the other.
+    (3, [16, 13]),
+]
+
+
+@pytest.mark.parametrize(("seconds", "ends"), ONE_STAGE)
+def test_rings_of_one_stage(seconds, ends):
+    # A ring of two carries half of the bytes twice over each link.
+    model = profile(2, gradient=100)
+    cluster = Cluster(devices("a:X b:X"), outside=Link(0.0, 100 / seconds))
+    found, when = predicted(model, cluster, [[0], [1]], [Cut((2,))] * 2)
+    assert when == ends
+    assert found.step_seconds == max(ends)
+    assert found.exposed_seconds == max(ends) - 12
+
+
+def test_the_last_stage_hides_its_rings_behind_the_others():
+    model = profile(2, gradient=100)
+    cluster = Cluster(devices("a:X b:X c:X d:X"), outside=Link(0.0, 50))
+    found, when = predicted(model, cluster, [[0, 1], [2, 3]], [Cut((1, 1))] * 2)
+    # Stage 1 ends its last backward at 7, stage 0 at 9; each ring takes 2 s.
+    assert when == [11, 9]
+    assert (found.step_seconds, found.exposed_seconds) == (11, 2)
+
+
+def test_latency_of_one_ring_does_not_hold_up_the_next():
+    model = profile(2, gradient=100)
+    cluster = Cluster(devices("a:X b:X"), outside=Link(5.0, 100))
+    _, when = predicted(model, cluster, [[0], [1]], [Cut((2,))] * 2)
+    # Two messages one after the other, 5 s each on their way, and 1 s to send.
+    assert when == [12 + 11, 10 + 11]
+
+
+def test_three_virtual_machines_of_unlike_speed_and_links():
+    model = profile(1, "XY", gradient=90)
+    links = {("a", "b"): Link(0.0, 60), ("b", "c"): Link(0.0, 30), ("a", "c"): Link(0.0, 60)}
+    cluster = Cluster(devices("a:X b:X c:Y"), hosts=links)
+    found, when = predicted(model, cluster, [[0], [1], [2]], [Cut((1,))] * 3)
+    # The slow one ends at 12. 2 (m - 1) / m of 90 bytes at the pace of the slowest link.
+    assert when == [12 + 4 / 3 * 90 / 30]
+    assert found.exposed_seconds == pytest.approx(4)
+
+
+def test_unlike_cuts_make_rings_of_unlike_members():
+    model = profile(3, gradient=100)
+    cluster = Cluster(devices("a:X b:X c:X d:X"), outside=Link(0.0, 100))
+    _, when = predicted(model, cluster, [[0, 1], [2, 3]], [Cut((1, 2)), Cut((2, 1))])
+    # By hand: the first machine's stages end at 15 and 12, the second's at 15 and 9 + 3. Layer 1
+    # is on stage 1 of the first (ready at 12) and on stage 0 of the second (ready at 13).
+    first = simulate_ends(model, cluster, [0, 1], Cut((1, 2)))
+    second = simulate_ends(model, cluster, [2, 3], Cut((2, 1)))
+    ready = [max(first[0], second[0]), max(first[1], second[0] - 2), max(first[1] - 2, second[1])]
+    assert when[2] == ready[2] + 1
+    assert when[1] == max(ready[1], when[2]) + 1  # rank 1 is in both
+    assert when[0] == max(ready[0], when[1]) + 1  # rank 2 is in both
+
+
+def simulate_ends(model, cluster, machine, cut):
+    """When each stage's last backward ends."""
+    workload = workload_of(model, cluster, machine, "1f1b", 2)
+    return [row[-1].end for row in simulate(workload.clock_of(cut), workload.costs(cut)).rows]
+
+
+def test_rings_share_the_nic_of_a_host():
+    model = profile(2, gradient=100)
+    cuts = [Cut((1, 1))] * 2
+
+    def ends(hosts, ranks):
+        cluster = Cluster(devices(hosts), inside=Link(0.0, 1e9), outside=Link(0.0, 20))
+        return predicted(model, cluster, ranks, cuts)[1]
+
+    # Ready at 7 and 9; a ring takes 5 s.
+    assert ends("a:X b:X c:X d:X", [[0, 1], [2, 3]]) == [14, 12]
+    # Both leave the same two hosts: the second waits for the first.
+    assert ends("a:X a:X b:X b:X", [[0, 1], [2, 3]]) == [17, 12]
+    # Inside of the hosts there is no NIC.
+    assert ends("a:X b:X a:X b:X", [[0, 1], [2, 3]])[0] == pytest.approx(9)
+
+
+def test_a_ring_that_leaves_a_host_twice_is_half_as_fast():
+    model = profile(1, gradient=100)
+    cuts = [Cut((1,))] * 4
+    cluster = Cluster(devices("a:X a:X b:X b:X"), inside=Link(0.0, 1e9), outside=Link(0.0, 30))
+    once = predicted(model, cluster, [[0], [1], [2], [3]], cuts)[0]
+    twice = predicted(model, cluster, [[0], [2], [1], [3]], cuts)[0]
+    assert once.exposed_seconds == pytest.approx(1.5 * 100 / 30)
+    assert twice.exposed_seconds == pytest.approx(1.5 * 100 / 15)
+
+
+CROWDED = [
+    # Hosts, virtual machines, and the bandwidth between the first one's first two stages.
+    ("a:X b:X", [[0, 1]], 80),
+    ("a:X a:X b:X b:X", [[0, 2], [1, 3]], 40),
+    # A payload out of a host and a gradient out of it do not meet.
+    ("a:X a:X b:X b:X", [[0, 2], [3, 1]], 80),
+    ("a:X b:X c:X", [[0, 1, 2]], 80),
+    # Inside of a host there is no NIC.
+    ("a:X a:X b:X b:X", [[0, 1], [2, 3]], 1000),
+    # There and back again: two boundaries out of host a.
+    ("a:X b:X a:X b:X", [[0, 1, 2, 3]], 40),
+]
+
+
+@pytest.mark.parametrize(("hosts", "ranks", "bandwidth"), CROWDED)
+def test_boundaries_share_the_nic_of_a_host(hosts, ranks, bandwidth):
+    cluster = Cluster(devices(hosts), inside=Link(0.0, 1000), outside=Link(0.5, 80))
+    link = crowded(cluster, ranks).link(*ranks[0][:2])
+    assert link.bandwidth == bandwidth
+    assert link.latency_seconds == (0 if bandwidth == 1000 else 0.5)
+
+
+def test_a_nic_is_as_fast_as_the_fastest_way_out_of_its_host():
+    hosts = {("a", "b"): Link(0.0, 30), ("a", "c"): Link(0.0, 100)}
+    cluster = Cluster(devices("a:X a:X b:X c:X"), hosts=hosts)
+    links = crowded(cluster, [[0, 2], [1, 3]])
+    assert links.link(0, 2).bandwidth == 30  # of the 50 that are left to it
+    assert links.link(1, 3).bandwidth == 50
+
+
+def test_nothing_known_of_links_means_nothing_shared():
+    cluster = Cluster(devices("a:X a:X b:X b:X"))
+    assert crowded(cluster, [[0, 2], [1, 3]]) is cluster
+    found, _ = predicted(profile(2, gradient=100), cluster, [[0, 2], [1, 3]], [Cut((1, 1))] * 2)
+    assert found.exposed_seconds == 0
+
+
+def test_what_each_stage_would_take_to_send_a_byte_round():
+    hosts = {("a", "c"): Link(0.0, 10), ("b", "d"): Link(0.0, 20)}
+    cluster = Cluster(devices("a:X b:X c:X d:X"), hosts=hosts)
+    assert ring_seconds_per_byte(cluster, [[0, 1], [2, 3]]) == ((0.1, 0.05), (0.1, 0.05))
+    # Of unequal depth: the first machine's only stage is in both rings, which share its NIC.
+    cluster = Cluster(devices("a:X c:X d:X"), hosts=hosts)
+    assert ring_seconds_per_byte(cluster, [[0], [1, 2]]) == ((0.2,), (0.2, 0.2))
+
+
+MEMORY = [
+    # Stages, microbatches, schedule, cut, bytes of each stage. A layer holds 10, and 3 in flight.
+    (2, 4, "1f1b", (1, 1), (10 + 2 * 3, 10 + 3)),
+    (2, 4, "gpipe", (1, 1), (10 + 4 * 3, 10 + 4 * 3)),
+    (2, 1, "1f1b", (1, 1), (13, 13)),
+    (3, 4, "1f1b", (2, 1, 0), (20 + 3 * 6, 10 + 2 * 3, 0)),
+    (2, 4, "eager_1f1b", (1, 1), (10 + 3 * 3, 10 + 3)),
+]
+
+
+@pytest.mark.parametrize(("stages", "microbatches", "schedule", "counts", "held"), MEMORY)
+def test_memory(stages, microbatches, schedule, counts, held):
+    model = profile(sum(counts), static=10, saved=3)
+    cluster = Cluster(devices("a:X " * stages))
+    ranks, cuts = [range(stages)], [Cut(counts)]
+    found, _ = predicted(model, cluster, ranks, cuts, microbatches, schedule)
+    assert found.memory_bytes == (held,)
+
+
+def test_the_slowest_optimizer_counts():
+    model = profile(3, gradient=100, optimizer_seconds_per_byte=0.01, step_seconds=0.5)
+    cluster = Cluster(devices("a:X a:X"))
+    found, _ = predicted(model, cluster, [[0, 1]], [Cut((2, 1))], microbatches=1)
+    assert found.step_seconds == 9 + 2 + 0.5
+
+
+def test_equal_virtual_machines_are_simulated_once(monkeypatch):
+    calls: list[Any] = []
+
+    def counted(*args):
+        calls.append(args)
+        return simulate(*args)
+
+    monkeypatch.setattr(prediction, "simulate", counted)
+    model = profile(4, "XY", gradient=100)
+    ranks = [[2 * vm, 2 * vm + 1] for vm in range(300)]
+    cluster = Cluster(devices("a:X b:Y " * 300), outside=Link(0.0, 1e3))
+    workload = workload_of(model, cluster, ranks[0], "1f1b", 4)
+    many = predict(model, cluster, ranks, [workload] * 300, [Cut((2, 2))] * 300)
+    assert len(calls) == 1
+    two = predict(model, cluster, ranks[:2], [workload] * 2, [Cut((2, 2))] * 2)
+    assert many.costs == two.costs[:1] * 300
+    assert many.memory_bytes == two.memory_bytes[:1] * 300
+    assert many.step_seconds - many.exposed_seconds == two.step_seconds - two.exposed_seconds
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("microbatches", [1, 3, 8])
+def test_the_closed_form_is_exact_for_equal_stages(stages, microbatches):
+    model = profile(stages, gradient=100, step_seconds=0.25)
+    cluster = Cluster(devices("a:X " * 2 * stages), inside=Link(0.0, 40))
+    ranks = [list(range(stages)), list(range(stages, 2 * stages))]
+    cuts = [Cut((1,) * stages)] * 2
+    workloads = [workload_of(model, cluster, machine, "1f1b", microbatches) for machine in ranks]
+    found = predict(model, cluster, ranks, workloads, cuts).step_seconds
+    assert estimated_seconds(model, cluster, ranks, workloads, cuts) == pytest.approx(found)

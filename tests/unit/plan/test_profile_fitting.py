@@ -1,0 +1,123 @@
+"""What the ranks measured becomes a profile, and speeds."""
+
+import pytest
+
+from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
+from lightning_pipeshift.plan.inputs.profile import LayerProfile
+from lightning_pipeshift.plan.inputs.profile_fitting import RankFigures, profile_of
+
+SIZES = {"a": 1, "b": 1, "c": 2, "d": 4}
+LAYERS = tuple(LayerProfile(name, parameter_bytes=size) for name, size in SIZES.items())
+
+
+def cluster(kinds):
+    return Cluster(tuple(Device("host", kind) for kind in kinds))
+
+
+def found(kinds, *figures):
+    return profile_of(LAYERS, cluster(kinds), figures, samples=2.0, microbatches=4)
+
+
+def times(**of_layers):
+    return {"abcd".index(name): seconds for name, seconds in of_layers.items()}
+
+
+EQUAL = times(a=(1.0, 2.0), b=(1.0, 2.0), c=(2.0, 4.0), d=(3.0, 6.0))
+
+
+def slower(factor, of_layers):
+    return {layer: (factor * f, factor * b) for layer, (f, b) in of_layers.items()}
+
+
+def test_guesses_alone():
+    profile, machines = found("XX", RankFigures(guesses=EQUAL), RankFigures(guesses=EQUAL))
+    assert profile.kinds["X"].forward == (1.0, 1.0, 2.0, 3.0)
+    assert profile.kinds["X"].backward == (2.0, 2.0, 4.0, 6.0)
+    assert [device.speed for device in machines.devices] == [1.0, 1.0]
+    assert (profile.samples, profile.microbatches, profile.step_seconds) == (2.0, 4, 0.0)
+
+
+def test_a_slow_device_of_a_kind_has_a_speed():
+    figures = [RankFigures(guesses=slower(factor, EQUAL)) for factor in (1, 1, 4)]
+    profile, machines = found("XXX", *figures)
+    assert [device.speed for device in machines.devices] == [1.0, 1.0, 0.25]
+    assert profile.times_on(machines.devices[2]).forward == (4.0, 4.0, 8.0, 12.0)
+
+
+def test_speeds_that_are_noise_are_equal():
+    figures = [RankFigures(guesses=slower(factor, EQUAL)) for factor in (1.0, 1.02, 0.98)]
+    assert [d.speed for d in found("XXX", *figures)[1].devices] == [1.0, 1.0, 1.0]
+
+
+def test_each_kind_has_times_of_its_own():
+    figures = [RankFigures(guesses=EQUAL), RankFigures(guesses=slower(3, EQUAL))]
+    profile, machines = found("XY", *figures)
+    assert profile.kinds["Y"].forward == (3.0, 3.0, 6.0, 9.0)
+    assert [device.speed for device in machines.devices] == [1.0, 1.0]
+
+
+def test_what_training_measured_goes_before_guesses():
+    first = RankFigures(guesses=EQUAL, times=times(a=(2.0, 3.0), b=(1.0, 3.0)))
+    last = RankFigures(guesses=EQUAL, times=times(c=(2.0, 4.0), d=(3.0, 6.0)))
+    # The first takes 9 where 6 were guessed, the last what was guessed: 1.5 and 1, the middle 1.25.
+    profile, machines = found("XX", first, last)
+    speeds = [device.speed for device in machines.devices]
+    assert speeds == pytest.approx([1.25 / 1.5, 1.25])
+    for rank, layer, forward in ((0, 0, 2.0), (0, 1, 1.0), (1, 2, 2.0), (1, 3, 3.0)):
+        assert profile.times_on(machines.devices[rank]).forward[layer] == pytest.approx(forward)
+    # On the other device: as it was tried there, times what that device takes more.
+    assert profile.times_on(machines.devices[0]).forward[3] == pytest.approx(3.0 * 1.5)
+
+
+def test_a_layer_that_nobody_could_try_goes_by_its_parameters():
+    tried = times(a=(1.0, 2.0), b=(1.0, 2.0))
+    profile, _ = found("X", RankFigures(guesses=tried))
+    assert profile.kinds["X"].forward == (1.0, 1.0, 2.0, 4.0)
+    nothing, _ = found("X", RankFigures())
+    assert nothing.kinds["X"].forward == (0.0, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("guesses", [EQUAL, slower(2, EQUAL)])
+def test_a_stage_without_layers_keeps_the_speed_that_it_had(guesses):
+    own = RankFigures(guesses=guesses, times=EQUAL)
+    # It was as fast as the other when it was tried, and half as fast when it had layers.
+    drained = RankFigures(guesses=guesses, earlier=slower(2, times(d=EQUAL[3])))
+    _, machines = found("XX", own, drained)
+    one, two = (device.speed for device in machines.devices)
+    assert one / two == pytest.approx(2.0)
+
+
+def test_what_an_action_takes_besides_layers():
+    common = {"guesses": EQUAL, "times": EQUAL}
+    figures = [
+        RankFigures(**common, extra=(0.1, 0.2)),
+        RankFigures(**common, extra=(0.3, 0.4)),
+        RankFigures(**common, extra=(1.2, 1.0), is_last=True),
+    ]
+    profile, _ = found("XXX", *figures)
+    times_on = profile.kinds["X"]
+    assert (times_on.action_forward, times_on.action_backward) == pytest.approx((0.2, 0.3))
+    assert (times_on.tail_forward, times_on.tail_backward) == pytest.approx((1.0, 0.7))
+
+
+def test_the_stage_that_waits_least_says_what_lies_between_steps():
+    figures = [RankFigures(outside_seconds=seconds) for seconds in (0.5, 0.1, None)]
+    assert found("XXX", *figures)[0].step_seconds == 0.1
+
+
+def test_what_the_model_takes_already_is_room_for_it():
+    machines = Cluster((Device("h", "X", free_bytes=10, memory_bytes=30), Device("h", "X")))
+    figures = [RankFigures(held_bytes=5), RankFigures(held_bytes=5)]
+    _, after = profile_of(LAYERS, machines, figures, 1.0, 1)
+    assert [device.free_bytes for device in after.devices] == [15, 0], "not known stays not known"
+
+
+def test_bytes_are_those_of_whoever_knows():
+    figures = [
+        RankFigures(saved_bytes={0: 10, 1: 20}, optimizer_bytes={0: 8}),
+        RankFigures(saved_bytes={1: 30}, input_bytes={1: 5}),
+    ]
+    profile, _ = found("XX", *figures)
+    assert [layer.saved_bytes for layer in profile.layers] == [10, 30, 0, 0]
+    assert [layer.optimizer_bytes for layer in profile.layers] == [8, 0, 0, 0]
+    assert [layer.input_bytes for layer in profile.layers] == [0, 5, 0, 0]

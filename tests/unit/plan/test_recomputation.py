@@ -1,0 +1,126 @@
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from lightning_pipeshift.plan.cost.workload import Cut
+from lightning_pipeshift.plan.partition.recomputation import (
+    Recomputation,
+    bytes_freed,
+    bytes_held,
+    lightest_cover,
+)
+from tests.unit.plan.workloads import all_cuts, random_workload, workload
+
+
+@pytest.mark.parametrize(
+    ("gains", "weights", "needed", "chosen"),
+    [
+        ([5, 5, 5], [1, 1, 1], 5, 1),
+        ([5, 5, 5], [1, 1, 1], 5.5, 2),
+        # The best ratio is not enough, and what it needs besides is too much.
+        ([6, 5, 5], [3, 2.9, 2.9], 10, [1, 2]),
+        ([6, 5, 5], [3, 3, 3], 6, [0]),
+        # What gains nothing is never chosen, even if it weighs nothing.
+        ([0, 4], [0, 9], 4, [1]),
+        ([1, 1], [2, 1], 2, [0, 1]),
+        ([3, 3], [0, 0], 3, 1),
+    ],
+)
+def test_lightest_cover(gains, weights, needed, chosen):
+    found = lightest_cover(np.array(gains, float), np.array(weights, float), needed)
+    assert chosen in (found, len(found))
+
+
+def test_lightest_cover_is_that_of_brute_force():
+    draw = np.random.default_rng(0)
+    for number in range(400):
+        num = int(draw.integers(1, 10))
+        gains = draw.integers(0, 12, num).astype(float)
+        weights = draw.integers(0, 12, num) if number % 2 else draw.random(num)
+        needed = draw.uniform(0.01, 1.0) * gains.sum()
+        if not needed:
+            continue
+        found = lightest_cover(gains, weights.astype(float), needed)
+        assert gains[found].sum() >= needed
+        least = min(
+            weights[list(chosen)].sum()
+            for size in range(num + 1)
+            for chosen in itertools.combinations(range(num), size)
+            if gains[list(chosen)].sum() >= needed
+        )
+        assert weights[found].sum() == pytest.approx(least), number
+
+
+def test_many_layers():
+    draw = np.random.default_rng(1)
+    gains, weights = draw.random((2, 120))
+    found = lightest_cover(gains, weights, 30.0)
+    assert gains[found].sum() >= 30
+    # Not above the fractional optimum by more than an item.
+    order = np.argsort(weights / gains)
+    needed = int(np.searchsorted(gains[order].cumsum(), 30.0)) + 1
+    assert weights[found].sum() <= weights[order[:needed]].sum()
+
+
+def test_what_a_stage_holds():
+    """As the workload says of whole cuts, for all ranges at once."""
+    for seed in range(60):
+        given = random_workload(seed)
+        none, full = (bytes_held(given, word) for word in ("none", "full"))
+        freed = bytes_freed(given)
+        for cut in all_cuts(given, "none"):
+            everything = given.everything_recomputed(cut.counts)
+            some = Cut(cut.counts, frozenset(list(everything.recompute)[::2]))
+            ranges = list(enumerate(itertools.pairwise(cut.bounds)))
+            assert [none[s, b, e] for s, (b, e) in ranges] == pytest.approx(given.memory_bytes(cut))
+            held = [full[s, b, e] for s, (b, e) in ranges]
+            assert held == pytest.approx(given.memory_bytes(everything))
+            for s, (b, e) in ranges:
+                layers = [layer for layer in range(b, e) if layer in some.recompute]
+                less = given.memory_bytes(cut)[s] - given.memory_bytes(some)[s]
+                # What would take more memory is no choice.
+                assert freed[s, layers].sum() >= less - 1e-9
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "auto"])
+def test_each_cut_gets_the_recomputation_that_is_fastest(recompute):
+    for seed in range(60):
+        given = random_workload(seed, num_layers=2 + seed % 4, tight=True)
+        least: dict[tuple[int, ...], float] = {}
+        for cut in all_cuts(given, recompute):
+            seconds = sum(given.costs(cut).recompute_seconds)
+            least[cut.counts] = min(seconds, least.get(cut.counts, math.inf))
+        found = Recomputation(given, recompute).cuts(list(least))
+        assert [cut.counts for cut in found] == list(least), f"seed {seed}"
+        assert all(given.fits(cut) for cut in found), f"seed {seed}"
+        for cut in found:
+            seconds = sum(given.costs(cut).recompute_seconds)
+            assert seconds == pytest.approx(least[cut.counts]), f"seed {seed}"
+
+
+def test_what_does_not_fit_is_left_out():
+    given = workload([1, 1], static=3, room=3)
+    assert Recomputation(given, "auto").cuts([(2, 0), (1, 1), (0, 2)]) == [Cut((1, 1))]
+
+
+def test_the_seconds_are_a_lower_bound_until_they_are_settled():
+    for seed in range(40):
+        given = random_workload(seed, tight=True)
+        recomputation = Recomputation(given, "auto")
+        before = recomputation.seconds.copy()
+        cuts = [cut.counts for cut in all_cuts(given, "none")]
+        recomputation.settle(cuts)
+        assert (recomputation.seconds >= before * (1 - 1e-12)).all()
+        assert not recomputation.settle(cuts)
+
+
+def test_fewest():
+    # Of one layer half as much is freed as of the other two together, at the same price.
+    given = workload([3, 1, 1], [1, 1], saved=[12, 6, 6], room=[36, 99], microbatches=2)
+    recomputation = Recomputation(given, "auto")
+    assert recomputation.cuts([(3, 0)]) == [Cut((3, 0), frozenset({1, 2}))]
+    assert recomputation.fewest(0, 0, 3) == (0,)
+    assert recomputation.fewest(0, 0, 1) is None
+    assert Recomputation(given, "full").fewest(0, 0, 3) is None

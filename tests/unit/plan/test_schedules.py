@@ -1,0 +1,122 @@
+import pytest
+
+from lightning_pipeshift.errors import ScheduleError
+from lightning_pipeshift.plan.cost.simulator import Costs, simulate
+from lightning_pipeshift.plan.schedule.actions import Kind, format_row
+from lightning_pipeshift.plan.schedule.schedules import (
+    SCHEDULES,
+    eager_one_forward_one_backward,
+    forward_only,
+    gpipe,
+    one_forward_one_backward,
+    recomputing_stages,
+    schedule_named,
+    with_recomputation,
+)
+
+
+def table(schedule):
+    return [format_row(row) for row in schedule]
+
+
+def test_gpipe():
+    assert table(gpipe(2, 3)) == [
+        "F0 F1 F2 B0 B1 B2",
+        "F0 F1 F2 B0 B1 B2",
+    ]
+
+
+def test_1f1b():
+    assert table(one_forward_one_backward(3, 4)) == [
+        "F0 F1 F2 B0 F3 B1 B2 B3",
+        "F0 F1 B0 F2 B1 F3 B2 B3",
+        "F0 B0 F1 B1 F2 B2 F3 B3",
+    ]
+
+
+def test_1f1b_with_fewer_microbatches_than_stages():
+    assert table(one_forward_one_backward(3, 2)) == [
+        "F0 F1 B0 B1",
+        "F0 F1 B0 B1",
+        "F0 B0 F1 B1",
+    ]
+
+
+def test_1f1b_on_one_stage():
+    assert table(one_forward_one_backward(1, 2)) == ["F0 B0 F1 B1"]
+
+
+def test_eager_1f1b():
+    assert table(eager_one_forward_one_backward(3, 6)) == [
+        "F0 F1 F2 F3 F4 B0 F5 B1 B2 B3 B4 B5",
+        "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5",
+        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5",
+    ]
+
+
+def test_eager_1f1b_with_few_microbatches():
+    assert table(eager_one_forward_one_backward(3, 3)) == [
+        "F0 F1 F2 B0 B1 B2",
+        "F0 F1 F2 B0 B1 B2",
+        "F0 B0 F1 B1 F2 B2",
+    ]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.4])
+@pytest.mark.parametrize("num_stages", range(2, 6))
+def test_eager_1f1b_waits_for_messages_in_the_fill_and_the_drain_only(num_stages, seconds):
+    """Stages of 3 s for a microbatch, messages that take `seconds`."""
+    num_microbatches = 3 * num_stages
+    links = (seconds,) * (num_stages - 1)
+    costs = Costs((1.0,) * num_stages, (2.0,) * num_stages, links, links)
+    ideal = 3.0 * (num_microbatches + num_stages - 1)
+    eager = simulate(eager_one_forward_one_backward(num_stages, num_microbatches), costs)
+    assert eager.step_seconds == pytest.approx(ideal + 2 * (num_stages - 1) * seconds)
+    stages_left = range(num_stages, 0, -1)
+    assert eager.peak_in_flight == tuple(2 * left - 1 for left in stages_left)
+    plain = simulate(one_forward_one_backward(num_stages, num_microbatches), costs)
+    assert plain.peak_in_flight == tuple(stages_left)
+    if seconds:
+        # Every microbatch but those of the fill waits for a message there or a message back.
+        waits = (num_microbatches - num_stages) * seconds
+        assert plain.step_seconds > eager.step_seconds + 0.9 * waits
+
+
+def test_recomputation_comes_directly_before_the_backward():
+    schedule = with_recomputation(one_forward_one_backward(3, 4), {0, 1, 2})
+    assert table(schedule) == [
+        "F0 F1 F2 R0 B0 F3 R1 B1 R2 B2 R3 B3",
+        "F0 F1 R0 B0 F2 R1 B1 F3 R2 B2 R3 B3",
+        "F0 B0 F1 B1 F2 B2 F3 B3",
+    ]
+    assert table(with_recomputation(gpipe(2, 2), {1})) == ["F0 F1 B0 B1", "F0 F1 R0 B0 R1 B1"]
+    assert recomputing_stages("1f1b", 3, 4) == {0, 1}
+    assert recomputing_stages("gpipe", 3, 4) == {0, 1, 2}
+    assert recomputing_stages("1f1b", 2, 1) == set()
+
+
+def test_forward_only():
+    assert table(forward_only(2, 3)) == ["F0 F1 F2", "F0 F1 F2"]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("num_stages", range(1, 6))
+@pytest.mark.parametrize("num_microbatches", range(1, 8))
+def test_backwards_accumulate_in_one_order(name, num_stages, num_microbatches):
+    for row in schedule_named(name)(num_stages, num_microbatches):
+        for kind in (Kind.FORWARD, Kind.BACKWARD):
+            order = [action.microbatch for action in row if action.kind is kind]
+            assert order == list(range(num_microbatches))
+
+
+def test_unknown_name():
+    with pytest.raises(ScheduleError, match=r"'zigzag'.*'gpipe', '1f1b'"):
+        schedule_named("zigzag")
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES.values(), forward_only])
+def test_counts_are_positive(schedule):
+    with pytest.raises(ScheduleError, match="0 stages"):
+        schedule(0, 1)
+    with pytest.raises(ScheduleError, match="0 microbatches"):
+        schedule(1, 0)

@@ -1,0 +1,96 @@
+"""Stages of one virtual machine for the tests: a process group, a board and channels; and what
+stands in for GPUs where there are none.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_pipeshift.lightning import connected
+from lightning_pipeshift.runtime.comm import process_groups
+from lightning_pipeshift.runtime.comm.channels import Channels, connect_devices, make_groups
+from lightning_pipeshift.runtime.comm.mesh import connect_all
+from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
+from lightning_pipeshift.runtime.comm.sockets import shut_down
+from lightning_pipeshift.runtime.liveness.failure import FailureBoard
+
+CPU = torch.device("cpu")
+
+
+def connect(has_devices: bool = False) -> tuple[Channels, FailureBoard]:
+    """This rank's connections, from the environment.
+
+    Args:
+        has_devices: whether tensors go from device to device, in groups that gloo stands in for.
+    """
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    mesh = connect_all(store, rank, world_size, address, port, timedelta(seconds=60))
+    board = FailureBoard(rank, mesh)
+    ranks = range(world_size)
+    groups = make_groups(ranks, has_bulk=True)
+    devices = None
+    if has_devices:
+        let_gloo_stand_in()
+        devices = ProcessGroups("nccl", CPU, board.watched)
+        connect_devices(devices, [ranks])
+        devices.want(Purpose.SHARED, combinations(ranks, 2))
+    channels = Channels(ranks, rank, CPU, board.watched, groups, devices)
+    channels.open_lines()
+    board.interrupt = lambda: shut_down(groups.sockets)
+    return channels, board
+
+
+def let_gloo_stand_in() -> None:
+    """Makes payloads travel in groups of the devices' own backend, and these on gloo, in this
+    process from here on.
+    """
+    new_group = dist.new_group
+
+    def made(ranks: list[int], backend: str, timeout: timedelta, pg_options: Any = None) -> Any:
+        return new_group(ranks, backend="gloo", timeout=timeout)
+
+    dist.new_group = made  # type: ignore[assignment]
+    process_groups.nccl_options = lambda *_: None
+    vars(connected)["payload_backend"] = lambda *_: "nccl"
+
+
+class Kernels:
+    """A device on which kernels of every group wait for other ranks until they are told to leave.
+
+    As with NCCL, aborting a communicator tells its kernels to leave, and then frees memory, which
+    waits for the kernels of all communicators.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: set[Any] = set()
+        self._changed = threading.Condition()
+
+    def abort_of(self, group: Any, device: torch.device) -> Callable[[], None] | None:
+        """In the place of the function of :mod:`process_groups`, called for each new group."""
+        if group in (dist.GroupMember.NON_GROUP_MEMBER, dist.group.WORLD):
+            return None
+        self._waiting.add(group)
+        return partial(self._abort, group)
+
+    def _abort(self, group: Any) -> None:
+        with self._changed:
+            self._waiting.discard(group)
+            self._changed.notify_all()
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Waits for all kernels, as ``tensor.cpu()`` does."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting)

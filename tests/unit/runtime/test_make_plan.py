@@ -1,0 +1,92 @@
+"""What `partition="auto"` makes of measured layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from torch import nn
+
+from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.gates.gate import Gate, Switch
+from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
+from lightning_pipeshift.plan.inputs.flow import Call, Flow, Value
+from lightning_pipeshift.plan.inputs.placement import Placement
+from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
+from lightning_pipeshift.plan.inputs.topology import Topology
+from lightning_pipeshift.runtime.planning.make_plan import (
+    Settings,
+    check_order,
+    make_plan,
+    stages_without_work,
+)
+
+
+def counts(seconds: Sequence[float], payload_bytes: Sequence[int]) -> tuple[int, ...]:
+    """Of two equal devices; what crosses each boundary, with the two ends."""
+    layers = tuple(
+        LayerProfile(f"layer{i}", 100, 100, payload_bytes=payload)
+        for i, payload in enumerate(payload_bytes[1:])
+    )
+    kinds = {"cpu": KindProfile(tuple(seconds), tuple(2 * s for s in seconds))}
+    cluster = Cluster((Device("here", "cpu"),) * 2)
+    plan = make_plan(
+        Settings(8, "1f1b", "auto", None, 0),
+        Profile(layers, kinds, 1.0, 8),
+        cluster,
+        Topology(((0, 1),)),
+    )
+    return plan.placement.counts[0]
+
+
+def test_blocks_stay_whole() -> None:
+    payload = [0, 1, 2, 2, 1, 2, 2, 1, 1, 0]
+    assert counts([1.0] * 9, payload) == (4, 5)
+
+
+def test_a_block_is_cut_where_whole_blocks_would_be_much_slower() -> None:
+    payload = [0, 1, 2, 3, 4, 5, 6, 7, 6, 5, 4, 3, 2, 1, 0]
+    # Beside the top of this U-Net one stage would take 10 of the 14 layers.
+    assert counts([1.0] * 14, payload) == (7, 7)
+    # With light layers at the top, beside it is as good.
+    first, _ = counts([1.0] * 4 + [0.1] * 6 + [1.0] * 4, payload)
+    assert first in (4, 10)
+
+
+@pytest.mark.parametrize(
+    ("partition", "counts", "called", "words"),
+    [
+        ("auto", (2, 2), range(4), None),
+        ("auto", (2, 2), [1, 2], None),
+        ("auto", (4, 0), range(4), "stage 1 (rank 0) has nothing to compute: by what is known"),
+        ("auto", (4, 0), [2], "a step calls 1 layers, and there are 2 stages. Name smaller layers"),
+        ([0, 4], (0, 4), range(4), "stage 0 (rank 1) has nothing to compute: the `partition`"),
+        ([2, 2], (2, 2), [2, 3], "Change the `partition`, or use fewer devices"),
+    ],
+)
+def test_who_has_no_work(partition, counts, called, words) -> None:
+    settings = Settings(8, "1f1b", partition, None, 0)
+    said = stages_without_work(settings, Placement((counts,)), Topology(((1, 0),)), called)
+    assert (said is None) == (words is None)
+    assert said is None or words in said
+
+
+def test_values_do_not_travel_back() -> None:
+    none: frozenset[Value] = frozenset()
+    # `b` takes what `a` returned; `a` is called again, with what `b` has made of it.
+    calls = (
+        Call(0, 0, (), none),
+        Call(1, 0, (), frozenset([Value(0, 0, 0)])),
+        Call(0, 1, (), frozenset([Value(1, 0, 0)])),
+    )
+    again = Flow(calls, none, none, none)
+    gates = [Gate(name, nn.Linear(1, 1), at, Switch()) for at, name in enumerate("abc")]
+    check_order(again, Placement(((2, 1),)), 0, gates)
+    # As two views of a batch are.
+    check_order(replace(again, calls=(*calls[:2], Call(0, 1, (), none))), ONE_EACH, 0, gates)
+    with pytest.raises(LayerError, match=r"'a' \(stage 0\) is called with what 'b' \(stage 1\)"):
+        check_order(again, ONE_EACH, 0, gates)
+
+
+ONE_EACH = Placement(((1, 1, 1),))

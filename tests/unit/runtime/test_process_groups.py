@@ -1,0 +1,295 @@
+"""The groups of the devices' own backend: which there are, and how they end."""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_pipeshift import StageFailedError
+from lightning_pipeshift.plan.schedule.actions import Kind
+from lightning_pipeshift.runtime.comm import process_groups, side_streams
+from lightning_pipeshift.runtime.comm.process_groups import (
+    ProcessGroups,
+    Purpose,
+    group_timeout,
+)
+from lightning_pipeshift.runtime.comm.threads import Threads
+from lightning_pipeshift.runtime.offload.copying import StreamCopier
+from lightning_pipeshift.runtime.ownership.migration import Migration
+from lightning_pipeshift.runtime.step import pipeline, step_run
+from tests.end_to_end.test_changing_plans import Trains
+from tests.end_to_end.test_transparency import (
+    MICROBATCHES,
+    Pipelined,
+    Trained,
+    assert_same_bits,
+    fit,
+)
+from tests.end_to_end.test_unmodified import FewLayers
+from tests.features_models import built
+from tests.harness import LIMIT_SECONDS, run_ranks
+from tests.models import points
+from tests.unit.runtime.stages import CPU, Kernels, connect, let_gloo_stand_in
+
+HALF_AN_HOUR = timedelta(minutes=30)
+
+# --- which groups there are ---
+
+
+def change_what_is_wanted() -> tuple[list[str], list[float], int]:
+    _, board = connect()
+    made: list[str] = []
+    new, destroy = dist.new_group, dist.destroy_process_group
+
+    def noting_new(ranks: list[int], **others: Any) -> Any:
+        made.append(f"+{ranks}")
+        return new(ranks, **others)
+
+    def noting_destroyed(group: Any) -> None:
+        (ranks,) = (of for (_, of), known in before.items() if known is group)
+        made.append(f"-{list(ranks)}")
+        destroy(group)
+
+    groups = ProcessGroups("gloo", CPU, board.watched)
+    dist.new_group, dist.destroy_process_group = noting_new, noting_destroyed  # type: ignore[assignment]
+    known = len(dist.distributed_c10d._world.pg_names)
+    sums = []
+    # Every rank gives them in an order of its own.
+    for wanted in ([(0, 1), (1, 2)], [(0, 2), (2, 1)], [(0, 2), (2, 1)], []):
+        order = wanted if dist.get_rank() else wanted[::-1]
+        made.append(f"{len(wanted)}:")
+        groups.want(Purpose.SUMS, order)
+        before = {(kind, ranks): groups.group(kind, ranks) for kind, ranks in groups._groups}
+        for ranks in wanted:
+            if dist.get_rank() in ranks:
+                tensor = torch.tensor([10.0 ** dist.get_rank()])
+                dist.all_reduce(tensor, group=groups.group(Purpose.SUMS, ranks))
+                sums.append(float(tensor))
+    return made, sums, len(dist.distributed_c10d._world.pg_names) - known
+
+
+def test_groups_are_used_again_and_go_in_one_order_on_all_ranks() -> None:
+    results = run_ranks(change_what_is_wanted, 3)
+    for made, _, left in results:
+        if made != results[0][0]:
+            # Where a rank is no member, torch has nothing to tell groups apart by.
+            assert [entry[0] for entry in made] == [entry[0] for entry in results[0][0]]
+        assert left == 0
+    expected = "2: +[0, 1] +[1, 2] 2: -[0, 1] +[0, 2] 2: 0: -[0, 2] -[1, 2]"
+    assert " ".join(results[0][0]) == expected
+    assert [sums for _, sums, _ in results] == [
+        [11.0, 101.0, 101.0],
+        [11.0, 110.0, 110.0, 110.0],
+        [110.0, 101.0, 110.0, 101.0, 110.0],
+    ]
+
+
+def train(has_devices: bool) -> Trained:
+    if has_devices:
+        let_gloo_stand_in()
+    how = Pipelined([2, 3, 2], then=([1, 4, 2], [3, 1, 3]))
+    return fit(built(partial(Trains, "adam")), points(6), how)
+
+
+def test_a_run_whose_tensors_go_from_device_to_device() -> None:
+    """The same code as on GPUs but for the backend: also for tied parameters, and in moves."""
+    by_host, by_device = (run_ranks(train, 3, has_devices) for has_devices in (False, True))
+    for one, other in zip(by_host, by_device, strict=True):
+        assert_same_bits(other, one, "from device to device")
+
+
+# --- how they are made ---
+
+
+class _Options:
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(max_ctas=None)
+        self._timeout = timedelta(minutes=10)
+
+
+@pytest.mark.parametrize("tells_errors", [True, False])
+def test_what_nccl_is_told(monkeypatch: pytest.MonkeyPatch, tells_errors: bool) -> None:
+    """A stream of another pool than ours, our timeout, few multiprocessors for what waits early,
+    and no watchdog that ends the process, if torch tells errors otherwise.
+    """
+    kind = SimpleNamespace(Options=_Options)
+    if tells_errors:
+        kind.get_error = None
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", kind, raising=False)
+    found: list[tuple[Any, timedelta, str | None]] = []
+
+    def made(ranks: Any, timeout: timedelta, backend: str, pg_options: Any) -> Any:
+        assert (ranks, backend) == ([0, 1], "nccl")
+        found.append((pg_options, timeout, os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")))
+        return dist.GroupMember.NON_GROUP_MEMBER
+
+    monkeypatch.setattr(dist, "new_group", made)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun sets it
+    two_hours = timedelta(hours=2)
+    groups = ProcessGroups("nccl", torch.device("cuda"), lambda _: nullcontext(), two_hours)
+    groups.want(Purpose.PAYLOAD, [(1, 0)])
+    groups.want(Purpose.SUMS, [(0, 1)])
+    for options, timeout, handling in found:
+        assert options.is_high_priority_stream
+        assert options._timeout == timeout == two_hours
+        assert handling == ("0" if tells_errors else "1")
+    (payload, _, _), (sums, _, _) = found
+    assert payload.config.max_ctas == 4
+    assert sums.config.max_ctas is None
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+
+
+def test_a_stalled_rank_has_no_less_time_than_with_gloo() -> None:
+    assert group_timeout(None) == HALF_AN_HOUR
+    assert group_timeout(timedelta(seconds=5)) == HALF_AN_HOUR
+    assert group_timeout(timedelta(days=1)) == timedelta(days=1)
+
+
+def test_side_streams_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch has 32: with one for each copier and each move, the next is one that others wait on."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: object())
+    side_streams.side_stream.cache_clear()
+    gpu = torch.device("cuda", 0)
+    holdings: Any = SimpleNamespace(channels=SimpleNamespace(device=gpu))
+    threads: Any = SimpleNamespace(submit=lambda _: None)
+    streams = set()
+    try:
+        for _ in range(40):
+            streams |= set(StreamCopier(gpu)._streams.values())
+            streams.add(Migration(holdings, [], [], threads)._stream)
+    finally:
+        side_streams.side_stream.cache_clear()
+    assert len(streams) == 3
+
+
+# --- a failure ---
+
+
+def groups_on(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> ProcessGroups:
+    monkeypatch.setattr(process_groups, "_abort_of", kernels.abort_of)
+    monkeypatch.setattr(process_groups, "nccl_options", lambda *_: None)
+    monkeypatch.setattr(process_groups, "keep_for_ever", lambda _: None)
+    monkeypatch.setattr(dist, "new_group", lambda *_, **__: object())
+    groups = ProcessGroups("nccl", torch.device("cuda"), lambda _: nullcontext())
+    groups.want(Purpose.PAYLOAD, [(0, 1), (1, 2)])
+    groups.want(Purpose.SUMS, [(0, 1)])
+    return groups
+
+
+def test_who_waits_for_the_device_comes_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All communicators are aborted at the same time: one after the other, the first would wait for
+    the kernels of the second.
+    """
+    kernels = Kernels()
+    groups = groups_on(kernels, monkeypatch)
+    survivor = threading.Thread(target=kernels.synchronize, daemon=True)
+    survivor.start()
+    assert survivor.is_alive()
+    groups.abort()
+    groups.abort()
+    survivor.join(LIMIT_SECONDS)
+    assert not survivor.is_alive()
+
+
+def test_the_thread_that_hears_of_a_failure_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has to go on saying that this rank is alive, and to end its process if nothing helps."""
+    groups = groups_on(Kernels(), monkeypatch)
+    never = threading.Event()
+    monkeypatch.setattr(process_groups, "_abort_of", lambda *_: never.wait)
+    groups.abort()
+    monkeypatch.setattr(process_groups, "_PATIENCE_SECONDS", 0.0)
+    with pytest.warns(UserWarning, match="did not end within 0 s after a failure"):
+        groups.end_all()
+    never.set()
+
+
+class Links:
+    """A group, and its backend, whose connections break while the ranks are alive."""
+
+    def _get_backend(self, device: torch.device) -> Links:
+        return self
+
+    def name(self) -> str:
+        return "nccl"
+
+    def get_error(self) -> Any:
+        return SimpleNamespace(name="COMM_ERROR")
+
+
+def a_link_breaks() -> str:
+    channels, board = connect()
+    if channels.stage == 1:
+        groups = ProcessGroups("nccl", CPU, board.watched)
+        groups._groups[Purpose.PAYLOAD, (1, 2)] = Links()
+        board.trouble = groups.error
+    with pytest.raises(StageFailedError) as caught:
+        channels.receive_object((channels.stage + 1) % 3)
+    return str(caught.value)
+
+
+def test_an_error_of_nccl_ends_the_run_though_every_rank_is_alive() -> None:
+    for reason in run_ranks(a_link_breaks, 3):
+        assert reason.startswith("Rank 1 reports an error of NCCL (COMM_ERROR) between the ranks")
+        assert "1, 2, in the group for payloads, from a stage to the next" in reason
+
+
+def one_rank_fails(where: str) -> str:
+    kernels = Kernels()
+    let_gloo_stand_in()
+    process_groups._abort_of = kernels.abort_of
+    made: list[Threads] = []
+
+    def noted(*arguments: Any) -> Threads:
+        made.append(Threads(*arguments))
+        return made[-1]
+
+    # Those of the run, so that one of them can fail.
+    vars(pipeline)["Threads"] = noted
+    destroy, forward = dist.destroy_process_group, step_run.StepRun.forward
+    is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+    count = 0
+
+    def destroy_when_all_is_done(group: Any = None) -> None:
+        kernels.synchronize()
+        destroy(group)
+
+    def fail() -> None:
+        raise ValueError("the user's own")
+
+    def forward_until_it_waits(run: Any, number: int) -> None:
+        nonlocal count
+        count += 1
+        if is_last and count == 2 * MICROBATCHES + 1:
+            if where == "main":
+                fail()
+            made[0].submit(fail)
+        if count == 2 * MICROBATCHES + 2 - is_last:
+            # As `loss.cpu()` behind a receive whose sender is gone.
+            kernels.synchronize()
+        forward(run, number)
+
+    dist.destroy_process_group = destroy_when_all_is_done
+    step_run._ACTIONS[Kind.FORWARD] = forward_until_it_waits
+    with pytest.raises((ValueError, StageFailedError)) as caught:
+        fit(FewLayers(), points(4), Pipelined("uniform"))
+    assert not dist.is_initialized()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("where", ["main", "thread"])
+def test_a_rank_that_fails_ends_those_that_wait_for_their_device(where: str) -> None:
+    *survivors, failed = run_ranks(one_rank_fails, 3, where)
+    assert failed == "ValueError: the user's own"
+    for reason in survivors:
+        assert reason.startswith("StageFailedError: Stage 2")
+        assert "failed first: ValueError: the user's own" in reason

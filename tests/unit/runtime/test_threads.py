@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_pipeshift.runtime.comm.threads import InOrder, Threads
+
+
+@pytest.mark.parametrize("kind", [Threads, InOrder])
+def test_a_thread_works_on_the_gpu_of_its_caller(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each thread has a current GPU of its own, and begins with the first."""
+    current = threading.local()
+    current.gpu = 3
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(current, "gpu", 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: setattr(current, "gpu", gpu))
+    threads = kind("test")
+    assert threads.submit(torch.cuda.current_device).result() == 3
+    current.gpu = 1
+    assert threads.submit(torch.cuda.current_device).result() == 1
+    threads.close()
+
+
+def test_nothing_touches_a_gpu_that_is_not_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: pytest.fail("a context was created"))
+    threads = Threads("test")
+    assert threads.submit(lambda: 5).result() == 5
+    threads.close()

@@ -1,0 +1,245 @@
+"""What a stage holds of what travels between stages: no more than it has use for."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lightning_pipeshift import MemoryCompression, PipeShiftStrategy, Planned, SwapAll
+from lightning_pipeshift.model.execution.stage_pass import StagePass
+from lightning_pipeshift.runtime.comm.channels import Channels, Direction
+from tests.features_models import AwaitsPlanning, built, quiet_trainer
+from tests.harness import LIMIT_SECONDS, run_ranks
+
+WIDTH, SAMPLES, NUM_MICROBATCHES = 64, 128, 8
+
+
+class Block(nn.Module):
+    """Saves its input, and does not save its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class Trains(L.LightningModule):
+    checkpoints = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        x = batch
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        return x.square().mean()
+
+    def validation_step(self, batch: Tensor) -> None:
+        self.training_step(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Checkpoints(Trains):
+    checkpoints = True
+
+
+class Count:
+    """How many of some tensors are still there, at the most."""
+
+    def __init__(self) -> None:
+        self._there: list[StorageWeakRef] = []
+        self.most = 0
+
+    def add(self, tensor: Tensor) -> None:
+        self._there = [one for one in self._there if not one.expired()]
+        self._there.append(StorageWeakRef(tensor.untyped_storage()))
+        self.most = max(self.most, len(self._there))
+
+    def living(self) -> int:
+        return sum(not one.expired() for one in self._there)
+
+    def come_down_to(self, expected: int, memory: Any) -> None:
+        """Waits for copies that free some of them; not for ever, should they free none."""
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while self.living() > expected and time.monotonic() < deadline:
+            time.sleep(0.005)
+            memory.advance()
+
+
+def count(
+    schedule: str, module: type[Trains] = Trains, swaps: bool = False, validates: bool = False
+) -> dict[str, int]:
+    """Trains a step, or validates one; runs on every rank."""
+    sent = {direction: Count() for direction in Direction}
+    received, after_forward = Count(), [0]
+    send, receive, run = Channels.send, Channels.post_receive, StagePass.run
+
+    def counted_send(
+        self: Any, tensors: Any, specs: Any, direction: Direction, layout: Any = None
+    ) -> Any:
+        for tensor in tensors:
+            sent[direction].add(tensor)
+        return send(self, tensors, specs, direction, layout)
+
+    def counted_receive(self: Any, specs: Any, direction: Direction, layout: Any = None) -> Any:
+        receipts = receive(self, specs, direction, layout)
+        if direction is Direction.PAYLOAD:
+            for receipt in receipts:
+                received.add(receipt.flat)
+        return receipts
+
+    def counted_run(self: Any, step: Any) -> None:
+        run(self, step)
+        if swaps:
+            received.come_down_to(3, self.memory)
+        after_forward[0] = max(after_forward[0], received.living())
+
+    Channels.send, Channels.post_receive = counted_send, counted_receive  # type: ignore[method-assign]
+    StagePass.run = counted_run  # type: ignore[method-assign]
+    strategy = PipeShiftStrategy(
+        microbatches=NUM_MICROBATCHES, partition="uniform", profile_steps=0, schedule=schedule
+    )
+    compression = MemoryCompression(budget="1GB", policy=SwapAll("host", 1)) if swaps else None
+    trainer = quiet_trainer(
+        {"devices": int(os.environ["WORLD_SIZE"]), "strategy": strategy},
+        max_epochs=1,
+        plugins=[compression] if compression is not None else [],
+    )
+    batches: Any = [torch.randn(SAMPLES, WIDTH)]
+    data = DataLoader(batches, batch_size=None)
+    if validates:
+        trainer.validate(built(module), data, verbose=False)
+    else:
+        trainer.fit(built(module), data)
+    return {
+        "payloads": sent[Direction.PAYLOAD].most,
+        "gradients": sent[Direction.GRADIENT].most,
+        "received": after_forward[0],
+    }
+
+
+class Between(Trains):
+    """Keeps count of what the code between its layers saves, and the next layer too."""
+
+    outputs = Count()
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        x = batch
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+            self.outputs.add(x)
+        return x.square().mean()
+
+
+def outputs_that_stay(swaps: bool) -> int:
+    """How many of the outputs are here when all forwards of a step are over."""
+    found: list[int] = []
+    run = StagePass.run
+
+    def counted_run(self: Any, step: Any) -> None:
+        run(self, step)
+        if trainer.global_step == num_steps - 1:
+            if self.memory is not None:
+                Between.outputs.come_down_to(4, self.memory)
+            found.append(Between.outputs.living())
+
+    num_steps = 10
+    StagePass.run = counted_run  # type: ignore[method-assign]
+    strategy = PipeShiftStrategy(
+        microbatches=NUM_MICROBATCHES, partition="uniform", profile_steps=1, schedule="gpipe"
+    )
+    compression = MemoryCompression(budget="1GB", policy=SwapAll("host", 1)) if swaps else None
+    trainer = quiet_trainer(
+        {"devices": 1, "strategy": strategy},
+        max_epochs=1,
+        callbacks=[AwaitsPlanning()],
+        plugins=[compression] if compression is not None else [],
+    )
+    # What code between layers saves is known when a step has been measured, and planned for soon.
+    batches: Any = [torch.randn(SAMPLES, WIDTH)] * num_steps
+    trainer.fit(built(Between), DataLoader(batches, batch_size=None))
+    return found[-1]
+
+
+def test_what_code_between_layers_saves_goes() -> None:
+    assert run_ranks(outputs_that_stay, 1, False) == [4 * NUM_MICROBATCHES]
+    # Of the last microbatch some may be on their way.
+    assert run_ranks(outputs_that_stay, 1, True)[0] <= 4
+
+
+def test_gradients_that_were_sent_are_let_go_of() -> None:
+    """The last stage of GPipe has sent all of them before the first has used the first one."""
+    for schedule in ("gpipe", "1f1b"):
+        first, second = run_ranks(count, 2, schedule)
+        assert first["gradients"] == 0
+        assert second["gradients"] in (1, 2, 3)
+
+
+def test_payloads_are_held_from_forward_to_backward() -> None:
+    assert run_ranks(count, 2, "gpipe")[0]["payloads"] == NUM_MICROBATCHES
+    assert run_ranks(count, 2, "1f1b")[0]["payloads"] == 2
+
+
+def test_without_a_backward_payloads_are_let_go_of() -> None:
+    first, second = run_ranks(count, 2, "1f1b", validates=True)
+    assert first["payloads"] in (1, 2, 3)
+    assert second["received"] <= 3
+
+
+def test_what_was_received_is_gone_when_it_is_elsewhere() -> None:
+    """The next receive is posted, and what has just left is on its way."""
+    assert run_ranks(count, 2, "gpipe")[1]["received"] == NUM_MICROBATCHES
+    assert run_ranks(count, 2, "gpipe", swaps=True)[1]["received"] <= 3
+
+
+def passes_left(recompute: Any, swaps: bool) -> list[int]:
+    """How many passes there are after each of some steps; runs on every rank."""
+    found = []
+
+    class Counts(L.Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            gc.collect()
+            found.append(sum(isinstance(one, StagePass) for one in gc.get_objects()))
+
+    policy = SwapAll("host", 1) if swaps else Planned()
+    strategy = PipeShiftStrategy(
+        microbatches=NUM_MICROBATCHES, partition="uniform", profile_steps=1, recompute=recompute
+    )
+    batches: Any = [torch.randn(SAMPLES, WIDTH) for _ in range(4)]
+    trainer = quiet_trainer(
+        {"devices": int(os.environ["WORLD_SIZE"]), "strategy": strategy},
+        max_epochs=1,
+        callbacks=[Counts()],
+        plugins=[MemoryCompression(budget="1GB", policy=policy)],
+    )
+    trainer.fit(built(Trains), DataLoader(batches, batch_size=None))
+    return found
+
+
+@pytest.mark.parametrize(("recompute", "swaps"), [("none", False), ("none", True), ("full", False)])
+def test_nothing_is_left_of_a_step(recompute: str, swaps: bool) -> None:
+    """Graphs and what refers to them in a ring are never collected."""
+    for found in run_ranks(passes_left, 2, recompute, swaps):
+        assert max(found) <= 1, found
+
+
+def test_what_a_model_asks_for_again_is_still_there() -> None:
+    """It checkpoints its layers: the first one of the second stage asks for its input once more."""
+    for schedule in ("gpipe", "1f1b"):
+        run_ranks(count, 2, schedule, Checkpoints)
