@@ -284,7 +284,9 @@ def test_nothing_is_left_after_an_interrupt(tmp_path: Path) -> None:
 
 SCRIPT = """
 import os, sys
-print("rank", os.environ.get("RANK"), "of", os.environ.get("WORLD_SIZE"), "with", sys.argv[1:])
+rank, of = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+# One write: `print` writes the end of the line by itself, and another rank may come between.
+os.write(1, f"rank {rank} of {of} with {sys.argv[1:]}\\n".encode())
 """
 
 HANGING_SCRIPT = """
