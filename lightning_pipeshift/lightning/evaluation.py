@@ -20,8 +20,8 @@ from lightning_pipeshift.model.execution.trees import map_leaves
 from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.model.user_state.logs import say_again
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
+from lightning_pipeshift.runtime.step.stage import UserStep
 from lightning_pipeshift.runtime.step.step_report import Report
-from lightning_pipeshift.runtime.step.step_run import UserStep
 
 
 def is_hook_used(trainer: pl.Trainer, hook: str) -> bool:

@@ -148,12 +148,12 @@ class Clock:
             if action.kind.is_compute:
                 needed = action.receive_needed(stage, self.num_stages)
                 waits = arrivals[stage, needed] if needed else -1
-                self._steps.append((stage, action, waits, _COMPUTES[action.kind], -1))
+                self._steps.append((stage, action, waits, _COLUMN[action.kind], -1))
             elif action.kind.is_send:
                 there = action.neighbour(stage)
                 # The boundary between stages b and b + 1 is number b.
                 number = arrivals[there, action.pair()] = len(arrivals)
-                kind = _SENDS[action.kind]
+                kind = _COLUMN[action.kind]
                 self._steps.append((stage, action, number, kind, min(stage, there)))
         self._num_arrivals = len(arrivals)
 
@@ -233,8 +233,12 @@ class Clock:
         return ends[waves.ends].max(axis=0)
 
 
-_COMPUTES: Final = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.RECOMPUTE: 4}
-_SENDS: Final = {Kind.SEND_PAYLOAD: 2, Kind.SEND_GRADIENT: 3}
+# The place of each kind's costs in the result of `columns`.
+_COLUMN: Final = {
+    kind: [field.name for field in fields(Costs)].index(kind.properties.cost)
+    for kind in Kind
+    if kind.properties.cost
+}
 
 
 @lru_cache(maxsize=256)
@@ -269,7 +273,7 @@ def simulate(schedule: Schedule | Clock, costs: Costs) -> Timeline:
     step_seconds = max(row[-1].end if row else 0.0 for row in rows)
     # Not the spans' differences: the sum of what was given is exact where that is.
     by_kind = columns(costs)
-    busy = [sum(by_kind[_COMPUTES[s.action.kind]][i] for s in row) for i, row in enumerate(rows)]
+    busy = [sum(by_kind[_COLUMN[s.action.kind]][i] for s in row) for i, row in enumerate(rows)]
     return Timeline(
         rows=tuple(map(tuple, rows)),
         transfers=tuple(map(tuple, transfers)),
@@ -294,9 +298,8 @@ def columns(costs: Costs) -> tuple[tuple[float, ...], ...]:
 def _peak_in_flight(row: Row) -> int:
     if not any(action.kind is Kind.BACKWARD for action in row):
         return 0
-    change = {Kind.FORWARD: 1, Kind.BACKWARD: -1}
     in_flight = peak = 0
     for action in row:
-        in_flight += change.get(action.kind, 0)
+        in_flight += action.kind.properties.in_flight
         peak = max(peak, in_flight)
     return peak

@@ -16,7 +16,6 @@ from typing import Final
 from lightning_pipeshift.plan.cost.simulator import Span, Timeline
 from lightning_pipeshift.plan.schedule.actions import Kind
 
-_LINES: Final = {Kind.FORWARD: "─", Kind.BACKWARD: "━", Kind.RECOMPUTE: "~"}
 _IDLE: Final = "·"
 _LEFT_OUT: Final = " ⋯ "
 _MOST_COLUMNS: Final = 6
@@ -63,7 +62,7 @@ def draw_row(row: Sequence[Span], step_seconds: float, scale: Scale, width: int)
     text = [_IDLE] * scale.column(step_seconds)
     for span in row:
         begin, end = scale.column(span.start), scale.column(span.end)
-        line = _LINES.get(span.action.kind, "?")
+        line = span.action.kind.properties.line
         number = str(span.action.microbatch)
         # A number cut in two would name another microbatch.
         label = number if len(number) <= end - begin else ""

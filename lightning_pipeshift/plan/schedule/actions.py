@@ -1,9 +1,9 @@
 """The actions that a schedule consists of.
 
 An action is one thing that a stage does. It has a text form and its inverse, so that a schedule is
-a table of strings: it prints, parses, diffs, and is tested without a process. The tables below are
-the only place that defines which action needs which: lowering, checker, simulator and executor use
-them.
+a table of strings: it prints, parses, diffs, and is tested without a process. All that is known of
+a kind of action stands in one table, :data:`PROPERTIES`: the lowering, the checker,
+the simulator, the drawings and the stage that carries actions out read it there.
 """
 
 from __future__ import annotations
@@ -53,24 +53,88 @@ class Kind(enum.Enum):
     def is_compute(self) -> bool:
         return not (self.is_receive or self.is_send)
 
+    @property
+    def properties(self) -> Properties:
+        """What is known of the kind."""
+        return PROPERTIES[self]
 
-_RECEIVE_NEEDED: Final = {
-    Kind.FORWARD: Kind.RECEIVE_PAYLOAD,
-    Kind.BACKWARD: Kind.RECEIVE_GRADIENT,
-}
-_SEND_CAUSED: Final = {Kind.FORWARD: Kind.SEND_PAYLOAD, Kind.BACKWARD: Kind.SEND_GRADIENT}
-_PAIR: Final = {
-    Kind.SEND_PAYLOAD: Kind.RECEIVE_PAYLOAD,
-    Kind.RECEIVE_PAYLOAD: Kind.SEND_PAYLOAD,
-    Kind.SEND_GRADIENT: Kind.RECEIVE_GRADIENT,
-    Kind.RECEIVE_GRADIENT: Kind.SEND_GRADIENT,
-}
-# Payloads flow towards the last stage, gradients towards stage 0.
-_STEPS_TO_NEIGHBOUR: Final = {
-    Kind.SEND_PAYLOAD: 1,
-    Kind.RECEIVE_PAYLOAD: -1,
-    Kind.SEND_GRADIENT: -1,
-    Kind.RECEIVE_GRADIENT: 1,
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Properties:
+    """What is known of a kind of action.
+
+    Args:
+        words: for messages.
+        method: the method of ``runtime.step.stage.Stage`` that carries it out.
+        cost: the field of ``plan.cost.simulator.Costs`` with its seconds; empty for none.
+        line: its line in drawings of a step.
+        in_flight: by how much it changes the number of microbatches whose saved tensors are held.
+        neighbour: for communication, how many stages further the other end is. Payloads flow
+            towards the last stage, gradients towards stage 0.
+        pair: for communication, what the other end does.
+        needs: the receive that it waits for.
+        causes: the send of its result.
+    """
+
+    words: str
+    method: str
+    cost: str = ""
+    line: str = "?"
+    in_flight: int = 0
+    neighbour: int = 0
+    pair: Kind | None = None
+    needs: Kind | None = None
+    causes: Kind | None = None
+
+
+PROPERTIES: Final = {
+    Kind.FORWARD: Properties(
+        words="the forward",
+        method="forward",
+        cost="forward_seconds",
+        line="─",
+        in_flight=1,
+        needs=Kind.RECEIVE_PAYLOAD,
+        causes=Kind.SEND_PAYLOAD,
+    ),
+    Kind.BACKWARD: Properties(
+        words="the backward",
+        method="backward",
+        cost="backward_seconds",
+        line="━",
+        in_flight=-1,
+        needs=Kind.RECEIVE_GRADIENT,
+        causes=Kind.SEND_GRADIENT,
+    ),
+    Kind.RECOMPUTE: Properties(
+        words="the recomputation", method="recompute", cost="recompute_seconds", line="~"
+    ),
+    Kind.RECEIVE_PAYLOAD: Properties(
+        words="the receive of the payload",
+        method="receive_payload",
+        neighbour=-1,
+        pair=Kind.SEND_PAYLOAD,
+    ),
+    Kind.SEND_PAYLOAD: Properties(
+        words="the send of the payload",
+        method="send_payload",
+        cost="payload_seconds",
+        neighbour=1,
+        pair=Kind.RECEIVE_PAYLOAD,
+    ),
+    Kind.RECEIVE_GRADIENT: Properties(
+        words="the receive of the gradient",
+        method="receive_gradient",
+        neighbour=1,
+        pair=Kind.SEND_GRADIENT,
+    ),
+    Kind.SEND_GRADIENT: Properties(
+        words="the send of the gradient",
+        method="send_gradient",
+        cost="gradient_seconds",
+        neighbour=-1,
+        pair=Kind.RECEIVE_GRADIENT,
+    ),
 }
 
 # ASCII digits only: int() would also accept the digits of other scripts.
@@ -111,19 +175,21 @@ class Action:
 
     def neighbour(self, stage: int) -> int:
         """The stage at the other end of this send or receive; may be one past either end."""
-        return stage + _STEPS_TO_NEIGHBOUR[self.kind]
+        return stage + self.kind.properties.neighbour
 
     def pair(self) -> Action:
         """For a send, the neighbour's receive; for a receive, the neighbour's send."""
-        return Action(_PAIR[self.kind], self.microbatch)
+        pair = self.kind.properties.pair
+        assert pair is not None, f"{self} is no send or receive"
+        return Action(pair, self.microbatch)
 
     def receive_needed(self, stage: int, num_stages: int) -> Action | None:
         """The receive that this action waits for on ``stage``, if any."""
-        return self._communication(_RECEIVE_NEEDED.get(self.kind), stage, num_stages)
+        return self._communication(self.kind.properties.needs, stage, num_stages)
 
     def send_caused(self, stage: int, num_stages: int) -> Action | None:
         """The send of this action's result on ``stage``, if any."""
-        return self._communication(_SEND_CAUSED.get(self.kind), stage, num_stages)
+        return self._communication(self.kind.properties.causes, stage, num_stages)
 
     def _communication(self, kind: Kind | None, stage: int, num_stages: int) -> Action | None:
         if kind is None:

@@ -25,8 +25,8 @@ import torch
 
 from lightning_pipeshift.files import PACKAGE
 from lightning_pipeshift.model.execution.stage_pass import StagePass
-from lightning_pipeshift.plan.schedule.actions import Action, Kind
-from lightning_pipeshift.runtime.step.step_run import StepRun
+from lightning_pipeshift.plan.schedule.actions import Action
+from lightning_pipeshift.runtime.step.stage import Stage
 
 STALL_SECONDS: Final = 60.0
 """After how many seconds in which no rank has completed an action a message is due."""
@@ -36,11 +36,6 @@ STACKS: Final = "PIPESHIFT_STACKS"
 
 # How long the first rank waits for the others' answers.
 _PATIENCE_SECONDS: Final = 3.0
-_WORDS: Final = {
-    Kind.FORWARD: "the forward",
-    Kind.BACKWARD: "the backward",
-    Kind.RECOMPUTE: "the recomputation",
-}
 _LIBRARIES: Final = tuple(
     {
         os.path.realpath(folder) + os.sep
@@ -63,7 +58,7 @@ def activity(thread: int) -> dict[str, Any]:
     frame: FrameType | None = sys._current_frames().get(thread)
     while frame is not None:
         code = frame.f_code
-        if code is StepRun.run.__code__ and action is None:
+        if code is Stage.run.__code__ and action is None:
             action = frame.f_locals.get("action")
         elif code is StagePass.visit.__code__ and layer is None:
             layer = frame.f_locals["gate"].name
@@ -73,8 +68,7 @@ def activity(thread: int) -> dict[str, Any]:
         frame = frame.f_back
     words = None
     if action is not None:
-        what = _WORDS.get(action.kind, str(action))
-        words = f"{what} of microbatch {action.microbatch}"
+        words = f"{action.kind.properties.words} of microbatch {action.microbatch}"
     return {"action": words, "layer": layer, "at": at}
 
 

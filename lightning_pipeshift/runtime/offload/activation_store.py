@@ -28,6 +28,7 @@ from lightning_pipeshift.plan.inputs.saved_tensors import FRONT, place_in_forwar
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 from lightning_pipeshift.runtime.offload.copying import Ticket
 from lightning_pipeshift.runtime.offload.targets import OffloadedBlock, OffloadTarget
+from lightning_pipeshift.runtime.step.listeners import ActionListener
 
 _PATIENCE_SECONDS: Final = 20.0
 _PATIENCE_ACTIONS: Final = 5.0
@@ -131,7 +132,7 @@ class StagePolicy:
     device_bytes: float | None = None
 
 
-class ActivationStore:
+class ActivationStore(ActionListener):
     """One stage's store.
 
     Args:

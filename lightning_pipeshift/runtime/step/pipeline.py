@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,6 @@ from lightning_pipeshift.model.execution.microbatch import (
     split,
     weighted_mean,
 )
-from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.model.execution.transfer import Fetch, to_host
 from lightning_pipeshift.model.gates.gate import Gate, Scope, Switch, install, remove
 from lightning_pipeshift.model.gates.layers import find_layers, find_scopes, require_layers
@@ -34,7 +32,6 @@ from lightning_pipeshift.model.parameters.uses import (
     parameter_uses,
 )
 from lightning_pipeshift.model.saved.saved_tensors import (
-    Observer,
     address_of,
     addresses_of,
     bytes_of,
@@ -58,7 +55,7 @@ from lightning_pipeshift.plan.schedule.schedules import (
     schedule_named,
     with_recomputation,
 )
-from lightning_pipeshift.runtime.comm.channels import Channels
+from lightning_pipeshift.runtime.comm.channels import Channels, PostedSum
 from lightning_pipeshift.runtime.comm.lane import Sent
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.comm.replicas import Replicas
@@ -71,7 +68,6 @@ from lightning_pipeshift.runtime.gradients.replica_sync import (
     pairs_that_share,
 )
 from lightning_pipeshift.runtime.gradients.rings import Rings
-from lightning_pipeshift.runtime.offload.activation_store import ActivationStore
 from lightning_pipeshift.runtime.offload.stage_memory import StageMemory
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.plan_change import Changes
@@ -87,17 +83,17 @@ from lightning_pipeshift.runtime.step.checksum import (
     require_same_end,
 )
 from lightning_pipeshift.runtime.step.control_files import Answer, ControlFiles
+from lightning_pipeshift.runtime.step.losses import Denominators, Losses, Outcome
 from lightning_pipeshift.runtime.step.one_stage import OneStage
-from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
-from lightning_pipeshift.runtime.step.step_run import (
+from lightning_pipeshift.runtime.step.stage import (
     WAIT,
-    Denominators,
     Microbatch,
-    Outcome,
     Profile,
-    StepRun,
+    Stage,
+    Step,
     UserStep,
 )
+from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
 from lightning_pipeshift.runtime.step.trace_cache import Key, TraceCache
 
 # How many batches a stage may run ahead of the next in an evaluation.
@@ -114,6 +110,18 @@ class Accumulation(NamedTuple):
 
     has_begun: bool
     goes_on: bool
+
+
+class _Votes(NamedTuple):
+    """A vote of all ranks under way.
+
+    Args:
+        objection: why this rank wants the plan that is coming to be given up; empty if it does not.
+        posted: how many ranks want the end of the run, have requests to carry out, and object.
+    """
+
+    objection: str | None
+    posted: PostedSum
 
 
 def _power_of_two(number: float) -> float:
@@ -248,6 +256,17 @@ class Pipeline:
         self._pending: list[tuple[list[Outcome], int]] = []
         self._result_under_way = Fetch(None)
         self._under_way: list[Sent] = []
+        # What the last stage's report of the step consists of, on its way to the host.
+        self._report_under_way = Fetch(None)
+        self._stage = Stage(
+            root,
+            channels,
+            self._switch,
+            self.streams,
+            self._recorder,
+            self._tail.resolve,
+            profile,
+        )
 
     # --- the plan ---
 
@@ -642,98 +661,162 @@ class Pipeline:
         self._note_begin()
         # The objects sent in the last step have been received by now: this hardly waits.
         self.channels.settle()
-        objection = self.changes.objection()
-        has_mail = self.planning.has_decided or self._outside.has_requests
-        votes = self.replicas.world.post_sum(
-            torch.tensor([self.asks_to_end, has_mail, bool(objection)]).float()
-        )
-        if self.channels.num_stages > 1 and is_checked(batch_idx):
-            require_same_batch(batch, batch_idx, self.channels)
-        stages_per_vm = self.replicas.topology.stages_per_vm
-        slices = split(batch, self.settings.num_microbatches(stages_per_vm))
+        votes = self._begin_votes()
+        self._check_batch(batch, batch_idx)
+        slices = split(batch, self.settings.num_microbatches(self.replicas.topology.stages_per_vm))
         keys = [self._key("train", step_number, number) for number in range(len(slices))]
         self._settle(keys[0], step, slices[0][0], optimizers, final=True, trains=True)
         assert self.holdings is not None
-        plan = self.changes.cut_over(keeps_gradients)
-        if plan is not None:
-            self._change_plan(plan)
-        self.changes.prepare(self.holdings, optimizers)
-        total = sum(size for _, size in slices)
-        again = self.plan.recomputing_stages(self.vm)
-        # Where the schedule has no recompute action, a layer runs again in the middle of the
-        # backward; that saves memory only if a store manages each saved tensor.
-        is_mine = self.channels.stage in again or self.memory is not None
-        recompute = self.plan.recomputed(self.vm) if is_mine else frozenset()
-        state = module_signature(self.root)
-        microbatches = [
-            self._microbatch(
-                key, step, part, state, size, size / total if total else 0.0, recompute
-            )
-            for key, (part, size) in zip(keys, slices, strict=True)
-        ]
-        row = self._row(self.plan.schedule, len(slices), again)
-        profiler = self.planning.profiler
-        is_measured = self.planning.measures and not profiler.is_over
-        if self.channels.num_stages > 1:
-            self._tail.remember()
-        self.holdings.set_gradients_aside(keeps_gradients)
+        self._cut_over(keeps_gradients, optimizers)
+        microbatches = self._microbatches(keys, slices, step)
         sums = self._aggregation if not accumulation.goes_on else None
-        run = self._run_of(
-            step,
-            microbatches,
-            loss_scale,
-            self._agreed_denominators(total),
-            self._agree if self.replicas.count > 1 and not self._has_agreed else None,
-            sums.arm if sums is not None and not accumulation.has_begun else None,
-            profiler.timers(len(microbatches)) if is_measured else {},
-            profiler.observer if is_measured and not profiler.num_steps else None,
-            self.memory.store if self.memory is not None else None,
-            self.changes.migration.await_layer if self.changes.migration is not None else None,
-            partial(self._begin_report, wants_result) if self.is_last else None,
-        )
-        last = self.channels.num_stages - 1
-        posted = None if self.is_last else self.channels.post_object(last)
-        if self.is_last and len(microbatches) > 1:
-            self._metrics.begin()
-        profiler.begin_step()
-        run.run(row)
-        profiler.end_step()
-        self.order = run.order or self.order
-        mine = None
-        if self.is_last:
-            mine = self._training_report(run, microbatches, is_last_batch)
-            mine = merge_reports(self.replicas.exchange(mine), self.vm)
-        self._has_agreed = True
-        with self._profile(WAIT):
-            report: Report = self.channels.share_object(mine, last, posted)
-            run.settle()
+        losses = self._losses(microbatches, loss_scale)
+        todo = self._step(step, microbatches, losses, sums, accumulation, wants_result)
+        self.holdings.set_gradients_aside(keeps_gradients)
+        posted = None if self.is_last else self.channels.post_object(self.channels.num_stages - 1)
+        self._run(todo)
+        report = self._shared_report(losses, is_last_batch, posted)
         require_same_end(is_last_batch, report.is_last_batch, batch_idx)
-        if self.changes.finish(self._deferred):
-            self._say_who_has_no_work()
-            # Times under the old plan, and of this step, do not hold for the new plan.
-            profiler.begin_anew(for_good=profiler.is_over)
+        self._finish_change()
         with self._profile("[PipeShift] sum gradients"):
             self.holdings.collect_gradients(
                 report.correction,
                 sums.finish if sums is not None else None,
                 joins=sums is not None and accumulation.has_begun,
             )
-        asked_to_end, had_mail, is_objected_to = votes.wait().tolist()
-        self.is_to_end = bool(asked_to_end)
         self._num_microbatches_done += len(microbatches)
         self._share_state(report, microbatches)
-        own = self.plan.placement.layers_of(self.vm, self.channels.stage)
-        if is_objected_to:
-            # The reason may have been found on another virtual machine.
-            self.news.append(f"the new plan was left alone. {objection}")
-            self.changes.cancel()
+        has_mail = self._count_votes(votes)
         if accumulation.goes_on:
             self.changes.weights_are_final()
-        if not self.changes.is_prepared:
-            self.planning.after_step(self.plan, own, self._follower.gates, optimizers)
-        if had_mail:
+        self._think_after_step(optimizers)
+        if has_mail:
             self._open_mail()
         self.num_steps_done = step_number + 1
+        return report
+
+    # --- training: what all ranks agree on ---
+
+    def _begin_votes(self) -> _Votes:
+        """Begins to find out what any rank wants all ranks to do at the end of this step."""
+        objection = self.changes.objection()
+        has_mail = self.planning.has_decided or self._outside.has_requests
+        mine = torch.tensor([self.asks_to_end, has_mail, bool(objection)]).float()
+        return _Votes(objection, self.replicas.world.post_sum(mine))
+
+    def _count_votes(self, votes: _Votes) -> bool:
+        """Does what was voted for. Returns whether there are requests or decisions to carry out."""
+        asked_to_end, has_mail, is_objected_to = votes.posted.wait().tolist()
+        self.is_to_end = bool(asked_to_end)
+        if is_objected_to:
+            # The reason may have been found on another virtual machine.
+            self.news.append(f"the new plan was left alone. {votes.objection}")
+            self.changes.cancel()
+        return bool(has_mail)
+
+    def _check_batch(self, batch: Any, batch_idx: int) -> None:
+        if self.channels.num_stages > 1 and is_checked(batch_idx):
+            require_same_batch(batch, batch_idx, self.channels)
+
+    # --- training: the plan's changes ---
+
+    def _cut_over(self, keeps_gradients: bool, optimizers: Sequence[Optimizer]) -> None:
+        """Puts a plan in force whose layers have arrived, and begins to prepare the next."""
+        assert self.holdings is not None
+        plan = self.changes.cut_over(keeps_gradients)
+        if plan is not None:
+            self._change_plan(plan)
+        self.changes.prepare(self.holdings, optimizers)
+
+    def _finish_change(self) -> None:
+        if self.changes.finish(self._deferred):
+            self._say_who_has_no_work()
+            # Times under the old plan, and of this step, do not hold for the new plan.
+            profiler = self.planning.profiler
+            profiler.begin_anew(for_good=profiler.is_over)
+
+    def _think_after_step(self, optimizers: Sequence[Optimizer]) -> None:
+        if not self.changes.is_prepared:
+            own = self.plan.placement.layers_of(self.vm, self.channels.stage)
+            self.planning.after_step(self.plan, own, self._follower.gates, optimizers)
+
+    # --- training: the step ---
+
+    def _microbatches(
+        self,
+        keys: Sequence[Key],
+        slices: Sequence[tuple[Any, int]],
+        step: UserStep,
+    ) -> list[Microbatch]:
+        again = self.plan.recomputing_stages(self.vm)
+        # Where the schedule has no recompute action, a layer runs again in the middle of the
+        # backward; that saves memory only if a store manages each saved tensor.
+        is_mine = self.channels.stage in again or self.memory is not None
+        recompute = self.plan.recomputed(self.vm) if is_mine else frozenset()
+        state = module_signature(self.root)
+        return [
+            self._microbatch(key, step, part, state, size, recompute)
+            for key, (part, size) in zip(keys, slices, strict=True)
+        ]
+
+    def _losses(self, microbatches: Sequence[Microbatch], loss_scale: float | Tensor) -> Losses:
+        sizes = [microbatch.size for microbatch in microbatches]
+        return Losses(
+            sizes=sizes,
+            loss_scale=loss_scale,
+            denominators=self._agreed_denominators(sum(sizes)),
+            agree=self._agree if self.replicas.count > 1 and not self._has_agreed else None,
+        )
+
+    def _step(
+        self,
+        step: UserStep,
+        microbatches: Sequence[Microbatch],
+        losses: Losses,
+        sums: Aggregation | None,
+        accumulation: Accumulation,
+        wants_result: bool,
+    ) -> Step:
+        assert self.holdings is not None
+        profiler, migration = self.planning.profiler, self.changes.migration
+        is_measured = self.planning.measures and not profiler.is_over
+        begins_sums = sums is not None and not accumulation.has_begun
+        reports = partial(self._begin_report, wants_result, losses)
+        return Step(
+            function=step,
+            microbatches=microbatches,
+            shared=self.holdings.shared,
+            losses=losses,
+            after_last_forward=reports if self.is_last else None,
+            before_last_backward=sums.arm if sums is not None and begins_sums else None,
+            timers=profiler.timers(len(microbatches)) if is_measured else {},
+            observer=profiler.observer if is_measured and not profiler.num_steps else None,
+            store=self.memory.store if self.memory is not None else None,
+            before_layer=migration.await_layer if migration is not None else None,
+        )
+
+    def _run(self, step: Step) -> None:
+        again = self.plan.recomputing_stages(self.vm)
+        row = self._row(self.plan.schedule, len(step.microbatches), again)
+        if self.channels.num_stages > 1:
+            self._tail.remember()
+        if self.is_last and len(step.microbatches) > 1:
+            self._metrics.begin()
+        self.planning.profiler.begin_step()
+        self._stage.run(row, step)
+        self.planning.profiler.end_step()
+        self.order = step.order or self.order
+
+    def _shared_report(self, losses: Losses, is_last_batch: bool, posted: Any) -> Report:
+        """The last stage's report of the step, on every stage. Waits for the last stage."""
+        mine = None
+        if self.is_last:
+            mine = self._training_report(losses, is_last_batch)
+            mine = merge_reports(self.replicas.exchange(mine), self.vm)
+        self._has_agreed = True
+        with self._profile(WAIT):
+            report: Report = self.channels.share_object(mine, self.channels.num_stages - 1, posted)
+            self._stage.settle()
         return report
 
     def _share_state(self, report: Report, microbatches: Sequence[Microbatch]) -> None:
@@ -785,15 +868,15 @@ class Pipeline:
             elif self.changes.last is None:
                 self._plan = plan
 
-    def _begin_report(self, wants_result: bool, outcomes: Sequence[Outcome]) -> Fetch:
-        """Called on the last stage behind a step's last forward: begins to fetch what the report
+    def _begin_report(self, wants_result: bool, losses: Losses) -> None:
+        """Called on the last stage after a step's last forward: begins to fetch what the report
         consists of. The device still has a backward to do when it arrives.
         """
-        if len(outcomes) > 1:
+        if len(losses.outcomes) > 1:
             self._metrics.end()
-        for outcome in outcomes if not wants_result else ():
+        for outcome in losses.outcomes if not wants_result else ():
             outcome.result = None
-        return Fetch((list(outcomes), self._changes_since()))
+        self._report_under_way = Fetch((list(losses.outcomes), self._changes_since()))
 
     def _changes_since(self) -> dict[tuple[str, str], Any]:
         """What user code has changed on the last stage since this was called last."""
@@ -803,14 +886,12 @@ class Pipeline:
         self._tail.remember()
         return changes
 
-    def _training_report(
-        self, run: StepRun, microbatches: Sequence[Microbatch], is_last_batch: bool
-    ) -> Report:
-        outcomes, changes = run.fetched()
+    def _training_report(self, step: Losses, is_last_batch: bool) -> Report:
+        outcomes, changes = self._report_under_way.wait()
+        self._report_under_way = Fetch(None)
         # Most steps change nothing in their backward, and there is nothing to wait for.
         late = to_host(self._changes_since())
-        weights = run.weights(outcomes)
-        sizes = [microbatch.size for microbatch in microbatches]
+        weights, sizes = step.weights(outcomes), step.sizes
         losses = [(o.loss, w) for o, w in zip(outcomes, weights, strict=True) if o.loss is not None]
         loss = None
         if losses and sum(weights):
@@ -821,7 +902,7 @@ class Pipeline:
             [changes, late],
             is_last_batch,
             loss,
-            *run.counted(outcomes),
+            *step.counted(outcomes),
             size=sum(sizes),
         )
 
@@ -853,57 +934,19 @@ class Pipeline:
         part: Any,
         state: Hashable,
         size: int,
-        share: float,
         recompute: frozenset[int] = frozenset(),
     ) -> Microbatch:
         assert self._ownership is not None
         number = self._num_microbatches_done + int(key[3])
         layers = self._ownership.layers_of(self.vm, self.channels.stage, number)
         trace = self._trace(key, step, part, state)
-        return Microbatch(part, size, share, trace, layers, key, recompute)
+        return Microbatch(part, size, trace, layers, key, recompute)
 
     def _row(
         self, schedule: str, num_microbatches: int, recomputing: frozenset[int] = frozenset()
     ) -> Row:
         num_stages = self.channels.num_stages
         return _lowered(schedule, num_stages, num_microbatches, recomputing)[self.channels.stage]
-
-    def _run_of(
-        self,
-        step: UserStep,
-        microbatches: Sequence[Microbatch],
-        loss_scale: float | Tensor = 1.0,
-        denominators: Denominators | None = None,
-        on_first_outcome: Callable[[Outcome], Denominators] | None = None,
-        before_last_backward: Callable[[], None] | None = None,
-        timers: Mapping[int, Timer] = MappingProxyType({}),
-        observer: Observer | None = None,
-        store: ActivationStore | None = None,
-        before_layer: Callable[[int], None] | None = None,
-        on_last_outcome: Callable[[Sequence[Outcome]], Fetch] | None = None,
-    ) -> StepRun:
-        assert self.holdings is not None
-        return StepRun(
-            self.root,
-            step,
-            microbatches,
-            self.channels,
-            self._switch,
-            self.streams,
-            self.holdings.shared,
-            self._recorder,
-            loss_scale,
-            denominators,
-            on_first_outcome,
-            before_last_backward,
-            timers,
-            observer,
-            store,
-            before_layer,
-            on_last_outcome,
-            self._tail.resolve,
-            self._profile,
-        )
 
     @property
     def recorder(self) -> LogRecorder:
@@ -929,17 +972,20 @@ class Pipeline:
         next. Until the reports are fetched, only the result of the user's step is kept, in host
         memory, and only if ``wants_result``.
         """
-        if self.channels.num_stages > 1 and is_checked(batch_idx):
-            require_same_batch(batch, batch_idx, self.channels)
+        self._check_batch(batch, batch_idx)
         key = self._key(purpose, step_number, 0)
         # Optimizer state from an earlier training stays where it is.
         self._settle(key, step, batch, (), final)
-        microbatch = self._microbatch(key, step, batch, module_signature(self.root), 1, 1.0)
+        microbatch = self._microbatch(key, step, batch, module_signature(self.root), 1)
         if not self._pending:
             self._tail.remember()
-        run = self._run_of(step, [microbatch])
-        run.run(self._row("forward", 1))
-        for outcome in run.outcomes:
+        assert self.holdings is not None
+        losses = Losses(sizes=[1])
+        todo = Step(
+            function=step, microbatches=[microbatch], shared=self.holdings.shared, losses=losses
+        )
+        self._stage.run(self._row("forward", 1), todo)
+        for outcome in losses.outcomes:
             earlier = self._result_under_way
             outcome.result = self._result_under_way = Fetch(
                 outcome.result if wants_result else None
@@ -947,8 +993,8 @@ class Pipeline:
             # Results of many batches would take much pinned memory. This batch keeps the device
             # busy while the earlier one's arrives.
             earlier.wait()
-        self._pending.append((run.outcomes, _size_or_one(batch)))
-        self._under_way.extend(run.unsettled())
+        self._pending.append((losses.outcomes, _size_or_one(batch)))
+        self._under_way.extend(self._stage.take_sends())
         while len(self._under_way) > _AHEAD:
             self._under_way.pop(0).wait()
         return microbatch.trace

@@ -22,7 +22,8 @@ class Report:
         changes: its changes to the LightningModule, one after the other.
         is_last_batch: whether the epoch ends with this step.
         loss: the batch's loss, ``None`` if no microbatch returned one.
-        counted: the total weight of the losses: see :meth:`StepRun.counted`.
+        counted: the total weight of the losses: see
+            :meth:`~lightning_pipeshift.runtime.step.losses.Losses.counted`.
         divided: the denominator by which they have been divided.
         size: how many samples the batch had.
     """

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipeshift import StageFailedError
-from lightning_pipeshift.plan.schedule.actions import Kind
 from lightning_pipeshift.runtime.comm import process_groups, side_streams
 from lightning_pipeshift.runtime.comm.process_groups import (
     ProcessGroups,
@@ -25,7 +24,7 @@ from lightning_pipeshift.runtime.comm.process_groups import (
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.offload.copying import StreamCopier
 from lightning_pipeshift.runtime.ownership.migration import Migration
-from lightning_pipeshift.runtime.step import pipeline, step_run
+from lightning_pipeshift.runtime.step import pipeline, stage
 from tests.end_to_end.test_changing_plans import Trains
 from tests.end_to_end.test_transparency import (
     MICROBATCHES,
@@ -255,7 +254,7 @@ def one_rank_fails(where: str) -> str:
 
     # Those of the run, so that one of them can fail.
     vars(pipeline)["Threads"] = noted
-    destroy, forward = dist.destroy_process_group, step_run.StepRun.forward
+    destroy, forward = dist.destroy_process_group, stage.Stage.forward
     is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
     count = 0
 
@@ -266,7 +265,7 @@ def one_rank_fails(where: str) -> str:
     def fail() -> None:
         raise ValueError("the user's own")
 
-    def forward_until_it_waits(run: Any, number: int) -> None:
+    def forward_until_it_waits(run: Any, held: Any) -> None:
         nonlocal count
         count += 1
         if is_last and count == 2 * MICROBATCHES + 1:
@@ -276,10 +275,10 @@ def one_rank_fails(where: str) -> str:
         if count == 2 * MICROBATCHES + 2 - is_last:
             # As `loss.cpu()` behind a receive whose sender is gone.
             kernels.synchronize()
-        forward(run, number)
+        forward(run, held)
 
     dist.destroy_process_group = destroy_when_all_is_done
-    step_run._ACTIONS[Kind.FORWARD] = forward_until_it_waits
+    vars(stage)["Stage"].forward = forward_until_it_waits
     with pytest.raises((ValueError, StageFailedError)) as caught:
         fit(FewLayers(), points(4), Pipelined("uniform"))
     assert not dist.is_initialized()

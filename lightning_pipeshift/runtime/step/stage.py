@@ -1,0 +1,508 @@
+"""One stage: runs the actions of its row, with its microbatches in flight.
+
+A stage lives for the run. What differs from step to step is in :class:`Step`; what belongs to one
+microbatch, from its first action to its last, is in :class:`_InFlight`, and goes with that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeshift.errors import BudgetError, LayerError
+from lightning_pipeshift.model.execution.finite import finite_check
+from lightning_pipeshift.model.execution.stage_pass import StagePass
+from lightning_pipeshift.model.execution.timing import Timer
+from lightning_pipeshift.model.gates.gate import Switch
+from lightning_pipeshift.model.parameters.gradient_box import SharedParameters
+from lightning_pipeshift.model.saved.saved_tensors import (
+    Observer,
+    SavedTable,
+    addresses_of,
+    resident_in,
+)
+from lightning_pipeshift.model.trace.placeholder import dtype_named
+from lightning_pipeshift.model.trace.trace import Payload, Trace
+from lightning_pipeshift.model.user_state.logs import LogRecorder
+from lightning_pipeshift.model.user_state.random_streams import RandomStreams
+from lightning_pipeshift.plan.cost.memory_model import SENDS_UNDER_WAY
+from lightning_pipeshift.plan.inputs.flow import Value
+from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
+from lightning_pipeshift.runtime.comm.channels import Channels, Direction, Layout, Receipt
+from lightning_pipeshift.runtime.comm.lane import Sent
+from lightning_pipeshift.runtime.offload.activation_store import ActivationStore
+from lightning_pipeshift.runtime.offload.out_of_memory import explained
+from lightning_pipeshift.runtime.step.listeners import ActionListener, ActionTimes
+from lightning_pipeshift.runtime.step.losses import Losses
+
+UserStep = Callable[[nn.Module, Any], Any]
+
+Profile = Callable[[str], AbstractContextManager[Any]]
+"""A context around what its name says, as ``Profiler.profile`` of Lightning makes."""
+
+WAIT: Final = "[PipeShift] wait for other stages"
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One microbatch of a step.
+
+    Args:
+        batch: the slice.
+        size: its number of samples.
+        trace: the flow of a slice of this shape; ``None`` where one stage runs the step as it is.
+        layers: the layers that this stage owns for it.
+        key: its random streams depend on it.
+        recompute: the layers that run again before the backward.
+    """
+
+    batch: Any
+    size: int
+    trace: Trace | None
+    layers: range
+    key: tuple[int | str, ...]
+    recompute: frozenset[int] = frozenset()
+
+    def payload(self, boundary: int) -> Payload:
+        """The values that cross a boundary, and how to receive them."""
+        return self.trace.payload(boundary) if self.trace is not None else []
+
+    def gradients(self, boundary: int) -> Payload:
+        """Those of them whose gradients come back."""
+        return self.trace.gradients(boundary) if self.trace is not None else []
+
+
+@dataclass(kw_only=True)
+class Step:
+    """One step: what a stage is given for it, and what came of it.
+
+    Args:
+        function: runs the user's step on a module and a slice, in the user's precision.
+        microbatches: of the step.
+        shared: the shared parameters that the stage holds.
+        losses: takes the results of the microbatches, on the last stage.
+        after_last_forward: called on the last stage when all results are there.
+        before_last_backward: called before the stage's last backward.
+        timers: measure the layers of some microbatches, by number.
+        observer: records what the first microbatch's layers save, if that is needed.
+        store: keeps what layers save within a budget, if there is one.
+        before_layer: called with the number of each of the stage's layers before it runs, if layers
+            may still be arriving from other stages.
+    """
+
+    function: UserStep
+    microbatches: Sequence[Microbatch]
+    shared: SharedParameters
+    losses: Losses
+    after_last_forward: Callable[[], None] | None = None
+    before_last_backward: Callable[[], None] | None = None
+    timers: Mapping[int, Timer] = field(default_factory=dict)
+    observer: Observer | None = None
+    store: ActivationStore | None = None
+    before_layer: Callable[[int], None] | None = None
+    order: list[int] = field(default_factory=list, init=False)
+    """The layers in the order in which the last forward called them; only if the step is not
+    followed.
+    """
+    num_backwards: int = field(default=0, init=False)
+    """How many backwards the stage has run."""
+
+    @property
+    def listeners(self) -> list[ActionListener]:
+        """Those who take an interest in the step's actions, the outermost first."""
+        found: list[ActionListener] = [] if self.store is None else [self.store]
+        return [*found, ActionTimes(self.timers)] if self.timers else found
+
+    @property
+    def looks_at_saved(self) -> bool:
+        """Whether saved tensors are counted or recorded."""
+        return self.store is not None or self.observer is not None
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """What a stage holds of one microbatch between two actions.
+
+    Args:
+        microbatch: the microbatch.
+        step: its step.
+        number: its number in the step.
+    """
+
+    microbatch: Microbatch
+    step: Step
+    number: int
+    payload: list[Receipt] = field(default_factory=list)
+    """From the previous stage."""
+    gradient: list[Receipt] = field(default_factory=list)
+    """From the next stage."""
+    forward: StagePass | None = None
+    outgoing: dict[Value, Tensor] = field(default_factory=dict)
+    """The gradients for the previous stage."""
+
+    @property
+    def current(self) -> StagePass:
+        """Its pass. Its forward has run."""
+        assert self.forward is not None
+        return self.forward
+
+
+class Stage:
+    """Runs the actions of one stage, one method for each kind.
+
+    Args:
+        root: the LightningModule.
+        channels: the stage's connections.
+        switch: the gates' switch.
+        streams: the random generators.
+        recorder: stands in for ``LightningModule.log``.
+        resolve_state: puts values where user code has kept placeholders.
+        profile: a context around what the name says.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        channels: Channels,
+        switch: Switch,
+        streams: RandomStreams,
+        recorder: LogRecorder,
+        resolve_state: Callable[[Callable[[Any], Any]], None] | None = None,
+        profile: Profile = nullcontext,
+    ) -> None:
+        self._root = root
+        self._channels = channels
+        self._switch = switch
+        self._streams = streams
+        self._recorder = recorder
+        self._resolve_state = resolve_state
+        self._profile = profile
+        self._is_last = channels.stage == channels.num_stages - 1
+        self._in_flight: dict[int, _InFlight] = {}
+        self._sent: dict[tuple[Kind, int], Sent] = {}
+        self._listeners: Sequence[ActionListener] = ()
+        self._under_way: StagePass | None = None
+        self._trains = False
+        # Addresses of the model's own tensors, while saved tensors are counted or recorded.
+        self._resident: frozenset[int] = frozenset()
+
+    def run(self, row: Row, step: Step) -> None:
+        """Carries out a row's actions in order. What is sent may still be under way afterwards."""
+        self._trains = any(action.kind is Kind.BACKWARD for action in row)
+        self._listeners = step.listeners
+        self._resident = resident_in(self._root) if step.looks_at_saved else frozenset()
+        last_place = {action.microbatch: place for place, action in enumerate(row)}
+        try:
+            with self._streams.switched(*step.microbatches[0].key):
+                for listener in self._listeners:
+                    listener.begin_step(row)
+                for place, action in enumerate(row):
+                    number = action.microbatch
+                    held = self._in_flight.get(number)
+                    if held is None:
+                        held = _InFlight(step.microbatches[number], step, number)
+                        self._in_flight[number] = held
+                    self._carry_out(place, action, held)
+                    if last_place[number] == place:
+                        del self._in_flight[number]
+                    self._channels.num_done += 1
+        finally:
+            # After an error, too: else a stage would keep activations for as long as the run lives.
+            self._in_flight.clear()
+            self._under_way, self._listeners = None, ()
+
+    def _carry_out(self, place: int, action: Action, held: _InFlight) -> None:
+        for listener in self._listeners:
+            listener.begin_action(place, action)
+        try:
+            getattr(self, action.kind.properties.method)(held)
+        except torch.OutOfMemoryError as error:
+            raise self._explained(error, action, held.step.store) from error
+        for listener in reversed(self._listeners):
+            listener.end_action(action)
+
+    def _received(self, kind: Kind, held: _InFlight) -> None:
+        """The action under way has what other stages had to send."""
+        for listener in self._listeners:
+            listener.received(Action(kind, held.number))
+
+    def _explained(
+        self, error: torch.OutOfMemoryError, action: Action, store: ActivationStore | None
+    ) -> BudgetError:
+        device = self._channels.device
+        total = 0.0
+        if device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+        return explained(
+            error,
+            f"stage {self._channels.stage}",
+            str(action),
+            self._under_way,
+            store.device_bytes if store is not None else None,
+            total,
+        )
+
+    def settle(self) -> None:
+        """Waits for everything that is still being sent."""
+        for sent in self.take_sends():
+            sent.wait()
+
+    def take_sends(self) -> list[Sent]:
+        """The sends still under way, for a caller that waits for them later."""
+        sends = list(self._sent.values())
+        self._sent.clear()
+        return sends
+
+    def _layout(
+        self, microbatch: Microbatch, boundary: int, direction: Direction, left: int
+    ) -> Layout:
+        """The memory layout of what crosses a boundary, agreed on by each pair of neighbours.
+
+        Args:
+            microbatch: the microbatch.
+            boundary: the layer after it.
+            direction: that of the tensors.
+            left: the lower stage of the two.
+        """
+        assert microbatch.trace is not None
+        layout: Layout = microbatch.trace.layouts.setdefault((boundary, left, direction), Layout())
+        return layout
+
+    # --- forward ---
+
+    def receive_payload(self, held: _InFlight) -> None:
+        """Posts the receive of the payload of the boundary before this stage's layers."""
+        microbatch = held.microbatch
+        begin, left = microbatch.layers.start, self._channels.stage - 1
+        held.payload = self._channels.post_receive(
+            [spec for _, spec in microbatch.payload(begin)],
+            Direction.PAYLOAD,
+            self._layout(microbatch, begin, Direction.PAYLOAD, left),
+        )
+
+    def forward(self, held: _InFlight) -> None:
+        """Runs this stage's part of the user's step."""
+        microbatch, step = held.microbatch, held.step
+        values = [value for value, _ in microbatch.payload(microbatch.layers.start)]
+        receipts, held.payload = held.payload, []
+        with self._profile(WAIT):
+            received = [receipt.wait() for receipt in receipts]
+        self._received(Kind.FORWARD, held)
+        self._streams.begin(*microbatch.key)
+        current = StagePass(
+            trace=microbatch.trace,
+            layers=microbatch.layers,
+            is_last=self._is_last,
+            received=dict(zip(values, received, strict=True)),
+            device=self._channels.device,
+            streams=self._streams,
+            key=microbatch.key,
+            shared=step.shared,
+            recompute=microbatch.recompute,
+            timer=step.timers.get(held.number),
+            table=self._table(held),
+            memory=step.store,
+            observer=step.observer if held.number == 0 else None,
+            resident=self._resident,
+            before_layer=step.before_layer,
+            resolve_state=self._resolve_state,
+            finite=finite_check(microbatch.key, self._channels.stage),
+        )
+        self._switch.current = self._under_way = current
+        self._recorder.current = current
+        # From here on only the model itself keeps parts of the payload alive.
+        received.clear()
+        receipts.clear()
+        try:
+            with self._profile("[PipeShift] forward"):
+                current.run(lambda: step.function(self._root, microbatch.batch))
+        finally:
+            self._switch.current = None
+            self._recorder.current = None
+        logs = self._recorder.take()
+        held.forward = current
+        step.order = current.order
+        if self._is_last:
+            if current.finite is not None and torch.is_grad_enabled():
+                current.finite.loss(current.result)
+            step.losses.add(current.result, logs, self._channels.device)
+            current.result = None
+            if step.after_last_forward is not None and step.losses.is_complete:
+                step.after_last_forward()
+
+    def _table(self, held: _InFlight) -> SavedTable:
+        if not held.step.looks_at_saved or not torch.is_grad_enabled():
+            return SavedTable()
+        return SavedTable(held.number, held.step.store, addresses_of(held.microbatch.batch))
+
+    def send_payload(self, held: _InFlight) -> None:
+        """Sends the payload of the boundary after this stage's layers."""
+        microbatch, current = held.microbatch, held.current
+        end = microbatch.layers.stop
+        payload = microbatch.payload(end)
+        for value, _ in payload:
+            if value not in current.outgoing:
+                raise LayerError(
+                    "The step did not produce a value that the next stage needs (layer"
+                    f" {value.layer}): it ended early. Let the step call the same layers for every"
+                    " batch."
+                )
+        tensors = [current.outgoing.pop(value) for value, _ in payload]
+        if not self._trains:
+            self._wait_for_earlier(Kind.SEND_PAYLOAD)
+        elif held.step.store is not None:
+            held.step.store.hold(_payload_bytes(microbatch))
+        self._sent[Kind.SEND_PAYLOAD, held.number] = self._channels.send(
+            tensors,
+            [spec for _, spec in payload],
+            Direction.PAYLOAD,
+            self._layout(microbatch, end, Direction.PAYLOAD, self._channels.stage),
+        )
+
+    # --- backward ---
+
+    def recompute(self, held: _InFlight) -> None:
+        """Runs the layers again that have dropped their saved tensors."""
+        self._switch.current = held.current
+        try:
+            with self._profile("[PipeShift] recompute"):
+                held.current.recompute_layers()
+        finally:
+            self._switch.current = None
+
+    def receive_gradient(self, held: _InFlight) -> None:
+        """Posts the receive of the gradients of the payload that was sent on."""
+        microbatch, end = held.microbatch, held.microbatch.layers.stop
+        held.gradient = self._channels.post_receive(
+            [spec for _, spec in microbatch.gradients(end)],
+            Direction.GRADIENT,
+            self._layout(microbatch, end, Direction.GRADIENT, self._channels.stage),
+        )
+
+    def backward(self, held: _InFlight) -> None:
+        """Runs this stage's part of the backward."""
+        step, microbatch, current = held.step, held.microbatch, held.current
+        # The graph, and what it saved, goes with the pass, when this method ends.
+        held.forward = None
+        self._under_way = current
+        if step.observer is not None and held.number == 0:
+            step.observer.end()
+        if self._is_last:
+            roots, gradients = self._from_loss(held)
+        else:
+            roots, gradients = self._from_next(held, current)
+        step.num_backwards += 1
+        is_last_backward = step.num_backwards == len(step.microbatches)
+        if is_last_backward and step.before_last_backward is not None:
+            step.before_last_backward()
+        if roots:
+            self._run_backward(current, roots, gradients, step.timers.get(held.number))
+        for value, box in current.boxes.items():
+            is_expected = microbatch.trace is None or value in microbatch.trace.flow.differentiable
+            if box.gradient is not None and not is_expected:
+                raise LayerError(
+                    f"A gradient flows back to the layer {value.layer}, which is on an earlier"
+                    " stage, and did not when the step was first followed (a `detach` that depends"
+                    " on the step, say). Let the same values be detached in every step, or change"
+                    " `requires_grad` of parameters instead, which is noticed."
+                )
+        if self._is_last:
+            outcome = step.losses.outcomes[held.number]
+            outcome.result = _detached(outcome.result)
+        for value, spec in microbatch.gradients(microbatch.layers.start):
+            back = current.boxes[value].gradient
+            if back is None:
+                kind = dtype_named(spec.dtype)
+                back = torch.zeros(spec.shape, dtype=kind, device=self._channels.device)
+            held.outgoing[value] = back
+
+    def _from_loss(self, held: _InFlight) -> tuple[list[Any], list[Tensor]]:
+        """The loss, and its gradient; nothing for a microbatch that is left out."""
+        outcome = held.step.losses.outcomes[held.number]
+        if outcome.loss is None:
+            return [], []
+        loss, factor = outcome.loss, held.step.losses.factor(held.number)
+        outcome.loss = loss.detach()
+        if isinstance(factor, Tensor):
+            return [loss], [factor.to(loss.dtype).reshape(loss.shape)]
+        return [loss], [torch.full_like(loss, factor)]
+
+    def _from_next(self, held: _InFlight, current: StagePass) -> tuple[list[Any], list[Tensor]]:
+        """Where the next stage's gradients enter this stage's graph, and these gradients."""
+        microbatch = held.microbatch
+        # The next stage has used the payload, so its send is complete.
+        self._sent.pop((Kind.SEND_PAYLOAD, held.number)).wait()
+        if held.step.store is not None:
+            held.step.store.hold(-_payload_bytes(microbatch))
+        receipts, held.gradient = held.gradient, []
+        with self._profile(WAIT):
+            received = [receipt.wait() for receipt in receipts]
+        roots, gradients = [], []
+        values = [value for value, _ in microbatch.gradients(microbatch.layers.stop)]
+        for value, gradient in zip(values, received, strict=True):
+            if current.edges[value] is not None:
+                roots.append(current.edges[value])
+                gradients.append(gradient)
+        self._received(Kind.BACKWARD, held)
+        return roots, gradients
+
+    def _run_backward(
+        self, current: StagePass, roots: list[Any], gradients: list[Tensor], timer: Timer | None
+    ) -> None:
+        self._switch.current = current
+        begin = timer.now() if timer is not None else None
+        try:
+            with self._profile("[PipeShift] backward"):
+                current.backward(roots, gradients)
+        except RuntimeError as error:
+            found = current.finite.backward(error) if current.finite is not None else None
+            if found is None:
+                raise
+            raise found from error
+        finally:
+            self._switch.current = None
+        if timer is not None:
+            timer.end_backward(begin)
+
+    def send_gradient(self, held: _InFlight) -> None:
+        """Sends the gradients of the received payload back."""
+        microbatch, begin = held.microbatch, held.microbatch.layers.start
+        payload = microbatch.gradients(begin)
+        tensors = [held.outgoing[value] for value, _ in payload]
+        held.outgoing.clear()
+        self._wait_for_earlier(Kind.SEND_GRADIENT)
+        self._sent[Kind.SEND_GRADIENT, held.number] = self._channels.send(
+            tensors,
+            [spec for _, spec in payload],
+            Direction.GRADIENT,
+            self._layout(microbatch, begin, Direction.GRADIENT, self._channels.stage - 1),
+        )
+
+    def _wait_for_earlier(self, kind: Kind) -> None:
+        """Waits until all sends of a kind but the last are complete, and their memory is free.
+
+        The neighbour receives them in this order, and does not wait for later actions of this stage
+        in between. So there is no deadlock; and running further ahead would only hold more memory.
+        """
+        under_way = [key for key in self._sent if key[0] is kind]
+        for key in under_way[: 1 - SENDS_UNDER_WAY]:
+            self._sent.pop(key).wait()
+
+
+def _payload_bytes(microbatch: Microbatch) -> int:
+    """The bytes of the payload that the stage sends on, held from its forward to its backward."""
+    payload = microbatch.payload(microbatch.layers.stop)
+    return sum(spec.num_bytes for _, spec in payload)
+
+
+def _detached(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return result.detach()
+    if isinstance(result, Mapping):
+        return {key: _detached(value) for key, value in result.items()}
+    return result
