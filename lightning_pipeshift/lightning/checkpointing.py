@@ -129,7 +129,7 @@ class CheckpointingStrategy(PipelinedStrategy):
             )
         if self._checkpoint_group is None:
             before = open_sockets()
-            self._checkpoint_group = dist.new_group(backend="gloo", timeout=self._timeout)
+            self._checkpoint_group = dist.new_group(backend="gloo", timeout=self._options.timeout)
             self._checkpoint_sockets = open_sockets() - before
         io.connect(self._checkpoint_group)
 

@@ -8,9 +8,8 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -33,8 +32,9 @@ from lightning_pipeshift.lightning.checks import check_devices, check_packages, 
 from lightning_pipeshift.lightning.launcher import Launcher, NotebookLauncher
 from lightning_pipeshift.lightning.patches import Adjustments
 from lightning_pipeshift.model.user_state.random_streams import global_state, set_global_state
+from lightning_pipeshift.plan.arrange.options import Options
 from lightning_pipeshift.plan.inputs.cluster import Device
-from lightning_pipeshift.plan.inputs.topology import Topology, VirtualMachinesSpec, arrange
+from lightning_pipeshift.plan.inputs.topology import Topology, arrange
 from lightning_pipeshift.runtime.comm.backends import (
     backends,
     device_of,
@@ -88,17 +88,13 @@ class ConnectedStrategy(ParallelStrategy):
     """The part of the strategy that connects ranks, and does not depend on the training.
 
     Args:
-        virtual_machines: see :class:`~lightning_pipeshift.PipeShiftStrategy`, as for the
-            others.
+        options: the user's.
+        accelerator: as in every Lightning strategy, as the others are.
     """
 
     def __init__(
         self,
-        virtual_machines: VirtualMachinesSpec,
-        process_group_backend: Literal["nccl", "gloo"] | None,
-        timeout: timedelta | None,
-        heartbeat_timeout: float,
-        stall_timeout: float,
+        options: Options,
         accelerator: pl.accelerators.Accelerator | None,
         parallel_devices: list[torch.device] | None,
         cluster_environment: ClusterEnvironment | None,
@@ -108,11 +104,7 @@ class ConnectedStrategy(ParallelStrategy):
         super().__init__(
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         )
-        self._virtual_machines = virtual_machines
-        self._process_group_backend = process_group_backend
-        self._timeout = timeout
-        self._heartbeat_timeout = heartbeat_timeout
-        self._stall_timeout = stall_timeout
+        self._options = options
         self._board: FailureBoard | None
         self._channels: Channels | None
         self._replicas: Replicas | None
@@ -172,16 +164,6 @@ class ConnectedStrategy(ParallelStrategy):
         """The ranks of every virtual machine, in stage order."""
         return self._require_replicas().topology
 
-    def _wanted(self) -> VirtualMachinesSpec:
-        """The requested number of virtual machines, or the ranks of each."""
-        return self._virtual_machines
-
-    def _depths(self) -> list[int] | None:
-        """The number of stages of each virtual machine, if it does not follow from the number of
-        ranks.
-        """
-        return None
-
     @property
     def root_device(self) -> torch.device:
         """This rank's device."""
@@ -217,7 +199,7 @@ class ConnectedStrategy(ParallelStrategy):
     @property
     def process_group_backend(self) -> str | None:
         """The backend that the user requested."""
-        return self._process_group_backend
+        return self._options.process_group_backend
 
     @property
     def _is_unconnected_alone(self) -> bool:
@@ -301,16 +283,16 @@ class ConnectedStrategy(ParallelStrategy):
                 self.world_size,
                 self.cluster_environment.main_address,
                 self.cluster_environment.main_port,
-                self._timeout or default_pg_timeout,
+                self._options.timeout or default_pg_timeout,
             )
             board = self._make_board(store, before)
             with board.watched(), nccl_environment():
                 _init_dist_connection(
                     self.cluster_environment,
-                    backends(self.root_device, self._process_group_backend),
+                    backends(self.root_device, self._options.process_group_backend),
                     global_rank=self.global_rank,
                     world_size=self.world_size,
-                    timeout=self._timeout,
+                    timeout=self._options.timeout,
                     store=store,
                 )
         else:
@@ -359,9 +341,9 @@ class ConnectedStrategy(ParallelStrategy):
             self.world_size,
             self.cluster_environment.main_address,
             self.cluster_environment.main_port,
-            self._timeout or default_pg_timeout,
+            self._options.timeout or default_pg_timeout,
         )
-        board = FailureBoard(self.global_rank, mesh, self._heartbeat_timeout)
+        board = FailureBoard(self.global_rank, mesh, self._options.heartbeat_timeout)
         # What is opened up to the end of the setup is for this job.
         board.interrupt = lambda: shut_down(open_sockets() - before - board.sockets)
         return board
@@ -373,7 +355,7 @@ class ConnectedStrategy(ParallelStrategy):
         are_asked_for = os.environ.get(STACKS, "0") not in ("", "0")
         stacks = Path(root) / WITHOUT_LOGGER / FOLDER if are_asked_for else None
         print_stacks_on_a_signal()
-        board.watch_for_stalls(lambda: channels.num_done, self._stall_timeout, stacks)
+        board.watch_for_stalls(lambda: channels.num_done, self._options.stall_timeout, stacks)
 
     def _interrupt(self) -> None:
         """Ends what this rank may be waiting for; called in a thread when another rank failed."""
@@ -391,7 +373,7 @@ class ConnectedStrategy(ParallelStrategy):
         assert self._board is not None
         devices = gathered(mine, dist.group.WORLD, self._board.watched)
         self._hosts = host_names([device.host for device in devices])
-        topology = arrange(self._wanted(), devices, self._depths())
+        topology = arrange(self._options.ranks, devices, self._options.depths)
         self._check_devices(topology, devices)
         return topology
 
@@ -401,8 +383,8 @@ class ConnectedStrategy(ParallelStrategy):
     def _connect(self, topology: Topology, job: _Job) -> None:
         assert self._board is not None
         device, watched = self.root_device, self._board.watched
-        timeout = self._timeout
-        backend = payload_backend(device, self._process_group_backend, watched)
+        timeout = self._options.timeout
+        backend = payload_backend(device, self._options.process_group_backend, watched)
         groups = job.groups
         if groups is None or (groups.backend, groups.device) != (backend, device):
             groups = ProcessGroups(backend, device, watched, timeout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -57,12 +58,13 @@ from lightning_pipeshift.model.user_state.random_streams import (
     global_state,
     set_global_state,
 )
-from lightning_pipeshift.plan.arrange.planner import PlanRequest
+from lightning_pipeshift.plan.arrange.options import Options
+from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.shares import check_shares
-from lightning_pipeshift.plan.inputs.topology import Topology, VirtualMachinesSpec, check_spec
+from lightning_pipeshift.plan.inputs.topology import Topology, check_spec
 from lightning_pipeshift.plan.schedule.schedules import schedule_named
 from lightning_pipeshift.runtime.comm.backends import device_of
 from lightning_pipeshift.runtime.liveness.failure import HEARTBEAT_SECONDS
@@ -167,18 +169,6 @@ class PipeShiftStrategy(CheckpointingStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        super().__init__(
-            virtual_machines,
-            process_group_backend,
-            timeout,
-            heartbeat_timeout,
-            stall_timeout,
-            accelerator,
-            parallel_devices,
-            cluster_environment,
-            checkpoint_io,
-            precision_plugin,
-        )
         check_arguments(microbatches, partition, plan, process_group_backend)
         check_spec(virtual_machines)
         check_shares(batch_shares, None)
@@ -187,19 +177,35 @@ class PipeShiftStrategy(CheckpointingStrategy):
         check_seconds("heartbeat_timeout", heartbeat_timeout, 1.0)
         check_seconds("stall_timeout", stall_timeout, 0.0)
         schedule_named(schedule)
-        self._microbatches = microbatches
-        self._schedule = schedule
-        self._partition = partition
-        self._given_plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
-        if self._given_plan is not None and self._given_plan.batch_shares:
-            batch_shares = list(self._given_plan.batch_shares)
-        self._batch_shares = batch_shares
-        self._recompute = recompute
-        self._profile_steps = profile_steps
+        given_plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
+        if given_plan is not None and given_plan.batch_shares:
+            batch_shares = list(given_plan.batch_shares)
+        options = Options(
+            virtual_machines=virtual_machines,
+            microbatches=microbatches,
+            schedule=schedule,
+            partition=partition,
+            plan=given_plan,
+            batch_shares=batch_shares,
+            recompute=recompute,
+            profile_steps=profile_steps,
+            gradient_aggregation=gradient_aggregation,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            heartbeat_timeout=heartbeat_timeout,
+            stall_timeout=stall_timeout,
+        )
+        super().__init__(
+            options,
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+        )
         self._only_measures = False
         self._watch: Watch | None = None
         self._request_folder: Path | None = None
-        self._gradient_aggregation = gradient_aggregation
         self._shares_data: bool | None = None
         self._accumulates = False
         self._metric_sync: MetricSync | None
@@ -221,13 +227,9 @@ class PipeShiftStrategy(CheckpointingStrategy):
 
     # --- what is known ---
 
-    def _wanted(self) -> VirtualMachinesSpec:
-        if self._given_plan is not None and self._given_plan.ranks:
-            return self._given_plan.ranks
-        return super()._wanted()
-
     def _check_devices(self, topology: Topology, devices: Sequence[Device]) -> None:
-        planned = self._given_plan.kinds if self._given_plan is not None else ()
+        plan = self._options.plan
+        planned = plan.kinds if plan is not None else ()
         for ranks, kinds in zip(topology.ranks, planned, strict=False):
             for stage, (rank, kind) in enumerate(zip(ranks, kinds, strict=True)):
                 if devices[rank].kind != kind:
@@ -237,14 +239,6 @@ class PipeShiftStrategy(CheckpointingStrategy):
                         f" {self._hosts[rank]!r}). Make a plan here with `pipeshift plan`, or take"
                         " the field 'kinds' out of it if you know that it will do."
                     )
-
-    def _depths(self) -> list[int] | None:
-        if self._given_plan is not None:
-            return [len(counts) for counts in self._given_plan.placement.counts]
-        if not isinstance(self._partition, list | tuple):
-            return None
-        depths = [len(counts) for counts in self._partition if isinstance(counts, list | tuple)]
-        return depths if depths and len(depths) == len(self._partition) else None
 
     # --- for `LayerMigration` ---
 
@@ -263,7 +257,8 @@ class PipeShiftStrategy(CheckpointingStrategy):
     def only_measures(self) -> None:
         """Makes the next run only measure the machines and the model, without changing the plan."""
         self._only_measures = True
-        self._profile_steps = self._profile_steps or 20
+        steps = self._options.profile_steps or Options.profile_steps
+        self._options = replace(self._options, profile_steps=steps)
 
     @property
     def _memory_wishes(self) -> MemoryRequest | None:
@@ -273,7 +268,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
     @property
     def steps_to_measure(self) -> int:
         """How many steps are measured before the layers are distributed again."""
-        return self._profile_steps
+        return self._options.profile_steps
 
     @property
     def measured(self) -> tuple[Profile, Cluster, PlanRequest] | None:
@@ -282,24 +277,9 @@ class PipeShiftStrategy(CheckpointingStrategy):
         if planning.measured is None or not planning.is_measured:
             return None
         profile, cluster = planning.measured.profile, planning.measured.cluster
-        partition: Any = self._partition
-        if isinstance(partition, list | tuple):
-            rows = partition if isinstance(partition[0], list | tuple) else [partition]
-            partition = tuple(tuple(counts) for counts in rows)
-        machines: Any = self._virtual_machines
-        if isinstance(machines, list | tuple):
-            machines = tuple(map(tuple, machines))
-        wishes = PlanRequest(
-            virtual_machines=machines,
-            microbatches=self._microbatches,
-            schedule=self._schedule,
-            recompute=self._recompute,
-            partition=partition,
-            batch_shares=tuple(self._batch_shares) if self._batch_shares else None,
-            batch_samples=profile.samples * profile.microbatches,
-            policy=self._memory_wishes.policy if self._memory_wishes is not None else None,
-        )
-        return profile, cluster, wishes
+        policy = self._memory_wishes.policy if self._memory_wishes is not None else None
+        samples = profile.samples * profile.microbatches
+        return profile, cluster, self._options.request(samples, policy)
 
     # --- setup ---
 
@@ -313,7 +293,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
         is_plain = self.world_size == 1 and settings.leaves_steps_whole(stages_per_vm)
         check_run(module, is_plain)
         self.accelerator.setup(trainer)
-        check_shares(self._batch_shares, replicas.count)
+        check_shares(self._options.batch_shares, replicas.count)
         # Code that draws outside of a step (shuffling, workers' seeds) draws the same numbers on
         # every stage.
         set_global_state(replicas.world.share_object(global_state(), source=0))
@@ -380,18 +360,12 @@ class PipeShiftStrategy(CheckpointingStrategy):
 
     def _settings(self) -> Settings:
         assert self._seed_of_run is not None
-        return Settings(
-            self._microbatches,
-            self._schedule,
-            self._partition,
-            self._given_plan,
-            self._seed_of_run,
-            self._gradient_aggregation,
-            self._recompute,
-            self._profile_steps,
-            self._only_measures,
-            self._watch,
-            self._memory_wishes,
+        return Settings.of(
+            self._options,
+            seed=self._seed_of_run,
+            only_measures=self._only_measures,
+            watch=self._watch,
+            memory=self._memory_wishes,
         )
 
     def _open_to_requests(self, folder: Path, pipeline: Pipeline) -> None:
@@ -449,7 +423,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
         return for_virtual_machine(
             dataloader,
             self.virtual_machine,
-            self._batch_shares or [1.0] * count,
+            self._options.batch_shares or [1.0] * count,
             pads=trainer.state.stage == RunningStage.TRAINING,
             stream=self._shared_stream,
         )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final
 
 import numpy as np
 
 from lightning_pipeshift.errors import LayerError, PlanError
 from lightning_pipeshift.model.gates.gate import Gate
+from lightning_pipeshift.plan.arrange.options import Options
 from lightning_pipeshift.plan.arrange.plan_builder import (
     cut_of,
     plan_of,
@@ -21,7 +22,7 @@ from lightning_pipeshift.plan.cost.workload import Cut, Workload
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.flow import Flow
-from lightning_pipeshift.plan.inputs.partition import PartitionSpec, resolve
+from lightning_pipeshift.plan.inputs.partition import resolve
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.topology import Topology
@@ -49,35 +50,32 @@ class Watch:
     patience: int
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The user's settings.
+@dataclass(frozen=True, kw_only=True)
+class Settings(Options):
+    """The user's options, and what a run adds to them.
 
     Args:
-        microbatches: slices of a batch; ``"auto"``: four for each stage.
-        schedule: the name of the training schedule.
-        partition: see :func:`lightning_pipeshift.plan.inputs.partition.resolve`.
-        plan: a plan to use instead of all that.
         seed: the seed of all random streams.
-        gradient_aggregation: ``"ring"``, ``"allreduce"`` or ``"auto"``.
-        recompute: ``"auto"``, ``"full"`` or ``"none"``.
-        profile_steps: after how many steps to plan anew.
         only_measures: whether the only purpose of the run is to measure it.
         watch: when layers change their owners without a request, besides after ``profile_steps``.
         memory: settings for saved tensors.
     """
 
-    microbatches: int | str
-    schedule: str
-    partition: PartitionSpec
-    plan: Plan | None
-    seed: int
-    gradient_aggregation: str = "auto"
-    recompute: str = "auto"
-    profile_steps: int = 20
+    seed: int = 0
     only_measures: bool = False
     watch: Watch | None = None
     memory: MemoryRequest | None = None
+
+    @classmethod
+    def of(cls, options: Options, **added: Any) -> Settings:
+        """The settings of a run.
+
+        Args:
+            options: the user's.
+            added: the other fields.
+        """
+        given = {field.name: getattr(options, field.name) for field in fields(Options)}
+        return cls(**given, **added)
 
     @property
     def is_free(self) -> bool:

@@ -891,7 +891,7 @@ class Pipeline:
         self._report_under_way = Fetch(None)
         # Most steps change nothing in their backward, and there is nothing to wait for.
         late = to_host(self._changes_since())
-        weights, sizes = step.weights(outcomes), step.sizes
+        weights, sizes = step.weights(outcomes), list(step.sizes)
         losses = [(o.loss, w) for o, w in zip(outcomes, weights, strict=True) if o.loss is not None]
         loss = None
         if losses and sum(weights):

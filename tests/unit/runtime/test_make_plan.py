@@ -32,7 +32,7 @@ def counts(seconds: Sequence[float], payload_bytes: Sequence[int]) -> tuple[int,
     kinds = {"cpu": KindProfile(tuple(seconds), tuple(2 * s for s in seconds))}
     cluster = Cluster((Device("here", "cpu"),) * 2)
     plan = make_plan(
-        Settings(8, "1f1b", "auto", None, 0),
+        Settings(microbatches=8, partition="auto"),
         Profile(layers, kinds, 1.0, 8),
         cluster,
         Topology(((0, 1),)),
@@ -66,7 +66,7 @@ def test_a_block_is_cut_where_whole_blocks_would_be_much_slower() -> None:
     ],
 )
 def test_who_has_no_work(partition, counts, called, words) -> None:
-    settings = Settings(8, "1f1b", partition, None, 0)
+    settings = Settings(microbatches=8, partition=partition)
     said = stages_without_work(settings, Placement((counts,)), Topology(((1, 0),)), called)
     assert (said is None) == (words is None)
     assert said is None or words in said

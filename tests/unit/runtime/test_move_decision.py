@@ -38,7 +38,7 @@ def measured(speed: float, parameter_bytes: int = 1000) -> Measured:
 
 def decider(min_gain: float = 0.05) -> Decider:
     watch = Watch(min_gain, patience=5)
-    return Decider(Settings(MICROBATCHES, "1f1b", [4, 4], None, 0, watch=watch), TOPOLOGY)
+    return Decider(Settings(microbatches=MICROBATCHES, partition=[4, 4], watch=watch), TOPOLOGY)
 
 
 def plan(counts: Sequence[int] = (4, 4)) -> Plan:
@@ -136,7 +136,8 @@ def saving(num_bytes: int, room: int) -> Measured:
 def mindful(policy: Policy) -> Decider:
     memory = MemoryRequest(policy=policy)
     return Decider(
-        Settings(MICROBATCHES, "1f1b", [4, 4], None, 0, recompute="none", memory=memory), TOPOLOGY
+        Settings(microbatches=MICROBATCHES, partition=[4, 4], recompute="none", memory=memory),
+        TOPOLOGY,
     )
 
 
