@@ -50,6 +50,7 @@ NOT_MEASURED: Mapping[str, Mapping[str, str]] = {
         "speeds 1 : 0.5 : 0.25 and": _SETUP,
         "two of them at 200 and two at 50 Mbit/s": _SETUP,
         "with 8 MB a layer, `save_on_cpu`": _SETUP,
+        "With 64 MB, three units": _SETUP,
     },
     "docs/compatibility.md": {},
 }
