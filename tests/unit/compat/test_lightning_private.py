@@ -124,7 +124,7 @@ def test_the_number_of_threads_is_set_unless_the_user_has(monkeypatch: pytest.Mo
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     compat.set_num_threads_if_needed(2)
     assert not given
-    monkeypatch.delenv("OMP_NUM_THREADS")
+    del os.environ["OMP_NUM_THREADS"]
     compat.set_num_threads_if_needed(2)
     assert len(given) == 1
     assert os.environ["OMP_NUM_THREADS"] == str(given[0])
@@ -136,8 +136,8 @@ def test_tests_are_not_interactive() -> None:
 
 def test_the_process_group_gets_our_store(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
-    monkeypatch.setenv("MASTER_ADDR", "")
-    monkeypatch.setenv("MASTER_PORT", "")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1234")
     monkeypatch.setattr(
         torch.distributed,
         "init_process_group",
@@ -150,7 +150,7 @@ def test_the_process_group_gets_our_store(monkeypatch: pytest.MonkeyPatch) -> No
     )
     expected = {"backend": "gloo", "rank": 1, "world_size": 2, "timeout": None, "store": store}
     assert given == expected
-    assert os.environ["MASTER_PORT"] == str(environment.main_port)
+    assert os.environ["MASTER_PORT"] == "1234"
 
 
 def test_children_run_this_script_with_ranks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,9 @@ def test_children_run_this_script_with_ranks_of_their_own(monkeypatch: pytest.Mo
         return SimpleNamespace(command=command)
 
     monkeypatch.setattr(subprocess, "Popen", popen)
-    monkeypatch.setattr("time.sleep", lambda _: None)
+    # It sets these; they are restored after the test.
+    for name in ("MASTER_ADDR", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "0")
     monkeypatch.setenv("MASTER_PORT", "1234")
     launcher = compat.SubprocessScriptLauncher(LightningEnvironment(), num_processes=3, num_nodes=1)
     compat.start_children(launcher)
@@ -208,11 +210,18 @@ def test_the_handler_of_sigterm_is_replaced_and_the_run_ends() -> None:
 
 
 def test_the_step_of_loggers_counts_batches_that_made_a_step() -> None:
-    seen = Seen(compat.step_of_loggers)
-    trainer(max_steps=-1, max_epochs=1, limit_train_batches=4, accumulate_grad_batches=2,
-            callbacks=[seen]).fit(BoringModel())  # fmt: skip
-    assert seen.of["train"][-1] == 2
-    assert seen.of["train"] == sorted(seen.of["train"])
+    seen = Seen(lambda trainer: (compat.step_of_loggers(trainer), trainer.global_step))
+    run = trainer(
+        max_epochs=1,
+        max_steps=-1,
+        limit_train_batches=6,
+        accumulate_grad_batches=2,
+        callbacks=[seen],
+    )
+    run.fit(BoringModel())
+    # In this hook, the step of a batch has been made, and is not counted for loggers yet.
+    assert seen.of["train"] == [(0, 0), (0, 1), (1, 1), (1, 2), (2, 2), (2, 3)]
+    assert compat.step_of_loggers(run) == run.global_step == 3
 
 
 def test_the_loop_that_evaluates_is_that_of_the_run() -> None:

@@ -194,10 +194,6 @@ def test_operations_have_these_names() -> None:
 def test_private_methods_and_attributes_of_tensors_exist() -> None:
     for name in compat.PRIVATE_READS | compat.PRIVATE_QUESTIONS:
         assert hasattr(Tensor, name), name
-    with Functions() as mode:
-        compat.version_of(torch.ones(1))
-    # A mode sees a getter by this name, and of which attribute from the object that it is bound to.
-    assert mode.names == ["__get__"]
 
 
 # --- tensors ---
@@ -209,7 +205,9 @@ def test_a_subclass_shares_the_memory() -> None:
     base.fill_(3)
     assert type(made) is Counted
     assert made.requires_grad
-    assert made.tolist() == [3.0, 3.0]
+    assert compat.storage_key_of(made) == compat.storage_key_of(base)
+    with compat.no_dispatch():
+        assert made.detach().sum() == 6.0
 
 
 def test_a_wrapper_has_a_shape_and_no_memory() -> None:
@@ -218,7 +216,7 @@ def test_a_wrapper_has_a_shape_and_no_memory() -> None:
 
         @classmethod
         def __torch_dispatch__(cls, *_: Any) -> Any:  # type: ignore[override]
-            return "seen"
+            return torch.full((), 5.0)
 
     made = compat.make_wrapper_subclass(
         Wrapper,
@@ -234,7 +232,7 @@ def test_a_wrapper_has_a_shape_and_no_memory() -> None:
     assert (made.shape, made.stride(), made.storage_offset()) == ((2, 3), (1, 2), 1)
     assert (made.dtype, made.device.type) == (torch.half, "cpu")
     assert made.untyped_storage().nbytes() == 64
-    assert made + 1 == "seen"
+    assert made + 1 == 5.0
 
 
 def test_the_version_counts_writes_by_all_that_share_the_memory() -> None:
@@ -397,6 +395,7 @@ def test_state_dicts_pass_their_metadata_on() -> None:
     assert not hasattr(plain, "_metadata")
 
 
+@torch.no_grad()  # A graph would refer to the parameters, which cannot be swapped then, either.
 def test_a_recurrent_module_can_be_swapped_without_its_weak_references() -> None:
     torch.manual_seed(0)
     module = nn.LSTM(2, 3)
