@@ -31,7 +31,7 @@ def seed_in_place(generator: np.random.MT19937, seed: int) -> None:
     """Seeds a generator as ``np.random.seed`` does the global one. NumPy has no public way to seed
     an existing generator, and to make one takes several times as long.
     """
-    generator._legacy_seeding(seed)  # type: ignore[attr-defined]
+    generator._legacy_seeding(seed)
 
 
 def python_position() -> Callable[[], int]:

@@ -58,7 +58,7 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 """The ``__torch_function__`` of a subclass that only has a ``__torch_dispatch__``. A method of
 Python that does the same would be called for every function."""
 
-interpreter_stack: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
+interpreter_stack: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 """The innermost function transform (``torch.func.grad``) under way; ``None`` for none. torch has no
 public way to ask."""
 
@@ -89,7 +89,7 @@ make_subclass: Callable[..., Any] = Tensor._make_subclass
 """A tensor of a subclass with the memory of another one: ``(cls, data, requires_grad)``. Torch's
 documentation of subclasses names it, and there is no other way."""
 
-make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
 """A tensor of a subclass without memory: ``(cls, size, strides=..., dtype=..., ...)``. Torch's
 documentation of subclasses names it, and there is no other way."""
 
@@ -114,14 +114,14 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
     counts by itself, and until then a temporary one would be gone. Torch's public counts are of
     Python objects, and not of storages.
     """
-    return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def mark_as_parameter(tensor: Tensor) -> None:
     """Makes ``isinstance(tensor, nn.Parameter)`` true for a tensor of another subclass, as
     ``nn.Parameter(tensor)`` does for classes that it can make itself.
     """
-    tensor._is_param = True  # type: ignore[attr-defined]
+    tensor._is_param = True
 
 
 PARAMETER_MARK: Final = "_is_param"
