@@ -134,7 +134,7 @@ class Placeholder(torch.Tensor):
     def __new__(
         cls, shadow: torch.Tensor, device: torch.device, origin: Origin, requires_grad: bool = False
     ) -> Placeholder:
-        self = make_wrapper_subclass(
+        self: Placeholder = make_wrapper_subclass(
             cls,
             shadow.size(),
             strides=shadow.stride() if shadow.layout == torch.strided else None,

@@ -87,7 +87,7 @@ def test_devices_of_nested_modules_are_set() -> None:
 
 
 def test_what_is_public_of_strategies_and_optimizers() -> None:
-    strategy = SingleDeviceStrategy("cpu")  # type: ignore[arg-type]
+    strategy = SingleDeviceStrategy("cpu")
     assert strategy.lightning_module is None
     module = BoringModel()
     strategy.connect(module)

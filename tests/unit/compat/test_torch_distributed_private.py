@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 def groups() -> dict[str, Any]:
     """On one rank: what is seen of its groups."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("cpu:gloo", timeout=timedelta(seconds=60))
     store = torch_distributed_private.default_store()
     store.set("key", "value")
     group = dist.new_group([0])
@@ -44,7 +44,8 @@ def test_stores_backends_and_the_end_of_all_groups() -> None:
 
 
 def test_the_timeout_of_options_is_set() -> None:
-    options = dist.ProcessGroupGloo._Options()
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
     torch_distributed_private.set_options_timeout(options, timedelta(seconds=7))
     assert options._timeout == timedelta(seconds=7)
 

@@ -60,7 +60,7 @@ class Functions(TorchFunctionMode):
 
 class Operations(compat.TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.seen: list[Any] = []
 
     def __torch_dispatch__(
@@ -215,7 +215,7 @@ def test_a_wrapper_has_a_shape_and_no_memory() -> None:
         __torch_function__ = compat.no_torch_function
 
         @classmethod
-        def __torch_dispatch__(cls, *_: Any) -> Any:  # type: ignore[override]
+        def __torch_dispatch__(cls, *_: Any) -> Any:
             return torch.full((), 5.0)
 
     made = compat.make_wrapper_subclass(
@@ -287,11 +287,11 @@ def test_hooks_work_again_after_a_swap() -> None:
     handle = first.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
     torch.utils.swap_tensors(first, second)
     compat.renew_hooks(first)
-    first.sum().backward()  # type: ignore[no-untyped-call]
+    first.sum().backward()
     assert calls == ["gradient", "accumulated"]
     # The user's handle still removes it.
     handle.remove()
-    first.sum().backward()  # type: ignore[no-untyped-call]
+    first.sum().backward()
     assert calls == ["gradient", "accumulated", "gradient"]
 
 
@@ -365,7 +365,8 @@ def test_persistent_buffers_are_those_of_the_state_dict() -> None:
 
 
 def test_forward_hooks_are_seen_and_replaced() -> None:
-    module, calls = nn.Identity(), []
+    module = nn.Identity()
+    calls: list[Any] = []
     handle = module.register_forward_hook(lambda *_: calls.append("plain"))
     module.register_forward_hook(lambda *_: calls.append("kwargs"), with_kwargs=True)
     hooks, with_kwargs = compat.forward_hooks_of(module), compat.hooks_with_kwargs_of(module)
@@ -417,8 +418,8 @@ def test_base_classes_cover_the_public_ones() -> None:
         assert issubclass(kind, compat.NormBase)
     assert not issubclass(nn.LayerNorm, compat.NormBase)
     assert nn.BatchNorm1d(2).track_running_stats
-    for kind in (nn.MSELoss, nn.CrossEntropyLoss, nn.TripletMarginLoss, nn.GaussianNLLLoss):
-        assert issubclass(kind, compat.Loss)
+    for loss in (nn.MSELoss, nn.CrossEntropyLoss, nn.TripletMarginLoss, nn.GaussianNLLLoss):
+        assert issubclass(loss, compat.Loss)
 
 
 def test_trunc_normal_draws_with_the_private_function(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,7 +432,7 @@ def test_trunc_normal_draws_with_the_private_function(monkeypatch: pytest.Monkey
 
 
 def test_a_loader_keeps_the_iterator_of_persistent_workers() -> None:
-    loader = DataLoader([1, 2], num_workers=0)  # type: ignore[arg-type]
+    loader: DataLoader[int] = DataLoader([1, 2], num_workers=0)  # type: ignore[arg-type]
     assert vars(loader)[compat.LOADER_ITERATOR] is None
     assert isinstance(iter(loader), compat.DataLoaderIterator)
 
