@@ -15,13 +15,13 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from lightning_pipeshift.checkpoint import atomic
 from lightning_pipeshift.checkpoint.sharded import ShardedFolder, Writing
 from lightning_pipeshift.checkpoint.zip_reader import TorchZipReader, load_file
+from lightning_pipeshift.compat.lightning_private import is_local_path
+from lightning_pipeshift.compat.torch_private import pytree
 from lightning_pipeshift.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -90,7 +90,7 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
             raise ConfigurationError(
                 "`storage_options` are not known to PipeShiftCheckpointIO. Leave them out."
             )
-        if not _is_local_file_protocol(str(path)):
+        if not is_local_path(str(path)):
             if self.sharded:
                 raise ConfigurationError(
                     f"{path}: a sharded checkpoint goes to a local or shared file system. Use a"
@@ -131,7 +131,7 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: Any) -> None:
         """Removes a checkpoint, when those that were saved before are complete."""
-        if not _is_local_file_protocol(str(path)):
+        if not is_local_path(str(path)):
             super().remove_checkpoint(path)
             return
         self._do(lambda: atomic.remove(Path(path)))
@@ -196,7 +196,7 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
             weights_only: as in ``torch.load``; if it is not given, only what cannot run code is
                 loaded.
         """
-        if not _is_local_file_protocol(str(path)):
+        if not is_local_path(str(path)):
             # Lightning would run a remote file's code where nothing else is said.
             with _running_nothing(path):
                 return super().load_checkpoint(path, map_location, weights_only is not False)

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_pipeshift.checkpoint import atomic
 from lightning_pipeshift.checkpoint.zip_reader import TorchZipReader, load_file
+from lightning_pipeshift.compat.torch_private import copy_metadata
 from lightning_pipeshift.errors import CheckpointError
 from lightning_pipeshift.files import (
     delete,
@@ -188,8 +189,7 @@ class Writing:
             elif isinstance(owner[name], Elsewhere):
                 raise CheckpointError(nowhere([key]))
         state_dict = rest["state_dict"] = checkpoint["state_dict"].copy()
-        if hasattr(checkpoint["state_dict"], "_metadata"):
-            state_dict._metadata = checkpoint["state_dict"]._metadata
+        copy_metadata(checkpoint["state_dict"], state_dict)
         for name in list(state_dict):
             key = f"state_dict/{name}"
             key = aliases.get(key, key)

@@ -291,7 +291,8 @@ def _measuring_cli(
         """Builds the same objects as ``fit``, without loggers and checkpoints."""
 
         def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-            wanted = self._get(self.config_init, "trainer", default={})
+            config = self.config_init
+            wanted = config.get(str(self.subcommand), config).get("trainer", {})
             callbacks = [
                 callback
                 for callback in _listed(wanted.get("callbacks"))

@@ -15,11 +15,9 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io.async_plugin import AsyncCheckpointIO
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -37,6 +35,12 @@ from lightning_pipeshift.checkpoint.gather_state import (
     part_of_state,
 )
 from lightning_pipeshift.checkpoint.sharded import leaves
+from lightning_pipeshift.compat.lightning_names import trainer_of
+from lightning_pipeshift.compat.lightning_private import (
+    WrappingCheckpointIO,
+    end_as_after_sigterm,
+    is_local_path,
+)
 from lightning_pipeshift.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -100,7 +104,7 @@ class CheckpointingStrategy(PipelinedStrategy):
         if self._checkpoint_io is None:
             self._checkpoint_io = PipeShiftCheckpointIO()
         innermost = _innermost(self._checkpoint_io)
-        if isinstance(innermost, _WrappingCheckpointIO):
+        if isinstance(innermost, WrappingCheckpointIO):
             innermost.checkpoint_io = PipeShiftCheckpointIO()
         return self._checkpoint_io
 
@@ -279,7 +283,7 @@ class CheckpointingStrategy(PipelinedStrategy):
         this rank saves.
         """
         if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
+            optimizer = optimizer.optimizer
         if self._is_lost():
             return {}
         # An evaluation after the training has its own plan; the optimizers' state is where the
@@ -309,12 +313,12 @@ class CheckpointingStrategy(PipelinedStrategy):
         if self._pipeline is not None and trainer.state.fn == TrainerFn.FITTING:
             self._pipeline.asks_to_end = True
         else:
-            trainer._signal_connector.received_sigterm = True
+            end_as_after_sigterm(trainer)
 
     def _heed_sigterm(self) -> None:
         """After a step: makes Lightning's loop end the run, if some rank got a SIGTERM."""
         if self._require_pipeline().is_to_end:
-            self._require_module().trainer._signal_connector.received_sigterm = True
+            end_as_after_sigterm(self._require_module().trainer)
 
     def on_exception(self, exception: BaseException) -> None:
         """After a SIGTERM that all ranks know of, saves ``last.ckpt`` in the ModelCheckpoint's
@@ -365,7 +369,7 @@ class CheckpointingStrategy(PipelinedStrategy):
         """
         checkpoint_path = self._names.get(str(checkpoint_path), checkpoint_path)
         io = self._own_io()
-        if io is None or not _is_local_file_protocol(str(checkpoint_path)):
+        if io is None or not is_local_path(str(checkpoint_path)):
             checkpoint = self.checkpoint_io.load_checkpoint(
                 checkpoint_path, weights_only=weights_only is not False
             )
@@ -382,8 +386,7 @@ class CheckpointingStrategy(PipelinedStrategy):
                 for _, owner, name in leaves(checkpoint):
                     if isinstance(owner[name], torch.Tensor):
                         self._deferred.lend(owner[name])
-        module = self._lightning_module
-        trainer = module._trainer if module is not None else None
+        trainer = trainer_of(self.lightning_module)
         trains = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         # Removed, as hooks are to see only entries of Lightning's own checkpoints.
         extra = checkpoint.pop(_EXTRA, {})
@@ -461,7 +464,7 @@ class CheckpointingStrategy(PipelinedStrategy):
 
 def _innermost(io: CheckpointIO) -> CheckpointIO:
     """The plugin inside of all wrappers; a wrapper itself, if it has no inner plugin yet."""
-    while isinstance(io, _WrappingCheckpointIO) and io.checkpoint_io is not None:
+    while isinstance(io, WrappingCheckpointIO) and io.checkpoint_io is not None:
         io = io.checkpoint_io
     return io
 

@@ -13,6 +13,7 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_pipeshift.compat.lightning_private import datamodule_of
 from lightning_pipeshift.errors import ConfigurationError, some_of
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.schedules import MOST_MICROBATCHES
@@ -179,9 +180,9 @@ def check_packages(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     ``lightning.pytorch``: two packages whose classes do not know each other.
     """
     parts: list[Any] = [module, *trainer.callbacks, *trainer.loggers]  # type: ignore[attr-defined]
-    hooks = trainer._data_connector._datahook_selector
-    if hooks is not None and hooks.datamodule is not None:
-        parts.append(hooks.datamodule)
+    datamodule = datamodule_of(trainer)
+    if datamodule is not None:
+        parts.append(datamodule)
     for part in parts:
         for base in type(part).__mro__:
             if base.__module__.split(".")[0] == "pytorch_lightning":

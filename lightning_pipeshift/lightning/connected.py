@@ -16,16 +16,18 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.utilities.distributed import (
-    _init_dist_connection,
-    _set_num_threads_if_needed,
-)
-from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
+from lightning_pipeshift.compat.lightning_names import trainer_of
+from lightning_pipeshift.compat.lightning_private import (
+    IS_INTERACTIVE,
+    init_dist_connection,
+    set_num_threads_if_needed,
+)
+from lightning_pipeshift.compat.torch_distributed_private import default_store
 from lightning_pipeshift.errors import ConfigurationError, StageFailedError
 from lightning_pipeshift.host import host_names
 from lightning_pipeshift.lightning.checks import check_devices, check_packages, check_processes
@@ -243,7 +245,7 @@ class ConnectedStrategy(ParallelStrategy):
             return  # this process is all there is
         if self.cluster_environment.creates_processes_externally:
             return
-        if _IS_INTERACTIVE and self.num_nodes == 1:
+        if IS_INTERACTIVE and self.num_nodes == 1:
             # A notebook is no script that could be run again: the other ranks are copies of it.
             self._launcher = NotebookLauncher(self)
         else:
@@ -264,15 +266,15 @@ class ConnectedStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         # Lightning's, with torch 2.13, once on every rank.
         warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
-        module = self._lightning_module
-        if module is not None and module._trainer is not None:
+        module = self.lightning_module
+        if module is not None and trainer_of(module) is not None:
             check_packages(module.trainer, module)
         check_processes(self.num_processes)
         super().setup_environment()
         if self.num_processes > 1:
             # The launcher only does this for the process that it launches from. A single process
             # keeps the number of threads that the user has set.
-            _set_num_threads_if_needed(self.num_processes)
+            set_num_threads_if_needed(self.num_processes)
         self.set_world_ranks()
         assert self.cluster_environment is not None
         self._failed = False
@@ -287,7 +289,7 @@ class ConnectedStrategy(ParallelStrategy):
             )
             board = self._make_board(store, before)
             with board.watched(), nccl_environment():
-                _init_dist_connection(
+                init_dist_connection(
                     self.cluster_environment,
                     backends(self.root_device, self._options.process_group_backend),
                     global_rank=self.global_rank,
@@ -296,7 +298,7 @@ class ConnectedStrategy(ParallelStrategy):
                     store=store,
                 )
         else:
-            default = dist.distributed_c10d._get_default_store()
+            default = default_store()
             known = _job_of(dist.group.WORLD)
             board = known.board if known is not None else self._make_board(default, before)
         job = _job_of(dist.group.WORLD) or _Job(weakref.ref(dist.group.WORLD), board)
@@ -350,7 +352,7 @@ class ConnectedStrategy(ParallelStrategy):
 
     def _watch_for_stalls(self, board: FailureBoard) -> None:
         channels = self._require_channels()
-        trainer = self._lightning_module._trainer if self._lightning_module is not None else None
+        trainer = trainer_of(self.lightning_module)
         root = trainer.default_root_dir if trainer is not None else "."
         are_asked_for = os.environ.get(STACKS, "0") not in ("", "0")
         stacks = Path(root) / WITHOUT_LOGGER / FOLDER if are_asked_for else None
@@ -478,7 +480,7 @@ class ConnectedStrategy(ParallelStrategy):
         """
         if self.world_size == 1:
             return self._failed
-        trainer = self._lightning_module._trainer if self._lightning_module is not None else None
+        trainer = trainer_of(self.lightning_module)
         handled = sys.exc_info()[1]
         if not self._failed and handled is not None and trainer is not None and trainer.interrupted:
             self._fail(handled)

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -28,8 +27,9 @@ from torch.utils.data import (
     Sampler,
     get_worker_info,
 )
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from lightning_pipeshift.compat.lightning_private import RecordedBatches, recorded_batch_sampler
+from lightning_pipeshift.compat.torch_private import LOADER_ITERATOR, DataLoaderIterator
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.model.user_state.random_streams import (
     SharedRandomStream,
@@ -123,9 +123,9 @@ def _of_map(
         _require_equal(shares, "a DataLoader with batch_size=None")
         return {**changes, "sampler": _turns(loader.sampler, turn, stream)}
     # Lightning's, around the user's, for prediction: it has to stay the outermost.
-    is_recorded = isinstance(batches, _IndexBatchSamplerWrapper)
+    is_recorded = isinstance(batches, RecordedBatches)
     if is_recorded:
-        batches = batches._batch_sampler
+        batches = recorded_batch_sampler(batches)
     mine: Any
     if _is_standard(batches):
         part = Part(vm, shares, len(shares) * batches.batch_size, pads, batches.drop_last)
@@ -135,7 +135,7 @@ def _of_map(
     else:
         _require_equal(shares, f"the batch sampler {type(batches).__name__}")
         mine = _turns(batches, turn, stream)
-    return {**changes, "batch_sampler": _IndexBatchSamplerWrapper(mine) if is_recorded else mine}
+    return {**changes, "batch_sampler": RecordedBatches(mine) if is_recorded else mine}
 
 
 def _of_stream(
@@ -189,7 +189,7 @@ def _is_shared_out_by_user(loader: DataLoader[Any]) -> bool:
 
 def _check_not_begun(loader: DataLoader[Any]) -> None:
     for name, value in vars(loader).items():
-        if isinstance(value, _BaseDataLoaderIter) and name != "_iterator":
+        if isinstance(value, DataLoaderIterator) and name != LOADER_ITERATOR:
             raise ConfigurationError(
                 f"{type(loader).__name__} keeps an iterator that it made before training, as"
                 f" `{name}`: it would give every virtual machine all samples. Make the iterator in"

@@ -14,6 +14,11 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch.utils.data import IterableDataset
 
+from lightning_pipeshift.compat.lightning_private import (
+    combined_loader_of,
+    evaluation_loop,
+    predictions_of,
+)
 from lightning_pipeshift.errors import BatchError
 from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.model.execution.trees import map_leaves
@@ -137,7 +142,7 @@ class EvaluationSteps:
     @property
     def _loop(self) -> Any:
         trainer = self._trainer
-        return trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+        return trainer.predict_loop if trainer.predicting else evaluation_loop(trainer)
 
     def _place(self, rest: tuple[Any, ...]) -> tuple[int, int]:
         """The index of the batch and of its dataloader."""
@@ -146,7 +151,7 @@ class EvaluationSteps:
 
     def _is_needed_now(self, name: str, trace: Trace | None, loop: Any) -> bool:
         # The end of one of several dataloaders cannot be predicted if its length is unknown.
-        loaders = loop._combined_loader.flattened
+        loaders = combined_loader_of(loop).flattened
         unknown_end = len(loaders) > 1 and any(map(_may_end_early, loaders))
         next_hook = f"on_{name.removesuffix('_step')}_batch_start"
         return (
@@ -173,7 +178,7 @@ class EvaluationSteps:
             )
 
     def _await_prediction(self, loop: Any, dataloader_idx: int) -> None:
-        predictions = loop._predictions
+        predictions = predictions_of(loop)
         if dataloader_idx < len(predictions):
             self._awaited.append((predictions[dataloader_idx], len(predictions[dataloader_idx])))
 

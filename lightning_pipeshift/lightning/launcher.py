@@ -12,10 +12,13 @@ from typing import Any, Final
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 
+from lightning_pipeshift.compat.lightning_private import (
+    MultiProcessingLauncher,
+    SubprocessScriptLauncher,
+    start_children,
+)
 from lightning_pipeshift.runtime.liveness.failure import print_at_once
 
 _POLL_SECONDS: Final = 0.5
@@ -23,7 +26,7 @@ _POLL_SECONDS: Final = 0.5
 _GRACE_SECONDS: Final = 20.0
 
 
-class Launcher(_SubprocessScriptLauncher):
+class Launcher(SubprocessScriptLauncher):
     """Lightning's launcher, except for what happens when a process ends with an error.
 
     Lightning then kills all others within 5 seconds, before they have said why. Here the ranks
@@ -50,7 +53,7 @@ class Launcher(_SubprocessScriptLauncher):
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )
         if not self.cluster_environment.creates_processes_externally:
-            self._call_children_scripts()
+            start_children(self)
             first = self.cluster_environment.node_rank() * self.num_processes + 1
             watching = threading.Thread(
                 target=_watch, args=(self.procs, first), name="launcher", daemon=True
@@ -59,7 +62,7 @@ class Launcher(_SubprocessScriptLauncher):
         return function(*args, **kwargs)
 
 
-class NotebookLauncher(_MultiProcessingLauncher):
+class NotebookLauncher(MultiProcessingLauncher):
     """Starts the ranks as copies of this process, as a notebook is no script that could be run
     again. What they have trained is copied back.
     """

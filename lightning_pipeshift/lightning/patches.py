@@ -17,6 +17,8 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_pipeshift.compat.lightning_private import SIGTERM_NOTIFIER, signal_connector
+
 # A function of an optimizer and parameters: returns those that the optimizer does not have yet.
 FilterOnOptimizer = Callable[[Optimizer, Iterable[nn.Parameter]], list[nn.Parameter]]
 
@@ -71,7 +73,7 @@ class Adjustments:
 
     def notify_of_sigterm(self, trainer: pl.Trainer, notify: Callable[..., None]) -> None:
         """Calls ``notify`` on SIGTERM instead of Lightning's own handler, which broadcasts."""
-        self._set(trainer._signal_connector, "_sigterm_notifier_fn", notify)
+        self._set(signal_connector(trainer), SIGTERM_NOTIFIER, notify)
 
     def when_over(self, undo: Callable[[], None]) -> None:
         """Calls ``undo`` at the end of the run."""

@@ -15,7 +15,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelSummary
 from lightning.pytorch.plugins.precision import Precision
@@ -29,6 +28,13 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_pipeshift.commands.stage_table import layers_text, table
+from lightning_pipeshift.compat.lightning_names import TRAINER
+from lightning_pipeshift.compat.lightning_private import (
+    evaluation_loop,
+    update_properties,
+    use_distributed_sampler,
+    uses_distributed_sampler,
+)
 from lightning_pipeshift.errors import BatchError, PlanError
 from lightning_pipeshift.lightning.callbacks.finetuning import SharedComparison
 from lightning_pipeshift.lightning.checkpointing import CheckpointingStrategy
@@ -83,7 +89,7 @@ from lightning_pipeshift.runtime.step.status import status_of
 T = TypeVar("T")
 
 # Attributes of LightningModule and Metric themselves are not the user's state.
-_FRAMEWORK_ATTRIBUTES = frozenset(vars(pl.LightningModule())) | {"log", "log_dict", "_trainer"}
+_FRAMEWORK_ATTRIBUTES = frozenset(vars(pl.LightningModule())) | {"log", "log_dict", TRAINER}
 
 
 def _weighed(result: Any) -> Any:
@@ -301,10 +307,9 @@ class PipeShiftStrategy(CheckpointingStrategy):
         self._metric_sync = MetricSync(replicas)
         self._adjustments.when_over(silence_advice_to_synchronise())
         # Lightning's own samplers support neither shares nor global batches.
-        connector = trainer._accelerator_connector
         if self._shares_data is None:
-            self._shares_data = connector.use_distributed_sampler
-        connector.use_distributed_sampler = False
+            self._shares_data = uses_distributed_sampler(trainer)
+        use_distributed_sampler(trainer, False)
         self.precision_plugin = over_stages(
             self.precision_plugin, self._gradient_norms, self._gradient_hooks, channels.sum
         )
@@ -312,7 +317,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
         with self._deferred.recording():
             self.model = self.precision_plugin.convert_module(module)
         # What user code asks for (`self.device`), in nested LightningModules too.
-        _update_properties(module, device=self.root_device)
+        update_properties(module, device=self.root_device)
         for metric in module.modules():
             if isinstance(metric, Metric):
                 metric.to(self.root_device)
@@ -352,7 +357,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
             self._open_to_requests(self._request_folder, self._pipeline)
         self._evaluation = EvaluationSteps(trainer, self._pipeline)
         if trainer.state.fn == TrainerFn.FITTING:
-            self._reset_optimizers_and_schedulers()
+            self.optimizers, self.lr_scheduler_configs = [], []
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, is_plain)
             self._trained = self._pipeline
@@ -442,7 +447,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
 
     def on_validation_start(self) -> None:
         """Compares the lengths of the data over the ranks."""
-        self._begin_evaluation(self._require_module().trainer._evaluation_loop, "validation")
+        self._begin_evaluation(evaluation_loop(self._require_module().trainer), "validation")
 
     def on_test_start(self) -> None:
         """Compares the lengths of the data over the ranks."""
@@ -710,7 +715,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
                 pipeline.make_whole()
             elif pipeline.holdings is not None:
                 pipeline.holdings.to_cpu()
-        _update_properties(self._require_module(), device=torch.device("cpu"))
+        update_properties(self._require_module(), device=torch.device("cpu"))
         for metric in self._require_module().modules():
             if isinstance(metric, Metric):
                 metric.cpu()

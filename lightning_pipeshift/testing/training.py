@@ -20,6 +20,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_pipeshift.compat.lightning_private import combined_loader_of
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.lightning.strategy import PipeShiftStrategy
 from lightning_pipeshift.model.gates.layers import find_layers
@@ -215,7 +216,7 @@ class _Collector(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """Takes them."""
-        loader: Any = trainer.fit_loop._combined_loader
+        loader: Any = combined_loader_of(trainer.fit_loop)
         self.batches = [batch for batch, *_ in islice(iter(loader), self._num_batches)]
         trainer.should_stop = True
 

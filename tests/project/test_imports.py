@@ -1,5 +1,5 @@
-"""Imports run one way: plan <- model <- runtime <- the Lightning-facing top. And they leave torch
-and Lightning as they are, for those who import the package and train without it.
+"""Imports run one way: plan <- compat <- model <- runtime <- the Lightning-facing top. And they
+leave torch and Lightning as they are, for those who import the package and train without it.
 
 The direction is read from the source and not from what is loaded, so that imports inside functions,
 and for type checkers only, count.
@@ -15,14 +15,17 @@ from tests.harness import launch_script
 
 PACKAGE = "lightning_pipeshift"
 ROOT = Path(next(iter(lightning_pipeshift.__path__)))
-FLOORS = ("plan", "model", "runtime")
+FLOORS = ("plan", "compat", "model", "runtime")
 TOP = len(FLOORS)
+# Modules that are on the top, although the folder that they are in is further below.
+ON_TOP = {("compat", "lightning_private")}
 OPEN_TO_ALL = {"errors", "files", "host"}
 # What a floor may not import, although it lies below all of the house.
 FOREIGN = {
     0: {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics"},
     1: {"lightning", "pytorch_lightning", "lightning_fabric"},
     2: {"lightning", "pytorch_lightning", "lightning_fabric"},
+    3: {"lightning", "pytorch_lightning", "lightning_fabric"},
 }
 
 
@@ -30,6 +33,8 @@ def floor(parts):
     """The floor of a module of the package, from its name's parts; None for what is open to all."""
     if parts[1:2] and parts[1] in OPEN_TO_ALL:
         return None
+    if parts[1:3] in ON_TOP:
+        return TOP
     return FLOORS.index(parts[1]) if parts[1:2] and parts[1] in FLOORS else TOP
 
 
@@ -93,6 +98,12 @@ def test_no_file_imports_upward():
         ("model/a.py", "import lightning"),
         ("runtime/a.py", "from lightning_pipeshift.lightning.callbacks import LayerMigration"),
         ("runtime/a.py", "from pytorch_lightning import Trainer"),
+        ("plan/a.py", "from lightning_pipeshift.compat.torch_private import pytree"),
+        ("plan/a.py", "from lightning_pipeshift.compat import torch_private"),
+        ("model/a.py", "from lightning_pipeshift.compat.lightning_private import is_local_path"),
+        ("runtime/a.py", "from lightning_pipeshift.compat import lightning_private"),
+        ("compat/a.py", "import lightning"),
+        ("compat/a.py", "from lightning_pipeshift.model.gates.gate import Gate"),
         ("errors.py", "import torch"),
         ("errors.py", "from lightning_pipeshift.lightning.strategy import PipeShiftStrategy"),
     ],
@@ -112,6 +123,14 @@ def test_an_upward_import_is_found(path, source):
         ("model/a.py", "import torch\nfrom lightning_pipeshift.plan import action"),
         ("runtime/a.py", "import torch\nfrom lightning_pipeshift.model.gates.gate import Gate"),
         ("runtime/a.py", "from ..model import gate"),
+        ("model/a.py", "from lightning_pipeshift.compat.torch_private import pytree"),
+        ("runtime/a.py", "from lightning_pipeshift.compat.lightning_names import trainer_of"),
+        ("compat/torch_private.py", "import torch"),
+        ("compat/lightning_private.py", "import lightning"),
+        (
+            "lightning/strategy.py",
+            "from lightning_pipeshift.compat.lightning_private import is_local_path",
+        ),
         (
             "lightning/strategy.py",
             "import lightning\nfrom lightning_pipeshift.runtime import executor",

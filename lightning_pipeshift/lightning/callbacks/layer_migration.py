@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_pipeshift.compat.lightning_private import step_of_loggers
 from lightning_pipeshift.errors import ConfigurationError, PipeShiftError
 from lightning_pipeshift.lightning.strategy import PipeShiftStrategy
 from lightning_pipeshift.plan.document.moves import Move, check_moves
@@ -105,7 +106,7 @@ class LayerMigration(Callback):
         for decision in found[self._num_logged :]:
             figures = {f"pipeshift/{name}": value for name, value in decision.items()}
             for logger in trainer.loggers:
-                logger.log_metrics(figures, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+                logger.log_metrics(figures, step=step_of_loggers(trainer))
         self._num_logged = len(found)
 
 

@@ -13,6 +13,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipeshift.compat.torch_private import scale_device, scaler_device, scaler_state
 from lightning_pipeshift.model.execution.transfer import to_device, to_host
 
 # A function of the optimizer's parameters and the kind of norm: returns the norm of each parameter
@@ -66,18 +67,17 @@ class _ScalerOverStages(torch.amp.GradScaler):
         # Instead of `unscale_`, for optimizers whose kernel unscales (`fused=True`).
         super()._check_inf_per_device(optimizer)
         self._agree(optimizer)
-        return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        return scaler_state(self, optimizer)["found_inf_per_device"]
 
     def _agree(self, optimizer: Optimizer) -> None:
-        state = self._per_optimizer_states[id(optimizer)]
+        state = scaler_state(self, optimizer)
         found = state["found_inf_per_device"]
         mine = torch.zeros(1)
         for flag in to_host(list(found.values())):
             mine += flag
         # Kernels take 1, and nothing else, for an overflow, and the scaler adds the entries up.
         verdict = self.any_stage(mine).clamp(max=1).reshape(())
-        scale = self._scale
-        device = scale.device if scale is not None else torch.device(self._device)
+        device = scale_device(self)
         # A stage without gradients recorded nothing; the scaler insists on an entry. In host memory
         # it can be read at once; for kernels, the scaler takes it to the device.
         state["found_inf_per_device"] = {next(iter(found), device): verdict}
@@ -128,7 +128,7 @@ def loss_scale_of(plugin: Precision, num_steps: int) -> float | Tensor:
     if scaler is None or not scaler.is_enabled():
         return 1.0 / num_steps
     # The first `scale` makes the scaler's state.
-    scale: Tensor = scaler.scale(torch.ones((), device=torch.device(scaler._device))).double()
+    scale: Tensor = scaler.scale(torch.ones((), device=scaler_device(scaler))).double()
     # Divided by a plain number, a GPU would multiply by its rounded reciprocal.
     scale = scale / torch.full_like(scale, num_steps)
     return float(scale) if scale.device.type == "cpu" else scale

@@ -9,9 +9,14 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer import trainer as trainer_module
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_pipeshift.compat.lightning_names import trainer_of
+from lightning_pipeshift.compat.lightning_private import (
+    arguments_check,
+    make_precision,
+    make_precision_by,
+)
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.plan.inputs.policies import Planned, Policy
 from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
@@ -118,7 +123,7 @@ class MemoryCompression(Precision):
         """Raises ConfigurationError where another strategy runs the training."""
         from lightning_pipeshift.lightning.strategy import PipeShiftStrategy
 
-        trainer = getattr(model, "_trainer", None)
+        trainer = trainer_of(model)
         if trainer is not None and not isinstance(trainer.strategy, PipeShiftStrategy):
             raise ConfigurationError(
                 f"MemoryCompression works in the PipeShift strategy, and this run has"
@@ -171,12 +176,12 @@ def allow_beside_precision(connector: Any = None) -> bool:
         Whether it is allowed now. If it is not, then this version of Lightning has other methods
         than those that are known here; nothing has been replaced, and Lightning refuses the two.
     """
-    connector = connector or getattr(trainer_module, "_AcceleratorConnector", None)
-    check: Any = getattr(connector, "_check_config_and_set_final_flags", None)
+    known = arguments_check(connector)
+    if known is None:
+        return False
+    check, replace = known
     if hasattr(check, "__pipeshift__"):
         return True
-    if not callable(check) or not callable(getattr(connector, "_check_and_init_precision", None)):
-        return False
     signature = inspect.signature(check)
     if not {"plugins", "precision"} <= signature.parameters.keys():
         return False
@@ -192,17 +197,16 @@ def allow_beside_precision(connector: Any = None) -> bool:
         given.arguments["plugins"] = [plugin for plugin in plugins if plugin is not mine[0]]
         # Lightning calls this once it has the strategy, and finds it on the object before it finds
         # its own on the class.
-        self._check_and_init_precision = partial(_make_and_wrap, self, mine[0])
+        make_precision_by(self, partial(_make_and_wrap, self, mine[0]))
         return check(*given.args, **given.kwargs)
 
     check_config.__pipeshift__ = True  # type: ignore[attr-defined]
-    connector._check_config_and_set_final_flags = check_config
+    replace(check_config)
     return True
 
 
 def _make_and_wrap(connector: Any, plugin: MemoryCompression) -> MemoryCompression:
     """Makes the precision plugin as Lightning does, and wraps it."""
     # It has had its turn: from here on the object is as Lightning made it.
-    del connector._check_and_init_precision
-    plugin._wrap(connector._check_and_init_precision())
+    plugin._wrap(make_precision(connector))
     return plugin

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_pipeshift.compat.torch_private import dispatch_modes_disabled, without_torch_function
 from lightning_pipeshift.model.execution.trees import flatten, leaves_of
 from lightning_pipeshift.model.gates.gate import Gate
 from lightning_pipeshift.model.parameters.gradient_box import GradientBox
@@ -125,8 +125,8 @@ class Stopwatch:
                 torch.set_grad_enabled(trains),
                 # The modes that follow the step take longer than small operations, and must not
                 # record the measurement as user code.
-                _disable_current_modes(),
-                torch._C.DisableTorchFunction(),
+                dispatch_modes_disabled(),
+                without_torch_function(),
                 substituted(slots, self._here(slots, trains)),
             ):
                 for repeat in range(_REPEATS):

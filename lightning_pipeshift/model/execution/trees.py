@@ -14,7 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from lightning_pipeshift.compat.torch_private import pytree
 
 Rebuild = Callable[[list[Any]], Any]
 

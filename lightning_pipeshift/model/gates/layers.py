@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
-from torch.nn.modules.loss import _Loss
 from torchmetrics import Metric
 
+from lightning_pipeshift.compat.torch_private import Loss, parameters_of, persistent_buffers
 from lightning_pipeshift.errors import LayerError
 
 # Only exactly these classes are opened: a user's subclass may use its parts in its own way.
@@ -103,12 +103,10 @@ def _with_state(found: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
 
 
 def _has_state(module: nn.Module) -> bool:
-    if isinstance(module, _Loss | Metric):
+    if isinstance(module, Loss | Metric):
         return _num_parameters(module) > 0
     return _num_parameters(module) > 0 or any(
-        buffer is not None and name not in part._non_persistent_buffers_set
-        for part in module.modules()
-        for name, buffer in part._buffers.items()
+        buffer is not None for part in module.modules() for _, buffer in persistent_buffers(part)
     )
 
 
@@ -118,7 +116,7 @@ def _may_be_opened(module: nn.Module) -> bool:
     A module with parameters of its own uses them, and often those of its parts, in its own way
     (``nn.MultiheadAttention``).
     """
-    return bool(_parts(module)) and not any(p is not None for p in module._parameters.values())
+    return bool(_parts(module)) and not any(p is not None for p in parameters_of(module).values())
 
 
 class _Blocks:

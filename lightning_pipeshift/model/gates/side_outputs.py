@@ -16,6 +16,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from lightning_pipeshift.compat.torch_private import (
+    forward_hooks_of,
+    hooks_with_kwargs_of,
+    set_forward_hooks,
+)
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.trees import map_leaves
 
@@ -72,7 +77,7 @@ class Reports:
         """
         before = len(self._hooked), len(self._attributes)
         for part in self._layer.modules():
-            if part is not self._layer and part._forward_hooks:
+            if part is not self._layer and forward_hooks_of(part):
                 self._hooked.add(self._number(part))
             for name, value in part.__dict__.items():
                 if is_left(value) and (self._number(part), name) not in self._attributes:
@@ -94,16 +99,15 @@ class Reports:
         waiting = []
         for number in self._hooked:
             part = self._parts[number]
-            if part._forward_hooks:
-                waiting.append((part, part._forward_hooks, part._forward_hooks_with_kwargs))
-                part.__dict__["_forward_hooks"] = OrderedDict({0: self._noting(number)})
-                part.__dict__["_forward_hooks_with_kwargs"] = OrderedDict({0: True})
+            if hooks := forward_hooks_of(part):
+                waiting.append((part, hooks, hooks_with_kwargs_of(part)))
+                noting = OrderedDict({0: self._noting(number)})
+                set_forward_hooks(part, noting, OrderedDict({0: True}))
         try:
             yield
         finally:
             for part, hooks, with_kwargs in waiting:
-                part.__dict__["_forward_hooks"] = hooks
-                part.__dict__["_forward_hooks_with_kwargs"] = with_kwargs
+                set_forward_hooks(part, hooks, with_kwargs)
 
     def _noting(self, number: int) -> Callable[..., None]:
         def note(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -137,8 +141,8 @@ class Reports:
             if report.attribute is not None:
                 part.__dict__[report.attribute] = report.value
                 continue
-            for key, hook in list(part._forward_hooks.items()):
-                takes_kwargs = key in part._forward_hooks_with_kwargs
+            for key, hook in list(forward_hooks_of(part).items()):
+                takes_kwargs = key in hooks_with_kwargs_of(part)
                 given = (report.args, report.kwargs) if takes_kwargs else (report.args,)
                 if hook(part, *given, report.value) is None:
                     continue

@@ -22,10 +22,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from lightning_pipeshift.compat.torch_private import (
+    COPY_TO,
+    MODULE_TABLES,
+    TRUNCATED_NORMAL,
+    TorchDispatchMode,
+    dispatch_modes_disabled,
+    make_subclass,
+    no_dispatch,
+    no_torch_function,
+    parse_to,
+    pytree,
+    schema_of,
+    storage_key_of,
+    version_of,
+    without_torch_function,
+)
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.trees import flatten
 from lightning_pipeshift.model.saved.large_pages import let_go
@@ -128,7 +141,7 @@ class DeferredInit:
         """
         storage = _storage_of(tensor)
         if storage is not None:
-            self._lent[storage] = tensor._version
+            self._lent[storage] = version_of(tensor)
 
     def values(self, tensor: Tensor) -> Tensor:
         """The values that a tensor would have without deferring: on the CPU, in memory of its own.
@@ -230,7 +243,7 @@ class DeferredInit:
         results = pytree.tree_leaves(entry.run(*arguments[0], **arguments[1]))
         for leaf in pytree.tree_leaves(arguments) if self._lent else ():
             # Changed values exist in memory only, and must not be released.
-            if isinstance(leaf, Tensor) and self._lent.get(_storage_of(leaf)) == leaf._version:
+            if isinstance(leaf, Tensor) and self._lent.get(_storage_of(leaf)) == version_of(leaf):
                 let_go(leaf)
         for position, view in entry.results.items():
             result = results[position]
@@ -248,11 +261,11 @@ class _Promised(Tensor):
 
     _deferred: DeferredInit
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @staticmethod
     def __new__(cls, data: Tensor, deferred: DeferredInit) -> _Promised:
-        self: _Promised = Tensor._make_subclass(cls, data)
+        self: _Promised = make_subclass(cls, data)
         self._deferred = deferred
         return self
 
@@ -293,7 +306,7 @@ class _Promised(Tensor):
 @contextmanager
 def unrecorded() -> Iterator[None]:
     """Context, inside of a record, in which tensors are made with values as usual."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with dispatch_modes_disabled(), without_torch_function():
         yield
 
 
@@ -311,7 +324,7 @@ class _Appearance(TorchFunctionMode):
         tensor = args[0] if args else None
         if not isinstance(tensor, Tensor) or func not in _APPEARANCES:
             return func(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             if not self._deferred.knows(tensor):
                 return func(*args, **kwargs)
             return _APPEARANCES[func](self._deferred, tensor, *args[1:], **kwargs)
@@ -320,7 +333,7 @@ class _Appearance(TorchFunctionMode):
 def _moved(deferred: DeferredInit, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     # Each stage moves what it holds to its own device later.
     copies = kwargs.pop("copy", False)
-    device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    device, dtype, _, memory_format = parse_to(*args, **kwargs)
     if device == _META:
         return tensor.to(device)
     return tensor.to(
@@ -353,14 +366,14 @@ def _truncated_normals_whole(deferred: DeferredInit) -> Iterator[None]:
     The function draws until all numbers are inside the bounds, and reads values each time to check
     that: without this context, every rank would have to make every such tensor.
     """
-    name = "_no_grad_trunc_normal_"
+    name = TRUNCATED_NORMAL
     original = getattr(nn.init, name, None)
     if original is None:
         yield
         return
 
     def truncated_normal(tensor: Tensor, *args: Any, generator: Any = None) -> Tensor:
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             if not deferred.knows(tensor):
                 made: Tensor = original(tensor, *args, generator=generator)
                 return made
@@ -394,7 +407,7 @@ class _Operations(TorchDispatchMode):
         changed = written_arguments(func, args, kwargs)
         # Torch itself copies to the CPU in this way to read values, for a list of them; the user's
         # own `to` and `cpu` are handled before they get here.
-        wants_values = func is torch.ops.aten._to_copy.default and kwargs.get("device") == _CPU
+        wants_values = func is COPY_TO and kwargs.get("device") == _CPU
         if (
             wants_values
             or torch.Tag.data_dependent_output in func.tags
@@ -438,11 +451,11 @@ class _Operations(TorchDispatchMode):
         return self._deferred.values(tensor) if self._deferred.knows(tensor) else tensor
 
     def _recorded(self, tensor: Tensor) -> Any:
-        return _view_of(tensor) if tensor.is_meta else _Real(tensor, tensor._version)
+        return _view_of(tensor) if tensor.is_meta else _Real(tensor, version_of(tensor))
 
 
 def _names_device(func: Any) -> bool:
-    return any(argument.name == "device" for argument in func._schema.arguments)
+    return any(argument.name == "device" for argument in schema_of(func).arguments)
 
 
 def _covers(tensor: Tensor) -> bool:
@@ -454,7 +467,7 @@ def _covers(tensor: Tensor) -> bool:
 def _storage_of(tensor: Tensor) -> int | None:
     if tensor.layout != torch.strided:
         return None
-    return int(tensor.untyped_storage()._cdata)
+    return storage_key_of(tensor)
 
 
 def _view_of(tensor: Tensor) -> _View:
@@ -474,7 +487,7 @@ def _real_again(leaf: Any, storages: dict[int, torch.UntypedStorage]) -> Any:
     if isinstance(leaf, _View):
         return _part(leaf, storages)
     if isinstance(leaf, _Real):
-        if leaf.tensor._version != leaf.version:
+        if version_of(leaf.tensor) != leaf.version:
             raise LayerError(
                 f"A tensor of shape {tuple(leaf.tensor.shape)} went into the model's initial values"
                 " in `configure_model` and was changed in place afterwards. Give the model a copy."
@@ -503,7 +516,7 @@ def give_attributes_values(root: nn.Module, deferred: DeferredInit) -> None:
     """
     for module in root.modules():
         for name, value in list(vars(module).items()):
-            if name in ("_parameters", "_buffers", "_modules"):
+            if name in MODULE_TABLES:
                 continue
             leaves, rebuild = flatten(value)
             known = [isinstance(leaf, Tensor) and deferred.knows(leaf) for leaf in leaves]

@@ -17,9 +17,20 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._mode_utils import no_dispatch
 
+from lightning_pipeshift.compat.torch_private import (
+    FOR_EACH,
+    PARAMETER_MARK,
+    READ_NUMBER,
+    make_subclass,
+    mark_as_parameter,
+    no_dispatch,
+    pytree,
+    renew_hooks,
+    schema_of,
+    storage_use_count,
+    without_torch_function_of_subclasses,
+)
 from lightning_pipeshift.errors import LayerError, PipeShiftError, some_of
 from lightning_pipeshift.model.trace.placeholder import META, Placeholder
 from lightning_pipeshift.model.trace.schema import written_arguments
@@ -28,7 +39,7 @@ _NORMS = (
     "Norms of gradients over all stages come from `self.clip_gradients` and"
     " `lightning_pipeshift.grad_norm`."
 )
-_OWN_ATTRIBUTES = frozenset({"_home", "_is_param"})
+_OWN_ATTRIBUTES = frozenset({"_home", PARAMETER_MARK})
 
 
 class OwnerLookup(Protocol):
@@ -95,7 +106,7 @@ class Elsewhere(Tensor):
 
     @staticmethod
     def __new__(cls, data: Tensor, home: _Home, requires_grad: bool = False) -> Elsewhere:
-        self: Elsewhere = Tensor._make_subclass(cls, data, requires_grad)
+        self: Elsewhere = make_subclass(cls, data, requires_grad)
         self._home = home
         return self
 
@@ -114,7 +125,7 @@ class Elsewhere(Tensor):
         data = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
         made = cls(data, _Home(frozenset(lives_with), is_the_models), tensor.requires_grad)
         if isinstance(tensor, nn.Parameter):
-            made._is_param = True
+            mark_as_parameter(made)
         return made
 
     @property
@@ -131,7 +142,7 @@ class Elsewhere(Tensor):
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             return _set_data(*args)
         try:
-            with _writing(), torch._C.DisableTorchFunctionSubclass():
+            with _writing(), without_torch_function_of_subclasses():
                 return func(*args, **(kwargs or {}))
         except PipeShiftError:
             raise
@@ -209,8 +220,8 @@ def _unpickled(
 
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    name = func._schema.name
-    if name.startswith("aten::_foreach_"):
+    name = schema_of(func).name
+    if name.startswith(FOR_EACH):
         return _for_each(func, args, kwargs)
     if name == "aten::equal" and args[0] is args[1]:
         return True
@@ -247,13 +258,13 @@ def _without_values(
         with no_dispatch():
             result = func(*plain_args, **plain_kwargs)
     except NotImplementedError as error:
-        raise _reading(func._schema.name, absent) from error
+        raise _reading(schema_of(func).name, absent) from error
     for written in written_arguments(func, args, kwargs):
         if not isinstance(written, Elsewhere):
             _note_writing(written, lives_with, func)
         elif not written._home.is_the_models:
             written._home.lives_with = lives_with
-    is_view = any(a.alias_info and not a.alias_info.is_write for a in func._schema.arguments)
+    is_view = any(a.alias_info and not a.alias_info.is_write for a in schema_of(func).arguments)
     home = absent[0]._home if is_view else _Home(lives_with)
 
     def standing_for(made: Tensor) -> Tensor:
@@ -422,7 +433,7 @@ def _num_references(tensor: Tensor) -> int:
     # The storage object made here counts as one. It has to live while torch counts: from some
     # version of torch after 2.7 on it stays by itself, and until then it is gone.
     storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+    return storage_use_count(storage) - 1
 
 
 def _cannot_be_written(lives_with: frozenset[str], function: str) -> str:
@@ -442,7 +453,7 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
     if not isinstance(data, Elsewhere):
         # A write has no effect here, but the shape may change.
         data = Elsewhere.like(data, tensor.lives_with)
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function_of_subclasses():
         Tensor.data.__set__(tensor, data)  # type: ignore[attr-defined]
     if not tensor._home.is_the_models:
         tensor._home = _Home(data.lives_with)
@@ -456,12 +467,7 @@ def swap(tensor: Tensor, fresh: Tensor) -> None:
     attributes = {name: v for name, v in vars(tensor).items() if name not in _OWN_ATTRIBUTES}
     torch.utils.swap_tensors(tensor, fresh)
     vars(tensor).update(attributes)
-    # The swap moves the hooks to the other object: assigning them again puts them into effect.
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        hooks = getattr(tensor, name)
-        if hooks:
-            setattr(tensor, name, None)
-            setattr(tensor, name, hooks)
+    renew_hooks(tensor)
 
 
 # --- messages ---
@@ -483,9 +489,9 @@ def _reading(function: str, absent: Sequence[Elsewhere]) -> LayerError:
 
 
 def _short(function: Any) -> str:
-    name = function if isinstance(function, str) else function._schema.name
+    name = function if isinstance(function, str) else schema_of(function).name
     name = str(name).removeprefix("aten::")
-    return "item" if name == "_local_scalar_dense" else name
+    return "item" if name == READ_NUMBER.removeprefix("aten::") else name
 
 
 def _named(names: Iterable[str]) -> str:

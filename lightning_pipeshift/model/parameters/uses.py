@@ -18,6 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeshift.compat.torch_private import (
+    buffers_of,
+    drop_weak_references,
+    make_weak_references,
+    parameters_of,
+)
 from lightning_pipeshift.model.parameters.elsewhere import Elsewhere, swap
 from lightning_pipeshift.model.trace.placeholder import META
 
@@ -31,11 +37,11 @@ class Slot(NamedTuple):
 
     def put(self, tensor: Tensor | None) -> None:
         """Makes the place refer to ``tensor``, whatever its type."""
-        (self.module._buffers if self.is_buffer else self.module._parameters)[self.name] = tensor  # type: ignore[assignment]
+        (buffers_of if self.is_buffer else parameters_of)(self.module)[self.name] = tensor  # type: ignore[assignment]
 
     def get(self) -> Tensor | None:
         """The tensor that the place refers to."""
-        return (self.module._buffers if self.is_buffer else self.module._parameters)[self.name]
+        return (buffers_of if self.is_buffer else parameters_of)(self.module)[self.name]
 
 
 def slots_of(module: nn.Module) -> list[Slot]:
@@ -43,7 +49,7 @@ def slots_of(module: nn.Module) -> list[Slot]:
     return [
         Slot(owner, name, is_buffer)
         for owner in module.modules()
-        for is_buffer, table in ((False, owner._parameters), (True, owner._buffers))
+        for is_buffer, table in ((False, parameters_of(owner)), (True, buffers_of(owner)))
         for name, tensor in table.items()
         if tensor is not None
     ]
@@ -285,7 +291,7 @@ def other_state(layer: nn.Module) -> dict[tuple[str, str], Any]:
     """
     found: dict[tuple[str, str], Any] = {}
     for owner, module in layer.named_modules():
-        found |= {(owner, name): buffer for name, buffer in module._buffers.items()}
+        found |= {(owner, name): buffer for name, buffer in buffers_of(module).items()}
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             found[owner, ""] = module.get_extra_state()
     return found
@@ -305,11 +311,12 @@ def give_buffer(module: nn.Module, name: str, value: Tensor | None) -> None:
     """Gives a module a buffer's new values. If shape and type are unchanged, the buffer stays the
     same object.
     """
-    before = module._buffers.get(name)
+    buffers = buffers_of(module)
+    before = buffers.get(name)
     if before is None or value is None:
-        module._buffers[name] = value
+        buffers[name] = value
     elif before.shape != value.shape or before.dtype is not value.dtype:
-        module._buffers[name] = value.to(before.device) if before.device != META else value
+        buffers[name] = value.to(before.device) if before.device != META else value
     elif before.device == META:
         hold(before, value)
     else:
@@ -331,8 +338,8 @@ class flat_weights_forgotten:
 
     def __enter__(self) -> None:
         for module in self._modules:
-            module._flat_weight_refs = []
+            drop_weak_references(module)
 
     def __exit__(self, *_: object) -> None:
         for module in self._modules:
-            module._init_flat_weights()
+            make_weak_references(module)

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_pipeshift.model.saved.hooks import saving, top_hooks
+from lightning_pipeshift.compat.torch_private import top_saved_hooks
+from lightning_pipeshift.model.saved.hooks import saving
 from lightning_pipeshift.model.saved.saved_tensors import Observer, Saved, SavedTable, address_of
 from lightning_pipeshift.model.trace.placeholder import Placeholder
 from lightning_pipeshift.plan.inputs.saved_tensors import BEHIND, FRONT
@@ -52,7 +53,7 @@ class BetweenLayers:
 
     def is_undisturbed(self) -> bool:
         """Whether no other saved-tensor hooks are in force."""
-        top = top_hooks()
+        top = top_saved_hooks()
         return top is None or top[0] == self._pack
 
     def _pack(self, tensor: Tensor) -> Saved | Placeholder:

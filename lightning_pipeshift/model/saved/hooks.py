@@ -14,6 +14,12 @@ from typing import Any
 
 import torch
 
+from lightning_pipeshift.compat.torch_private import (
+    pop_saved_hooks,
+    push_saved_hooks,
+    top_saved_hooks,
+)
+
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 Disable = Callable[[str], AbstractContextManager[None]]
@@ -73,23 +79,18 @@ class _StandingAside:
         assert original is not None
         aside: list[Hooks] = []
         for hooks in reversed(_OURS.hooks):
-            top = top_hooks()
+            top = top_saved_hooks()
             if top is None or top[0] is not hooks[0]:
                 # The user's hooks: torch raises the error that they do not work together.
                 break
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+            pop_saved_hooks()
             aside.append(hooks)
         try:
             with original(error_message):
                 yield
         finally:
             for hooks in reversed(aside):
-                torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+                push_saved_hooks(*hooks)
 
 
 _ASIDE = _StandingAside()
-
-
-def top_hooks() -> Any:
-    """The innermost hooks in force in this thread, ours or not; ``None`` for none."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)

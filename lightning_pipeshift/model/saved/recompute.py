@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeshift.compat.torch_private import NormBase, version_of
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.trees import flatten
 from lightning_pipeshift.model.gates.gate import Gate
@@ -289,13 +290,12 @@ class _BuffersBefore:
 def _keeps_statistics(layer: nn.Module) -> bool:
     # Their kernels write to buffers without raising the version counter.
     return any(
-        isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
-        for module in layer.modules()
+        isinstance(module, NormBase) and module.track_running_stats for module in layer.modules()
     )
 
 
 def _version(tensor: Tensor | None) -> int:
-    return -1 if tensor is None else tensor._version
+    return -1 if tensor is None else version_of(tensor)
 
 
 def _never(_: int) -> Tensor:

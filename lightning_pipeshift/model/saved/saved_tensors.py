@@ -18,8 +18,8 @@ from typing import Any, Final, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_pipeshift.compat.torch_private import TorchDispatchMode, version_of
 from lightning_pipeshift.model.execution.trees import leaves_of
 from lightning_pipeshift.model.gates.gate import Gate
 from lightning_pipeshift.model.trace.placeholder import Placeholder
@@ -152,7 +152,7 @@ class Saved:
         # memory and the version counter.
         self.tensor: Tensor | None = tensor.detach()
         self._witness: Tensor = self.tensor
-        self._version: int = tensor._version
+        self._version: int = version_of(tensor)
         self._layout: tuple[Any, ...] = ()
         self.maker: Maker | None = None
         """Recomputes the tensor, if it is to be recomputed."""
@@ -204,7 +204,7 @@ class Saved:
     @property
     def is_unwritten(self) -> bool:
         """Whether the tensor has not been written to since it was saved."""
-        return self._witness._version == self._version
+        return version_of(self._witness) == self._version
 
     def require_unwritten(self, tensor: Tensor) -> None:
         """Raises autograd's own error if the tensor has been written to since it was saved."""
@@ -212,7 +212,7 @@ class Saved:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an"
                 f" inplace operation: [{tensor.type()} {list(tensor.shape)}] is at version"
-                f" {self._witness._version}; expected version {self._version} instead."
+                f" {version_of(self._witness)}; expected version {self._version} instead."
             )
 
 

@@ -14,11 +14,18 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from torch.autograd.function import Function
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
+
+from lightning_pipeshift.compat.torch_private import (
+    PRIVATE_QUESTIONS,
+    PRIVATE_READS,
+    current_function_mode,
+    interpreter_stack,
+    without_torch_function,
+)
 
 Call = Callable[..., Any]
 
@@ -52,8 +59,7 @@ _READS = frozenset(
         "__contains__",
         "__array__",
         "__format__",
-        "_is_all_true",
-        "_is_any_true",
+        *PRIVATE_READS,
     ]
 )
 _QUESTIONS = frozenset(
@@ -96,7 +102,6 @@ _QUESTIONS = frozenset(
         "promote_types",
         "__reduce_ex__",
         "__deepcopy__",
-        "_make_subclass",
         "is_tensor",
         "is_storage",
         "get_default_dtype",
@@ -104,12 +109,12 @@ _QUESTIONS = frozenset(
         "__torch_function__",
         "__cuda_array_interface__",
         "__array_priority__",
-        "_version",
         "is_coalesced",
         "dense_dim",
         "sparse_dim",
         "__dlpack__",
         "__dlpack_device__",
+        *PRIVATE_QUESTIONS,
     ]
 )
 
@@ -120,7 +125,7 @@ def is_transformed() -> bool:
     """Whether ``torch.func.grad`` or a similar function is under way. Then tensors are wrapped, and
     operations on them do not return what user code gets, so they are not numbered.
     """
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return interpreter_stack() is not None
 
 
 def kind_of(function: Any) -> tuple[Kind, str]:
@@ -190,7 +195,7 @@ class Operations(TorchFunctionMode):
 
     def is_innermost(self) -> bool:
         """Whether this is the innermost of all modes."""
-        return _get_current_function_mode() is self
+        return current_function_mode() is self
 
     def paused(self) -> AbstractContextManager[None]:
         """Context without the handler: for a layer, or code of ours."""
@@ -279,7 +284,7 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     # Handled like any function: no other handler is called while this one computes the result.
     stack.append(None)
     try:
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             return told.operation(applied, args, kwargs)
     finally:
         stack.pop()

@@ -16,17 +16,21 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._mode_utils import no_dispatch
 
+from lightning_pipeshift.compat.torch_private import (
+    INDEX_PUT,
+    make_wrapper_subclass,
+    no_dispatch,
+    no_torch_function,
+    pytree,
+    schema_of,
+)
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.trace.schema import written_arguments
 from lightning_pipeshift.plan.inputs.flow import TensorSpec, Value
 
 META = torch.device("meta")
-_INDEXING = frozenset(
-    {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
-)
+_INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", INDEX_PUT})
 
 
 class Origin:
@@ -124,13 +128,13 @@ class Placeholder(torch.Tensor):
     """Whether the tensor that it stands for requires a gradient; the placeholder itself has none.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @staticmethod
     def __new__(
         cls, shadow: torch.Tensor, device: torch.device, origin: Origin, requires_grad: bool = False
     ) -> Placeholder:
-        self = torch.Tensor._make_wrapper_subclass(
+        self: Placeholder = make_wrapper_subclass(
             cls,
             shadow.size(),
             strides=shadow.stride() if shadow.layout == torch.strided else None,
@@ -197,7 +201,7 @@ class Placeholder(torch.Tensor):
 
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if func._schema.name == "aten::resize_":
+    if schema_of(func).name == "aten::resize_":
         raise LayerError(
             "`resize_` changes a size in place, which stages that skip a layer cannot follow: use"
             " an operation that returns a new tensor (`reshape`, `new_empty`)."
@@ -216,7 +220,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         told.used(leaf.origin)
     values = set().union(*(leaf.origin.values for leaf in seen))
     device = kwargs.get("device") or seen[0].device
-    indexing = func._schema.name in _INDEXING
+    indexing = schema_of(func).name in _INDEXING
     plain = [_plain(leaf, indexing) for leaf in leaves]
     plain_args, plain_kwargs = pytree.tree_unflatten(plain, spec)
     if plain_kwargs.get("device") is not None:
@@ -236,7 +240,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             result = _shaped(func, plain, spec, plain_args, plain_kwargs)
     except (NotImplementedError, RuntimeError) as error:
         if _needs_values(error, func):
-            told.read(func._schema.name, values)
+            told.read(schema_of(func).name, values)
             result = estimate(torch.device("cpu"))
         else:
             # Some operations support less on the meta device than on others (`_grouped_mm` only
@@ -276,7 +280,7 @@ def _shaped(
 ) -> Any:
     """The result of ``func`` for meta tensors; a single new tensor may come from the cache."""
     key = None
-    if not any(argument.alias_info for argument in func._schema.arguments):
+    if not any(argument.alias_info for argument in schema_of(func).arguments):
         described = tuple(
             (leaf.shape, leaf.stride(), leaf.dtype)
             if isinstance(leaf, torch.Tensor)
@@ -352,7 +356,7 @@ def _estimate(function: str, placeholder: Placeholder) -> torch.Tensor:
 
 
 def _aliased_argument(func: Any, args: tuple[Any, ...]) -> Any:
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and position < len(args):
             return args[position]
     return None

@@ -22,6 +22,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeshift.compat.torch_private import (
+    MODULE_TABLES,
+    buffers_of,
+    parameters_of,
+    storage_key,
+    storage_key_of,
+)
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.measure import Stopwatch
 from lightning_pipeshift.model.execution.trees import Rebuild, flatten, leaves_of
@@ -606,12 +613,13 @@ class _Recorder(Watcher):
         """
         for written in self._written:
             storage = written.untyped_storage()
-            memory = self._memories.get(storage._cdata)
+            place = storage_key(storage)
+            memory = self._memories.get(place)
             if memory is None:
-                memory = self._memories[storage._cdata] = _Memory(storage)
-                self._given[storage._cdata] = storage
+                memory = self._memories[place] = _Memory(storage)
+                self._given[place] = storage
             for number, tensor in enumerate(given):
-                if isinstance(tensor, Placeholder) or self._storage_of(tensor) != storage._cdata:
+                if isinstance(tensor, Placeholder) or self._storage_of(tensor) != place:
                     continue
                 if self._member(memory, tensor) is None:
                     value = Value(layer, key[0], _FIRST_ARGUMENT + number, key[1])
@@ -636,7 +644,7 @@ class _Recorder(Watcher):
         if isinstance(tensor, Placeholder) or tensor.layout != torch.strided:
             return 0
         try:
-            return int(tensor.untyped_storage()._cdata)
+            return storage_key_of(tensor)
         except (RuntimeError, NotImplementedError):
             # A tensor of some other class that has no memory of its own.
             return 0
@@ -977,9 +985,9 @@ class _Recorder(Watcher):
         for module in self._root.modules():
             if id(module) not in inside:
                 for name, value in module.__dict__.items():
-                    if name not in ("_modules", "_parameters", "_buffers"):
+                    if name not in MODULE_TABLES:
                         found.extend(_placeholders_in(value, 3))
-                found.extend(_placeholders_in(module._buffers, 1))
+                found.extend(_placeholders_in(buffers_of(module), 1))
         return found
 
     def _touch(self, parameter: Tensor) -> None:
@@ -1148,9 +1156,9 @@ def _placeholders_in(value: Any, depth: int) -> list[Placeholder]:
 def _parameters_of(root: nn.Module) -> dict[int, Place]:
     """By identity of a storage, the parameter that has it."""
     return {
-        parameter.untyped_storage()._cdata: (module_name, name)
+        storage_key_of(parameter): (module_name, name)
         for module_name, module in root.named_modules()
-        for name, parameter in module._parameters.items()
+        for name, parameter in parameters_of(module).items()
         if parameter is not None and not parameter.is_meta
     }
 
@@ -1161,10 +1169,10 @@ def _state_of(root: nn.Module, gates: Sequence[Gate]) -> dict[int, Place]:
     found: dict[int, Place] = {}
     for module_name, module in root.named_modules():
         if id(module) not in inside:
-            for table in (module.__dict__, module._buffers):
+            for table in (module.__dict__, buffers_of(module)):
                 for name, value in table.items():
                     if isinstance(value, Tensor) and value.layout == torch.strided:
-                        found[value.untyped_storage()._cdata] = (module_name, name)
+                        found[storage_key_of(value)] = (module_name, name)
     return found
 
 

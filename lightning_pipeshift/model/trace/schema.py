@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Final
 
-import torch.utils._pytree as pytree
 from torch import Tensor
+
+from lightning_pipeshift.compat.torch_private import pytree, schema_of
 
 _KERNELS_WITH_HIDDEN_WRITES: Final = {
     "aten::batch_norm_gather_stats",
@@ -41,7 +42,7 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
 @lru_cache(maxsize=4096)
 def _writes_of(func: Any) -> tuple[tuple[tuple[int, str], ...], tuple[int, str] | None]:
     """The arguments that an operation writes to, and the one that has to be true for writes."""
-    schema = func._schema
+    schema = schema_of(func)
     hidden = _HIDDEN if schema.name in _KERNELS_WITH_HIDDEN_WRITES else ()
     places = list(enumerate(argument.name for argument in schema.arguments))
     writes = tuple(

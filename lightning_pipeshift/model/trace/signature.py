@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from lightning_pipeshift.compat.torch_private import pytree
 from lightning_pipeshift.model.execution.trees import flatten
 
 

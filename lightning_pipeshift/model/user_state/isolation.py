@@ -6,8 +6,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_pipeshift.compat.torch_private import (
+    READ_NUMBER,
+    TorchDispatchMode,
+    pytree,
+    schema_of,
+    storage_key,
+    storage_key_of,
+)
 from lightning_pipeshift.model.trace.placeholder import Placeholder
 from lightning_pipeshift.model.trace.schema import written_arguments
 
@@ -56,9 +63,7 @@ class Isolation(TorchDispatchMode):
             self._copy(tensor)
         if not self._copies:
             return func(*args, **kwargs)
-        copied_args, copied_kwargs = torch.utils._pytree.tree_map_only(
-            Tensor, self._copied, (args, kwargs)
-        )
+        copied_args, copied_kwargs = pytree.tree_map_only(Tensor, self._copied, (args, kwargs))
         result = func(*copied_args, **copied_kwargs)
         if written and isinstance(result, Tensor):
             # An in-place operation returns its argument.
@@ -77,14 +82,15 @@ class Isolation(TorchDispatchMode):
         self._remember(tensor.untyped_storage(), copy)
 
     def _remember(self, storage: Any, copy: Tensor) -> None:
-        self._copies[storage._cdata] = (storage, copy)
-        self._own[copy.untyped_storage()._cdata] = copy
+        self._copies[storage_key(storage)] = (storage, copy)
+        self._own[storage_key_of(copy)] = copy
 
     def _copy(self, tensor: Tensor) -> None:
         if isinstance(tensor, Placeholder) or tensor.layout != torch.strided or tensor.is_meta:
             return
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._copies and storage._cdata not in self._own:
+        key = storage_key(storage)
+        if key not in self._copies and key not in self._own:
             flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             flat.set_(storage.clone())
             self._remember(storage, flat)
@@ -92,7 +98,7 @@ class Isolation(TorchDispatchMode):
     def _copied(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, Placeholder) or tensor.layout != torch.strided or tensor.is_meta:
             return tensor
-        found = self._copies.get(tensor.untyped_storage()._cdata)
+        found = self._copies.get(storage_key_of(tensor))
         if found is None:
             return tensor
         view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -103,8 +109,8 @@ class Isolation(TorchDispatchMode):
 
 
 def _makes_shape(func: Any, args: tuple[Any, ...]) -> bool:
-    name = func._schema.name
-    if name == "aten::_local_scalar_dense":
+    name = schema_of(func).name
+    if name == READ_NUMBER:
         dtype = args[0].dtype
         return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
     if name == "aten::index":

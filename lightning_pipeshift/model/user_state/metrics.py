@@ -9,6 +9,12 @@ import torch
 from torch import nn
 from torchmetrics import Metric
 
+from lightning_pipeshift.compat.torchmetrics_private import (
+    last_value,
+    set_last_value,
+    set_update_count,
+)
+
 
 class BatchMetrics:
     """Makes a torchmetrics object that is called for each microbatch show the value for the whole
@@ -22,14 +28,16 @@ class BatchMetrics:
         self._metrics = [
             metric
             for metric in root.modules()
-            if isinstance(metric, Metric) and metric.full_state_update is False and metric._defaults
+            if isinstance(metric, Metric)
+            and metric.full_state_update is False
+            and metric.metric_state
         ]
         self._before: list[tuple[dict[str, Any], int]] = []
 
     def begin(self) -> None:
         """Sets the states aside."""
         self._before = [
-            ({k: copy.copy(v) for k, v in metric.metric_state.items()}, metric._update_count)
+            ({k: copy.copy(v) for k, v in metric.metric_state.items()}, metric.update_count)
             for metric in self._metrics
         ]
         for metric in self._metrics:
@@ -38,16 +46,15 @@ class BatchMetrics:
     def end(self) -> None:
         """Computes the batch's values, and adds the states that were set aside."""
         for metric, (state, count) in zip(self._metrics, self._before, strict=True):
-            if metric._update_count == 0:
+            if metric.update_count == 0:
                 for name, value in state.items():
                     setattr(metric, name, value)
-                metric._update_count = count
+                set_update_count(metric, count)
                 continue
-            batch_value = metric.compute() if metric._forward_cache is not None else None
-            metric._update_count = count + 1
+            batch_value = metric.compute() if last_value(metric) is not None else None
+            set_update_count(metric, count + 1)
             if count:
                 with torch.no_grad():
                     metric.merge_state(state)
-            metric._computed = None
-            metric._forward_cache = batch_value
+            set_last_value(metric, batch_value)
         self._before = []

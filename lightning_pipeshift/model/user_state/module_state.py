@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeshift.compat.torch_private import MODULE_TABLES, buffers_of, version_of
 from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.model.execution.trees import map_leaves
 from lightning_pipeshift.model.parameters.elsewhere import Elsewhere
@@ -27,7 +28,6 @@ from lightning_pipeshift.model.trace.placeholder import Placeholder
 
 Path = tuple[str, str]
 _DEPTH = 3
-_OWN_TABLES = frozenset({"_modules", "_parameters", "_buffers"})
 # In longer containers, plain values and tensors are compared by identity only: inspecting each one
 # at every step would take too long.
 _WIDTH = 256
@@ -94,11 +94,12 @@ class TailState:
         """Applies the changes of the last stage here, to the last recorded state."""
         for (module_name, name), change in changes.items():
             module = self.modules[module_name]
-            table = module._buffers if name in module._buffers else module.__dict__
+            buffers = buffers_of(module)
+            table: Any = buffers if name in buffers else module.__dict__
             current = table.get(name)
             change = to_device(change, device)
             if (
-                name in module._buffers
+                name in buffers
                 and isinstance(current, Tensor)
                 and isinstance(change, Replaced)
                 and current.shape == change.value.shape
@@ -115,9 +116,9 @@ class TailState:
             value_of: the value that a placeholder stands for.
         """
         for module in self.modules.values():
-            for table in (module.__dict__, module._buffers):
+            for table in (module.__dict__, buffers_of(module)):
                 for name, value in list(table.items()):
-                    if name not in self.ignored and name not in _OWN_TABLES:
+                    if name not in self.ignored and name not in MODULE_TABLES:
                         table[name] = _resolved(value, value_of, _DEPTH)
 
     def _attributes(self) -> Iterator[tuple[Path, Any]]:
@@ -125,7 +126,7 @@ class TailState:
             for name, value in module.__dict__.items():
                 if name not in self.ignored:
                     yield (module_name, name), value
-            for name, value in module._buffers.items():
+            for name, value in buffers_of(module).items():
                 if value is not None:
                     yield (module_name, name), value
 
@@ -147,7 +148,7 @@ def _resolved(value: Any, value_of: Callable[[Any], Any], depth: int) -> Any:
 def _mark(value: Any, depth: int) -> _Mark:
     if isinstance(value, Tensor):
         # The tensor itself is kept, so that its identity is not reused.
-        version = 0 if value.is_inference() else value._version
+        version = 0 if value.is_inference() else version_of(value)
         return _Mark("tensor", value, (version, value.clone() if value.is_inference() else None))
     if value is None or isinstance(value, int | float | str | bytes | complex):
         return _Mark("plain", value)
@@ -182,7 +183,7 @@ def _change(mark: _Mark | None, value: Any, depth: int) -> Any:
     if mark.kind == "tensor":
         version, before = mark.detail
         changed = (
-            not torch.equal(before, value) if before is not None else value._version != version
+            not torch.equal(before, value) if before is not None else version_of(value) != version
         )
         return Replaced(value) if changed else None
     if mark.kind == "list":

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeshift.compat.lightning_names import OWNERS
+
 # How many references deep to search from a module's attributes, a class or a user's Python module.
 _DEPTH = 4
 _LONGEST = 100_000
@@ -166,7 +168,7 @@ class _Undo:
         if len(before) <= _LONGEST:
             for key, entry in before.items():
                 # The Trainer that runs the step is not part of it.
-                if key not in ("_trainer", "_fabric"):
+                if key not in OWNERS:
                     self.remember(entry, depth - 1)
 
     def remember_class(self, kind: type) -> None:

@@ -19,7 +19,7 @@ import ctypes
 import random
 import struct
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
@@ -28,13 +28,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_pipeshift.compat.random_private import (
+    NUM_WORDS,
+    position_of,
+    python_position,
+    seed_in_place,
+)
+
 _MASK_32 = (1 << 32) - 1
 _MASK_64 = (1 << 64) - 1
-# The position of a Mersenne Twister before the first draw.
-_FRESH = 624
 # After so many places in a pass without a draw from NumPy or `random`, the code is assumed not to
 # draw from them, and they are not switched any more.
 _MOST_LOOKS = 1024
+
+_python_position = python_position()
 
 
 def stream_seed(*key: int | str) -> int:
@@ -63,7 +70,7 @@ class RandomStreams:
         # pointer. So each depth of nesting has its own bit generator, which is swapped in and out.
         self._numpy_generators: list[np.random.MT19937] = []
         self._numpy_places: list[ctypes.c_int] = []
-        """The position of each of them: :data:`_FRESH` before the first draw."""
+        """The position of each of them: :data:`NUM_WORDS` before the first draw."""
         self._bases: list[int] = []
         self._is_host_used = False
         """Whether code that is not followed has been seen to draw from NumPy or ``random``."""
@@ -97,7 +104,7 @@ class RandomStreams:
         self._bases.append(0)
         if len(self._numpy_generators) < len(self._bases):
             self._numpy_generators.append(np.random.MT19937(0))
-            self._numpy_places.append(_place_of(self._numpy_generators[-1]))
+            self._numpy_places.append(position_of(self._numpy_generators[-1]))
         try:
             self.begin(*key)
             yield
@@ -153,48 +160,18 @@ class RandomStreams:
 
     def has_drawn_on_host(self) -> bool:
         """Whether anything was drawn from NumPy or ``random`` since they were switched last."""
-        has_drawn = self._numpy_places[len(self._bases) - 1].value != _FRESH
-        return has_drawn or _place_of_python() != _FRESH
+        has_drawn = self._numpy_places[len(self._bases) - 1].value != NUM_WORDS
+        return has_drawn or _python_position() != NUM_WORDS
 
     def _seed(self, seed: int, host: bool) -> None:
         for generator in self._generators:
             generator.manual_seed(seed)
         if host:
             random.seed(seed)
-            numpy_generator: Any = self._numpy_generators[len(self._bases) - 1]
-            numpy_generator._legacy_seeding(seed & _MASK_32)
+            numpy_generator = self._numpy_generators[len(self._bases) - 1]
+            seed_in_place(numpy_generator, seed & _MASK_32)
             # Setting it again also drops the spare number of NumPy's paired normal draws.
             np.random.set_bit_generator(numpy_generator)  # type: ignore[attr-defined]
-
-
-def _place_of(generator: Any) -> ctypes.c_int:
-    """The position of a Mersenne Twister, in its own memory: to get its whole state at every layer
-    would take longer than many layers.
-
-    The memory layout is that of NumPy's `mt19937.h`: 624 words of 4 bytes, and then the position.
-    """
-    return ctypes.c_int.from_address(generator.ctypes.state_address + 4 * _FRESH)
-
-
-def _python_place() -> Callable[[], int]:
-    """A function that returns the position of Python's own generator. It reads the generator's
-    memory, where CPython's `_randommodule.c` has the position in front of the 624 words. If that
-    differs from ``random.getstate``, it calls the latter every time.
-    """
-    generator = random.Random(0)
-    place = ctypes.c_int.from_address(id(generator) + object.__basicsize__)
-    agrees = True
-    for _ in range(3):
-        agrees &= place.value == generator.getstate()[1][-1]
-        generator.random()
-    shared = getattr(random, "_inst", None)
-    if not agrees or type(shared) is not random.Random:
-        return lambda: random.getstate()[1][-1]
-    in_use = ctypes.c_int.from_address(id(shared) + object.__basicsize__)
-    return lambda: in_use.value
-
-
-_place_of_python = _python_place()
 
 
 def _mixed(number: int) -> int:

@@ -29,6 +29,11 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from lightning_pipeshift.compat.torch_distributed_private import (
+    backend_of,
+    forget_all_groups,
+    set_options_timeout,
+)
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.runtime.comm.lane import Line, Watched
 from lightning_pipeshift.runtime.comm.sockets import Opened, keep_for_ever, open_sockets
@@ -179,7 +184,7 @@ class ProcessGroups:
         if not self._aborts:
             dist.destroy_process_group()
         elif not any(thread.is_alive() for thread in self._aborts):
-            _forget_all_groups()
+            forget_all_groups()
         else:
             warnings.warn(
                 "PipeShift: communicators of this rank's GPU did not end within"
@@ -221,7 +226,7 @@ def _quietly(abort: Callable[[], None]) -> None:
         abort()
 
 
-# --- the names of torch that are not public ---
+# --- what NCCL's groups offer beyond torch.distributed ---
 
 
 def nccl_options(timeout: timedelta, purpose: Purpose) -> Any:
@@ -232,7 +237,7 @@ def nccl_options(timeout: timedelta, purpose: Purpose) -> Any:
         purpose: what it is for.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout
+    set_options_timeout(options, timeout)
     # Sums are not waited for by kernels that are posted early, and need all the bandwidth.
     if purpose is not Purpose.SUMS and hasattr(options, "config"):
         options.config.max_ctas = _MOST_CTAS
@@ -246,7 +251,7 @@ def _backend_of(group: Any, device: torch.device) -> Any:
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return None
     try:
-        backend = group._get_backend(device)
+        backend = backend_of(group, device)
     except RuntimeError:
         return None
     # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch puts one around each that cannot abort.
@@ -279,11 +284,3 @@ def _error_of(group: Any, device: torch.device) -> str | None:
     get_error = getattr(backend, "get_error", None)
     name = "SUCCESS" if get_error is None else str(get_error().name)
     return None if name == "SUCCESS" else name
-
-
-def _forget_all_groups() -> None:
-    """Lets torch forget all groups, without waiting for the operations under way as
-    ``destroy_process_group`` does. Their communicators have been aborted.
-    """
-    forget = getattr(dist.distributed_c10d, "_abort_process_group", None)
-    (forget or dist.destroy_process_group)()

@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from lightning_pipeshift.compat.torch_private import buffers_of
 from lightning_pipeshift.model.parameters.uses import (
     ParameterUse,
     give_buffer,
@@ -106,7 +107,7 @@ def match_replicas(
     buffers = {
         (owner, name): buffer
         for owner, module in outside.items()
-        for name, buffer in module._buffers.items()
+        for name, buffer in buffers_of(module).items()
     }
     if buffers and replicas.rank == first:
         for ranks in topology.ranks[1:]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipeshift.compat.torch_private import buffers_of, storage_key, storage_key_of
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.transfer import to_host
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
@@ -139,7 +140,7 @@ class Holdings:
         for layer, stage in self.layers:
             for module in layer.modules():
                 is_here = stage == self.stage or id(module) in self._of_user_code
-                for buffer in module._buffers.values():
+                for buffer in buffers_of(module).values():
                     if buffer is not None:
                         _, is_held = inside.get(id(buffer), (buffer, False))
                         inside[id(buffer)] = (buffer, is_held or is_here)
@@ -178,15 +179,15 @@ class Holdings:
         """Whether a tensor's memory is that of a parameter, gradient or layer's buffer of this
         stage.
         """
-        memory = tensor.untyped_storage()._cdata
+        memory = storage_key_of(tensor)
         own: list[Tensor | None] = []
         for use in self.uses:
             own += [use.parameter, use.parameter.grad]
         for layer, _ in self.layers:
             for module in layer.modules():
                 if id(module) not in self._of_user_code:
-                    own += module._buffers.values()
-        return any(one is not None and one.untyped_storage()._cdata == memory for one in own)
+                    own += buffers_of(module).values()
+        return any(one is not None and storage_key_of(one) == memory for one in own)
 
     def aliases(self, tensor: Tensor, afresh: bool = False) -> list[Tensor]:
         """The tensors kept by user code that have the same memory.
@@ -198,9 +199,9 @@ class Holdings:
         if self._aliases is None or afresh:
             self._aliases = {}
             for kept in self._kept().values():
-                memory = kept.untyped_storage()._cdata
+                memory = storage_key_of(kept)
                 self._aliases.setdefault(memory, []).append(kept)
-        return self._aliases.get(tensor.untyped_storage()._cdata, [])
+        return self._aliases.get(storage_key_of(tensor), [])
 
     def copied(self, tensor: Tensor) -> str | None:
         """The parameter or buffer of which user code keeps a copy with this tensor's memory."""
@@ -209,14 +210,12 @@ class Holdings:
         num_elements = storage.nbytes() // tensor.element_size()
         if num_elements < self._smallest[tensor.is_floating_point()]:
             return None
-        memory = storage._cdata
+        memory = storage_key(storage)
         if self._copies is not None and memory not in self._copies:
             return None
         # Searched once in a step, and again for a memory that another tensor may have by now.
         self._copies = {
-            copy.untyped_storage()._cdata: name
-            for copy, name in self._found_copies()
-            if not copy.is_meta
+            storage_key_of(copy): name for copy, name in self._found_copies() if not copy.is_meta
         }
         return self._copies.get(memory)
 
@@ -231,7 +230,7 @@ class Holdings:
         for layer, _ in self.layers:
             for module in layer.modules():
                 if id(module) not in self._of_user_code:
-                    own.update(map(id, module._buffers.values()))
+                    own.update(map(id, buffers_of(module).values()))
         return own
 
     def _kept(self) -> dict[str, Tensor]:

@@ -17,6 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeshift.compat.lightning_names import trainer_of
+from lightning_pipeshift.compat.torch_private import (
+    MODULE_TABLES,
+    buffers_of,
+    modules_of,
+    parameters_of,
+)
 from lightning_pipeshift.errors import some_of
 from lightning_pipeshift.model.parameters.elsewhere import Elsewhere
 from lightning_pipeshift.runtime.comm.channels import Channels
@@ -52,9 +59,14 @@ def walk(path: str, value: Any, seen: set[int], depth: int = _DEPTH) -> Iterator
     seen.add(id(value))
     yield Node(path, value)
     if isinstance(value, nn.Module):
-        parts = {**value._parameters, **value._buffers, **value._modules, **value.__dict__}
+        parts = {
+            **parameters_of(value),
+            **buffers_of(value),
+            **modules_of(value),
+            **value.__dict__,
+        }
         for name, part in parts.items():
-            if name not in ("_parameters", "_buffers", "_modules"):
+            if name not in MODULE_TABLES:
                 yield from walk(f"{path}.{name}", part, seen, depth)
     elif depth and not isinstance(value, Tensor):
         for name, part in _parts(value):
@@ -93,7 +105,7 @@ def kept_by_user(root: nn.Module, known: Collection[int]) -> Iterator[Node]:
     seen = set(known)
     yield from walk("module", root, seen)
     # Without a Trainer there are no callbacks.
-    trainer = root.__dict__.get("_trainer")
+    trainer = trainer_of(root)
     for number, callback in enumerate(getattr(trainer, "callbacks", ())):
         for name, value in vars(callback).items():
             yield from walk(f"callback {number}.{name}", value, seen)

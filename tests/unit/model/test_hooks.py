@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.model.saved.hooks import saving, top_hooks
+from lightning_pipeshift.compat.torch_private import top_saved_hooks
+from lightning_pipeshift.model.saved.hooks import saving
 
 
 def cubes(x: Tensor) -> Tensor:
@@ -39,7 +40,7 @@ def test_torch_func_runs_and_hooks_are_back_behind_it(depth: int) -> None:
         return (x.exp() * gradient).sum()
 
     y = inside(0)
-    assert top_hooks() is None
+    assert top_saved_hooks() is None
     # The innermost hooks alone are asked: for the exponential, and for both factors.
     assert [len(one) for one in saved] == [0] * (depth - 1) + [3]
     y.backward()
@@ -56,7 +57,7 @@ def test_hooks_of_the_users_own_are_still_refused() -> None:
         torch.func.grad(cubes)(x)
     with theirs, counted([]), pytest.raises(RuntimeError, match="saved tensor hooks"):
         torch.func.grad(cubes)(x)
-    assert top_hooks() is None
+    assert top_saved_hooks() is None
 
 
 def test_nothing_is_left_behind() -> None:
@@ -70,7 +71,7 @@ def test_nothing_is_left_behind() -> None:
     with pytest.raises(ZeroDivisionError):
         fails()
     assert torch.autograd.graph.disable_saved_tensors_hooks is before
-    assert top_hooks() is None
+    assert top_saved_hooks() is None
 
 
 def test_threads_have_hooks_of_their_own() -> None:
@@ -78,7 +79,7 @@ def test_threads_have_hooks_of_their_own() -> None:
 
     def other() -> None:
         x = torch.ones(2, requires_grad=True)
-        found.append(top_hooks())
+        found.append(top_saved_hooks())
         found.append(torch.func.grad(cubes)(x))
         saved: list[Tensor] = []
         with counted(saved):
@@ -89,7 +90,7 @@ def test_threads_have_hooks_of_their_own() -> None:
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
-        assert top_hooks() is not None
+        assert top_saved_hooks() is not None
     assert found[0] is None
     assert found[1].tolist() == [3.0, 3.0]
     assert found[2] == 1

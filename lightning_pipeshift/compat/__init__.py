@@ -1,0 +1,1 @@
+"""The only place that uses private names of torch, torchmetrics, Lightning, NumPy and CPython."""

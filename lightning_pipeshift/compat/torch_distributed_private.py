@@ -1,0 +1,38 @@
+"""Private names of ``torch.distributed``. See :mod:`~lightning_pipeshift.compat.torch_private`."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def default_store() -> Any:
+    """The store of the default process group, whoever has made it. Torch returns none publicly."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def set_options_timeout(options: Any, timeout: timedelta) -> None:
+    """Sets the timeout in a backend's options. ``new_group(timeout=...)`` is ignored where options
+    are given.
+    """
+    options._timeout = timeout
+
+
+def backend_of(group: Any, device: torch.device) -> Any:
+    """The backend object that carries a group's operations on a device: it can abort them.
+
+    Raises:
+        RuntimeError: the group has none for this device.
+    """
+    return group._get_backend(device)
+
+
+def forget_all_groups() -> None:
+    """Lets torch forget all process groups, without waiting for the operations under way as
+    ``destroy_process_group`` does; as that does where this torch has no other function.
+    """
+    forget = getattr(dist.distributed_c10d, "_abort_process_group", None)
+    (forget or dist.destroy_process_group)()

@@ -1,0 +1,251 @@
+"""Private names of torch: tensors, dispatch, autograd and modules. See ``compat`` for the rest.
+
+A new version of torch may rename or change any of them without notice.
+``tests/unit/compat/test_torch_private.py`` checks what the package relies on, so a change shows
+there first. All were checked with torch 2.13; ``constraints-lowest.txt`` says what was run with
+older versions. Names that are called for every operation or layer are plain aliases, so that they
+cost no further call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.loss import _Loss as Loss
+from torch.overrides import _get_current_function_mode as current_function_mode
+from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as dispatch_modes_disabled
+from torch.utils.data.dataloader import _BaseDataLoaderIter as DataLoaderIterator
+
+# The imported names, and why no public one serves:
+# - NormBase: the base class of all batch and instance norms; the public classes are many.
+# - Loss: the base class of the loss modules, likewise.
+# - current_function_mode: the innermost TorchFunctionMode; torch only has the stack.
+# - pytree: public packages (optree) order dicts otherwise, and lack the classes that libraries
+#   register here.
+# - no_dispatch: context without tensor subclasses and dispatch modes.
+# - TorchDispatchMode: documented, but only under this name.
+# - dispatch_modes_disabled: context without dispatch modes in which subclasses still dispatch.
+# - DataLoaderIterator: the base class of the iterators that a DataLoader makes.
+__all__ = [
+    "DataLoaderIterator",
+    "Loss",
+    "NormBase",
+    "TorchDispatchMode",
+    "current_function_mode",
+    "dispatch_modes_disabled",
+    "no_dispatch",
+    "pytree",
+]
+
+# --- dispatch ---
+
+without_torch_function = torch._C.DisableTorchFunction
+"""Context without torch function modes and ``__torch_function__`` of subclasses. The public way to
+switch off both does not exist; torch's documentation names this class."""
+
+without_torch_function_of_subclasses = torch._C.DisableTorchFunctionSubclass
+"""Context without ``__torch_function__`` of subclasses, in which modes still see functions."""
+
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+"""The ``__torch_function__`` of a subclass that only has a ``__torch_dispatch__``. A method of
+Python that does the same would be called for every function."""
+
+interpreter_stack: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+"""The innermost function transform (``torch.func.grad``) under way; ``None`` for none. torch has no
+public way to ask."""
+
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""The schema of an operation, as ``__torch_dispatch__`` gets it: its name, and which arguments it
+writes to or returns views of."""
+
+parse_to: Callable[..., Any] = torch._C._nn._parse_to
+"""``(device, dtype, non_blocking, memory_format)`` from the arguments of ``Tensor.to``, which has
+many forms. ``nn.Module.to`` parses them with this, too."""
+
+# Operations whose names are not public, as a schema or a torch function mode has them.
+READ_NUMBER: Final = "aten::_local_scalar_dense"
+"""Reads the value of a tensor with one element: ``Tensor.item``."""
+INDEX_PUT: Final = "aten::_index_put_impl_"
+FOR_EACH: Final = "aten::_foreach_"
+"""The beginning of the names of operations on lists of tensors, which optimizers use."""
+COPY_TO: Final = torch.ops.aten._to_copy.default
+"""The operation behind ``Tensor.to`` where it copies."""
+PRIVATE_READS: Final = frozenset({"_is_all_true", "_is_any_true"})
+"""Methods of a tensor that read its values."""
+PRIVATE_QUESTIONS: Final = frozenset({"_make_subclass", "_version"})
+"""Methods and attributes of a tensor that do not depend on its values."""
+
+# --- tensors ---
+
+make_subclass: Callable[..., Any] = Tensor._make_subclass
+"""A tensor of a subclass with the memory of another one: ``(cls, data, requires_grad)``. Torch's
+documentation of subclasses names it, and there is no other way."""
+
+make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
+"""A tensor of a subclass without memory: ``(cls, size, strides=..., dtype=..., ...)``. Torch's
+documentation of subclasses names it, and there is no other way."""
+
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""How often a tensor's memory was written to: autograd's counter for in-place writes. Torch's
+public ``torch.autograd.graph.increment_version`` only raises it."""
+
+storage_key: Callable[[Any], int] = attrgetter("_cdata")
+"""The identity of a storage: equal for all tensors with the same memory, also on the meta device,
+where ``data_ptr`` is 0 for all. It may be used again once the storage is gone."""
+
+
+def storage_key_of(tensor: Tensor) -> int:
+    """The identity of a tensor's storage. See :data:`storage_key`."""
+    return storage_key(tensor.untyped_storage())
+
+
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """How many tensors and Python objects refer to a storage; the one passed here counts as one.
+
+    The caller has to keep the object in a variable: from some version of torch after 2.7 on it
+    counts by itself, and until then a temporary one would be gone. Torch's public counts are of
+    Python objects, and not of storages.
+    """
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def mark_as_parameter(tensor: Tensor) -> None:
+    """Makes ``isinstance(tensor, nn.Parameter)`` true for a tensor of another subclass, as
+    ``nn.Parameter(tensor)`` does for classes that it can make itself.
+    """
+    tensor._is_param = True
+
+
+PARAMETER_MARK: Final = "_is_param"
+"""The attribute that :func:`mark_as_parameter` sets."""
+
+
+def renew_hooks(tensor: Tensor) -> None:
+    """Puts a tensor's hooks into effect after ``torch.utils.swap_tensors``, which leaves them on
+    the list, but with the other object.
+
+    Public functions would add the hooks a second time, under other numbers, and the handles that
+    users have would not remove them.
+    """
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(tensor, name)
+        if hooks:
+            setattr(tensor, name, None)
+            setattr(tensor, name, hooks)
+
+
+# --- hooks on saved tensors ---
+
+
+def top_saved_hooks() -> Any:
+    """The innermost hooks on saved tensors in this thread, as ``(pack, unpack)``; ``None`` for
+    none. ``torch.autograd.graph.saved_tensors_hooks`` cannot be asked.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+pop_saved_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+"""Removes the innermost hooks on saved tensors, outside of the context that has set them."""
+
+push_saved_hooks: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks
+"""Sets hooks on saved tensors, ``(pack, unpack)``; :func:`pop_saved_hooks` removes them."""
+
+# --- modules ---
+
+# The tables themselves, where entries are replaced by tensors of any class, or where `None` counts:
+# `setattr` checks the class, and `named_buffers` and its like leave `None` out.
+buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+"""A module's own buffers by name, with ``None`` for empty ones."""
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+"""A module's own parameters by name, with ``None`` for empty ones."""
+modules_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+"""A module's own submodules by name, with ``None`` for empty ones."""
+MODULE_TABLES: Final = frozenset({"_parameters", "_buffers", "_modules"})
+"""The names of these tables in the module's ``__dict__``."""
+
+forward_hooks_of: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attrgetter(
+    "_forward_hooks"
+)
+"""A module's forward hooks by number. Torch's public functions only add and remove them."""
+hooks_with_kwargs_of: Callable[[nn.Module], dict[int, bool]] = attrgetter(
+    "_forward_hooks_with_kwargs"
+)
+"""The numbers of the forward hooks that take keyword arguments."""
+
+
+def set_forward_hooks(module: nn.Module, hooks: Any, with_kwargs: Any) -> None:
+    """Replaces a module's forward hooks.
+
+    Args:
+        module: the module.
+        hooks: see :data:`forward_hooks_of`.
+        with_kwargs: see :data:`hooks_with_kwargs_of`.
+    """
+    module.__dict__["_forward_hooks"] = hooks
+    module.__dict__["_forward_hooks_with_kwargs"] = with_kwargs
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
+    """A module's own buffers that are in its state dict. To make a state dict would call the user's
+    hooks.
+    """
+    for name, buffer in module._buffers.items():
+        if name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def copy_metadata(state_dict: Any, to: Any) -> None:
+    """Gives a state dict the versions of modules that another one has, if it has them.
+    ``nn.Module.state_dict`` sets them as an attribute, and torch has no function for it.
+    """
+    if hasattr(state_dict, "_metadata"):
+        to._metadata = state_dict._metadata
+
+
+def drop_weak_references(module: nn.RNNBase) -> None:
+    """Makes a recurrent module forget its weak references to its parameters: a tensor that has some
+    cannot be swapped.
+    """
+    module._flat_weight_refs = []
+
+
+def make_weak_references(module: nn.RNNBase) -> None:
+    """Makes what :func:`drop_weak_references` has dropped. ``flatten_parameters`` does not."""
+    module._init_flat_weights()
+
+
+TRUNCATED_NORMAL: Final = "_no_grad_trunc_normal_"
+"""The function in ``torch.nn.init`` that draws for ``trunc_normal_``; libraries import the public
+one by name, so only this one can be replaced for all."""
+
+LOADER_ITERATOR: Final = "_iterator"
+"""The attribute in which a DataLoader with persistent workers keeps its own iterator."""
+
+# --- gradient scaler ---
+
+
+def scaler_state(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a gradient scaler has recorded for one optimizer in this step: under
+    ``"found_inf_per_device"`` a flag for each device. The scaler has no public way to read or to
+    change them before it decides.
+    """
+    return scaler._per_optimizer_states[id(optimizer)]
+
+
+def scaler_device(scaler: torch.amp.GradScaler) -> torch.device:
+    """The device that a gradient scaler was made for."""
+    return torch.device(scaler._device)
+
+
+def scale_device(scaler: torch.amp.GradScaler) -> torch.device:
+    """The device of a gradient scaler's scale; the one it was made for before its first use."""
+    scale = scaler._scale
+    return scale.device if scale is not None else torch.device(scaler._device)
