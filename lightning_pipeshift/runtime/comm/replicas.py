@@ -19,7 +19,7 @@ class Replicas:
     messages with each other directly.
 
     Args:
-        topology: the place of each rank.
+        topology: the position of each rank.
         rank: this rank.
         world: connections between all ranks.
         machine: connections between the stages of this rank's virtual machine.

@@ -19,7 +19,8 @@ from typing import Any, Final
 _PATIENCE_SECONDS: Final = 1.0
 
 Opened = frozenset[tuple[int, int]]
-"""Sockets by file descriptor and inode: the descriptor alone may be that of another file by now."""
+"""Sockets by file descriptor and inode; the descriptor alone may meanwhile belong to another file.
+"""
 
 
 def open_sockets() -> Opened:

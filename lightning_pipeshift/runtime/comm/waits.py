@@ -1,11 +1,11 @@
 """Waits for messages between two ranks, and ends these waits when the run has failed.
 
-When a connection breaks, gloo does not tell the operations that were under way on it: a message of
-which a part has been sent or received by then (in gloo's ``tcp::Pair``, what ``tx_`` and ``rx_``
-hold) is waited for until the process group's timeout, half an hour. gloo can end such a wait
-(``Work::abort`` of its sends and receives), but torch has no binding of it for Python. So it is
-called through ``ctypes``, with the pointer that pybind11 gives other libraries (its "conduit").
-Where anything about that is not as expected, nothing is called.
+When a connection breaks, gloo does not notify the operations in progress on it: a message that has
+been sent or received in part by then (in gloo's ``tcp::Pair``, ``tx_`` and ``rx_`` hold it) is
+waited for until the process group's timeout, half an hour. gloo can end such a wait
+(``Work::abort`` of its sends and receives), but torch has no Python binding of it. So it is called
+through ``ctypes``, with the pointer that pybind11 gives other libraries (its "conduit"). If
+anything about that is not as expected, nothing is called.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INTERFACE: Final = b"system_libstdcpp_gxx_abi_1xxx_use_cxx11_abi_1"
 # Where a class' virtual functions begin in its table, in pointers (Itanium C++ ABI, 2.5.2).
 _FIRST_FUNCTION: Final = 2
 
-# What each thread waits for.
+# The operation that each thread waits for.
 _under_way: dict[int, Any] = {}
 
 
@@ -38,13 +38,13 @@ def complete(work: Any) -> None:
     _under_way[thread] = work
     try:
         if not work.wait():
-            raise RuntimeError("the wait was ended, as the run has failed")
+            raise RuntimeError("the wait was ended because the run has failed")
     finally:
         del _under_way[thread]
 
 
 def interrupt_waits() -> None:
-    """Ends all waits of :func:`complete` that are under way; those with gloo, on Linux."""
+    """Ends all waits of :func:`complete` that are in progress, if they use gloo on Linux."""
     for work in list(_under_way.values()):
         _abort(work)
 
@@ -69,8 +69,8 @@ def _library() -> Any:
 
 @functools.cache
 def _abort_functions() -> list[tuple[int, Callable[[int], None]]]:
-    """For gloo's sends and receives: the address by which an object of that class is known, and
-    what ends a wait for it.
+    """For gloo's sends and receives: the address that identifies the class (its table of virtual
+    functions), and the function that ends a wait.
     """
     found = []
     for name in ("8SendWork", "8RecvWork"):
@@ -100,7 +100,7 @@ _TYPE_NAME: Final = b"St9type_info"
 
 
 def _pointer(work: Any) -> int | None:
-    """Where the C++ object is; ``None`` if pybind11 does not tell."""
+    """The address of the C++ object; ``None`` if pybind11 does not tell."""
     try:
         capsule = work._pybind11_conduit_v1_(_INTERFACE, _type_of_work(), b"raw_pointer_ephemeral")
     except (AttributeError, ValueError, RuntimeError):

@@ -48,10 +48,11 @@ class Microbatch:
         batch: the slice.
         size: its number of samples.
         share: its part of the batch's samples, 0 to 1.
-        trace: the flow of a slice of this shape; ``None`` where one stage runs the step as it is.
+        trace: the trace of a slice of this shape; ``None`` if one stage runs the step without
+            tracing it.
         layers: the layers that this stage owns for it.
         key: its random streams depend on it.
-        recompute: the layers that run again before the backward.
+        recompute: the layers that are recomputed before the backward.
     """
 
     batch: Any
@@ -67,7 +68,7 @@ class Microbatch:
         return self.trace.payload(boundary) if self.trace is not None else []
 
     def gradients(self, boundary: int) -> Payload:
-        """Those of them whose gradients come back."""
+        """The values that cross a boundary and whose gradients come back."""
         return self.trace.gradients(boundary) if self.trace is not None else []
 
 
@@ -97,7 +98,7 @@ class Outcome:
 
 
 Profile = Callable[[str], AbstractContextManager[Any]]
-"""A context around what its name says, as ``Profiler.profile`` of Lightning makes."""
+"""Makes a context for a named action, as Lightning's ``Profiler.profile`` does."""
 
 WAIT: Final = "[PipeShift] wait for other stages"
 
@@ -118,16 +119,15 @@ class StepRun:
         denominators: divide the losses while their total weight is not known yet; ``None`` to
             derive them from this step's own numbers.
         on_first_outcome: called on the last stage after its first forward.
-        before_last_backward: called in front of the stage's last backward.
-        timers: measure the layers and actions of some microbatches, if figures are needed.
-        observer: records what the first microbatch's layers save, if that is needed.
-        store: keeps what layers save within a budget, if there is one.
-        before_layer: called in front of each of the stage's layers, if layers may still be on
-            their way.
-        on_last_outcome: called on the last stage after its last forward; begins to fetch the
-            outcomes, and more.
-        resolve_state: puts values where user code has kept placeholders.
-        profile: a context around what the name says.
+        before_last_backward: called before the stage's last backward.
+        timers: measure the layers and actions of some microbatches, if measurements are needed.
+        observer: records the tensors that the first microbatch's layers save, if needed.
+        store: keeps saved tensors within a budget, if there is one.
+        before_layer: called before each of the stage's layers, if layers may still be on their way.
+        on_last_outcome: called on the last stage after its last forward; starts to copy the
+            outcomes to the host.
+        resolve_state: replaces placeholders that user code has kept by values.
+        profile: see :data:`Profile`.
     """
 
     def __init__(
@@ -156,8 +156,8 @@ class StepRun:
         self._resolve_state = resolve_state
         self.outcomes: list[Outcome] = []
         self.order: list[int] = []
-        """The layers in the order in which the last forward called them, if the step is not
-        followed."""
+        """The layers in the order in which the last forward called them, if the step is not traced.
+        """
         self._root = root
         self._step = step
         self._microbatches = microbatches
@@ -185,13 +185,14 @@ class StepRun:
         self._store = store
         self._before_layer = before_layer
         self._under_way: StagePass | None = None
-        # The time until which the action under way has waited for other stages.
+        # The time until which the current action has waited for other stages.
         self._waited: Any = None
-        # The expected sum of user-given weights, which divides losses meanwhile: see `counted`.
+        # The expected sum of user-given weights, by which losses are divided meanwhile: see
+        # `counted`.
         self._expected_weight: float | Tensor | None = None
 
     def run(self, row: Row) -> None:
-        """Carries out the stage's actions in order."""
+        """Executes the stage's actions in order."""
         self._trains = any(action.kind is Kind.BACKWARD for action in row)
         with self._streams.switched(*self._microbatches[0].key):
             if self._store is not None:
@@ -238,21 +239,22 @@ class StepRun:
             self._waited = timer.now()
 
     def settle(self) -> None:
-        """Waits for everything that is still being sent."""
+        """Waits for all sends in progress."""
         for sent in self._sent.values():
             sent.wait()
         self._sent.clear()
 
     def unsettled(self) -> list[Sent]:
-        """The sends still under way, for a caller that waits later."""
+        """The sends in progress, for a caller that waits later."""
         return list(self._sent.values())
 
     def _layout(self, number: int, boundary: int, direction: Direction, left: int) -> Layout:
-        """The memory layout of what crosses a boundary, agreed on by each pair of neighbours.
+        """The memory layout of the values that cross a boundary, agreed on by each pair of
+        neighbours.
 
         Args:
             number: the microbatch.
-            boundary: the layer behind it.
+            boundary: the layer after it.
             direction: that of the tensors.
             left: the lower stage of the two.
         """
@@ -265,7 +267,7 @@ class StepRun:
     # --- forward ---
 
     def receive_payload(self, number: int) -> None:
-        """Posts the receive of the payload in front of this stage's layers."""
+        """Posts the receive of the payload before this stage's layers."""
         microbatch = self._microbatches[number]
         specs = [spec for _, spec in microbatch.payload(microbatch.layers.start)]
         self._payloads[number] = self._channels.post_receive(
@@ -305,7 +307,7 @@ class StepRun:
         )
         self._switch.current = self._under_way = current
         self._recorder.current = current
-        # From here on only the model itself keeps parts of the payload alive.
+        # From now on only the model itself keeps parts of the payload alive.
         received.clear()
         try:
             with self._profile("[PipeShift] forward"):
@@ -378,15 +380,15 @@ class StepRun:
         return torch.full((), float(value), dtype=torch.float64, device=device)
 
     def send_payload(self, number: int) -> None:
-        """Sends the payload behind this stage's layers."""
+        """Sends the payload after this stage's layers."""
         microbatch, current = self._microbatches[number], self._passes[number]
         payload = microbatch.payload(microbatch.layers.stop)
         for value, _ in payload:
             if value not in current.outgoing:
                 raise LayerError(
-                    "The step did not produce a value that the next stage needs (layer"
-                    f" {value.layer}): it ended early. Let the step call the same layers for every"
-                    " batch."
+                    "The step did not produce a value that the next stage needs (layer "
+                    f"{value.layer}): it ended early. The step must call the same layers for "
+                    "every batch."
                 )
         tensors = [current.outgoing.pop(value) for value, _ in payload]
         specs = [spec for _, spec in payload]
@@ -405,7 +407,7 @@ class StepRun:
     # --- backward ---
 
     def recompute(self, number: int) -> None:
-        """Runs the layers again that have dropped their saved tensors."""
+        """Recomputes the layers that have dropped their saved tensors."""
         current = self._switch.current = self._passes[number]
         try:
             with self._profile("[PipeShift] recompute"):
@@ -414,7 +416,7 @@ class StepRun:
             self._switch.current = None
 
     def receive_gradient(self, number: int) -> None:
-        """Posts the receive of the gradients of the payload that was sent on."""
+        """Posts the receive of the gradients of the payload that was sent."""
         microbatch = self._microbatches[number]
         specs = [spec for _, spec in microbatch.gradients(microbatch.layers.stop)]
         self._gradients[number] = self._channels.post_receive(
@@ -479,8 +481,8 @@ class StepRun:
             if box.gradient is not None and not is_expected:
                 raise LayerError(
                     f"A gradient flows back to the layer {value.layer}, which is on an earlier"
-                    " stage, and did not when the step was first followed (a `detach` that depends"
-                    " on the step, say). Let the same values be detached in every step, or change"
+                    " stage, and did not when the step was first traced (a `detach` that depends"
+                    " on the step, say). Detach the same values in every step, or change"
                     " `requires_grad` of parameters instead, which is noticed."
                 )
         if self._is_last:
@@ -537,7 +539,7 @@ class StepRun:
         """Waits until all sends of a kind but the last are complete, and their memory is free.
 
         The neighbour receives them in this order, and does not wait for later actions of this stage
-        in between. So there is no deadlock; and running further ahead would only hold more memory.
+        in between. So there is no deadlock; running further ahead would only use more memory.
         """
         under_way = [key for key in self._sent if key[0] is kind]
         for key in under_way[: 1 - SENDS_UNDER_WAY]:
@@ -546,7 +548,7 @@ class StepRun:
     # --- results on the last stage ---
 
     def fetched(self) -> Any:
-        """What ``on_last_outcome`` has begun to fetch."""
+        """The values that ``on_last_outcome`` has started to fetch."""
         return self._fetch.wait()
 
     def weights(self, outcomes: Sequence[Outcome]) -> list[float]:
