@@ -542,7 +542,7 @@ def test_a_rank_that_dies(
         else:
             assert outcome.error_type == "StageFailedError", str(outcome)
             who = f"tage {dead} (rank {dead} on {socket.gethostname()})"
-            assert f"{who} ended without a word" in outcome.message
+            assert f"{who} ended without an error message" in outcome.message
     require_whole(tmp_path, undisturbed, point, SPLITS[number % len(SPLITS)])
 
 

@@ -188,7 +188,7 @@ def test_a_request_that_is_not_understood(outside: ControlFiles, tmp_path: Path)
         while not path.exists():
             threading.Event().wait(0.01)
         texts.append(Answer(**json.loads(path.read_text())).text)
-    assert "no JSON" in texts[0]
+    assert "not valid JSON" in texts[0]
     assert "no list of moves" in texts[1]
     assert "no list of moves" in texts[2]
     assert "'layer'" in texts[3]
@@ -202,9 +202,9 @@ def test_a_request_that_is_not_understood(outside: ControlFiles, tmp_path: Path)
         (lambda path: os.mkfifo(path), "is no regular file"),
         (lambda path: path.symlink_to("nowhere"), "symbolic links"),
         (lambda path: path.symlink_to("/etc/passwd"), "symbolic links"),
-        (lambda path: path.write_text("[" * 60_000), "no JSON"),
+        (lambda path: path.write_text("[" * 60_000), "not valid JSON"),
         (lambda path: path.write_text(" " * 70_000), "more than 65,536 bytes"),
-        (lambda path: path.write_bytes(b"\xff"), "no JSON"),
+        (lambda path: path.write_bytes(b"\xff"), "not valid JSON"),
         (lambda path: path.write_text('{"moves": [{"layer": "\x1b[2J", "stage": 1e3}]}'), "JSON"),
     ],
 )

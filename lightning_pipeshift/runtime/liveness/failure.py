@@ -295,7 +295,7 @@ class FailureBoard:
             peer: the rank at the other end; ``None`` where there are several.
 
         Raises:
-            StageFailedError: another rank failed, or ended without a word.
+            StageFailedError: another rank failed, or ended without an error message.
             BaseException: the error of a thread of this rank.
         """
         if self._failure is not None:

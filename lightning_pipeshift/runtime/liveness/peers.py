@@ -380,7 +380,7 @@ class Peers:
 
 
 _CLOSED: Final = (
-    "ended without a message (killed, out of memory, or its host is gone): its connection "
+    "ended without an error message (killed, out of memory, or its host is gone): its connection "
     "closed. Look at the end of that rank's own output"
 )
 _ENDED: Final = "ended between two runs: its connection closed"
