@@ -1,4 +1,4 @@
-"""Cuts a batch into microbatches, and merges their results into those of the whole batch."""
+"""Splits a batch into microbatches, and merges their results into those of the whole batch."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def batch_size_of(batch: Any) -> int:
 
 
 def split(batch: Any, num_microbatches: int) -> list[tuple[Any, int]]:
-    """Cuts a batch along its first dimension into at most ``num_microbatches`` slices of nearly
+    """Splits a batch along its first dimension into at most ``num_microbatches`` slices of nearly
     equal size.
 
     Tensors are cut, and lists and tuples of strings of the same length; values without a batch
-    dimension go into every slice. The first slices are one sample larger where the count does not
-    divide; no slice is empty.
+    dimension go into every slice. If the size is not divisible, the first slices are one sample
+    larger; no slice is empty.
 
     Args:
         batch: a nested structure of tensors.
@@ -97,11 +97,11 @@ def _pieces(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
 def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
     """The weighted mean of scalars or equal-shaped tensors.
 
-    A single value comes back as it is, with the very same bits.
+    A single value is returned unchanged, with the same bits.
     """
     if len(values) == 1 or not sum(weights):
         return values[0]
-    # A value with weight 0 may be anything, even NaN.
+    # A value with weight 0 may be arbitrary, even NaN.
     counted = [(v, w) for v, w in zip(values, weights, strict=True) if w]
     values, weights = [v for v, _ in counted], [w for _, w in counted]
     total = sum(weights)

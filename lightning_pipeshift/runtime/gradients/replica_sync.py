@@ -1,4 +1,6 @@
-"""Finds the parameters that correspond across the virtual machines, and gives them the same values."""
+"""Finds the parameters that correspond across the virtual machines, and gives them the same
+values.
+"""
 
 from __future__ import annotations
 

@@ -129,7 +129,9 @@ class FailureBoard:
         return self._note({"by": self._rank, "reason": reason})
 
     def publish_beside(self, error: BaseException) -> None:
-        """As :meth:`publish`, called in a thread. This rank's next communication raises the error."""
+        """As :meth:`publish`, called in a thread. This rank's next communication raises the
+        error.
+        """
         self._failure = error
         self.publish(self.own_name, error)
 

@@ -137,7 +137,9 @@ class Peers:
         self._send_to(self._peers.values(), Kind.FAILURE, json.dumps(entry).encode())
 
     def ask(self) -> None:
-        """Asks all other ranks for their current activity; the answers arrive in :attr:`answers`."""
+        """Asks all other ranks for their current activity; the answers arrive in
+        :attr:`answers`.
+        """
         self.answers.clear()
         self._send_to(self._peers.values(), Kind.QUESTION, b"")
 

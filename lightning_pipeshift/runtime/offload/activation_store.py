@@ -544,7 +544,9 @@ class ActivationStore:
         return freed > 0
 
     def _is_soon(self, entry: _Entry) -> bool:
-        """Whether prefetching this block leaves no more than two layers' prefetched tensors unused."""
+        """Whether prefetching this block leaves no more than two layers' prefetched tensors
+        unused.
+        """
         back = sum(
             other.num_bytes
             for entries in self._entries.values()

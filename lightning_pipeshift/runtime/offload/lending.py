@@ -413,7 +413,9 @@ class RemoteTarget:
 
 
 def _event_now(device: torch.device) -> Any:
-    """An event recorded after the compute so far; ``None`` on a device that computes synchronously."""
+    """An event recorded after the compute so far; ``None`` on a device that computes
+    synchronously.
+    """
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()

@@ -253,7 +253,9 @@ class StageMemory:
         }
 
     def close(self) -> None:
-        """Called at the end of the run: frees the memory, and ends the offloading between stages."""
+        """Called at the end of the run: frees the memory, and ends the offloading between
+        stages.
+        """
         for borrower in self._borrowers.values():
             borrower.close()
         self._borrowers.clear()

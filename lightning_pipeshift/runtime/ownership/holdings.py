@@ -357,7 +357,9 @@ class Holdings:
             take_other_state(layer, dict(channels.receive_values(source)))
 
     def settle(self, optimizers: Iterable[Optimizer], final: bool, deferred: DeferredInit) -> None:
-        """Moves the tensors that this stage holds to its device; with ``final``, frees the others."""
+        """Moves the tensors that this stage holds to its device; with ``final``, frees the
+        others.
+        """
         device = self.channels.device
         names = {id(use.parameter): use.name for use in self.uses}
         names |= {id(buffer): name for name, buffer in self.root.named_buffers()}

@@ -833,7 +833,9 @@ class Pipeline:
         return self._denominators
 
     def _agree(self, outcome: Outcome) -> Denominators:
-        """Agrees with the other virtual machines on denominators: on the last stage, once in a run."""
+        """Agrees with the other virtual machines on denominators: on the last stage, once in a
+        run.
+        """
         assert self._denominators is not None
         weight = None if outcome.weight is None else float(outcome.weight)
         weights = [w for w in self.replicas.exchange(weight) if w]
