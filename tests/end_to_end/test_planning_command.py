@@ -107,7 +107,7 @@ def test_half_of_what_is_needed(tmp_path: Path) -> None:
 
 
 def test_a_kind_that_was_never_measured(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"nothing is known of the kind 'other'.*'big'"):
+    with pytest.raises(PlanError, match=r"the profile has no measurements of the kind 'other'.*'big'"):
         plan_for(tmp_path, "devices:\n- {host: a, kind: other}\n")
 
 
