@@ -143,7 +143,7 @@ def test_a_run_is_asked_for_moves_and_how_it_stands(tmp_path: Path) -> None:
     moved, unknown, split, stage, machine, status, both = first["heard"]
     assert "the layer 'layers.4' moves to stage 0, from step" in moved
     assert "the layer 'another'; the layers are 'layers.0'" in unknown
-    assert "have to follow each other" in split
+    assert "have to be contiguous" in split
     assert "the stages 0 to 1" in stage
     assert "virtual machine 3; there are 1" in machine
     assert all("ended with nothing moves" in text for text in (unknown, split, stage, machine))

@@ -160,7 +160,7 @@ class Profile:
             known = ", ".join(map(repr, self.kinds)) or "none"
             raise PlanError(
                 f"the profile has no measurements of the kind {device.kind!r} (host "
-                f"{device.host!r}): the profile has {known}. Measure it, or give the device a "
+                f"{device.host!r}): it has {known}. Measure it, or give the device a "
                 "measured kind and a `speed` relative to that"
             )
         return scaled(times, 1 / device.speed)

@@ -11,8 +11,8 @@ from lightning_pipeshift.errors import PlanError
 
 FRONT: Final = 1_000_000
 BEHIND: Final = 2_000_000
-"""From this number on, tensors are numbered that code saves before a layer; from the second one on,
-those saved after the last layer.
+"""The first numbers of the tensors that code around a layer saves: before the layer (``FRONT``),
+and after the last layer (``BEHIND``).
 """
 
 

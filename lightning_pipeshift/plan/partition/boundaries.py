@@ -1,8 +1,8 @@
-"""Which boundaries may be cut, and which are worth it.
+"""Finds the boundaries that may be cut, and those that are worth it.
 
-Inside a residual block more crosses a boundary (the block's input, and values computed from it)
-than between blocks. A cut there costs more on every microbatch, while one in front of the block or
-behind it balances nearly as well.
+Inside a residual block more values cross a boundary (the block's input, and values computed from
+it) than between blocks. A cut there costs more on every microbatch, while one before or after the
+block balances nearly as well.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,8 +11,8 @@ from lightning_pipeshift.plan.inputs.flow import Flow
 
 
 def possible_cuts(flow: Flow, num_layers: int) -> frozenset[int]:
-    """The boundaries across which no value travels back: layers that are called in turn, each on
-    what the other has computed, stay on one stage.
+    """The boundaries across which no value is sent backwards: layers that are called in turn, each
+    on results of the other, remain on one stage.
     """
     impossible: set[int] = set()
     for call in flow.calls:

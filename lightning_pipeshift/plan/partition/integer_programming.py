@@ -47,11 +47,10 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from lightning_pipeshift.plan.cost.workload import Cut, Numbers, Workload
 from lightning_pipeshift.plan.partition.recomputation import bytes_freed
 
-# What a second of recomputation counts in the objective, in seconds of a step.
+# The weight of a second of recomputation in the objective, in seconds of a step.
 _NEXT_TO_NOTHING = 1e-7
 
-# What a microbatch takes, and what a stage holds, in the units that the solver sees: it takes 1e-6
-# for nothing, whatever the unit is.
+# The scale of times and bytes for the solver: it treats 1e-6 as zero, in any unit.
 _SIZE = 1e3
 
 _TIMED_OUT = 1
@@ -62,9 +61,9 @@ def joint_optimum(workload: Workload, time_limit: float = 60.0) -> Cut | None:
 
     Args:
         workload: the layers, the stages in their order, and the boundaries that may be cut.
-        time_limit: seconds; what is the best by then is returned.
+        time_limit: seconds; the best solution so far is then returned.
 
-    Returns ``None`` where nothing fits, or where nothing was found in time.
+    Returns ``None`` if nothing fits, or nothing was found in time.
     """
     freed = bytes_freed(workload)
     again = np.nonzero(freed)
@@ -72,7 +71,7 @@ def joint_optimum(workload: Workload, time_limit: float = 60.0) -> Cut | None:
     objective, constraints = _formulated(workload, freed, again, names)
     num_whole = names.y.num_rows + names.z.num_rows
     num_free = names.n.num_rows + 1
-    # HiGHS's presolve fails now and then, and calls what is possible impossible.
+    # HiGHS's presolve sometimes fails, and reports that a feasible problem is infeasible.
     for presolve in (True, False):
         result = milp(
             objective,
@@ -167,11 +166,11 @@ class _Rows:
         return _Rows(self.matrix - other.matrix, self.constant - other.constant)
 
     def times(self, factors: Any) -> _Rows:
-        """Sums of them: those of a row of factors in a row."""
+        """Sums of the rows: one for each row of factors."""
         return _Rows(sparse.csr_array(factors) @ self.matrix, factors @ self.constant)
 
     def and_then(self, constant: Numbers) -> _Rows:
-        """These, and constants behind them."""
+        """These rows, followed by constants."""
         nothing = sparse.csr_array((len(constant), self.matrix.shape[1]))
         return _Rows(
             sparse.csr_array(sparse.vstack([self.matrix, nothing])),
@@ -192,7 +191,9 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Names:
-    """What has a name above: x is (S * L) rows, c is (S - 1) * (L + 1)."""
+    """The variables with a name in the module's docstring: x is (S * L) rows, c is (S - 1) * (L +
+    1).
+    """
 
     y: _Rows
     z: _Rows
@@ -203,7 +204,7 @@ class _Names:
 
     @classmethod
     def of(cls, workload: Workload, again: Any) -> _Names:
-        """The variables of a workload: y, z, n and the pace, one behind the other."""
+        """The variables of a workload: y, z, n and the pace, concatenated."""
         num_links, num_layers = workload.num_stages - 1, workload.num_layers
         lengths = [num_links * num_layers, len(again[0]), num_links, 1]
         variables = sparse.csr_array(sparse.identity(sum(lengths)))
@@ -211,8 +212,8 @@ class _Names:
             _Rows(variables[end - length : end], np.zeros(length))
             for length, end in zip(lengths, np.cumsum(lengths).tolist(), strict=True)
         )
-        # Before the first stage lies nothing, on the last or before it everything. (Negative rows
-        # count from the end.)
+        # No layer is before the first stage, and every layer is on the last stage or before it.
+        # (Negative rows count from the end.)
         order = np.concatenate([np.arange(-num_layers, 0), np.arange(num_links * num_layers)])
         earlier = y.and_then(np.zeros(num_layers)).rows(order)
         x = y.and_then(np.ones(num_layers)) - earlier
@@ -228,7 +229,7 @@ def _per_stage(table: Numbers, entries: Any = None) -> Any:
 
     Args:
         table: (S, K).
-        entries: those that there are variables for, as of ``np.nonzero``; ``None``: all.
+        entries: those with variables, as from ``np.nonzero``; ``None``: all.
     """
     stages, columns = np.indices(table.shape).reshape(2, -1) if entries is None else entries
     places = (stages, np.arange(len(stages)))

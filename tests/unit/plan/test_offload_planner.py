@@ -363,7 +363,7 @@ def test_keep_all():
     found = given.compressed([BOUNDLESS] * 2, KeepAll())
     assert (found.swaps, found.cut.recompute) == ((), frozenset())
     # However little room there is.
-    with pytest.raises(BudgetError, match=r"stage 0 has 11\.54 MB, and would hold 12\.59 MB"):
+    with pytest.raises(BudgetError, match=r"stage 0 has 11\.54 MB, and needs 12\.59 MB"):
         given.compressed([Room(MB * 11, math.inf)] * 2, KeepAll())
 
 
@@ -637,7 +637,7 @@ def test_recompute_full():
 @pytest.mark.parametrize(
     ("static", "host", "words"),
     [
-        (1, 0, r"4\.20 MB, and would hold 9\.44 MB .* 1\.05 MB of it for weights.*smaller micro"),
+        (1, 0, r"4\.20 MB, and needs 9\.44 MB .* 1\.05 MB of it for weights.*smaller micro"),
         (5, 0, r"13\.64 MB .* 5\.25 MB of it for weights.*so would more stages"),
         (1, 0, "or more room on the host"),
     ],
