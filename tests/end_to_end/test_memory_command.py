@@ -208,9 +208,9 @@ def test_budgets_for_machines_that_are_not_there(
 @pytest.mark.parametrize(
     ("cluster", "arguments", "words"),
     [
-        ("", ["--budget", "auto"], "nothing is said of the memory of 'big' on host 'a'"),
-        ("", ["--budget", "60MB", "--host-budget", "1GB"], "not known how fast tensors get there"),
-        (", memory: 1GB", ["--host-budget", "1GB"], "goes with `--budget`"),
+        ("", ["--budget", "auto"], "memory of a device, which is unknown for 'big' on host 'a'"),
+        ("", ["--budget", "60MB", "--host-budget", "1GB"], "the bandwidth to its host is unknown"),
+        (", memory: 1GB", ["--host-budget", "1GB"], "needs `--budget`"),
         ("", ["--budget", "1 sack"], r"budget='1 sack'.*'20GB'"),
         (", memory: 1GB", ["--budget", "10MB"], "No plan keeps|fits in memory|needs"),
     ],

@@ -490,7 +490,7 @@ def test_a_search_that_runs_out_of_memory_on_several_stages_ends_with_advice() -
     for outcome in on_ranks(2, searching, "size", 8, expect_failure=True):
         assert outcome.error_type in ("BatchError", "StageFailedError")
         assert "BatchSizeFinder" in outcome.message
-        assert "size that succeeded last" in outcome.message
+        assert "last size that succeeded" in outcome.message
 
 
 def test_a_learning_rate_is_found_without_a_word_about_other_stages() -> None:

@@ -482,7 +482,7 @@ def test_anchors_are_allowed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[" * 100_000, "too many lists or objects inside one another"),
+        ("[" * 100_000, "too deeply nested lists or objects"),
         ("9" * 5000, "not a JSON document"),
         ('{"version": ' + "9" * 4000 + "}", "reads version"),
     ],
@@ -499,5 +499,5 @@ def test_a_document_that_json_does_not_take(
 def test_a_pipe_is_no_document(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for load in (load_cluster, load_profile, Plan.load):
-        with pytest.raises(PlanError, match="is no regular file"):
+        with pytest.raises(PlanError, match="is not a regular file"):
             load(tmp_path / "pipe")
