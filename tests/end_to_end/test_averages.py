@@ -60,7 +60,7 @@ class Plain(Classifier):
         return scores
 
     def averages(self) -> Mapping[str, Tensor]:
-        """What is kept, by name."""
+        """The averages, by name."""
         return {}
 
 

@@ -513,7 +513,7 @@ def own_rank() -> int:
 
 
 class _Failure(Exception):
-    """What the user's own code raises."""
+    """An error of the user's own code."""
 
 
 def strike(kind: str) -> None:

@@ -1,4 +1,6 @@
-"""What a user sees of an error: one message, and no traceback where the message says it all."""
+"""The output that a user sees of an error: one message, and no traceback where the message says it
+all.
+"""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def profile(num_layers: int = 12, **changes: Any) -> Profile:
 
 
 def plan_for(folder: Path, cluster: str, *arguments: str, **changes: Any) -> tuple[str, Plan]:
-    """What the command prints for these machines, and the plan that it wrote."""
+    """The command's output for these machines, and the plan that it wrote."""
     (folder / "cluster.yaml").write_text(cluster)
     save_profile(profile(**changes), folder / "profile.json")
     command = ["--cluster", str(folder / "cluster.yaml"), "--profile", str(folder / "profile.json")]

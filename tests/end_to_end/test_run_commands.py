@@ -57,7 +57,7 @@ def test_commands_for_a_run_elsewhere_import_neither_torch_nor_lightning(
 
 
 def said(command: Any, *arguments: str) -> str:
-    """What a command prints, or ends with."""
+    """The text that a command prints, or with which it exits."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):

@@ -1,4 +1,4 @@
-"""What `partition="auto"` makes of measured layers."""
+"""The cuts of `partition="auto"` for measured layers."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ FOR_EVER = 1e6
 
 
 class Rank:
-    """What one rank hears of the others.
+    """The messages that one rank gets from others.
 
     Args:
         ends: its ends of the connections, by rank.
