@@ -144,7 +144,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Removes a file, a link or a folder with what is in it, if it exists."""
+    """Removes a file, a link or a folder with its content, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

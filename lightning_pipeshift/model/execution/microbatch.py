@@ -23,9 +23,9 @@ def batch_size_of(batch: Any) -> int:
         if isinstance(leaf, Tensor) and leaf.dim():
             return leaf.size(0)
     raise BatchError(
-        f"A batch of type {type(batch).__name__} holds no tensor with a batch dimension, so it"
-        " cannot be cut into microbatches. Let the DataLoader return tensors whose first dimension"
-        " counts the samples, or set `microbatches=1`."
+        f"A batch of type {type(batch).__name__} holds no tensor with a batch dimension, so it "
+        "cannot be cut into microbatches. Return tensors whose first dimension counts the "
+        "samples from the DataLoader, or set `microbatches=1`."
     )
 
 
@@ -57,11 +57,11 @@ def split(batch: Any, num_microbatches: int) -> list[tuple[Any, int]]:
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.dim() and leaf.size(0) != size:
             raise BatchError(
-                f"The batch holds tensors of {size} and of {leaf.size(0)} samples (shape"
-                f" {tuple(leaf.shape)}), so it is not clear how to cut it into microbatches. The"
-                " first dimension of every tensor in a batch has to count the samples: move what is"
-                " common to all samples out of the batch (a buffer of the LightningModule, say), or"
-                " set `microbatches=1`."
+                f"The batch holds tensors of {size} and of {leaf.size(0)} samples (shape "
+                f"{tuple(leaf.shape)}), so it is not clear how to cut it into microbatches. The "
+                "first dimension of every tensor in a batch has to count the samples: move "
+                "values that are common to all samples out of the batch (for example, to a "
+                "buffer of the LightningModule), or set `microbatches=1`."
             )
     count = max(1, min(num_microbatches, size))
     sizes = [len(part) for part in torch.tensor_split(torch.empty(size, 0), count)]

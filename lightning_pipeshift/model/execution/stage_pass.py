@@ -269,7 +269,7 @@ class StagePass(Watcher):
     # --- values ---
 
     def value_of(self, leaf: Any) -> Any:
-        """The value that a placeholder stands for; any other object unchanged.
+        """The value that a placeholder represents; any other object unchanged.
 
         Raises:
             LayerError: another stage has it, and has not sent it.

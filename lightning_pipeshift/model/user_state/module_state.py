@@ -112,7 +112,7 @@ class TailState:
         """Replaces placeholders that user code has kept by their values.
 
         Args:
-            value_of: the value that a placeholder stands for.
+            value_of: returns the value that a placeholder represents.
         """
         for module in self.modules.values():
             for table in (module.__dict__, module._buffers):

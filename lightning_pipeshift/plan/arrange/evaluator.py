@@ -338,7 +338,6 @@ def _recomputed(workload: Workload, counts: Sequence[int], recompute: str) -> Cu
     held, room = workload.memory_bytes(choices[-1]), workload.room_bytes
     stage = max(range(len(held)), key=lambda stage: held[stage] - room[stage])
     raise PlanError(
-        f"the partition {list(counts)} needs {held[stage]:.3g} bytes on stage {stage}, whose device"
-        f" has {room[stage]:.3g}; give that stage fewer layers, or leave the partition to"
-        " PipeShift"
+        f"the partition {list(counts)} needs {held[stage]:.3g} bytes on stage {stage}, whose "
+        f"device has {room[stage]:.3g}; give that stage fewer layers, or use partition='auto'"
     )

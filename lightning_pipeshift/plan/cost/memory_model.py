@@ -160,7 +160,7 @@ class Footprints:
     def __init__(self, profile: Profile, workload: Workload, links: Links) -> None:
         self._workload = workload
         self._links = links
-        #: The bytes of each layer's output that cross a boundary behind it, if there is one.
+        # : The bytes of each layer's output that cross a boundary after it, if there is one.
         self._payload_bytes = [
             _fraction(layer, float(saved)) * layer.payload_bytes
             for layer, saved in zip(profile.layers, workload.saved_bytes, strict=True)

@@ -34,7 +34,7 @@ class RankFigures:
         times: those of its own layers in training; empty before.
         earlier: those of the layers that it owned when it last owned any, for a stage that was
             drained since.
-        extra: the time of a forward and a backward of its stage besides layers; ``None`` before
+        extra: the time of a forward and a backward of its stage outside of layers; ``None`` before
             training.
         outside_seconds: from the end of its stage's part of a step to the start of the next one.
         saved_bytes: of the tensors that layers save for a microbatch.
@@ -170,7 +170,7 @@ def _ratio(times: Mapping[int, Times], guess: Sequence[Times]) -> float | None:
 def _extras(
     figures: Sequence[RankFigures], ranks: Iterable[int], speeds: Sequence[float]
 ) -> tuple[Times, Times]:
-    """The time of an action besides layers, and the extra time of code after the last layer."""
+    """The time of an action outside of layers, and the extra time of code after the last layer."""
     last: list[Times] = []
     others: list[Times] = []
     for rank in ranks:

@@ -116,7 +116,7 @@ class Compression:
         if any(trace.host_bytes > room.host_bytes for trace, room in search.traces(best)) or (
             not any(room.host_bytes for room in self._rooms)
         ):
-            remedies.append("or more room on the host (`host_budget`)")
+            remedies.append("or more host memory (`host_budget`)")
         return BudgetError(
             f"No plan keeps the memory budget: stage {stage} has {_size(budget)}, and needs"
             f" {_size(found.peak_bytes[stage])} in the best plan found, {_size(static)} of it"

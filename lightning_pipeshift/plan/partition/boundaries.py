@@ -26,9 +26,9 @@ def worthwhile_cuts(
 ) -> frozenset[int]:
     """The boundaries to choose the cuts from, out of those that may be cut (``None``: all).
 
-    ``payload_bytes[b]`` crosses boundary b, in front of layer b. A boundary is on a *hill* if there
-    are boundaries that carry less on both its sides. The nearest two of these are the hill's feet:
-    all boundaries between them carry at least as much. A hill is not worth cutting: cut at a foot
+    ``payload_bytes[b]`` crosses boundary b, before layer b. A boundary is on a *hill* if there are
+    boundaries that carry less on both its sides. The nearest two of these are the hill's feet: all
+    boundaries between them carry at least as much. A hill is not worth cutting: cut at a foot
     instead::
 
         payload      1  2  3  2  1  2  2  1        two residual blocks:

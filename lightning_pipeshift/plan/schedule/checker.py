@@ -145,7 +145,7 @@ def _check_reaches_end(schedule: Schedule) -> None:
         if reached[stage] < len(row):
             action = row[reached[stage]]
             receive = action.receive_needed(stage, len(schedule))
-            assert receive is not None, "only what needs a receive can wait"
+            assert receive is not None, "only an action that needs a receive can wait"
             send = f"{receive.pair()} of stage {receive.neighbour(stage)}"
             waits.append((stage, reached[stage], f"{action} of stage {stage} waits for {send}"))
     if waits:

@@ -50,8 +50,8 @@ def one_forward_one_backward(num_stages: int, num_microbatches: int) -> Schedule
         stage 1   F0 F1 B0 F2 B1 F3 B2 B3
         stage 2   F0 B0 F1 B1 F2 B2 F3 B3
 
-    Stage s has at most ``num_stages - s`` microbatches in flight, however many there are: that is
-    what it is for.
+    Stage s has at most ``num_stages - s`` microbatches in flight, regardless of their number: this
+    is the purpose of the schedule.
     """
     return _in_turn(num_stages, num_microbatches, lambda stages_left: stages_left)
 

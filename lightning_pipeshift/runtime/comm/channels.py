@@ -412,7 +412,7 @@ class Channels(Lane):
     # --- all stages together ---
 
     def share_object(self, obj: Any, source: int, posted: PostedObject | None = None) -> Any:
-        """Every stage calls this; every stage gets what ``source`` passed.
+        """Every stage calls this; every stage gets the object of ``source``.
 
         Args:
             obj: picklable; only that of ``source`` counts.
@@ -428,8 +428,8 @@ class Channels(Lane):
         return obj
 
     def gather_objects(self, obj: Any) -> list[Any] | None:
-        """Every stage calls this; stage 0 gets what each passed, in stage order, and the others
-        ``None``.
+        """Every stage calls this; stage 0 gets the objects of all stages, in stage order, all
+        others ``None``.
         """
         if self.stage:
             self.send_object(obj, 0)

@@ -5,7 +5,7 @@ Three things concern all of them together:
 - A group costs a communicator on the device, and a stream of it. Where the same ranks already have
   one for the same purpose it is used again, and one that no plan needs any more is destroyed.
 - NCCL's streams come from torch's pool of 32 streams of high priority, and nothing else of this
-  package's does: a copy on a side stream never queues behind a receive that waits for another rank.
+  package's does: a copy on a side stream never queues after a receive that waits for another rank.
 - After a failure, kernels of NCCL wait for ever, and all that runs on the device waits behind them:
   a `loss.cpu()`, the destruction of a group. Aborting a communicator first tells its kernels to
   leave (``ncclCommAbort`` sets a flag), and then frees memory, which waits for every kernel on the
@@ -85,9 +85,9 @@ class ProcessGroups:
         self._aborts: list[threading.Thread] | None = None
 
     def want(self, purpose: Purpose, sets: Iterable[Iterable[int]]) -> None:
-        """Makes the groups of a purpose that are missing, and destroys those that are not wanted
-        any more. Every rank of the job calls this with the same sets, member or not, when nothing
-        is under way in the groups of that purpose.
+        """Makes the missing groups of a purpose, and destroys those that are no longer needed.
+        Every rank of the job calls this with the same sets, member or not, when no operation is in
+        progress in the groups of that purpose.
 
         Args:
             purpose: that of the groups.
@@ -282,7 +282,7 @@ def _error_of(group: Any, device: torch.device) -> str | None:
 
 
 def _forget_all_groups() -> None:
-    """Lets torch forget all groups, without waiting for the operations under way as
+    """Makes torch drop all groups, without waiting for operations in progress as
     ``destroy_process_group`` does. Their communicators have been aborted.
     """
     forget = getattr(dist.distributed_c10d, "_abort_process_group", None)

@@ -1,4 +1,4 @@
-"""The few messages between virtual machines besides gradients. There is no central rank."""
+"""The few messages between virtual machines other than gradients. There is no central rank."""
 
 from __future__ import annotations
 

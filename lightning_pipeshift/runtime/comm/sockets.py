@@ -63,7 +63,7 @@ def ends_soon(work: Any) -> bool:
 
 
 def keep_for_ever(group: Any) -> None:
-    """Prevents the destruction of a process group, which would wait for its operations under way.
+    """Prevents the destruction of a process group, which would wait for its operations in progress.
     The group's threads end with the process.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

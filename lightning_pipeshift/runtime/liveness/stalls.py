@@ -137,7 +137,7 @@ class StallWatch:
         total = sum(counts.values())
         if total != self._total:
             if self._has_said:
-                self._say(f"it goes on, after {now - self._since:.0f} s.")
+                self._say(f"progress resumes, after {now - self._since:.0f} s.")
             self._total, self._since = total, now
             self._asked_at, self._has_said = None, False
         elif not self._timeout or self._has_said or now - self._since < self._timeout:
@@ -174,7 +174,7 @@ class StallWatch:
 
 
 _ADVICE: Final = (
-    "The run goes on as soon as that does. With the environment variable PIPESHIFT_STACKS=1, every"
-    " rank writes its stacks to a file then, and `kill -USR2` lets a process print its own;"
-    " `stall_timeout` says after how many seconds."
+    "The run continues as soon as that rank does. With the environment variable "
+    "PIPESHIFT_STACKS=1, every rank then writes its stacks to a file, and `kill -USR2` makes a "
+    "process print its own; `stall_timeout` is the time until this message, in seconds."
 )

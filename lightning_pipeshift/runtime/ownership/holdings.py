@@ -261,7 +261,7 @@ class Holdings:
             try:
                 swap(tensor, Elsewhere.like(tensor, [name]))
             except RuntimeError as error:
-                log.warning("PipeShift: a copy of %s stays on this stage: %s", name, error)
+                log.warning("PipeShift: a copy of %s remains on this stage: %s", name, error)
 
     def pass_copies_on(self, stage_of: Sequence[int]) -> None:
         """Sends the copies of parameters that user code keeps to the stages that will hold these
@@ -388,7 +388,7 @@ class Holdings:
             release(tensor, name)
         except RuntimeError as error:
             # Torch refuses while there is a weak reference to the tensor. That only costs memory.
-            log.warning("PipeShift: a tensor of another stage stays here: %s", error)
+            log.warning("PipeShift: a tensor of another stage remains here: %s", error)
 
     def make_whole(self) -> None:
         """Gives every stage the whole model again, on the CPU, one tensor at a time. Every stage

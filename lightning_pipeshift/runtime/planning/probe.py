@@ -213,7 +213,7 @@ def assess(found: Sequence[Found], links: Mapping[Pair, Link]) -> Measured:
     devices = []
     for each, speed in zip(found, speeds, strict=True):
         sharers = pools[each.pool]
-        # The minimum: ranks that share a pool see slightly different sizes, as they look at
+        # The minimum: ranks that share a pool see slightly different sizes, as they measure at
         # different times.
         memory_bytes = min(found[rank].memory_bytes for rank in sharers) // len(sharers)
         free_bytes = min(found[rank].free_bytes for rank in sharers) // len(sharers)

@@ -301,8 +301,8 @@ class Pipeline:
         """Makes the plan on the first batch, and prepares this stage for it.
 
         The sanity check before training makes a provisional plan from the calls of validation; the
-        first training batch makes the final one, and only then does a stage release what it does
-        not own.
+        first training batch makes the final one, and only then does a stage free the layers that it
+        does not own.
         """
         if self._plan is not None and (self._is_final or not final):
             return
@@ -935,7 +935,7 @@ class Pipeline:
         if self.channels.num_stages > 1 and is_checked(batch_idx):
             require_same_batch(batch, batch_idx, self.channels)
         key = self._key(purpose, step_number, 0)
-        # Optimizer state from an earlier training stays where it is.
+        # Optimizer state from an earlier training remains on its stage.
         self._settle(key, step, batch, (), final)
         microbatch = self._microbatch(key, step, batch, module_signature(self.root), 1, 1.0)
         if not self._pending:

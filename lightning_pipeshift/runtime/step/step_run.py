@@ -114,7 +114,7 @@ class StepRun:
         switch: the gates' switch.
         streams: the random generators.
         shared: the shared parameters held here.
-        recorder: stands in for ``LightningModule.log``.
+        recorder: replaces ``LightningModule.log``.
         loss_scale: a factor of every loss, applied before its backward.
         denominators: divide the losses while their total weight is not known yet; ``None`` to
             derive them from this step's own numbers.
@@ -480,10 +480,10 @@ class StepRun:
             is_expected = microbatch.trace is None or value in microbatch.trace.flow.differentiable
             if box.gradient is not None and not is_expected:
                 raise LayerError(
-                    f"A gradient flows back to the layer {value.layer}, which is on an earlier"
-                    " stage, and did not when the step was first traced (a `detach` that depends"
-                    " on the step, say). Detach the same values in every step, or change"
-                    " `requires_grad` of parameters instead, which is noticed."
+                    f"A gradient flows back to the layer {value.layer}, which is on an earlier "
+                    "stage, and did not when the step was first traced (for example, a `detach` "
+                    "that depends on the step). Detach the same values in every step, or change "
+                    "`requires_grad` of parameters instead, which is noticed."
                 )
         if self._is_last:
             self.outcomes[number].result = _detached(self.outcomes[number].result)

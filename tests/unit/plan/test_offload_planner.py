@@ -639,7 +639,7 @@ def test_recompute_full():
     [
         (1, 0, r"4\.20 MB, and needs 9\.44 MB .* 1\.05 MB of it for weights.*smaller micro"),
         (5, 0, r"13\.64 MB .* 5\.25 MB of it for weights.*so would more stages"),
-        (1, 0, "or more room on the host"),
+        (1, 0, "or more host memory"),
     ],
 )
 def test_nothing_fits(static, host, words):
