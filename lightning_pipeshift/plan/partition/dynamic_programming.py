@@ -1,18 +1,18 @@
 """The fastest cuts for a given order of the stages, exactly: dynamic programming.
 
-Stages work side by side, so a step takes as long as one microbatch on its way through all of them
-and back, and then the slowest stage (or link) once more for each other microbatch. This is
+Stages work in parallel, so a step takes the time of one microbatch through all of them and back,
+plus the time of the slowest stage (or link), the *pace*, for each other microbatch. This is
 :meth:`Workload.estimate`::
 
     seconds = sum of the stages and links + (microbatches - 1) * pace
 
 For a given limit on the pace this is a sum over the stages, for which the best whole is made of
-best parts: a dynamic programme over (stage, boundary). The limit then goes down, from each
+best parts: a dynamic programme over (stage, boundary). The limit is then lowered, from each
 solution's own pace to just below it, along the Pareto front of (pace, sum), until no lower pace can
-make up for the sum. (Zheng et al., Alpa, OSDI 2022, section 5.2, tries every possible pace.)
+compensate for the larger sum. (Zheng et al., Alpa, OSDI 2022, section 5.2, tries every possible pace.)
 
-The estimate lets every stage wait for all the others. Two more, of the same shape, let it work
-meanwhile; their best cuts are often better ones, and the simulator is asked which.
+In this estimate every stage waits for all others. Two more estimates, of the same form, let it
+compute meanwhile; their best cuts are often better, and the simulator chooses among all of them.
 """
 
 from __future__ import annotations
@@ -140,18 +140,18 @@ class PartitionDP:
         return [one for one in sorted(found) if one.seconds <= best * (1 + slack)][:most]
 
     def with_head_start(self, most: int, limit: float, precision: float = 0.01) -> list[Counts]:
-        """The best cuts by the third estimate, which is a bound: no stage starts before a
-        microbatch has come through the stages before it, nor is the step over before the last one
-        has gone back through them. What lies behind a stage does not count::
+        """The best cuts by the third estimate, which is a lower bound: no stage starts before a
+        microbatch has passed the stages before it, nor does the step end before the last one has
+        gone back through them. The stages after it are ignored::
 
-            seconds = the largest of: sum of all before it + microbatches * pace of the stage
+            seconds = maximum over stages of: sum of those before it + microbatches * its pace
 
         Args:
             most: how many, at most.
-            limit: seconds; cuts that take longer are of no interest.
+            limit: seconds; cuts that take longer are ignored.
             precision: of the least seconds, relative to them.
 
-        Returns the best one first; empty where none is below the limit.
+        Returns the best one first; empty if none is below the limit.
         """
         found: list[Counts] = []
         least = 0.0

@@ -1,26 +1,26 @@
 """Cuts and recomputation together, exactly: a mixed integer linear programme.
 
-:mod:`dynamic` and :mod:`recomputation` find the same results some hundred times faster, so the
+``dynamic_programming`` and ``recomputation`` find the same results some hundred times faster, so the
 planner uses them. But they require that the choices of stages are independent. A memory policy with
 resources that stages share (the host's memory, the link to it) would violate that, and would need
 only a few more variables and rows here. Until then, each implementation tests the other.
 
-Indices: s a stage of S, l a layer of L, b a boundary (in front of layer b). Variables:
+Indices: s a stage of S, l a layer of L, b a boundary (before layer b). Variables:
 
-- ``y[s, l]`` for s < S - 1, binary: layer l lies on stage s or before it. So ``x[s, l] = y[s, l] -
-  y[s - 1, l]`` says that it lies on s (all lie on the last stage or before it, none before the
-  first), and ``c[s, b] = y[s, b - 1] - y[s, b]`` that stage s ends at b (what is in front of the
-  first layer lies on s or before it, what is behind the last does not).
+- ``y[s, l]`` for s < S - 1, binary: layer l is on stage s or an earlier one. So ``x[s, l] =
+  y[s, l] - y[s - 1, l]`` is 1 if it is on s (with ``y[S - 1, l] = 1`` and ``y[-1, l] = 0``), and
+  ``c[s, b] = y[s, b - 1] - y[s, b]`` is 1 if stage s ends at b (with ``y[s, -1] = 1`` and
+  ``y[s, L] = 0``).
 - ``z[s, l]``, binary: stage s recomputes layer l. Only where that frees memory.
 - ``n[s]`` for s < S - 1, from 0 to 1: stage s has layers.
 - ``T``: the pace.
 
 Constraints:
 
-1. ``x[s, l] >= 0``: what lies on s or before it lies on s + 1 or before it.
-2. ``c[s, b] >= 0`` for 0 < b < L: the layers lie in order.
-3. ``c[s, b] <= 0`` where b is not allowed.
-4. ``n[s] >= x[s, l]``. Nothing else keeps n up, and it costs: it is 1 for stages with layers only.
+1. ``x[s, l] >= 0``: a layer on s or an earlier stage is on s + 1 or an earlier stage, too.
+2. ``c[s, b] >= 0`` for 0 < b < L: the layers are in order.
+3. ``c[s, b] <= 0`` if b is not allowed.
+4. ``n[s] >= x[s, l]``. As n has a cost, it is 1 only for stages with layers.
 5. ``z[s, l] <= x[s, l]``.
 6. ``sum over l of held[s, l] x[s, l] - freed[s, l] z[s, l] <= room[s]``, with ``held = static +
    in flight * saved`` and ``freed = (in flight - 1) * saved - in flight * input``
@@ -30,8 +30,8 @@ Constraints:
 8. ``sum over b of payload[s, b] c[s, b] <= T``, and the same for the gradients.
 
 Objective: ``sum of all slots and links + (microbatches - 1) T``, which is
-:meth:`Workload.estimate`, and next to nothing for each second of recomputation: of equal cuts the
-one that recomputes less.
+:meth:`Workload.estimate`, plus a tiny weight for each second of recomputation: among equal cuts,
+the one that recomputes less is chosen.
 """
 
 from __future__ import annotations
