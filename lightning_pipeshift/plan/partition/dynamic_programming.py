@@ -9,7 +9,8 @@ plus the time of the slowest stage (or link), the *pace*, for each other microba
 For a given limit on the pace this is a sum over the stages, for which the best whole is made of
 best parts: a dynamic programme over (stage, boundary). The limit is then lowered, from each
 solution's own pace to just below it, along the Pareto front of (pace, sum), until no lower pace can
-compensate for the larger sum. (Zheng et al., Alpa, OSDI 2022, section 5.2, tries every possible pace.)
+compensate for the larger sum. (Zheng et al., Alpa, OSDI 2022, section 5.2, tries every possible
+pace.)
 
 In this estimate every stage waits for all others. Two more estimates, of the same form, let it
 compute meanwhile; their best cuts are often better, and the simulator chooses among all of them.

@@ -1,9 +1,9 @@
 """Cuts and recomputation together, exactly: a mixed integer linear programme.
 
-``dynamic_programming`` and ``recomputation`` find the same results some hundred times faster, so the
-planner uses them. But they require that the choices of stages are independent. A memory policy with
-resources that stages share (the host's memory, the link to it) would violate that, and would need
-only a few more variables and rows here. Until then, each implementation tests the other.
+``dynamic_programming`` and ``recomputation`` find the same results some hundred times faster, so
+the planner uses them. But they require that the choices of stages are independent. A memory policy
+with resources that stages share (the host's memory, the link to it) would violate that, and would
+need only a few more variables and rows here. Until then, each implementation tests the other.
 
 Indices: s a stage of S, l a layer of L, b a boundary (before layer b). Variables:
 
