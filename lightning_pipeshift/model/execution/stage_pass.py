@@ -47,8 +47,8 @@ from lightning_pipeshift.plan.inputs.flow import Call, TensorSpec, Value
 _MARK = "_pipeshift_pass"
 
 
-# Tells user code that a placeholder requires a gradient. The node is not part of a graph: a graph
-# would save placeholders where others save values.
+# The attributes that user code sees of a placeholder for a tensor that requires a gradient. The
+# placeholder itself is not part of a graph: that would save placeholders instead of values.
 _OF_TRACKED: dict[str, Callable[[], Any]] = {
     "requires_grad.__get__": lambda: True,
     "is_leaf.__get__": lambda: False,

@@ -1,11 +1,11 @@
 """The best cut: candidates from the exact solvers, improved on the simulator.
 
-The estimates that :mod:`dynamic` minimises do not include that transfers and computing overlap only
-in part, nor how a schedule starts and ends. The simulator does, and evaluates many cuts at once.
+The estimates in ``dynamic_programming`` do not include that transfers and compute overlap only in
+part, nor how a schedule starts and ends. The simulator does, and evaluates many cuts at once.
 Its result depends most on which stages own layers at all (it may be better to drain a slow device,
 or one with a slow link), where the estimates differ; and then on the last few layers at each cut.
-So there are several candidates, and the cuts of the best are shifted by a layer or two until that
-makes none of them faster.
+So there are several candidates, and the cuts of the best ones are shifted by a layer or two while
+that makes one of them faster.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 An action is one thing that a stage does. It has a text form and its inverse, so that a schedule is
 a table of strings: it prints, parses, diffs, and is tested without a process. Only the tables below
-define which action needs which: lowering, checker, simulator and executor use them.
+define which action needs which: ``communication``, checker, simulator and executor use them.
 """
 
 from __future__ import annotations

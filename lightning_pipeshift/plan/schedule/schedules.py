@@ -1,7 +1,7 @@
 """Schedules: the compute actions of each stage, in order.
 
 A schedule is a pure function of the numbers of stages and of microbatches. It has compute actions
-only: the sends and receives follow from them (``lowering``), and the times follow from the costs
+only: the sends and receives follow from them (``communication``), and the times from the costs
 (``simulator``).
 
 In every schedule a stage runs its backwards in ASCENDING microbatch order. Gradients accumulate in
