@@ -1,1 +1,1 @@
-"""What PipeShift costs and what it saves, measured side by side with what it competes with."""
+"""Benchmarks of PipeShift's costs and savings, measured side by side with its alternatives."""

@@ -1,5 +1,5 @@
-"""What it costs to hold less: tensors moved as ``MemoryCompression`` plans it, against torch's own
-``torch.utils.checkpoint`` and ``save_on_cpu``, at the same memory.
+"""The cost of using less memory: tensors moved as ``MemoryCompression`` plans it, against torch's
+own ``torch.utils.checkpoint`` and ``save_on_cpu``, at the same memory.
 
     python -m benchmarks.compression
 
@@ -60,7 +60,7 @@ NUM_LAYERS = NUM_STAGES * LAYERS_PER_STAGE
 SLEEPS = (0.020, 0.040)
 WIDTH, SAMPLES = 64, 4
 SLACK_BYTES = 400_000
-"""What a unit does not count: weights, and what layers are called with."""
+"""Memory that a unit does not include: weights, and the arguments of layers."""
 
 KEEPS_FREED_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
@@ -74,10 +74,10 @@ STAYS = "everything stays"
 
 @dataclass(frozen=True)
 class Terms:
-    """What a contender may use.
+    """The memory and the means that a contender may use.
 
     Args:
-        units: that a stage may hold; ``None``: any.
+        units: the number that a stage may hold; ``None``: any.
         host_units: of them on the host.
         recompute: as in the strategy.
         num_copied: layers that the model runs in ``save_on_cpu``, from the first on.

@@ -1,4 +1,4 @@
-"""What the examples of the pages print: a plan, what was learned, and the report of a check.
+"""The output of the examples on the pages: a plan, what was learned, and the report of a check.
 
     python -m benchmarks.example
 
@@ -24,7 +24,7 @@ CHECK = ("check", "--config", str(ROOT / "examples" / "gpt.yaml"), "--stages", "
 
 
 def printed(*words: str, folder: str) -> str:
-    """What Python prints for some arguments, in a folder."""
+    """Runs Python with some arguments in a folder, and returns its output."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, *words],

@@ -80,7 +80,7 @@ class Results:
         return self._records[name]
 
     def value(self, where: str) -> Any:
-        """What lies behind ``file / key / key``."""
+        """The value at ``file / key / key``."""
         name, *keys = (part.strip() for part in where.split(" / "))
         found = self.record(name)["figures"]
         for key in keys:
@@ -114,7 +114,7 @@ class Results:
             raise FigureError(f"{where!r} cannot be shown as {form!r}: {error!r}") from None
 
     def source(self, names: Sequence[str]) -> str:
-        """What made some results, where and when."""
+        """The command, place and time of some results."""
         return "<br>\n".join(f"<sub>{self._source(name)}</sub>" for name in names)
 
     def _source(self, name: str) -> str:
@@ -131,7 +131,7 @@ class Results:
 
 
 def _command(record: Mapping[str, Any]) -> str:
-    """What made a result; older files also say where it was written to."""
+    """The command that made a result; older files also contain its output path."""
     return re.sub(r" --json \S+", "", record["command"])
 
 
@@ -199,7 +199,7 @@ def unsourced(page: str, not_measured: Mapping[str, str]) -> list[str]:
 
 
 def problems_of(path: Path, results: Results) -> Iterator[str]:
-    """What a page claims without a result that says so."""
+    """Claims of a page without a result that supports them."""
     page, name = path.read_text(), path.relative_to(ROOT).as_posix()
     mine = Results(results._folder)
     try:
@@ -230,7 +230,7 @@ def _sources(found: re.Match[str], results: Results) -> set[str]:
 
 
 def git(*words: str) -> str:
-    """What a command of git says; empty if it fails."""
+    """The output of a git command; empty if it fails."""
     done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""
 

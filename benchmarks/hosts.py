@@ -118,7 +118,9 @@ class Hosts:
         return ["ip", "netns", "exec", self.namespaces[host], *argv]
 
     def environment(self, rank: int) -> dict[str, str]:
-        """What a launcher tells the one rank of a host; the first host has the store."""
+        """The environment variables that a launcher sets for the one rank of a host; the first host
+        has the store.
+        """
         return {
             "RANK": str(rank),
             "LOCAL_RANK": "0",

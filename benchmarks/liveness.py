@@ -201,13 +201,13 @@ def train(folder: Path, kind: str) -> None:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one run.
+    """The result of one run.
 
     Args:
-        seconds: from the fault to the end of the last process; ``None`` where it was given up.
-        named: by host, whether what it printed names a rank of the other one, or the rank that the
-            fault was in, with its host.
-        output: what each host printed.
+        seconds: from the fault to the end of the last process; ``None`` if it was given up.
+        named: by host, whether its output names a rank of the other one, or the rank that the fault
+            was in, with its host.
+        output: that of each host.
     """
 
     seconds: float | None

@@ -1,4 +1,4 @@
-"""What it costs that every rank tells every other, each second, that it is alive.
+"""The cost of heartbeats from every rank to every other, each second.
 
     python -m benchmarks.liveness_cost --json benchmarks/results/liveness_cost.json
 
@@ -84,7 +84,7 @@ class _Done:
 
 
 def seconds_per_wait() -> float:
-    """What the bookkeeping of one wait takes: beyond the wait itself."""
+    """The seconds of the bookkeeping of one wait, in addition to the wait itself."""
     done, found = _Done(), []
     for _ in range(20):
         begun = time.perf_counter()

@@ -82,7 +82,7 @@ def train(kind: str, fails: bool, folder: str) -> int:
 
 
 def left_over() -> dict[str, int]:
-    """What there is of things that a run may leave behind."""
+    """The number of each kind of object that a run may leave behind."""
     listening = 0
     for name in ("tcp", "tcp6"):
         lines = Path(f"/proc/net/{name}").read_text().splitlines()[1:]

@@ -1,4 +1,4 @@
-"""What every benchmark needs: its arguments, its tables, and a record of where it ran."""
+"""Common parts of all benchmarks: arguments, tables, and a record of where a benchmark ran."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def save(path: Path | None, figures: Mapping[str, Any], says_so: bool = True) ->
 
 
 def _command() -> str:
-    """What was called, without where the figures were to be written."""
+    """The command line, without the output path of the results."""
     words = ["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}"]
     rest = iter(sys.argv[1:])
     for word in rest:

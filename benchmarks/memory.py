@@ -1,4 +1,4 @@
-"""What each rank holds in memory: its own layers, and nothing of the others'.
+"""Each rank's memory: its own layers, and nothing of other ranks' layers.
 
     python -m benchmarks.memory
 

@@ -1,4 +1,4 @@
-"""What live migration gains when a device slows down, and for how long it holds training up.
+"""The gain of live migration when a device slows down, and how long training waits for it.
 
     python -m benchmarks.migration
 
@@ -181,7 +181,7 @@ class Heavy(Sleeper):
         self.layers = nn.ModuleList(HeavyLayer(microbatches) for _ in range(NUM_LAYERS))
 
     def configure_layers(self) -> list[nn.Module]:
-        """What moves as one."""
+        """The layers that move as one."""
         return list(self.layers)
 
     def configure_optimizers(self) -> Optimizer:
@@ -246,7 +246,7 @@ class BackAndForth(L.Callback):
             self._begun = None
 
     def on_train_end(self, trainer: L.Trainer, module: Any) -> None:
-        """What a restart would begin with."""
+        """Saves the state from which a restart would start."""
         begin = time.perf_counter()
         trainer.save_checkpoint(CHECKPOINT)
         self.save_seconds = time.perf_counter() - begin

@@ -1,4 +1,4 @@
-"""What the order and the grouping of hosts are worth where their links differ.
+"""The gain of choosing the order and the grouping of hosts with different links.
 
     python -m benchmarks.network_orders
 

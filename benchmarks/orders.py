@@ -1,4 +1,4 @@
-"""What the choice of the grouping and of the order of the stages is worth, on the simulator.
+"""The gain of choosing the grouping and the order of the stages, on the simulator.
 
     python -m benchmarks.orders
 
@@ -32,7 +32,7 @@ NUM_RANDOM = 40
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the planner's choice is worth, in samples per second."""
+    """The gain of the planner's choice, in samples per second."""
 
     name: str
     virtual_machines: str
@@ -178,7 +178,7 @@ def planning_times() -> list[dict[str, Any]]:
 
 
 def shape(chosen: Arrangement) -> dict[str, Any]:
-    """What an arrangement looks like, in short."""
+    """A short description of an arrangement."""
     return {
         "virtual_machines": len(chosen.ranks),
         "stages": max(map(len, chosen.ranks)),

@@ -26,13 +26,13 @@ Plans = Mapping[str, Plan]
 
 @dataclass
 class Timed:
-    """What came of one plan.
+    """The result of one plan.
 
     Args:
         plan: the plan.
         counts: layers of each stage, by virtual machine.
         num_steps: how many steps of a turn are timed.
-        predicted_seconds: of a step, by the simulator, from what the first steps measured.
+        predicted_seconds: of a step, by the simulator, from the measurements of the first steps.
         step_seconds: measured, of each step but the first two of each turn.
     """
 

@@ -54,7 +54,7 @@ def ratios(num_cases: int, tight: bool) -> list[float]:
 
 
 def seconds(seeds: range, tight: bool) -> list[float]:
-    """What `best_cut` takes for each large workload of which something fits."""
+    """The seconds of `best_cut` for each large workload that fits."""
     found = []
     for seed in seeds:
         workload = random_workload(

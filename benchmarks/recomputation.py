@@ -1,4 +1,4 @@
-"""What recomputing layers costs: in idle time, and by checkpointing the same ones in the model.
+"""The cost of recomputing layers: in idle time, and by checkpointing the same ones in the model.
 
     python -m benchmarks.recomputation
 

@@ -69,7 +69,7 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """What is summed, and how often it is timed."""
+    """The summed tensors, and the number of timings."""
 
     num_layers: int
     layer_bytes: int
@@ -86,7 +86,7 @@ class Config:
 
     @property
     def sent_bytes(self) -> float:
-        """What each host sends at least."""
+        """The least number of bytes that each host sends."""
         return 2 * (NUM_HOSTS - 1) / NUM_HOSTS * self.gradient_bytes
 
 
@@ -296,7 +296,7 @@ class RingContender:
 
 
 class DDPContender:
-    """What everybody uses.
+    """The usual solution: torch's DistributedDataParallel.
 
     Args:
         config: the model's.
@@ -346,12 +346,12 @@ def measure_ddp(config: Config) -> dict[str, dict[str, list[Span]]]:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """What a host has sent so far.
+    """The traffic that a host has sent so far.
 
     Args:
         num_bytes: of packets with all their headers.
         num_packets: how many.
-        acknowledged: bytes of TCP's payload that each rank has confirmed.
+        acknowledged: bytes of TCP's payload that each rank has acknowledged.
         store: bytes of TCP's payload over the store's port, in both directions.
     """
 
@@ -486,7 +486,7 @@ def report_ddp(made: Hosts, config: Config) -> dict[str, Any]:
 
 
 def report_wire(made: Hosts, config: Config) -> dict[str, Any]:
-    """What is sent besides the gradients."""
+    """The traffic in addition to the gradients."""
     ranks = made.run(measure_wire, config, timeout=300)
     rows = []
     figures: dict[str, Any] = {"gradient_bytes": config.sent_bytes}

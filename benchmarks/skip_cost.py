@@ -1,4 +1,4 @@
-"""What it costs to pass by a layer that another stage owns, and the code between such layers.
+"""The cost of skipping a layer that another stage owns, and of the code between such layers.
 
     python -m benchmarks.skip_cost
 
@@ -80,11 +80,11 @@ class Chain(L.LightningModule):
 
 @dataclass(frozen=True)
 class Passing:
-    """What one rank's calls of ``training_step`` took, up to the loss.
+    """The duration of one rank's calls of ``training_step``, up to the loss.
 
     Args:
         seconds: a call.
-        parts: with a profile, the seconds in each function for a call, without what it called.
+        parts: with a profile, the seconds in each function for a call, without its callees.
     """
 
     seconds: float

@@ -1,4 +1,4 @@
-"""What stands in the tables of the README and of ``docs``, and what there is no measurement.
+"""The contents of the tables in the README and ``docs``, and claims without a measurement.
 
 A table is a header and rows; a figure in a cell stands in braces, in the words of
 :mod:`benchmarks.figures`: ``{file / key / key FORMAT}``. To try a change: ``python -m
@@ -17,7 +17,7 @@ class Values(Protocol):
     """Where figures come from."""
 
     def value(self, where: str) -> Any:
-        """What lies behind ``file / key / key``."""
+        """The value at ``file / key / key``."""
 
 
 OLD: dict[str, str] = {}
@@ -317,7 +317,7 @@ def migration() -> Rows:
 
 
 def moves() -> Rows:
-    """What a move costs."""
+    """The cost of a move."""
     where = "moves / gap"
     return [
         ["", "holds training up for, s", "times the live move"],

@@ -60,7 +60,7 @@ BOTH = "one process, both cores busy"
 
 @dataclass(frozen=True)
 class Config:
-    """What is trained, and how often it is timed."""
+    """The model to train, and the number of timings."""
 
     num_blocks: int
     width: int

@@ -1,4 +1,4 @@
-"""What a plan by measured speeds gains on unequal devices, and how near it comes to the bound.
+"""The gain of a plan by measured speeds on unequal devices, and its distance from the bound.
 
     python -m benchmarks.unequal_devices
 

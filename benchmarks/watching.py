@@ -1,4 +1,4 @@
-"""What it costs to measure every layer and every action of a step.
+"""The cost of measuring every layer and every action of a step.
 
     python -m benchmarks.watching
 

@@ -32,7 +32,7 @@ Split = tuple[int, str, str]
 
 
 def results() -> dict[str, Record]:
-    """What has been committed of each library."""
+    """The committed results of each library."""
     found = {library: _read(f"zoo_{library}.json") for library in LIBRARIES}
     plain = {library: _read(f"zoo_plain_{library}.json") for library in LIBRARIES}
     return {
@@ -163,7 +163,7 @@ def _is_refusal(run: Record) -> bool:
 
 
 def _reasons(built: Sequence[Record]) -> Iterator[str]:
-    """What did not train, with the reason; those of one reason together."""
+    """The models that did not train, with the reason; those with the same reason together."""
     found: dict[tuple[bool, str], dict[str, None]] = {}
     for record in built:
         for run in record["runs"]:

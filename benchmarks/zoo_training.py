@@ -1,4 +1,4 @@
-"""What the ranks of the sweep do with one model: train it in a pipeline, or plainly beside it."""
+"""The work of the sweep's ranks on one model: train it in a pipeline, and in plain Lightning."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Fit(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What a run has come to, on one rank.
+    """The result of a run, on one rank.
 
     Args:
         digest: of the final parameters and buffers.
@@ -52,7 +52,7 @@ class Trained(NamedTuple):
         counts: how many of them each stage has owned at the end.
         differing: how far each tensor is from the same one in ``compared_with``, as a part of its
             largest value: those that are not the same to the bit.
-        first_step_seconds: what the first step took, in which the model is looked at.
+        first_step_seconds: of the first step, in which the model is traced.
         seconds: the whole run.
         possible_cuts: the boundaries that may be cut; ``None``: all, as far as this rank knows.
     """

@@ -207,7 +207,7 @@ def _small_list(name: str, values: list[int]) -> list[int]:
 
 
 def batch_of(model: nn.Module, size: int, generator: torch.Generator) -> Batch:
-    """What the model's ``forward`` takes, by its main input's name."""
+    """The arguments of the model's ``forward``, by its main input's name."""
     config: Any = model.config
     accepted = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", "input_ids")

@@ -11,7 +11,7 @@ _MOST_NAMES = 8
 
 
 def some_of(names: Sequence[str]) -> str:
-    """Names for a message, the first ones where there are many."""
+    """Names for a message: only the first ones if there are many."""
     left = len(names) - _MOST_NAMES
     more = f" and {left} more" if left > 0 else ""
     return (", ".join(names[:_MOST_NAMES]) + more) or "nothing"
@@ -22,7 +22,7 @@ class PipeShiftError(RuntimeError):
 
 
 class ConfigurationError(PipeShiftError):
-    """An argument, or a combination of settings, that PipeShift cannot honour."""
+    """An argument, or a combination of settings, that PipeShift does not support."""
 
 
 class PartitionError(ConfigurationError):
@@ -42,17 +42,17 @@ class BudgetError(ConfigurationError):
 
 
 class LayerError(PipeShiftError):
-    """A model whose layers cannot be told apart, placed or skipped."""
+    """A model whose layers cannot be distinguished, placed or skipped."""
 
 
 class BatchError(PipeShiftError):
-    """A batch that cannot be cut into microbatches, or that differs between the stages of a virtual
-    machine.
+    """A batch that cannot be split into microbatches, or that differs between the stages of a
+    virtual machine.
     """
 
 
 class NotFiniteError(PipeShiftError):
-    """Values that are not numbers, found with ``Trainer(detect_anomaly=True)``."""
+    """NaN or infinite values, found with ``Trainer(detect_anomaly=True)``."""
 
 
 class CheckpointError(PipeShiftError):
@@ -60,7 +60,7 @@ class CheckpointError(PipeShiftError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """A checkpoint that is not there for all ranks."""
+    """A checkpoint that not all ranks can find."""
 
 
 class StageFailedError(PipeShiftError):

@@ -1,8 +1,8 @@
 """Reads files that other people may have written, and names files that are not complete yet.
 
-A file that a run is given, or finds in its folder, may be damaged, endless, or made to do harm:
-what is read here is a regular file of a limited size, and a name in it never leads out of its
-folder. Everything raises an error in bounded time.
+A file that a run is given, or finds in its folder, may be damaged, endless, or malicious: this
+module reads only regular files of a limited size, and a name in one never refers to another folder.
+Everything raises an error in bounded time.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ PACKAGE: Final = Path(__file__).resolve().parent
 """The folder of this package's own source."""
 
 MOST_BYTES: Final = 64 << 20
-"""How large a document may be: more than any plan or profile needs."""
+"""The largest size of a document: more than any plan or profile needs."""
 
 _MOST_NAME: Final = 255
 _MOST_SHOWN: Final = 200
 
 _TEMPORARY: Final = ".tmp"
-# Where the system does not say which processes know each other by their numbers.
+# Used if the system does not tell which processes share their process numbers.
 _UNKNOWN: Final = "00000000"
 _NAME: Final = re.compile(r"\..+\.([0-9a-f]{8})-(\d+)-[0-9a-f]{8}\.tmp")
-# For writers on other hosts, of which nobody here knows whether they live; and where another
-# process has got the number of one that is gone.
+# For writers on other hosts, which cannot be checked from here; and if another process has got the
+# number of one that has ended.
 _LEFT_AFTER_SECONDS: Final = 3600.0
 
 
@@ -51,7 +51,7 @@ def read_bytes(path: str | Path, most: int = MOST_BYTES, *, only_own: bool = Fal
         only_own: whether it has to belong to this process's user, and must not be a link.
 
     Raises:
-        OSError: it is not there, cannot be read, or is not such a file.
+        OSError: it does not exist, cannot be read, or is not such a file.
     """
     # Opening a pipe would wait for its writer.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -61,7 +61,7 @@ def read_bytes(path: str | Path, most: int = MOST_BYTES, *, only_own: bool = Fal
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise OSError(f"{str(path)!r} is no regular file")
+            raise OSError(f"{str(path)!r} is not a regular file")
         if only_own and hasattr(os, "geteuid") and found.st_uid != os.geteuid():
             raise OSError(
                 f"{str(path)!r} belongs to the user {found.st_uid}, not to {os.geteuid()}"
@@ -82,7 +82,7 @@ def read_text(path: str | Path, most: int = MOST_BYTES, *, only_own: bool = Fals
     """:func:`read_bytes` as text.
 
     Raises:
-        OSError: see there.
+        OSError: as for :func:`read_bytes`.
         ValueError: it is not UTF-8.
     """
     return read_bytes(path, most, only_own=only_own).decode()
@@ -92,12 +92,12 @@ def parse_json(text: str | bytes) -> Any:
     """The value of a JSON document.
 
     Raises:
-        ValueError: it is none, or its lists lie too deep in one another.
+        ValueError: it is not JSON, or is nested too deeply.
     """
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("too many lists or objects inside one another") from None
+        raise ValueError("too deeply nested lists or objects") from None
 
 
 def is_plain_name(name: object) -> bool:
@@ -116,7 +116,7 @@ def shortened(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """A text for a terminal, on which characters that would control it are shown as ``\\x1b``."""
+    """A text for a terminal, with control characters shown as ``\\x1b``."""
     return "".join(
         each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
         for each in text
@@ -127,24 +127,24 @@ def printable(text: str) -> str:
 
 
 def temporary_beside(path: Path) -> Path:
-    """A new hidden name in the same folder. It says which process writes the file."""
+    """A new hidden name in the same folder, which contains the process that writes the file."""
     # The system limits a name's length.
     name = f".{path.name[:40]}.{_space()}-{os.getpid()}-{uuid.uuid4().hex[:8]}{_TEMPORARY}"
     return path.with_name(name)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes what killed processes of this user have left under temporary names in a folder."""
+    """Removes temporary files that killed processes of this user have left in a folder."""
     for path in folder.glob(f".*{_TEMPORARY}"):
         match = _NAME.fullmatch(path.name)
-        # Another process may be faster.
+        # Another process may do it first.
         with suppress(OSError):
             if match is not None and _is_left(path, match[1], int(match[2])):
                 delete(path)
 
 
 def delete(path: Path) -> None:
-    """Removes a file, a link or a folder with what is in it, if it exists."""
+    """Removes a file, a link or a folder with its content, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -152,7 +152,7 @@ def delete(path: Path) -> None:
 
 
 def _space() -> str:
-    """Names the processes among which a process's number tells whether it lives."""
+    """Names the set of processes in which a process number identifies a living process."""
     try:
         return hashlib.sha256(process_space().encode()).hexdigest()[:8]
     except OSError:

@@ -1,4 +1,4 @@
-"""Identifies the host, and the processes that know each other by their numbers."""
+"""Identifies the host, and the processes that share process numbers."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 
 
 def boot_id() -> str:
-    """Names the running system, which containers have in common and clones do not.
+    """Names the running system; equal in containers of one host, different in cloned machines.
 
     Raises:
-        OSError: the system does not say.
+        OSError: the system does not tell.
     """
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def host_names(identities: Sequence[str]) -> list[str]:
-    """The names of hosts, for people: those that different hosts share are numbered.
+    """The names of hosts, for people; equal names of different hosts are numbered.
 
     Args:
-        identities: a name and what else tells hosts apart, separated by ``/``; see
+        identities: a name and further properties that distinguish hosts, separated by ``/``; see
             :func:`~lightning_pipeshift.runtime.comm.backends.device_of`.
     """
     numbered: dict[str, str] = {}
@@ -35,10 +35,10 @@ def host_names(identities: Sequence[str]) -> list[str]:
 
 
 def process_space() -> str:
-    """Names the user, the host, and the set of processes in which a process has its number.
+    """Names the user, the host, and the set of processes in which process numbers are unique.
 
     Raises:
-        OSError: the system does not say.
+        OSError: the system does not tell.
     """
     numbers = os.readlink("/proc/self/ns/pid")
     return f"{boot_id()} {socket.gethostname()} {numbers} {os.getuid()}"

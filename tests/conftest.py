@@ -1,4 +1,4 @@
-"""What every test runs under: one thread, no model hub, a folder of its own."""
+"""The environment of every test: one thread, no model hub, a folder of its own."""
 
 from __future__ import annotations
 

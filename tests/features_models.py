@@ -57,7 +57,7 @@ def built(make_module: Callable[[], Any], seed: int = 20) -> Any:
 
 
 class Diary(L.Callback):
-    """What a callback sees of the logged values, at every moment where callbacks look at them."""
+    """Records the logged values at every hook where callbacks may read them."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[str, dict[str, Any]]] = []
@@ -144,7 +144,9 @@ def read_csv(path: Path | str) -> list[dict[str, Any]]:
 
 
 def on_one_device(scenario: Scenario, *args: Any, **kwargs: Any) -> Any:
-    """What plain Lightning gives, here; a seed that the scenario sets is forgotten afterwards."""
+    """The result of plain Lightning in this process; a seed that the scenario sets is reset
+    afterwards.
+    """
     seeds = {name: os.environ.pop(name, None) for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")}
     try:
         return scenario({"devices": 1}, *args, **kwargs)
@@ -158,7 +160,7 @@ def on_one_device(scenario: Scenario, *args: Any, **kwargs: Any) -> Any:
 def on_rank(
     scenario: Scenario, strategy: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """What one rank of a job does."""
+    """The work of one rank of a job."""
     how = {"pipeshift": strategy, "devices": int(os.environ["WORLD_SIZE"])}
     return scenario(how, *args, **kwargs)
 

@@ -217,7 +217,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 class _Job(NamedTuple):
-    """What a rank must know to play its part; it is pickled on its way there."""
+    """The description of a rank's work; it is pickled and sent to the rank."""
 
     call: bytes
     world_size: int
@@ -341,7 +341,7 @@ def _await_outcomes(ranks: Sequence[_Rank], timeout: float, grace: float) -> boo
 
 
 def _state_of(pid: int | None) -> str:
-    """What the system says of a process that does not answer."""
+    """The system's information about a process that does not answer."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         state = next(line for line in status.splitlines() if line.startswith("State:"))
@@ -386,7 +386,7 @@ def _clean_environment() -> dict[str, str]:
 
 
 def _rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun tells a worker, on one host."""
+    """The environment variables that torchrun sets for a worker, on one host."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

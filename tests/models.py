@@ -114,7 +114,7 @@ def masked_sentences(num_batches: int) -> DataLoader:
 
 
 def boring_data(num_batches: int) -> DataLoader:
-    """What BoringModel trains on: batches of one row, fewer than the microbatches."""
+    """The data of BoringModel: batches of one row, fewer than the microbatches."""
     with torch.random.fork_rng():
         torch.manual_seed(7)
         return DataLoader(RandomDataset(32, num_batches))
@@ -230,7 +230,7 @@ class LayersOfItsOwn(Classifier):
 
 
 class SkipConnection(Classifier):
-    """What the first layer returns is used again behind the third."""
+    """The output of the first layer is used again after the third."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ class InPlace(Classifier):
 
 @dataclass
 class Sorted:
-    """What a layer of ``StructuredOutputs`` returns."""
+    """The result of a layer of ``StructuredOutputs``."""
 
     values: Tensor
     order: Tensor
@@ -677,7 +677,7 @@ class ActivatedSkip(SkipConnection):
 
 
 class Scored(NamedTuple):
-    """What a layer of ``MoreStructures`` returns."""
+    """The result of a layer of ``MoreStructures``."""
 
     hidden: Tensor
     keep: Tensor
@@ -687,7 +687,7 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True)
 class Frozen:
-    """What another layer of ``MoreStructures`` returns."""
+    """The result of another layer of ``MoreStructures``."""
 
     parts: list[Tensor]
     scale: Tensor

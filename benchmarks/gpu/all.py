@@ -88,7 +88,7 @@ def about_machine(device: str) -> Findings:
 
 
 def one_rank(device: str) -> Findings:
-    """What one rank does is what plain Lightning does."""
+    """Checks that one rank computes the same as plain Lightning."""
     return _each(
         MODELS, lambda name: run_ranks(compared_with_plain, 1, name, device, timeout=60)[0]
     )
@@ -237,7 +237,7 @@ PARTS = {
 
 
 def _each(names: Iterable[str], run: Callable[[str], Any]) -> Findings:
-    """What was found of each; one that raises is a problem, and does not end the others."""
+    """The findings of each; one that raises counts as a problem, and does not end the others."""
     found: Findings = {"problems": []}
     for name in names:
         try:
@@ -262,7 +262,7 @@ def _cases(device: str, *cases: Case) -> Findings:
 
 
 def _short(case: Case) -> str:
-    """What is not as usual in a case."""
+    """The unusual properties of a case."""
     usual = asdict(Case())
     return ", ".join(f"{k}={v}" for k, v in asdict(case).items() if v != usual[k]) or "as usual"
 

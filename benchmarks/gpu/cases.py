@@ -79,7 +79,7 @@ class Decoder(L.LightningModule):
         return F.cross_entropy(self.head(x).flatten(0, 1), tokens[:, 1:].flatten())
 
     def configure_optimizers(self) -> Optimizer:
-        """What such models are trained with."""
+        """The usual optimizer of such models."""
         return AdamW(self.parameters(), lr=1e-3, fused=self.fused)
 
 

@@ -70,7 +70,7 @@ class Transformer(L.LightningModule):
         return F.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
 
     def configure_optimizers(self) -> Optimizer:
-        """What such models are trained with."""
+        """The usual optimizer of such models."""
         return AdamW(self.parameters(), lr=1e-4)
 
 

@@ -138,7 +138,7 @@ class _Waits(L.Callback):
         self._counts = trainer.global_step >= _FIRST_COUNTED
 
     def on_train_end(self, *_: Any) -> None:
-        """What follows is no step."""
+        """Later code is not part of a step."""
         self._counts = False
 
     @contextlib.contextmanager

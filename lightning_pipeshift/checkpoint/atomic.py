@@ -3,9 +3,9 @@
 Data is written under a temporary name in the same folder (a rename is atomic inside a file system,
 not across two), flushed to disk, and renamed. A folder also has a marker, which is written last and
 names the subfolder that holds the data: to replace an existing folder, the new data is written to
-another subfolder of it, and then the marker is replaced. Where a file replaces a folder, or a
-folder a file, no single rename does it: the old one is first renamed to a name that
-:func:`restore` finds, should the process be killed before the new one has taken its place.
+another subfolder of it, and then the marker is replaced. If a file replaces a folder, or a folder a
+file, one rename is not enough: the old one is first renamed to a name that :func:`restore` finds,
+if the process is killed before the new one has been renamed.
 
 A folder that is no checkpoint is never replaced or removed.
 """
@@ -46,10 +46,10 @@ _TENSORS: Final = ".distcp"
 
 
 def restore(path: Path) -> None:
-    """Gives a checkpoint its name back, if a process was killed while it replaced it."""
+    """Restores a checkpoint's name, if a process was killed while it replaced it."""
     aside = _aside(path)
     if not os.path.lexists(path) and os.path.lexists(aside):
-        # Another rank may be faster.
+        # Another rank may have done it first.
         with suppress(OSError):
             aside.rename(path)
 
@@ -71,7 +71,7 @@ def remove(path: Path) -> None:
 
 
 def require_replaceable(path: Path) -> None:
-    """Refuses folders of other people's: all but checkpoints and empty ones.
+    """Refuses folders of others: all except checkpoints and empty folders.
 
     Raises:
         CheckpointError: it is such a folder.
@@ -82,18 +82,18 @@ def require_replaceable(path: Path) -> None:
         read_marker(path)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{path} is a folder that is not a checkpoint of PipeShift's, and is neither replaced"
+            f"{path} is a folder that is not a checkpoint of PipeShift, and is neither replaced"
             f" nor removed. Use another name, or move it away. ({error})"
         ) from None
 
 
 def advice(path: Path) -> str:
     """The advice in an error message when ``path`` could not be written."""
-    told = "What was there before is as it was."
+    told = "The earlier content is unchanged."
     with suppress(OSError):
         free = shutil.disk_usage(path.parent).free / 1e6
-        told += f" {free:,.0f} MB are free there."
-    return f"{told} Make room, look at the rights, or save somewhere else."
+        told += f" {free:,.0f} MB are free on this disk."
+    return f"{told} Free some space, check the permissions, or save to another folder."
 
 
 def flush(path: Path) -> None:
@@ -108,7 +108,7 @@ def flush(path: Path) -> None:
 @contextmanager
 def appearing(path: Path) -> Iterator[Path]:
     """Context that gives a temporary name to write a file to, and renames it at the end; after an
-    exception the temporary file is removed, and what was there is unchanged.
+    exception the temporary file is removed, and the earlier content is unchanged.
 
     Raises:
         CheckpointError: there is a folder of that name that is no checkpoint.
@@ -127,7 +127,7 @@ def appearing(path: Path) -> Iterator[Path]:
 
 
 def _take_name(temporary: Path, path: Path) -> None:
-    """Renames a file or a folder to the name that another has."""
+    """Renames a file or a folder, replacing the one of the new name."""
     restore(path)
     if not os.path.lexists(path) or not (_is_folder(temporary) or _is_folder(path)):
         temporary.replace(path)
@@ -155,7 +155,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def write_marker(folder: Path, data: str) -> None:
-    """Declares a folder complete: its subfolder ``data`` is on disk, and is the one to read from
+    """Marks a folder as complete: its subfolder ``data`` is on disk, and is the one to read from
     now on.
     """
     files = {}
@@ -188,7 +188,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
     try:
         content = parse_json(read_bytes(marker))
         if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise CheckpointError(f"{marker} is not that of a checkpoint of PipeShift's.")
+            raise CheckpointError(f"{marker} is not the marker of a checkpoint of PipeShift.")
         if content["version"] != VERSION:
             raise CheckpointError(
                 f"{folder} is a checkpoint of version {shortened(repr(content['version']))}, and"
@@ -198,17 +198,17 @@ def read_marker(folder: Path) -> dict[str, Any]:
         wrong = [name for name in names if not is_plain_name(name)]
         if wrong:
             raise CheckpointError(
-                f"{marker} is damaged: {shortened(repr(wrong[0]))} is no plain name."
+                f"{marker} is damaged: {shortened(repr(wrong[0]))} is not a plain name."
             )
         for entry in content["files"].values():
             if "bytes" not in entry or not entry.keys() <= {"bytes", "crc32"}:
                 raise ValueError("an entry without bytes, or with more than bytes and crc32")
             if any(type(number) is not int or number < 0 for number in entry.values()):
-                raise ValueError("a number of bytes or a checksum that is none")
+                raise ValueError("an invalid number of bytes or checksum")
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder} is a folder without {MARKER}, which is written last: it is no checkpoint of"
-            " PipeShift's, or saving it was interrupted. Use another one."
+            f"{folder} is a folder without {MARKER}, which is written last: it is not a "
+            "checkpoint of PipeShift, or saving it was interrupted. Use another one."
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
@@ -218,10 +218,10 @@ def read_marker(folder: Path) -> dict[str, Any]:
 
 
 def publish(temporary: Path, path: Path, data: str) -> None:
-    """Makes a folder appear under its name, or replaces its content.
+    """Renames a folder to its final name, or replaces the content of the existing one.
 
     Args:
-        temporary: a folder beside ``path``, with everything in its subfolder ``data``.
+        temporary: a folder next to ``path``, with all files in its subfolder ``data``.
         path: the folder's name.
         data: the subfolder's name.
 

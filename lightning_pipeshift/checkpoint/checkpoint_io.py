@@ -40,8 +40,8 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
     """Writes checkpoints atomically, and reads only the needed parts of them.
 
     A checkpoint is one file, Lightning's own, that rank 0 writes; or, with ``sharded``, a folder
-    that all ranks write at the same time, each the part that it holds. Both load on any other
-    number of stages and of virtual machines. ``pipeshift export`` converts a folder to one file.
+    that all ranks write at the same time, each its own part. Both load on any other number of
+    stages and of virtual machines. ``pipeshift export`` converts a folder to one file.
 
     A checkpoint appears under its name when it is complete: after a run that is killed, the earlier
     checkpoint still exists. All bytes that are read are compared with their checksums. A folder
@@ -49,9 +49,9 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
 
     Args:
         sharded: whether a checkpoint is a folder; its file system has to be shared by all hosts.
-        asynchronous: whether training goes on while the bytes go to disk. The part that this rank
-            saves is first copied to host memory, which is kept for the next time. One checkpoint is
-            under way at a time: a second one, and the removal of older ones, wait for it. A failure
+        asynchronous: whether training continues while the bytes are written to disk. The part that
+            this rank saves is first copied to host memory, which is reused. One checkpoint is
+            written at a time: a second one, and the removal of older ones, wait for it. A failure
             to write is raised at the next save, or at the end of the run.
 
     Raises:
@@ -67,7 +67,7 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
         self._staging = Staging()
 
     def connect(self, group: dist.ProcessGroup | None) -> None:
-        """Takes the group over which the ranks coordinate a sharded checkpoint: all ranks, on gloo;
+        """Sets the group over which the ranks coordinate a sharded checkpoint: all ranks, on gloo;
         nothing else may use it.
         """
         self._group = group
@@ -80,21 +80,21 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
         """Writes a checkpoint: on rank 0, or, if it is sharded, on every rank at the same time.
 
         Args:
-            checkpoint: Lightning's dict; if it is sharded, with what this rank saves of the state
+            checkpoint: Lightning's dict; if it is sharded, with this rank's part of the state
                 dicts.
             path: the name of the file or the folder. A remote one (``s3://...``) is left to
                 Lightning, and is one file.
-            storage_options: none are known.
+            storage_options: not supported.
         """
         if storage_options is not None:
             raise ConfigurationError(
-                "`storage_options` are not known to PipeShiftCheckpointIO. Leave them out."
+                "PipeShiftCheckpointIO does not support `storage_options`. Remove them."
             )
         if not is_local_path(str(path)):
             if self.sharded:
                 raise ConfigurationError(
-                    f"{path}: a sharded checkpoint goes to a local or shared file system. Use a"
-                    " path of one, or `sharded=False`."
+                    f"{path}: a sharded checkpoint needs a local or shared file system. Use a "
+                    "path on one, or `sharded=False`."
                 )
             super().save_checkpoint(checkpoint, path)
             return
@@ -103,8 +103,8 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
         if self.sharded:
             if self._group is None:
                 raise ConfigurationError(
-                    "PipeShiftCheckpointIO(sharded=True) belongs to `strategy='pipeshift'`: other"
-                    " strategies do not say which rank holds what. Use `sharded=False`."
+                    "PipeShiftCheckpointIO(sharded=True) needs `strategy='pipeshift'`: other "
+                    "strategies do not tell which rank holds which tensors. Use `sharded=False`."
                 )
             staging = self._staging if self.asynchronous else None
             job = Writing(checkpoint, path, self._group, staging).finish
@@ -122,7 +122,7 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
         copies: dict[int, Tensor] = {}
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
-                # Tied tensors stay tied.
+                # Tied tensors remain tied.
                 if id(leaf) not in copies:
                     copies[id(leaf)] = self._staging.copy(str(number), leaf)
                 leaves[number] = copies[id(leaf)]
@@ -146,16 +146,16 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
         self._under_way.append(self._worker.submit(job))
 
     def wait(self, is_incomplete: Callable[[], bool] = lambda: False) -> bool:
-        """Waits until all that was saved is on disk.
+        """Waits until all saved checkpoints are on disk.
 
         Args:
-            is_incomplete: asked now and then: whether it will never be.
+            is_incomplete: called now and then; returns whether they can never become complete.
 
         Returns:
-            whether it is there.
+            whether they are on disk.
 
         Raises:
-            CheckpointError: something could not be written.
+            CheckpointError: a checkpoint could not be written.
         """
         under_way, self._under_way = self._under_way, []
         for future in under_way:
@@ -165,7 +165,7 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
                     return False
         errors = [error for future in under_way if (error := future.exception()) is not None]
         if errors:
-            # A thread makes no more calls after one that has failed.
+            # The thread makes no more calls after one that has failed.
             self._end_thread()
             raise errors[0]
         return True
@@ -176,7 +176,7 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
             self._worker = None
 
     def teardown(self) -> None:
-        """Waits until all that was saved is on disk, and ends the thread that wrote it."""
+        """Waits until all saved checkpoints are on disk, and ends the thread that wrote them."""
         try:
             self.wait()
         finally:
@@ -193,7 +193,7 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
         Args:
             path: its name.
             map_location: the CPU; a remote file is left to Lightning.
-            weights_only: as in ``torch.load``; if it is not given, only what cannot run code is
+            weights_only: as in ``torch.load``; by default, only types that cannot run code are
                 loaded.
         """
         if not is_local_path(str(path)):
@@ -206,15 +206,15 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
     def open(
         self, path: Any, weights_only: bool | None, wrap: Wrap, turn: tuple[int, int] = (0, 1)
     ) -> dict[str, Any]:
-        """Opens a local checkpoint, whose tensors are read when they are needed.
+        """Opens a local checkpoint, whose tensors are read on demand.
 
         Args:
             path: its name.
             weights_only: see :meth:`load_checkpoint`.
-            wrap: makes the stand-in of a folder's tensor, given a meta tensor like it, and a
+            wrap: makes the placeholder of a folder's tensor, given a meta tensor like it, and a
                 function that reads it. The tensors of a file are mapped.
             turn: ``(1, 4)`` compares the second, sixth, ... entry of a file with its checksum, and
-                leaves the others to three more ranks.
+                leaves the rest to three other ranks.
         """
         path = Path(path)
         atomic.restore(path)
@@ -231,18 +231,18 @@ class PipeShiftCheckpointIO(TorchCheckpointIO):
 
 @contextmanager
 def _running_nothing(path: Any) -> Iterator[None]:
-    """Says what to do where loading would have had to run code."""
+    """Context of loading without running code: its error explains what to do."""
     try:
         yield
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} holds more than tensors and plain values, and loading that could run any"
-            " code. If you trust where it comes from, pass `weights_only=False` to `fit`,"
+            " code. If you trust its source, pass `weights_only=False` to `fit`,"
             f" `validate`, `test` or `predict`. Torch says: {error}"
         ) from error
 
 
-# Their threads do not keep the process alive, as after a failure some wait for ever.
+# These threads do not keep the process alive: after a failure some wait for ever.
 _with_a_thread: Final[weakref.WeakSet[PipeShiftCheckpointIO]] = weakref.WeakSet()
 
 

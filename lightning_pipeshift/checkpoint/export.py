@@ -18,7 +18,7 @@ from lightning_pipeshift.errors import CheckpointError
 
 def pretrained_prefix(root: nn.Module) -> str | None:
     """The prefix of a LightningModule's Hugging Face model, such as ``"model."``; ``None`` if it
-    has none, or several.
+    has none, or more than one.
     """
     found: list[str] = []
     for name, module in root.named_modules():
@@ -39,10 +39,10 @@ def export(
 
     Args:
         source: the checkpoint.
-        target: ``OUT.safetensors`` gets only the model's parameters and buffers, under Hugging
+        target: ``OUT.safetensors`` contains only the model's parameters and buffers, under Hugging
             Face's names if the model is one of theirs; any other file is a complete Lightning
             checkpoint.
-        prefix: removed from the names in the safetensors file; names without it are left out. By
+        prefix: removed from the names in the safetensors file; names without it are omitted. By
             default that of the Hugging Face model in the LightningModule, if there is one.
         weights_only: ``False`` if the checkpoint holds more than tensors and plain values, and may
             run code when it is loaded.
@@ -54,7 +54,7 @@ def export(
     source, target = Path(source), Path(target)
     if target.is_dir():
         raise CheckpointError(
-            f"{target} is a folder, and one file is written. Pass a name in it, such as"
+            f"{target} is a folder, but the output is one file. Pass a name in it, such as"
             f" {target / 'model.safetensors'}."
         )
     checkpoint = PipeShiftCheckpointIO().load_checkpoint(source, weights_only=weights_only)
@@ -68,7 +68,7 @@ def export(
 
 
 def _tensors(checkpoint: dict[str, Any], prefix: str, source: Path) -> dict[str, Tensor]:
-    """Without their prefix, each tied tensor once, as safetensors want it."""
+    """The tensors without their prefix; each tied tensor once, as safetensors requires."""
     found: dict[str, Tensor] = {}
     seen: set[tuple[int, Any]] = set()
     for name, value in checkpoint["state_dict"].items():
@@ -90,7 +90,7 @@ def _tensors(checkpoint: dict[str, Any], prefix: str, source: Path) -> dict[str,
 def main(arguments: Sequence[str]) -> None:
     """Runs ``pipeshift export``."""
     parser = argparse.ArgumentParser(
-        prog="pipeshift export", description="Makes one file of a checkpoint."
+        prog="pipeshift export", description="Converts a checkpoint to one file."
     )
     parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint: a folder or a file")
     parser.add_argument(
@@ -99,12 +99,12 @@ def main(arguments: Sequence[str]) -> None:
         help="OUT.ckpt: a Lightning checkpoint, complete; OUT.safetensors: the model alone",
     )
     parser.add_argument(
-        "--prefix", help="what names in OUT.safetensors lose at their beginning ('model.')"
+        "--prefix", help="the prefix to remove from names in OUT.safetensors ('model.')"
     )
     parser.add_argument(
         "--trust",
         action="store_true",
-        help="load more than tensors and plain values, which can run any code",
+        help="also load objects other than tensors and plain values, which can run any code",
     )
     given = parser.parse_args(arguments)
     export(given.checkpoint, given.out, given.prefix, False if given.trust else None)

@@ -19,13 +19,13 @@ _DEPTH = 12
 
 
 def gather_state(holdings: Holdings, state_dict: dict[str, Any], home: int) -> dict[str, Any]:
-    """Puts the state of the whole model together, on one stage. Every stage calls this.
+    """Collects the state of the whole model on one stage. Every stage calls this.
 
     Args:
-        holdings: what this stage holds.
+        holdings: the tensors of this stage.
         home: the stage that gets the state.
         state_dict: the LightningModule's own, made with ``keep_vars=True``. The stages may have
-            different names in it: a layer may make a buffer when it first runs.
+            different names in it: a layer may create a buffer when it first runs.
     """
     source_of = _sources(holdings, home)
     there = {}
@@ -39,8 +39,8 @@ def gather_state(holdings: Holdings, state_dict: dict[str, Any], home: int) -> d
     for source in range(holdings.channels.num_stages):
         if source != home:
             there.update(holdings.channels.receive_values(source))
-    # In the model's order; entries that a layer made later come last, and deleted ones are left
-    # out.
+    # In the model's order; entries that a layer created later are last, and deleted ones are
+    # omitted.
     for name in list(state_dict):
         if name in there:
             state_dict[name] = there.pop(name)
@@ -56,7 +56,7 @@ def _source_of(holdings: Holdings, parameter: Tensor, home: int) -> int:
 
 
 def _sources(holdings: Holdings, home: int) -> Callable[[str, Any], int | None]:
-    """Returns a function that gives the stage from which an entry of the model's state dict is
+    """Returns a function that returns the stage from which an entry of the model's state dict is
     taken: ``home`` if that has the entry, and ``None`` for entries of no layer.
     """
     stage_of = {id(layer): stage for layer, stage in holdings.layers}
@@ -107,10 +107,10 @@ def part_of_state(
 
 def complete(holdings: Holdings, checkpoint: dict[str, Any], home: int) -> None:
     """Fills in values in a checkpoint that are on other stages: averages and other copies that
-    callbacks and the LightningModule have put into it. Every stage calls this.
+    callbacks and the LightningModule have added to it. Every stage calls this.
 
     Args:
-        holdings: what this stage holds.
+        holdings: the tensors of this stage.
         checkpoint: this stage's own; the entries of the dict itself are replaced.
         home: the stage whose checkpoint has to be complete.
 

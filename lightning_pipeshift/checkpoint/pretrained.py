@@ -26,10 +26,10 @@ class _Stored(NamedTuple):
 
 
 def load_pretrained(module: nn.Module, path: str | Path, strict: bool = True) -> None:
-    """Gives a module the values that files have under the module's own names.
+    """Loads values from files into a module, by the module's own names.
 
-    In ``configure_model`` nothing is read yet: later each rank reads only what it is to hold, one
-    tensor at a time, from the mapped files. Anywhere else the values are read at once.
+    In ``configure_model`` nothing is read yet: later each rank reads only its own tensors, one at a
+    time, from the mapped files. Anywhere else the values are read at once.
 
     Args:
         module: a whole model, or a part of one: ``self.model``.
@@ -53,7 +53,7 @@ def load_pretrained(module: nn.Module, path: str | Path, strict: bool = True) ->
         raise CheckpointError(
             f"{path} is of another model. Not in the file: {some_of(missing)}. Not in the model:"
             f" {some_of(unexpected)}. Pass the part of the model that was saved (`self.model`), or"
-            " `strict=False` to load what fits."
+            " `strict=False` to load the tensors that fit."
         )
     for name, value in targets.items():
         if name not in stored:
@@ -62,7 +62,7 @@ def load_pretrained(module: nn.Module, path: str | Path, strict: bool = True) ->
         if like.shape != value.shape:
             raise CheckpointError(
                 f"{name!r} has the shape {tuple(like.shape)} in {path}, and {tuple(value.shape)} in"
-                " the model. Build the model as it was."
+                " the model. Build the model as it was when the file was saved."
             )
         record = current_record()
         with torch.no_grad():
@@ -111,7 +111,8 @@ def _shards(index: Path) -> list[str]:
     for name in names:
         if not is_plain_name(name):
             raise CheckpointError(
-                f"{index} names the file {name!r}, which is not beside it. Use another one."
+                f"{index} names the file {name!r}, which is not in the same folder. Use another "
+                "one."
             )
     return names
 

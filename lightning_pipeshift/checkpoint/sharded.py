@@ -1,12 +1,12 @@
-"""A checkpoint as a folder: every rank writes what it holds, and reads what it is to hold.
+"""A checkpoint as a folder: every rank writes its own tensors, and reads those that it needs.
 
 The folder holds the marker (see :mod:`lightning_pipeshift.checkpoint.atomic`) and a subfolder. The
 subfolder holds the tensors, as ``torch.distributed.checkpoint`` writes them, an index of them, and
 ``checkpoint.pt``: Lightning's own dict, as in a file, but with meta tensors in place of those
 tensors. Names are the user's own, and do not depend on which rank held which tensor.
 
-The index is JSON: that of ``torch.distributed.checkpoint``, which is there too, is a pickle, and
-reading one can run code.
+The index is JSON: the index of ``torch.distributed.checkpoint``, which is also in the folder, is a
+pickle, and loading one can run code.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _REST = "rest"
 
 def leaves(checkpoint: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yields the entries of the state dicts in a checkpoint, and all other tensors that callbacks
-    and user code have put into it: a unique key, the dict or list that has the entry, and its name
+    and user code have added to it: a unique key, the dict or list that has the entry, and its name
     there.
     """
     for name in list(checkpoint.get("state_dict", ())):
@@ -88,18 +88,18 @@ def _unshared(value: Any) -> Any:
 
 
 class Writing:
-    """A checkpoint on its way to disk: made by every rank at the same time, from what it holds.
+    """A checkpoint that is being written by every rank at the same time, each with its own tensors.
 
     Args:
-        checkpoint: Lightning's dict. In the state dicts, a rank passes what it is to save; entries
-            that others save are left out, or are meta tensors. Rank 0 passes all names of the
-            model's state.
+        checkpoint: Lightning's dict. In the state dicts, a rank passes the entries that it saves;
+            those that other ranks save are omitted, or are meta tensors. Rank 0 passes all names of
+            the model's state.
         path: the folder's name.
         group: a gloo group of all ranks, which nothing else uses.
         staging: holds copies of the tensors to save, so that these may change meanwhile.
 
     Raises:
-        CheckpointError: not all ranks see the folder, or it cannot be made.
+        CheckpointError: not all ranks see the folder, or it cannot be created.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Writing:
                 continue
             value = value.detach()
             if value.numel() <= 1:
-                # Step counters and the like, thousands of them.
+                # Step counters and similar values, thousands of them.
                 heads[key] = value.cpu().clone()
                 continue
             heads[key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
@@ -149,7 +149,7 @@ class Writing:
                 remove_leftovers(self._path.parent)
                 (self._temporary / self._data).mkdir(parents=True)
             except (OSError, CheckpointError) as found:
-                error = f"{self._path} cannot be made: {found}"
+                error = f"{self._path} cannot be created: {found}"
         self._temporary, self._data, error = _shared(
             (self._temporary, self._data, error), self._group
         )
@@ -175,7 +175,7 @@ class Writing:
     def _merged(
         self, checkpoint: dict[str, Any], heads: list[dict[str, Any]], aliases: dict[str, str]
     ) -> dict[str, Any]:
-        """Lightning's dict without the numbers: on rank 0."""
+        """Lightning's dict without tensor values: on rank 0."""
         if not self._is_first:
             return {}
         known = {key: value for of_rank in reversed(heads) for key, value in of_rank.items()}
@@ -204,7 +204,7 @@ class Writing:
         for key, value in known.items():
             kind, _, name = key.partition("/")
             if kind == "state_dict":
-                # A missing entry was made later by a layer, on the rank that runs it.
+                # A layer has created the missing entry later, on the rank that runs it.
                 state_dict.setdefault(name, value)
                 continue
             if kind == _REST:
@@ -219,7 +219,7 @@ class Writing:
         return rest
 
     def finish(self) -> None:
-        """Writes, and makes the folder appear under its name. Every rank calls this.
+        """Writes the tensors, and renames the folder to its final name. Every rank calls this.
 
         Raises:
             CheckpointError: a rank could not write. An earlier checkpoint of this name is
@@ -286,7 +286,7 @@ def _shared(obj: Any, group: dist.ProcessGroup) -> Any:
 
 
 class _Place(NamedTuple):
-    """Where a tensor is."""
+    """The location of a tensor."""
 
     file: str
     offset: int
@@ -332,7 +332,7 @@ class ShardedFolder:
             )
 
     def _index(self) -> dict[str, _Place]:
-        """The place of each tensor, by key."""
+        """The location of each tensor, by key."""
         path = self._data / INDEX
         try:
             found = parse_json(read_bytes(path, self._sizes[INDEX]))
@@ -368,17 +368,17 @@ class ShardedFolder:
             like: has its shape and type.
 
         Raises:
-            CheckpointError: it is not there, or not as it was written.
+            CheckpointError: it is missing or damaged.
         """
         place = self._places.get(key)
         if place is None:
-            raise CheckpointError(f"{self.path} has no numbers for {key!r}: it is damaged.")
+            raise CheckpointError(f"{self.path} has no values of {key!r}: it is damaged.")
         file = self._files.get(place.file)
         if file is None:
             file = self._files[place.file] = TorchZipReader(self._data / place.file)
         entry = file.archive(place.offset, place.length).get("data/0")
         if entry is None:
-            raise CheckpointError(f"{file.path} is damaged: {key!r} has no numbers in it.")
+            raise CheckpointError(f"{file.path} is damaged: {key!r} has no values in it.")
         return file.read(entry, like.dtype, tuple(like.shape))
 
     def checkpoint(
@@ -388,15 +388,15 @@ class ShardedFolder:
 
         Args:
             weights_only: as in ``torch.load``.
-            wrap: makes the stand-in of a tensor, given a meta tensor like it, and a function that
-                reads it.
+            wrap: makes the placeholder of a tensor, given a meta tensor like it, and a function
+                that reads it.
         """
         rest = self.rest(weights_only)
         try:
             return self._filled(rest, wrap)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{self._data / REST} is no checkpoint of a Trainer's: {shortened(repr(error))}."
+                f"{self._data / REST} is not a checkpoint of a Trainer: {shortened(repr(error))}."
                 " Use another one."
             ) from error
 
@@ -410,8 +410,8 @@ class ShardedFolder:
             if isinstance(value, Tensor) and value.is_meta:
                 key = aliases.get(key, key)
                 if key.startswith(f"{_REST}/"):
-                    # The code that saved it may use it in ways that a stand-in does not support.
-                    # A tensor that no stage had was a meta tensor everywhere, and stays one.
+                    # The code that saved it may use it in ways that a placeholder does not support.
+                    # A tensor that no stage had was a meta tensor everywhere, and remains one.
                     if key in self._places:
                         owner[name] = self.tensor(key, value)
                     continue

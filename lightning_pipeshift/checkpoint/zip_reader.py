@@ -74,7 +74,7 @@ class TorchZipReader:
                 }
         except CheckpointError:
             raise
-        except Exception as error:  # zipfile has many, for what is no archive
+        except Exception as error:  # zipfile raises many types for a file that is no archive
             raise _damaged(self.path, error) from error
 
     def _entry(self, begin: int, info: zipfile.ZipInfo) -> Entry:
@@ -140,11 +140,11 @@ def load_file(path: Path, weights_only: bool, mmap: bool = False) -> Any:
 
     Args:
         path: the file.
-        weights_only: whether to refuse what could run code.
+        weights_only: whether to refuse objects that could run code.
         mmap: whether tensors are mapped.
 
     Raises:
-        pickle.UnpicklingError: it holds what could run code.
+        pickle.UnpicklingError: it contains objects that could run code.
         CheckpointError: it is damaged.
     """
     try:

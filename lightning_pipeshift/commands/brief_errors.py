@@ -1,4 +1,4 @@
-"""Errors as the command shows them: the message of a PipeShiftError, without a traceback."""
+"""How commands print errors: the message of a PipeShiftError, without a traceback."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _DEBUG = "PIPESHIFT_DEBUG"
 
 @contextmanager
 def brief_errors(is_first: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Context in which an error of PipeShift's own is printed without a traceback, by the first
-    rank, and ends the process with exit code 2. With ``--debug`` among the arguments, which is
-    taken out, every rank shows all of it.
+    """Context in which PipeShift's own errors are printed without a traceback, by the first rank,
+    and end the process with exit code 2. With the argument ``--debug``, which is removed from the
+    arguments, every rank prints the full error.
 
     Args:
         is_first: returns whether this is the first rank.
     """
     if "--debug" in sys.argv:
         sys.argv.remove("--debug")
-        # For the processes that Lightning launches, too.
+        # Also for the processes that Lightning launches.
         os.environ[_DEBUG] = "1"
     try:
         yield
@@ -38,8 +38,8 @@ def brief_errors(is_first: Callable[[], bool] = lambda: True) -> Iterator[None]:
 
 
 def without_traceback(error: PipeShiftError) -> str:
-    """The message of an error. Where it is another rank's that failed by an error of PipeShift's
-    own, without the traceback that it brings along.
+    """The message of an error. If it is another rank's PipeShiftError, without the traceback that
+    the message contains.
     """
     text = str(error)
     found = re.search(r" failed first: (\w+): ", text)

@@ -45,15 +45,16 @@ _LEFT_OUT: dict[str, Any] = {
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pipeshift check",
-        description="Trains a model for some steps on one stage and on several, in processes of"
-        " its own on the CPU, and compares losses, logged values, parameters, buffers and the"
-        " optimizer's state to the bit. Says which layers, payloads and code between layers it has"
-        " found, what is refused and why, and what differs. Takes what `pipeshift fit` takes"
-        " (--config ..., --model..., --data...), and every run trains on the same batches, the"
-        " first ones of the training data. Left out of the configuration are callbacks, loggers,"
-        " checkpoints, validation, devices, and several virtual machines.",
-        epilog="The exit code is 0 where all is the same, 1 where something differs, fails or is"
-        " refused, 2 where the command or the configuration cannot be understood.",
+        description="Trains a model for some steps on one stage and on several, in processes of "
+        "its own on the CPU, and compares losses, logged values, parameters, buffers and the "
+        "optimizer's state to the bit. Reports the layers, payloads and code between layers that "
+        "it has found, refusals with their reasons, and differences. Takes the arguments of "
+        "`pipeshift fit` (--config ..., --model..., --data...), and every run trains on the same "
+        "batches, the first ones of the training data. It ignores these parts of the "
+        "configuration: callbacks, loggers, checkpoints, validation, devices, and several "
+        "virtual machines.",
+        epilog="The exit code is 0 if all is equal, 1 if something differs, fails or is refused, "
+        "2 if the command or the configuration is invalid.",
         add_help=False,
         allow_abbrev=False,
     )
@@ -66,8 +67,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=CUTS,
         default=["measured", "random"],
-        help="where to cut the model (measured random); where the configuration says how many"
-        " layers each stage owns, that too",
+        help="where to cut the model (measured random); and as in the configuration, if that has "
+        "the number of layers of each stage",
     )
     parser.add_argument(
         "--schedules",
@@ -79,16 +80,18 @@ def _parser() -> argparse.ArgumentParser:
         "--microbatches",
         type=int,
         metavar="N",
-        help=f"slices of a batch (the configuration's; {_MICROBATCHES} where that is auto)",
+        help=f"slices of a batch (the configuration's; {_MICROBATCHES} if that is auto)",
     )
     parser.add_argument(
         "--limit-seconds",
         type=float,
         default=LIMIT_SECONDS,
         metavar="S",
-        help=f"a run that takes longer counts as hung ({LIMIT_SECONDS:g})",
+        help=f"a longer run counts as hung ({LIMIT_SECONDS:g})",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here too")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the report to this file"
+    )
     return parser
 
 
@@ -102,8 +105,8 @@ def main(arguments: Sequence[str]) -> None:
     try:
         if options.json is not None and not options.json.absolute().parent.is_dir():
             raise ConfigurationError(
-                f"--json {options.json}: there is no folder {str(options.json.parent)!r}. Make it,"
-                " or name a file in another one."
+                f"--json {options.json}: there is no folder {str(options.json.parent)!r}. Create "
+                "it, or use another folder."
             )
         config = _read(rest)
         wanted = _Wanted.of(config)
@@ -133,7 +136,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 class _ReadError(Exception):
-    """Ends a LightningCLI that has read its configuration, and carries it."""
+    """Ends a LightningCLI that has read its configuration, and contains the configuration."""
 
     def __init__(self, config: Namespace) -> None:
         self.config = config
@@ -190,8 +193,8 @@ def _strategy_of(config: Namespace) -> tuple[str, dict[str, Any]]:
     kind = pydoc.locate(path)
     if not (isinstance(kind, type) and issubclass(kind, PipeShiftStrategy)):
         raise ConfigurationError(
-            "`pipeshift check` compares runs of the PipeShift strategy, and the configuration has"
-            f" `{path or strategy}`. Set `trainer.strategy: pipeshift`, or leave it out."
+            "`pipeshift check` compares runs of the PipeShift strategy, but the configuration "
+            f"has `{path or strategy}`. Set `trainer.strategy: pipeshift`, or remove it."
         )
     return path, dict(vars(strategy.get("init_args") or Namespace()))
 
@@ -229,7 +232,7 @@ class _Wanted:
 
 
 def _several(cuts: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Each cut into several stages once."""
+    """Each distinct cut into several stages."""
     return tuple(dict.fromkeys(tuple(cut) for cut in cuts if len(cut) > 1))
 
 
@@ -246,7 +249,7 @@ class Configured:
     seed: int
 
     def build(self, trainer: dict[str, Any], strategy: dict[str, Any]) -> Parts:
-        """Makes the same objects as ``fit``, without callbacks and loggers."""
+        """Creates the same objects as ``fit``, without callbacks and loggers."""
 
         class BuildingCLI(_cli()):  # type: ignore[misc]
             def before_instantiate_classes(self) -> None:
@@ -255,7 +258,7 @@ class Configured:
                 wanted.strategy = Namespace(
                     class_path=path, init_args=Namespace(**{**arguments, **strategy})
                 )
-                # A logger may connect to its server as soon as it is made.
+                # A logger may connect to its server as soon as it is created.
                 wanted.callbacks, wanted.logger = None, False
                 for name, value in _LEFT_OUT.items():
                     wanted[name] = value
@@ -265,7 +268,7 @@ class Configured:
                 return made
 
             def fit(self, **_: Any) -> None:
-                """Leaves that to the caller."""
+                """Does nothing: the caller trains."""
 
         cli = _run(BuildingCLI, [*self.arguments, "--seed_everything", str(self.seed)])
         return Parts(cli.model, cli.datamodule, cli.trainer)

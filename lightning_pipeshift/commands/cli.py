@@ -1,4 +1,4 @@
-"""The ``pipeshift`` command: a LightningCLI in which the strategy is there, and is the default."""
+"""The ``pipeshift`` command: a LightningCLI with the PipeShift strategy, which is the default."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from lightning_pipeshift.lightning.strategy import PipeShiftStrategy
 
 
 class PipeShiftCLI(LightningCLI):
-    """A LightningCLI whose Trainer uses a ``PipeShiftStrategy`` unless it is told otherwise: its
+    """A LightningCLI whose Trainer uses a ``PipeShiftStrategy`` unless another strategy is set: its
     arguments can be given as ``--trainer.strategy.microbatches 8``, and ``--help`` shows them.
 
-    Takes what ``LightningCLI`` takes. The model and the data come from the configuration
+    Takes the arguments of ``LightningCLI``. The model and the data come from the configuration
     (``class_path`` and ``init_args``) unless classes are passed.
     """
 
@@ -56,8 +56,8 @@ def main() -> None:
     """Runs the parts of the ``pipeshift`` command that need torch: ``fit`` and the other commands
     of a LightningCLI, ``check``, ``plan``, ``memory`` and ``export``.
 
-    Errors of PipeShift's own are shown as
-    :func:`~lightning_pipeshift.commands.brief_errors.brief_errors` says.
+    PipeShift's own errors are printed by
+    :func:`~lightning_pipeshift.commands.brief_errors.brief_errors`.
     """
     with brief_errors(lambda: rank_zero_only.rank == 0):  # type: ignore[attr-defined]
         _run()
@@ -67,8 +67,8 @@ def _run() -> None:
     if sys.argv[1:2] == ["export"]:
         export.main(sys.argv[2:])
         return
-    # A configuration names classes by their path from where the user stands, as `python script.py`
-    # would find them.
+    # A configuration names classes by their path from the working directory, as in `python
+    # script.py`.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     configured = {

@@ -23,9 +23,9 @@ from lightning_pipeshift.runtime.planning.make_plan import make_plan
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pipeshift memory",
-        description="Shows every tensor that layers save for their backward, what becomes of each"
-        " under a budget, and each stage's memory over a step. Takes what `pipeshift fit` takes"
-        " (--config ...), measures for some steps and trains nothing.",
+        description="Shows every tensor that layers save for their backward, how each is handled "
+        "under a budget, and each stage's memory over a step. Takes the arguments of `pipeshift "
+        "fit` (--config ...), measures some steps and does not train.",
         add_help=False,
         allow_abbrev=False,
     )
@@ -65,7 +65,7 @@ def machines_of(strategy: Any) -> list[MachineMemory] | None:
         return None
     if not pipeline.planning.is_measured:
         raise PlanError(
-            "The data ended before enough steps had been measured. Give more of it, or fewer"
+            "The data ended before enough steps had been measured. Use more data, or fewer"
             " `profile_steps` in the strategy's arguments."
         )
     profile, cluster, topology = measured.profile, measured.cluster, pipeline.replicas.topology
@@ -96,9 +96,9 @@ def _pyplot() -> Any:
         import matplotlib
     except ImportError as error:
         raise ConfigurationError(
-            "`pipeshift memory --picture` draws with matplotlib, which is not installed. Use `pip"
-            " install lightning-pipeshift[pictures]`, or leave the option out; the text has the"
-            " picture too."
+            "`pipeshift memory --picture` draws with matplotlib, which is not installed. Use "
+            "`pip install lightning-pipeshift[pictures]`, or omit the option; the text contains "
+            "the picture too."
         ) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -123,7 +123,7 @@ def _draw(machines: Sequence[MachineMemory], path: Path) -> None:
         axis.set_ylabel(f"stage {stage}\nGB" if len(machines) == 1 else f"{vm}.{stage}\nGB")
         axis.set_ylim(bottom=0)
     axes[0, 0].legend(loc="upper right")
-    axes[-1, 0].set_xlabel("seconds since the step began")
+    axes[-1, 0].set_xlabel("seconds since the step started")
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)

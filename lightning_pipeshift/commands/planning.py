@@ -56,7 +56,7 @@ Made = tuple[Plan, Arrangement, Arrangement | None]
 
 
 def make(profile: Profile, cluster: Cluster, wishes: PlanRequest) -> Made:
-    """The best plan for a model on some machines, and the uniform split of the same virtual
+    """Returns the best plan for a model on some machines, and the uniform split of the same virtual
     machines.
 
     Raises:
@@ -81,13 +81,13 @@ def make(profile: Profile, cluster: Cluster, wishes: PlanRequest) -> Made:
 def _save_and_show(made: Made, cluster: Cluster, out: Path) -> None:
     plan, best, even = made
     plan.save(out)
-    # As it will be read: the file's prediction is rounded.
+    # As it will be read from the file, where the prediction is rounded.
     print(report((Plan.load(out), best, even), cluster))
 
 
 def report(made: Made, cluster: Cluster) -> str:
-    """The command's output: a drawing of the plan, and a table of its figures and those of the
-    uniform split.
+    """The command's output: a drawing of the plan, and a table that compares it with the uniform
+    split.
     """
     plan, best, even = made
     columns = [("this plan", best)] + ([("uniform split", even)] if even is not None else [])
@@ -110,7 +110,7 @@ def report(made: Made, cluster: Cluster) -> str:
             " split's samples per second, by the simulator"
         )
     else:
-        lines.append("\nthe uniform split would not keep the budget, whatever were moved")
+        lines.append("\nthe uniform split would exceed the budget, with any swaps")
     return "\n".join(lines)
 
 
@@ -140,14 +140,14 @@ def _bytes(number: float) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pipeshift plan",
-        description="Plans a run and prints the plan, without training. With --config (and what"
-        " else `pipeshift fit` takes) the model is measured on the machines in hand for some"
-        " steps; with --cluster and --profile it is planned for machines that need not be there.",
+        description="Plans a run and prints the plan, without training. With --config (and other "
+        "arguments of `pipeshift fit`) the model is measured on the present machines for some "
+        "steps; with --cluster and --profile it is planned for machines that need not be present.",
     )
     parser.add_argument("--cluster", metavar="YAML", help="the machines")
-    parser.add_argument("--profile", metavar="JSON", help="the model, as it was measured")
+    parser.add_argument("--profile", metavar="JSON", help="the measured model")
     parser.add_argument(
-        "--out", metavar="JSON", default="plan.json", help="where the plan goes (plan.json)"
+        "--out", metavar="JSON", default="plan.json", help="the file for the plan (plan.json)"
     )
     parser.add_argument(
         "--virtual-machines", type=_number_or_auto, default="auto", metavar="N|auto"
@@ -167,8 +167,8 @@ def add_budgets(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget",
         metavar="SIZE",
-        help="of each device, for a run with MemoryCompression: 20GB, 512MiB, or auto for what"
-        " there is",
+        help="of each device, for a run with MemoryCompression: 20GB, 512MiB, or auto for the "
+        "free memory",
     )
     parser.add_argument(
         "--host-budget",
@@ -184,8 +184,8 @@ def plugin_of(options: argparse.Namespace) -> MemoryCompression | None:
     Raises ConfigurationError for a meaningless combination."""
     if options.budget is None and options.host_budget != "auto":
         raise ConfigurationError(
-            f"`--host-budget {options.host_budget}` goes with `--budget`, and there is none. Add"
-            " `--budget auto` for what the devices have."
+            f"`--host-budget {options.host_budget}` needs `--budget`, which is missing. Add "
+            "`--budget auto` for the devices' free memory."
         )
     if options.budget is None:
         return None
@@ -206,8 +206,8 @@ def main(arguments: Sequence[str]) -> None:
     options = _parser().parse_args(given)
     if options.cluster is None or options.profile is None:
         raise PlanError(
-            "`pipeshift plan` was given --cluster or --profile alone; it needs both, or --config to"
-            " measure the machines in hand"
+            "`pipeshift plan` was given --cluster or --profile alone; it needs both, or --config "
+            "to measure the present machines"
         )
     profile, cluster = load_profile(options.profile), load_cluster(options.cluster)
     plugin = plugin_of(options)
@@ -236,7 +236,7 @@ def _measuring_parser() -> argparse.ArgumentParser:
 def _within(cluster: Cluster, wishes: MemoryRequest) -> Cluster:
     """The machines, with the budgets if there are any.
 
-    Raises PlanError where a device's memory, or the bandwidth to its host, is unknown."""
+    Raises PlanError if a device's memory, or the bandwidth to its host, is unknown."""
     devices = []
     for device in cluster.devices:
         changed = device
@@ -246,25 +246,25 @@ def _within(cluster: Cluster, wishes: MemoryRequest) -> Cluster:
             changed = replace(changed, host_bytes=int(wishes.host_bytes))
         if not math.isfinite(changed.room_bytes):
             raise PlanError(
-                f"`--budget auto` is what a device has, and nothing is said of the memory of"
+                f"`--budget auto` is the memory of a device, which is unknown for"
                 f" {device.kind!r} on host {device.host!r}. Give it a `memory` in the cluster's"
                 " file, or a budget."
             )
         if wishes.host_bytes and not device.host_bandwidth:
             raise PlanError(
-                f"`--host-budget {wishes.host_bytes:.0f}` is of no use to {device.kind!r} on host"
-                f" {device.host!r}, as it is not known how fast tensors get there. Give the device"
-                " a `host_bandwidth` in the cluster's file, or leave the option out."
+                f"`--host-budget {wishes.host_bytes:.0f}` has no effect for {device.kind!r} on host"
+                f" {device.host!r}, as the bandwidth to its host is unknown. Give the device"
+                " a `host_bandwidth` in the cluster's file, or omit the option."
             )
         devices.append(changed)
     return replace(cluster, devices=tuple(devices))
 
 
-# --- the machines in hand ---
+# --- the present machines ---
 
 
 class Measuring(Callback):
-    """Ends a run as soon as its steps have been measured, and shows how far it is."""
+    """Ends a run as soon as its steps have been measured, and shows the progress."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Ends the run if enough has been measured."""
@@ -288,7 +288,7 @@ def _measuring_cli(
     base: type[LightningCLI], command: str, memory: MemoryCompression | None
 ) -> type[LightningCLI]:
     class MeasuringCLI(base):  # type: ignore[valid-type, misc]
-        """Builds the same objects as ``fit``, without loggers and checkpoints."""
+        """Creates the same objects as ``fit``, without loggers and checkpoints."""
 
         def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
             config = self.config_init
@@ -307,12 +307,12 @@ def _measuring_cli(
                 # Some callbacks require a logger.
                 logger=DummyLogger(),
                 enable_checkpointing=False,
-                # Its own steps count, not those of an epoch.
+                # The number of steps is set, not that of epochs.
                 enable_progress_bar=False,
                 enable_model_summary=False,
                 limit_val_batches=0,
                 num_sanity_val_steps=0,
-                # Enough to measure, and a number: schedulers ask how many steps there will be.
+                # Enough to measure, and finite: schedulers ask for the number of steps.
                 max_epochs=-1,
                 max_steps=max(_ENOUGH_STEPS, wanted.get("max_steps") or 0),
                 max_time=None,
@@ -321,9 +321,9 @@ def _measuring_cli(
             )
             if not isinstance(trainer.strategy, PipeShiftStrategy):
                 raise ConfigurationError(
-                    f"`pipeshift {command}` measures what the PipeShift strategy runs, and the"
-                    f" configuration has `{type(trainer.strategy).__name__}`. Set"
-                    " `trainer.strategy: pipeshift`, or leave it out."
+                    f"`pipeshift {command}` measures runs of the PipeShift strategy, but the "
+                    f"configuration has `{type(trainer.strategy).__name__}`. Set "
+                    "`trainer.strategy: pipeshift`, or remove it."
                 )
             trainer.strategy.only_measures()
             return trainer
@@ -366,7 +366,7 @@ def _measure_and_plan(
     strategy = measured_strategy(arguments, "plan", memory)
     if not strategy.is_measured:
         raise PlanError(
-            "The data ended before enough steps had been measured. Give more of it, or fewer"
+            "The data ended before enough steps had been measured. Use more data, or fewer"
             " `profile_steps` in the strategy's arguments."
         )
     found = strategy.measured
@@ -378,4 +378,4 @@ def _measure_and_plan(
     of_machines = out.with_name(f"{out.stem}.cluster.yaml")
     save_profile(profile, of_model)
     save_cluster(cluster, of_machines)
-    print(f"\nwritten to {out}; what was measured is in {of_model} and {of_machines}")
+    print(f"\nwritten to {out}; the measurements are in {of_model} and {of_machines}")

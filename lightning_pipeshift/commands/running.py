@@ -1,4 +1,4 @@
-"""``pipeshift status`` and ``pipeshift move``: for a run that is under way elsewhere.
+"""``pipeshift status`` and ``pipeshift move``: for a run that another process trains.
 
 Imports neither torch nor Lightning.
 """
@@ -29,16 +29,16 @@ def folder_of(run: Path) -> Path:
         run: the run's own folder, or one above it.
 
     Raises:
-        ConfigurationError: there is none, or several runs are under way.
+        ConfigurationError: no run is in progress, or several are.
     """
     if (run / FOLDER / STATUS).is_file():
         return run / FOLDER
     found = sorted(path.parent for path in run.glob(f"**/{FOLDER}/{STATUS}"))
     if not found:
         raise ConfigurationError(
-            f"No run is under way in {str(run)!r}: there is no `{FOLDER}/{STATUS}`. Pass the folder"
-            " that the run named as it began (its logger's, or `lightning_logs`); it writes there"
-            " while it trains, if it has a `LayerMigration()` callback."
+            f"No run is in progress in {str(run)!r}: there is no `{FOLDER}/{STATUS}`. Pass the "
+            "folder that the run printed at its start (its logger's, or `lightning_logs`); it "
+            "writes there while it trains, if it has a `LayerMigration()` callback."
         )
     running = [folder for folder in found if _is_alive(_status(folder))] or found
     if len(running) > 1:
@@ -54,7 +54,9 @@ def _status(folder: Path) -> dict[str, Any]:
         if not isinstance(found, dict) or not {"host", "process", "time"} <= found.keys():
             raise ValueError("it has no host, process and time")
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path} is no status of a run: {error}. Remove it.") from error
+        raise ConfigurationError(
+            f"{path} is not the status of a run: {error}. Remove it."
+        ) from error
     return found
 
 
@@ -71,7 +73,7 @@ def _is_alive(status: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    """Runs the one of the two commands that ``sys.argv`` gives."""
+    """Runs one of the two commands, by ``sys.argv``."""
     with brief_errors():
         {"status": status, "move": move}[sys.argv[1]](sys.argv[2:])
 
@@ -83,33 +85,33 @@ def _parser(name: str, description: str) -> argparse.ArgumentParser:
         type=Path,
         required=True,
         metavar="DIR",
-        help="the run's folder, which it named as it began, or one above it",
+        help="the run's folder, which it printed at its start, or a parent folder",
     )
     return parser
 
 
 def status(arguments: Sequence[str] | None = None) -> None:
     """Runs ``pipeshift status``."""
-    parser = _parser("status", "Says who owns which layers in a run, and how fast is who.")
+    parser = _parser("status", "Shows the owners of a run's layers, and the speed of its stages.")
     folder = folder_of(parser.parse_args(arguments).run)
     found = _status(folder)
     print(printable(shown(found, _is_alive(found))))
 
 
 def move(arguments: Sequence[str] | None = None) -> None:
-    """Runs ``pipeshift move``. Raises SystemExit where nothing moves, or there is no answer."""
-    parser = _parser("move", "Lets layers of a run change their owners, all of them at once.")
+    """Runs ``pipeshift move``. Raises SystemExit if nothing moves, or there is no answer."""
+    parser = _parser("move", "Moves layers of a run to other stages, all at once.")
     parser.add_argument(
         "moves",
         nargs="+",
         metavar="LAYER STAGE",
-        help="a layer's name as `pipeshift status` shows it, and its new stage; and so on",
+        help="a layer's name as `pipeshift status` shows it, and its new stage; may be repeated",
     )
     parser.add_argument(
         "--virtual-machine",
         type=int,
         metavar="N",
-        help="in which one; by default in all",
+        help="the virtual machine; by default all",
     )
     parser.add_argument(
         "--timeout", type=float, default=60.0, metavar="S", help="how long to wait for an answer"
@@ -129,13 +131,14 @@ def move(arguments: Sequence[str] | None = None) -> None:
     found = _status(folder)
     if not _is_alive(found):
         raise SystemExit(
-            f"nothing moves: the run's process {found['process']} is gone without a word"
+            f"nothing moves: the run's process {found['process']} has ended without an error "
+            "message"
         )
     answer = ask(folder, moves, options.timeout)
     if answer is None:
         raise SystemExit(
-            f"no answer within {options.timeout:g} s: the run will do it at the end of its next"
-            " training step, if that ever comes"
+            f"no answer within {options.timeout:g} s: the run will carry it out at the end of its "
+            "next training step"
         )
     if not answer.is_done:
         raise SystemExit(printable(answer.text))
@@ -157,14 +160,14 @@ def shown(status: Mapping[str, Any], is_alive: bool) -> str:
     if is_alive and heard < 60:
         state = "is running"
     else:
-        state = f"was last heard of {heard:.0f} s ago"
+        state = f"was last seen {heard:.0f} s ago"
     lines = [
         f"The run (process {status['process']} on {status['host']}) {state};"
-        f" {status['step']} steps are done"
+        f" {status['step']} steps are complete"
         + (f", the last took {status['step_seconds']:.3g} s." if status["step_seconds"] else ".")
     ]
     if not status["virtual_machines"]:
-        lines.append("Its first batch has not come yet: there is no plan.")
+        lines.append("It has not had its first batch yet: there is no plan.")
     header = ["stage", "rank", "host", "device", "forward", "backward", "busy", "layers"]
     for vm, stages in enumerate(status["virtual_machines"]):
         rows = [header]
@@ -181,11 +184,9 @@ def shown(status: Mapping[str, Any], is_alive: bool) -> str:
                     layers_text(stage["layers"]),
                 ]
             )
-        lines += ["", f"virtual machine {vm} (seconds are those of a microbatch)", *table(rows)]
+        lines += ["", f"virtual machine {vm} (seconds per microbatch)", *table(rows)]
     if any("busy" not in s for stages in status["virtual_machines"] for s in stages):
-        lines.append(
-            "\nHow fast they are is measured where layers are watched, and takes some steps."
-        )
+        lines.append("\nTheir speed is measured if layers are watched, and takes some steps.")
     for decision in status["decisions"]:
         if "expected_gain" in decision:
             lines.append(f"\nLayers moved: {decision['expected_gain']:.2f} times as fast expected.")

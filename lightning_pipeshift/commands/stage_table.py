@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table, with the columns below each other.
+    """The lines of a table, with aligned columns.
 
     Args:
         rows: the header, and the cells of each further line.
@@ -19,7 +19,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def layers_text(names: Sequence[str]) -> str:
-    """Some consecutive layers, in few words."""
+    """A short text for some consecutive layers."""
     if len(names) < 3:
         return ", ".join(names) or "none"
     return f"{names[0]} to {names[-1]} ({len(names)})"

@@ -1,1 +1,1 @@
-"""Where Lightning's hooks meet PipeShift: each hook delegates to the runtime."""
+"""The Lightning-facing classes: their hooks delegate to the runtime."""

@@ -1,4 +1,4 @@
-"""Checkpoints that do not depend on the placement, and models that no rank holds whole."""
+"""Checkpoints that do not depend on the placement, and models that no rank holds completely."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from lightning_pipeshift.runtime.comm.sockets import keep_for_ever, open_sockets
 
 log = logging.getLogger(__name__)
 
-# How long after a rank was lost a checkpoint on its way may take to fail by itself.
+# How long, after a rank was lost, an unfinished checkpoint may take to fail by itself.
 _PATIENCE: Final = 3.0
 
 # The name of a checkpoint's entry for state that Lightning does not save: a run's seed and random
@@ -96,7 +96,7 @@ class CheckpointingStrategy(PipelinedStrategy):
         ranks = self.topology.ranks[self.virtual_machine]
         self._home = ranks.index(0) if 0 in ranks else None
 
-    # --- the plugin ---
+    # --- the checkpoint plugin ---
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -122,7 +122,7 @@ class CheckpointingStrategy(PipelinedStrategy):
         return io is not None and io.sharded
 
     def _connect_checkpoints(self) -> None:
-        """Gives sharded checkpoints connections of their own. Every rank calls this."""
+        """Connects the ranks for sharded checkpoints. Every rank calls this."""
         io = self._own_io()
         if io is None or not io.sharded:
             return
@@ -154,16 +154,16 @@ class CheckpointingStrategy(PipelinedStrategy):
         io.connect(None)
 
     def _is_incomplete(self) -> bool:
-        """Whether a checkpoint that all ranks write together will not become complete any more."""
+        """Whether a checkpoint that all ranks write together can no longer become complete."""
         lost_at = self._board.lost_at if self._board is not None else None
         return self._is_sharded and lost_at is not None and time.monotonic() > lost_at + _PATIENCE
 
-    # --- a model that is made late ---
+    # --- a model that is built later ---
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Context of ``configure_model``: tensors that are made in it get their values later, on
-        the stages that hold them.
+        """Context of ``configure_model``: tensors created in it get their values later, on the
+        stages that hold them.
         """
         self._deferred = DeferredInit(self._seed())
         with self._deferred.recording():
@@ -185,11 +185,12 @@ class CheckpointingStrategy(PipelinedStrategy):
         if self._is_lost():
             self._say_not_saved(str(filepath))
             return
-        # Some callers draw a name on every rank (`BatchSizeFinder`): the first rank's is used.
+        # Some callers create a random name on every rank (`BatchSizeFinder`): the first rank's is
+        # used.
         first, filepath = str(filepath), self.broadcast(filepath)
         if first != str(filepath):
             self._names[first] = filepath
-        # A copy: user code in `on_save_checkpoint` was given the dict, and may keep it.
+        # A copy: user code in `on_save_checkpoint` got the dict, and may keep it.
         checkpoint = {**checkpoint}
         if self._seed_of_run is not None:
             checkpoint[_EXTRA] = {
@@ -218,8 +219,8 @@ class CheckpointingStrategy(PipelinedStrategy):
 
     def _say_not_saved(self, what: str) -> None:
         rank_zero_warn(
-            f"PipeShift: {what} is not saved. A rank has failed, and the others cannot send their"
-            " layers any more. Go on from the last checkpoint that was saved before."
+            f"PipeShift: {what} is not saved. A rank has failed, and the other ranks can no "
+            "longer send their layers. Resume from the last checkpoint that was saved before."
         )
 
     def _watch_for_exceptions(self, trainer: pl.Trainer) -> None:
@@ -241,7 +242,9 @@ class CheckpointingStrategy(PipelinedStrategy):
         if self._ends_in_order(exception) or self.world_size == 1:
             plain(trainer, module, exception)
         else:
-            self._say_not_saved(f"the model as it was when {type(exception).__name__} was raised")
+            self._say_not_saved(
+                f"the state of the model when {type(exception).__name__} was raised"
+            )
 
     def _random_state(self) -> dict[str, Any]:
         stream = self._shared_stream
@@ -274,8 +277,8 @@ class CheckpointingStrategy(PipelinedStrategy):
         for name, parameter in module.named_parameters():
             if parameter.is_meta:
                 raise CheckpointError(
-                    f"{name!r} has no values yet: a model that is made in `configure_model` gets"
-                    " them when the first batch comes. Save after that."
+                    f"{name!r} has no values yet: a model that is created in `configure_model` "
+                    "gets them at the first batch. Save after that."
                 )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -286,8 +289,8 @@ class CheckpointingStrategy(PipelinedStrategy):
             optimizer = optimizer.optimizer
         if self._is_lost():
             return {}
-        # An evaluation after the training has its own plan; the optimizers' state is where the
-        # training left it.
+        # An evaluation after the training has its own plan; the optimizers' state remains on the
+        # stages of the training.
         holdings = self._trained.holdings if self._trained is not None else None
         if holdings is not None and self._is_sharded:
             replicas = self._require_replicas()
@@ -296,7 +299,7 @@ class CheckpointingStrategy(PipelinedStrategy):
             return optimizer.state_dict()
         return gather_optimizer_state(holdings, optimizer, self._home)
 
-    # --- a machine that is taken away ---
+    # --- a machine that is shut down ---
 
     def _watch_for_sigterm(self, trainer: pl.Trainer) -> None:
         """Makes a SIGTERM of any rank end the run on all of them, after the same step.
@@ -316,7 +319,7 @@ class CheckpointingStrategy(PipelinedStrategy):
             end_as_after_sigterm(trainer)
 
     def _heed_sigterm(self) -> None:
-        """After a step: makes Lightning's loop end the run, if some rank got a SIGTERM."""
+        """After a step: makes Lightning's loop end the run, if any rank got a SIGTERM."""
         if self._require_pipeline().is_to_end:
             end_as_after_sigterm(self._require_module().trainer)
 
@@ -328,21 +331,21 @@ class CheckpointingStrategy(PipelinedStrategy):
             super().on_exception(exception)
             return
         assert isinstance(exception, SIGTERMException)
-        # Other than success, so that `torchrun --max-restarts` goes on.
+        # Not 0, so that `torchrun --max-restarts` restarts the run.
         exception.code = 128 + signal.SIGTERM
         trainer = self._require_module().trainer
         callback = trainer.checkpoint_callback
         if not isinstance(callback, ModelCheckpoint) or callback.dirpath is None:
             rank_zero_warn(
                 "PipeShift: the run was ended by SIGTERM, and nothing is saved, as the Trainer has"
-                " no ModelCheckpoint, which would say where."
+                " no ModelCheckpoint, which has the folder."
             )
             return
         path = Path(callback.dirpath) / (callback.CHECKPOINT_NAME_LAST + callback.FILE_EXTENSION)
         trainer.save_checkpoint(path)
         rank_zero_info(
-            f"PipeShift: the run was ended by SIGTERM after step {trainer.global_step}. It goes on"
-            f" from {path}: fit(ckpt_path='last')."
+            f"PipeShift: the run was ended by SIGTERM after step {trainer.global_step}. Resume "
+            f"from {path}: fit(ckpt_path='last')."
         )
 
     def _ends_in_order(self, exception: BaseException) -> bool:
@@ -362,10 +365,10 @@ class CheckpointingStrategy(PipelinedStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Opens a checkpoint, a file or a folder. A rank reads what it needs when it needs it.
+        """Opens a checkpoint, a file or a folder. A rank reads its tensors on demand.
 
         Raises:
-            CheckpointError: it is not there for all ranks, not complete, or damaged.
+            CheckpointError: not all ranks can find it, or it is incomplete or damaged.
         """
         checkpoint_path = self._names.get(str(checkpoint_path), checkpoint_path)
         io = self._own_io()
@@ -388,7 +391,7 @@ class CheckpointingStrategy(PipelinedStrategy):
                         self._deferred.lend(owner[name])
         trainer = trainer_of(self.lightning_module)
         trains = trainer is not None and trainer.state.fn == TrainerFn.FITTING
-        # Removed, as hooks are to see only entries of Lightning's own checkpoints.
+        # Removed, as hooks should see only entries of Lightning's own checkpoints.
         extra = checkpoint.pop(_EXTRA, {})
         self._resumed = extra if trains else {}
         return checkpoint
@@ -403,12 +406,12 @@ class CheckpointingStrategy(PipelinedStrategy):
         blind = ", ".join(str(rank) for rank, sees in enumerate(there) if not sees)
         where = f"rank(s) {blind} do not see it" if any(there) else "no rank sees it"
         raise CheckpointNotFoundError(
-            f"Checkpoint file not found: {path}: {where}. Every rank reads what it is to hold: put"
-            " the checkpoint where all hosts see it, under the same path."
+            f"Checkpoint file not found: {path}: {where}. Every rank reads its own part: put the "
+            "checkpoint on a file system that all hosts see, under the same path."
         )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads the model's state; tensors without values get theirs when they are made.
+        """Loads the model's state; tensors without values are loaded when these are initialised.
 
         Raises:
             CheckpointError: the checkpoint is of another model.
@@ -441,12 +444,15 @@ class CheckpointingStrategy(PipelinedStrategy):
                 + _told(" Not in the checkpoint", missing)
                 + _told(" Not in the model", unexpected)
                 + _told(" Of another shape", differing)
-                + " Build the model as it was, or load by hand what fits (`strict_loading=False`"
-                f" on the LightningModule leaves out what is missing). Torch says: {error}"
+                + " Build the model as it was, or load the matching tensors by hand "
+                "(`strict_loading=False` on the LightningModule ignores missing tensors). "
+                f"Torch says: {error}"
             ) from error
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads the whole state, on the CPU; each stage's part follows its parameters later."""
+        """Loads the whole state, on the CPU; each stage moves its part to the device of its
+        parameters later.
+        """
         with self._deferred.recording():
             for optimizer, state in zip(
                 self.optimizers, checkpoint["optimizer_states"], strict=False
@@ -454,7 +460,7 @@ class CheckpointingStrategy(PipelinedStrategy):
                 optimizer.load_state_dict(state)
 
     def _resume_random_state(self) -> None:
-        """Continues the random state outside of steps from that of the checkpoint's run."""
+        """Continues with the checkpoint's random state outside of steps."""
         state, stream = self._resumed.get("random"), self._shared_stream
         if state is not None and stream is not None and state["shared"] is not None:
             own = state["own"]

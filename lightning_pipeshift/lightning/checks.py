@@ -1,4 +1,4 @@
-"""Finds before training what PipeShift cannot honour, and says what to do instead."""
+"""Finds unsupported settings before training, and explains what to do instead."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_arguments(microbatches: Any, partition: Any, plan: Any, backend: Any) 
         or not 1 <= microbatches <= MOST_MICROBATCHES
     ):
         raise ConfigurationError(
-            f"microbatches={microbatches!r}: a batch is cut into at least 1 slice."
+            f"microbatches={microbatches!r}: a batch is split into at least 1 slice."
             f" Pass a whole number from 1 to {MOST_MICROBATCHES}, or 'auto'."
         )
     if partition not in ("auto", "uniform") and not isinstance(partition, list | tuple):
@@ -37,8 +37,8 @@ def check_arguments(microbatches: Any, partition: Any, plan: Any, backend: Any) 
         )
     if backend not in (None, "nccl", "gloo"):
         raise ConfigurationError(
-            f"process_group_backend={backend!r}: allowed are 'nccl', 'gloo', and None for what the"
-            " devices allow."
+            f"process_group_backend={backend!r}: allowed are 'nccl', 'gloo', and None for a "
+            "choice by the devices."
         )
     if not isinstance(plan, str | Path | Plan | None):
         raise ConfigurationError(
@@ -55,7 +55,7 @@ def check_aggregation(kind: Any) -> None:
 
 
 def check_planning(recompute: Any, profile_steps: Any) -> None:
-    """Raises ConfigurationError for a value that has no meaning to the planner."""
+    """Raises ConfigurationError for a value that the planner does not support."""
     if recompute not in ("auto", "full", "none"):
         raise ConfigurationError(f"recompute={recompute!r}: allowed are 'auto', 'full' and 'none'.")
     if isinstance(profile_steps, bool) or not isinstance(profile_steps, int) or profile_steps < 0:
@@ -66,7 +66,7 @@ def check_planning(recompute: Any, profile_steps: Any) -> None:
 
 
 def check_seconds(name: str, seconds: Any, least: float) -> None:
-    """Raises ConfigurationError for a time that is none.
+    """Raises ConfigurationError for an invalid time.
 
     Args:
         name: of the argument.
@@ -81,13 +81,13 @@ def check_seconds(name: str, seconds: Any, least: float) -> None:
 
 
 def check_devices(devices: Iterable[torch.device]) -> None:
-    """Raises ConfigurationError for kinds of devices that PipeShift does not know: their generators
-    would not be seeded, and their times not be measured.
+    """Raises ConfigurationError for unknown kinds of devices: their generators would not be seeded,
+    and their times not be measured.
     """
     unknown = {device.type for device in devices} - {"cpu", "cuda"}
     if unknown:
         raise ConfigurationError(
-            f"PipeShift runs on CPUs and on GPUs of CUDA or ROCm, and these devices are"
+            f"PipeShift runs on CPUs and on GPUs of CUDA or ROCm, but these devices are"
             f" {some_of(sorted(unknown))}. Use `Trainer(accelerator='cpu')` or"
             " `Trainer(accelerator='gpu')`."
         )
@@ -97,7 +97,7 @@ def check_run(module: pl.LightningModule, is_plain: bool) -> None:
     """Raises ConfigurationError for a run that cannot be a pipeline.
 
     Args:
-        module: what is to be trained.
+        module: the module to train.
         is_plain: whether one device runs the user's own steps, each on a whole batch.
     """
     if not module.automatic_optimization:
@@ -120,13 +120,13 @@ def check_run(module: pl.LightningModule, is_plain: bool) -> None:
 
 
 def check_backward(module: pl.LightningModule) -> None:
-    """Raises ConfigurationError where the user's own ``backward`` would not be called."""
+    """Raises ConfigurationError if the user's own ``backward`` would not be called."""
     if is_overridden("backward", module):
         raise ConfigurationError(
             f"`{type(module).__name__}` overrides `backward`. Each stage runs its own part of the"
             " backward, for every microbatch, so the override would not be called. Remove it; use"
             " `on_before_backward`, or tensor hooks in `training_step`. (One device calls it, with"
-            " `microbatches=1`, where no layer is recomputed and without `MemoryCompression`.)"
+            " `microbatches=1`, if no layer is recomputed and without `MemoryCompression`.)"
         )
 
 
@@ -144,27 +144,27 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], is_plain: bool
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS) and not is_plain:
             raise ConfigurationError(
-                "LBFGS runs the step several times and looks at all parameters at once, which no"
-                " stage holds. Use an optimizer that updates each parameter by itself (SGD, Adam,"
-                " AdamW, ...). (One device takes it, with `microbatches=1`.)"
+                "LBFGS runs the step several times and uses all parameters at once, which no "
+                "stage holds. Use an optimizer that updates each parameter by itself (SGD, Adam, "
+                "AdamW, ...). (One device takes it, with `microbatches=1`.)"
             )
 
 
 def several_optimizers() -> ConfigurationError:
     """The error for a model with more than one optimizer."""
     return ConfigurationError(
-        "`configure_optimizers` returns several optimizers, or `training_step` takes an"
-        " `optimizer_idx`. A pipeline has one optimizer, and steps it by itself: manual"
-        " optimization, with which other strategies take several, is not possible either. Put all"
-        " parameters into one optimizer, as several parameter groups with their own learning"
-        " rates: torch.optim.AdamW([{'params': a, 'lr': 1e-3}, {'params': b, 'lr': 1e-4}]). Where"
-        " the losses have to be stepped in turns (a GAN), use another strategy."
+        "`configure_optimizers` returns several optimizers, or `training_step` takes an "
+        "`optimizer_idx`. A pipeline has one optimizer, and steps it by itself: manual "
+        "optimization, which other strategies need for several, is not possible either. Put all "
+        "parameters into one optimizer, as several parameter groups with their own learning "
+        "rates: torch.optim.AdamW([{'params': a, 'lr': 1e-3}, {'params': b, 'lr': 1e-4}]). If "
+        "the losses need alternating steps (a GAN), use another strategy."
     )
 
 
 def check_processes(num_devices: int) -> None:
-    """Raises ConfigurationError where torchrun started more or fewer processes on this host than
-    the Trainer has devices.
+    """Raises ConfigurationError if torchrun started more or fewer processes on this host than the
+    Trainer has devices.
     """
     started = os.environ.get("LOCAL_WORLD_SIZE")
     if TorchElasticEnvironment.detect() and started and int(started) != num_devices:
@@ -176,8 +176,8 @@ def check_processes(num_devices: int) -> None:
 
 
 def check_packages(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Raises ConfigurationError where classes of ``pytorch_lightning`` meet those of
-    ``lightning.pytorch``: two packages whose classes do not know each other.
+    """Raises ConfigurationError if classes of ``pytorch_lightning`` are used together with
+    ``lightning.pytorch``: two packages whose classes are not related.
     """
     parts: list[Any] = [module, *trainer.callbacks, *trainer.loggers]  # type: ignore[attr-defined]
     datamodule = datamodule_of(trainer)

@@ -1,4 +1,4 @@
-"""The base of the strategy: a rank's place, its connections, and its handling of failures."""
+"""The base of the strategy: a rank's position, its connections, and its handling of failures."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ T = TypeVar("T")
 
 @dataclass
 class _Job:
-    """What serves all strategies that a job's ranks run one after the other.
+    """State shared by all strategies that a job's ranks run one after another.
 
     Args:
         world: torch's default process group.
-        board: tells of failures.
-        groups: the groups beside the default one.
+        board: reports failures.
+        groups: the groups in addition to the default one.
     """
 
     world: weakref.ref[Any]
@@ -144,7 +144,7 @@ class ConnectedStrategy(ParallelStrategy):
             "_adjustments": Adjustments(),
         }
 
-    # --- the rank's place ---
+    # --- the rank's position ---
 
     @property
     def stage(self) -> int:
@@ -205,8 +205,8 @@ class ConnectedStrategy(ParallelStrategy):
 
     @property
     def _is_unconnected_alone(self) -> bool:
-        """Whether no run has begun, and this process would be its only rank: then it can answer the
-        Trainer's queries by itself (for `estimated_stepping_batches`, for example).
+        """Whether no run has started, and this process would be its only rank: then it can answer
+        the Trainer's queries by itself (for `estimated_stepping_batches`, for example).
         """
         return self._replicas is None and self.world_size == 1
 
@@ -272,7 +272,7 @@ class ConnectedStrategy(ParallelStrategy):
         check_processes(self.num_processes)
         super().setup_environment()
         if self.num_processes > 1:
-            # The launcher only does this for the process that it launches from. A single process
+            # The launcher does this only for the process that it launches from. A single process
             # keeps the number of threads that the user has set.
             set_num_threads_if_needed(self.num_processes)
         self.set_world_ranks()
@@ -311,7 +311,7 @@ class ConnectedStrategy(ParallelStrategy):
             board.name_of = [
                 topology.name_of(rank, host) for rank, host in enumerate(self._hosts)
             ].__getitem__
-            # All ranks have the board: what is opened from here on is shut down after a failure.
+            # All ranks have the board: sockets opened from now on are shut down after a failure.
             if is_new or self._replicas is None or self._replicas.topology != topology:
                 self._connect(topology, job)
         groups = self._require_groups()
@@ -325,8 +325,8 @@ class ConnectedStrategy(ParallelStrategy):
         groups.watched = board.watched
         if self._rings is not None:
             self._rings.watched = board.watched
-        # Random numbers drawn from here on (for a split of the data in `setup`, for example) are
-        # the same on all ranks, with or without a seed, and as on one device: those of rank 0.
+        # Random numbers drawn from now on (for a split of the data in `setup`, for example) are the
+        # same on all ranks, with or without a seed, and as on one device: those of rank 0.
         set_global_state(world.share_object(global_state(), source=0))
 
     def _make_board(self, store: Any, before: Opened) -> FailureBoard:
@@ -360,14 +360,14 @@ class ConnectedStrategy(ParallelStrategy):
         board.watch_for_stalls(lambda: channels.num_done, self._options.stall_timeout, stacks)
 
     def _interrupt(self) -> None:
-        """Ends what this rank may be waiting for; called in a thread when another rank failed."""
+        """Interrupts the waits of this rank; called in a thread when another rank failed."""
         groups = self._groups
         if groups is not None:
             groups.abort()
         shut_down(self._sockets)
 
     def _give_up(self) -> None:
-        """Ends what can only end while all ranks are there; called in a thread when one is gone."""
+        """Interrupts operations that need all ranks; called in a thread when one is gone."""
         shut_down(self._checkpoint_sockets)
 
     def _topology(self) -> Topology:
@@ -380,7 +380,7 @@ class ConnectedStrategy(ParallelStrategy):
         return topology
 
     def _check_devices(self, topology: Topology, devices: Sequence[Device]) -> None:
-        """Raises ConfigurationError where these devices are not the requested ones."""
+        """Raises ConfigurationError if these devices are not the requested ones."""
 
     def _connect(self, topology: Topology, job: _Job) -> None:
         assert self._board is not None
@@ -411,23 +411,19 @@ class ConnectedStrategy(ParallelStrategy):
 
     def _require_replicas(self) -> Replicas:
         if self._replicas is None:
-            raise ConfigurationError(
-                "The ranks are not connected yet. Ask from `setup` on, when a run has begun."
-            )
+            raise ConfigurationError("The ranks are not connected yet. Use this from `setup` on.")
         return self._replicas
 
     def _require_channels(self) -> Channels:
         if self._channels is None:
-            raise ConfigurationError(
-                "The stages are not connected yet. Ask from `setup` on, when a run has begun."
-            )
+            raise ConfigurationError("The stages are not connected yet. Use this from `setup` on.")
         return self._channels
 
     # --- communication between ranks ---
 
     def _is_alone(self) -> bool:
-        """Whether there are no connections to other ranks: no run has begun, or it has failed. Then
-        collective calls of callbacks return this rank's own value.
+        """Whether there are no connections to other ranks: no run has started, or it has failed.
+        Then collective calls of callbacks return this rank's own value.
         """
         return self._has_failed() or self._replicas is None or not dist.is_initialized()
 
@@ -440,12 +436,13 @@ class ConnectedStrategy(ParallelStrategy):
             return obj
         world = self._require_replicas().world
         mine = obj if self.global_rank == src else None
-        # Not a message: in the middle of a step, the receive of another one may be posted already.
+        # Not a message: in the middle of a step, the receive of another message may be posted
+        # already.
         found: T = gathered(mine, world.control, world.watched)[src]
         return found
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduces over virtual machines; all stages of one pass the same."""
+        """Reduces over virtual machines; all stages of one pass the same value."""
         if self._has_failed() or self._is_unconnected_alone:
             return tensor
         replicas = self._require_replicas()
@@ -495,7 +492,7 @@ class ConnectedStrategy(ParallelStrategy):
 
     def _settle(self) -> None:
         """Waits until the other ranks have received all messages of this one: when the caller then
-        drops the strategy, no send is under way. gloo loses a send that no object refers to.
+        drops the strategy, no send is in progress. gloo loses a send that no object refers to.
         """
         if self._channels is not None and self._replicas is not None:
             self._channels.settle()
@@ -513,7 +510,7 @@ class ConnectedStrategy(ParallelStrategy):
             board.publish_beside(exception)
         channels.interrupt_bulk()
         if self._groups is not None:
-            # On a device, this rank would wait for those that the failure ends.
+            # On a device, this rank would wait for operations that the failure ends.
             self._groups.abort()
 
     def _fail(self, exception: BaseException) -> None:
@@ -526,7 +523,7 @@ class ConnectedStrategy(ParallelStrategy):
             board.publish(board.own_name, exception)
         groups = self._groups
         if groups is not None:
-            # What follows may wait for the device, which may wait for other ranks.
+            # Later code may wait for the device, which may wait for other ranks.
             groups.abort()
         self._let_go()
         self._end_checkpoints()
@@ -545,7 +542,7 @@ class ConnectedStrategy(ParallelStrategy):
             board.close()
 
     def _end_checkpoints(self) -> None:
-        """Waits for checkpoints that are on their way to disk."""
+        """Waits for checkpoints that are being written."""
 
     def _let_go(self) -> None:
         """Undoes the run's changes to the model."""

@@ -2,9 +2,9 @@
 
 Lightning rebuilds a loader with a ``DistributedSampler``, which gives all replicas equally many
 samples, in a different order than on one device. But virtual machines differ in speed, and a run
-must compute the same as on one device. So every virtual machine runs the user's own sampler and
-takes its slice of each *global batch*: the batch that one device would have drawn with the batch
-size of all virtual machines together. Concatenated, the slices are that batch.
+must compute the same results as on one device. So every virtual machine runs the user's own sampler
+and takes its slice of each *global batch*: the batch that one device would have drawn with the
+batch size of all virtual machines together. Concatenated, the slices are that batch.
 
 All virtual machines therefore have to draw the same order from the global random generators, while
 the augmentations of a data set draw from the same generators any number of times:
@@ -53,9 +53,10 @@ def for_virtual_machine(
     """A loader of one virtual machine's part of the data. The user's own loader is not changed.
 
     Every virtual machine draws the order of all samples, and takes its share of each global batch.
-    If batches come ready-made (a custom batch sampler, ``batch_size=None``, a loader that is not a
-    ``DataLoader``), a global batch consists of one of them for each virtual machine. A loader whose
-    sampler is already for several replicas is split by the user, and is returned unchanged.
+    If the loader does not make batches of samples (a custom batch sampler, ``batch_size=None``, a
+    loader that is not a ``DataLoader``), a global batch consists of one of them for each virtual
+    machine. A loader whose sampler is already for several replicas is split by the user, and is
+    returned unchanged.
 
     Args:
         loader: the user's loader, or one that this function has returned; the latter is split
@@ -63,15 +64,15 @@ def for_virtual_machine(
         vm: index of the virtual machine.
         shares: one positive number for each virtual machine.
         pads: whether every virtual machine gets the same number of batches, as training needs: a
-            global batch of fewer samples than virtual machines is filled up with the first samples
-            of the epoch. Otherwise no sample is seen twice, and a virtual machine may get one batch
+            global batch of fewer samples than virtual machines is padded with the first samples of
+            the epoch. Otherwise no sample is seen twice, and a virtual machine may get one batch
             fewer.
         stream: separates the order of the samples from all other random numbers; ``None`` does not
             change the global random state.
 
     Raises:
-        ConfigurationError: unequal shares of batches that come ready-made, or a loader whose order
-            is already fixed.
+        ConfigurationError: unequal shares of complete batches, or a loader whose order is already
+            fixed.
     """
     loader = getattr(loader, "__dict__", {}).get("_before_sharing", loader)
     if len(shares) == 1:
@@ -113,7 +114,7 @@ def _of_map(
     pads: bool,
     stream: SharedRandomStream,
 ) -> dict[str, Any]:
-    """What changes in a loader of a data set with indices."""
+    """The changed arguments of a loader of a data set with indices."""
     changes: dict[str, Any] = {}
     if loader.num_workers > 0 and vm > 0:
         changes["worker_init_fn"] = _OwnWorkerSeeds(vm, loader.worker_init_fn)
@@ -145,14 +146,14 @@ def _of_stream(
     pads: bool,
     stream: SharedRandomStream,
 ) -> dict[str, Any]:
-    """What changes in a loader of an iterable data set. Workers keep their seeds: each has to see
-    the same stream on all virtual machines.
+    """The changed arguments of a loader of an iterable data set. Workers keep their seeds: each has
+    to see the same stream on all virtual machines.
     """
     if isinstance(loader.dataset, IterDataPipe) and loader.num_workers > 0:
         raise ConfigurationError(
-            f"The data is an IterDataPipe with num_workers={loader.num_workers}, which its workers"
-            " share out by the rank of the process. Over several virtual machines, use"
-            " num_workers=0, or an IterableDataset that shares itself out over its workers."
+            f"The data is an IterDataPipe with num_workers={loader.num_workers}, which its "
+            "workers divide by the rank of the process. Over several virtual machines, use "
+            "num_workers=0, or an IterableDataset that divides its samples among its workers."
         )
     is_batched = loader.batch_size is not None
     if not is_batched:
@@ -161,8 +162,8 @@ def _of_stream(
     part = Part(vm, shares, size, pads, drops_last=loader.drop_last)
     is_sized = hasattr(loader.dataset, "__len__")
     kind = _SizedIterableDatasetPart if is_sized else _IterableDatasetPart
-    # The data set makes the batches, as only it can determine the size of the last one; for the
-    # loader they are ready-made, and go to `collate_fn` unchanged.
+    # The data set makes the batches, as only it knows the size of the last one; for the loader they
+    # are complete, and are passed to `collate_fn` unchanged.
     return {
         "dataset": kind(loader.dataset, part, is_batched, stream),
         "sampler": _Endless(stream),
@@ -172,7 +173,7 @@ def _of_stream(
 
 
 def _is_standard(batch_sampler: object) -> bool:
-    """Whether a batch sampler only cuts its sampler's indices: it is torch's or torchdata's."""
+    """Whether a batch sampler only groups its sampler's indices: it is torch's or torchdata's."""
     library = type(batch_sampler).__module__.partition(".")[0]
     return isinstance(batch_sampler, BatchSampler) and library in ("torch", "torchdata")
 
@@ -191,22 +192,22 @@ def _check_not_begun(loader: DataLoader[Any]) -> None:
     for name, value in vars(loader).items():
         if isinstance(value, DataLoaderIterator) and name != LOADER_ITERATOR:
             raise ConfigurationError(
-                f"{type(loader).__name__} keeps an iterator that it made before training, as"
-                f" `{name}`: it would give every virtual machine all samples. Make the iterator in"
-                " `__iter__`, or use a DataLoader with persistent_workers=True instead."
+                f"{type(loader).__name__} keeps an iterator that it created before training, as "
+                f"`{name}`: it would give every virtual machine all samples. Create the iterator "
+                "in `__iter__`, or use a DataLoader with persistent_workers=True instead."
             )
 
 
 def _require_equal(shares: Sequence[float], found: str) -> None:
     if len(set(shares)) > 1:
         raise ConfigurationError(
-            f"batch_shares={list(shares)} with {found}: its batches come ready-made, and each goes"
-            " to one virtual machine whole, so only equal shares are possible. Leave `batch_shares`"
-            " out, or let the loader make the batches: DataLoader(dataset, batch_size=...)."
+            f"batch_shares={list(shares)} with {found}: it yields complete batches, each for one "
+            "virtual machine, so only equal shares are possible. Remove `batch_shares`, or make "
+            "the batches in the loader: DataLoader(dataset, batch_size=...)."
         )
 
 
-# --- stand-ins for the user's samplers, data sets and loaders ---
+# --- replacements of the user's samplers, data sets and loaders ---
 
 
 class _BatchSamplerPart(BatchSampler):
@@ -218,7 +219,7 @@ class _BatchSamplerPart(BatchSampler):
         self._stream = stream
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Now and not with the first batch: next, the loader draws its workers' seed.
+        # Now and not at the first batch: next, the loader draws its workers' seed.
         self._stream.to_shared()
         # The sampler begins with the first batch, as in a BatchSampler: it draws after that seed.
         batches = self._part.batches(self.sampler, _length(self.sampler))
@@ -229,21 +230,21 @@ class _BatchSamplerPart(BatchSampler):
 
 
 class _StandIn:
-    """Passes attributes of the original on: ``set_epoch``, ``state_dict``, a user's own."""
+    """Forwards attributes of the original: ``set_epoch``, ``state_dict``, a user's own."""
 
     _source: Any
     _part: Part
     _stream: SharedRandomStream
 
     def __getattr__(self, name: str) -> Any:
-        # Python's own protocols are not passed on, as the stand-in itself is copied and pickled.
+        # Python's own protocols are not forwarded, as the replacement itself is copied and pickled.
         if name.startswith("__") or "_source" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._source, name)
 
 
 class _Turns(_StandIn):
-    """Every m-th item: ready-made batches, or the indices for them."""
+    """Every m-th item: complete batches, or the indices for them."""
 
     def __init__(self, source: Any, part: Part, stream: SharedRandomStream) -> None:
         self._source = self._before_sharing = source
@@ -287,7 +288,7 @@ class _IterableDatasetPart(_StandIn, IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         stream, num_items = self._stream, _length(self._source)
         if get_worker_info() is not None:
-            # Made once: persistent workers call this again, with their own stream in force.
+            # Created once: persistent workers call this again, with their own stream active.
             stream = vars(self).setdefault("_worker_stream", type(stream)(self._part.vm))
             num_items = None
         stream.to_shared()
@@ -297,13 +298,13 @@ class _IterableDatasetPart(_StandIn, IterableDataset[Any]):
 
 class _SizedIterableDatasetPart(_IterableDatasetPart):
     def __len__(self) -> int:
-        """As many samples as make the loader's division by the batch size come out exactly."""
+        """The number of samples for which the loader's division by the batch size is exact."""
         num_batches = self._part.num_batches(len(self._source))
         return num_batches * (self._part.num_items if self._is_batched else 1)
 
 
 class _Endless(Sampler[None]):
-    """An iterable data set's sampler, which yields no indices, only calls for the next item."""
+    """An iterable data set's sampler, which yields no indices, only requests for the next item."""
 
     def __init__(self, stream: SharedRandomStream) -> None:
         self._stream = stream

@@ -1,7 +1,7 @@
-"""Evaluation: forward only, the stages working on successive batches at once.
+"""Evaluation: forward only, with the stages working on successive batches at once.
 
 Lightning's loop takes one batch's result before it fetches the next. If no code needs the results
-in between, a stage goes on with the next batch at once, and the last stage's logs and results are
+in between, a stage continues with the next batch at once, and the last stage's logs and results are
 fetched at the end of the data.
 """
 
@@ -83,7 +83,7 @@ class EvaluationSteps:
         self._trainer = trainer
         self._pipeline = pipeline
         # The target of each result that has not been fetched yet: a list of the predict loop, and
-        # the place in it.
+        # the index in it.
         self._awaited: list[tuple[list[Any], int]] = []
 
     def run(self, name: str, batch: Any, rest: tuple[Any, ...], step: UserStep) -> Any:
@@ -96,7 +96,7 @@ class EvaluationSteps:
             step: runs the user's step on a module and the batch.
 
         Returns:
-            the step's result, or ``None`` if it comes later and is not needed now.
+            the step's result, or ``None`` if it is fetched later and not needed now.
         """
         trainer = self._trainer
         fitting = trainer.state.fn == "fit"
@@ -109,8 +109,7 @@ class EvaluationSteps:
             step,
             f"{name}/{dataloader_idx}",
             batch_idx,
-            # The sanity check releases nothing, as only the first training step shows the whole
-            # flow.
+            # The sanity check frees nothing, as only the first training step shows the whole flow.
             final=not fitting,
             wants_result=name == "predict_step" or are_results_used(trainer, name),
         )
@@ -172,9 +171,9 @@ class EvaluationSteps:
         """
         if self._pipeline.num_pending:
             raise BatchError(
-                f"The {what} data ended early: a dataloader's `__len__` (of its sampler, or of its"
-                " data set) says that there are more batches than it gives. Let it say the right"
-                " number, or none."
+                f"The {what} data ended early: a dataloader's `__len__` (of its sampler, or of "
+                "its data set) returns more batches than it yields. Return the right number, or "
+                "remove it."
             )
 
     def _await_prediction(self, loop: Any, dataloader_idx: int) -> None:
@@ -198,6 +197,6 @@ class EvaluationSteps:
             for report, (predictions, place) in zip(earlier, awaited, strict=False):
                 if place < len(predictions):
                     predictions[place] = report.result
-        # Tensors do not wait; other objects may have tensors of their own.
+        # Tensors do not make the host wait; other objects may contain tensors of their own.
         result = to_device(last.result, device)
         return map_leaves(lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf, result)

@@ -15,20 +15,20 @@ from lightning_pipeshift.lightning.strategy import PipeShiftStrategy
 def grad_norm(
     module: pl.LightningModule, norm_type: float | int | str, group_separator: str = "/"
 ) -> dict[str, Tensor]:
-    """The norm of every parameter's gradient and the total norm, those of all stages included.
+    """The norm of every parameter's gradient and the total norm, over all stages.
 
-    The same as ``lightning.pytorch.utilities.grad_norm``, which looks at what this rank holds, and
-    under the same names. Call it on every rank, in ``on_after_backward`` or
-    ``on_before_optimizer_step``. With another strategy it is Lightning's own.
+    The same as ``lightning.pytorch.utilities.grad_norm``, which uses the gradients of this rank
+    only, and with the same names. Call it on every rank, in ``on_after_backward`` or
+    ``on_before_optimizer_step``. With another strategy it calls Lightning's own.
 
     Args:
         module: the LightningModule that is trained.
         norm_type: the order of the norm, ``"inf"`` for the largest absolute value.
-        group_separator: stands between ``grad_{norm_type}_norm`` and the parameter's name.
+        group_separator: is put between ``grad_{norm_type}_norm`` and the parameter's name.
 
     Returns:
         The norms by name (scalars, float32, on the CPU), and ``grad_{norm_type}_norm_total``, the
-        norm of them all. A parameter without a gradient is left out.
+        norm of them all. A parameter without a gradient is omitted.
 
     Raises:
         ValueError: ``norm_type`` is not above 0.

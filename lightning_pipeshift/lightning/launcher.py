@@ -1,4 +1,4 @@
-"""Starts the other ranks of a host, as Lightning does, and ends what is left of them."""
+"""Starts the other ranks of a host, as Lightning does, and kills those that remain at the end."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from lightning_pipeshift.compat.lightning_private import (
 from lightning_pipeshift.runtime.liveness.failure import print_at_once
 
 _POLL_SECONDS: Final = 0.5
-# How long the ranks may take to end each other by themselves, and to say why.
+# How long the ranks may take to end each other by themselves, and to print the reason.
 _GRACE_SECONDS: Final = 20.0
 
 
 class Launcher(SubprocessScriptLauncher):
     """Lightning's launcher, except for what happens when a process ends with an error.
 
-    Lightning then kills all others within 5 seconds, before they have said why. Here the ranks
-    notice by themselves; what has not ended some seconds later is killed, for example a rank that
-    waits for one that ended before they were connected.
+    Lightning then kills all others within 5 seconds, before they have printed the reason. Here the
+    ranks notice by themselves; a rank that has not ended some seconds later is killed, for example
+    one that waits for a rank that ended before they were connected.
     """
 
     def launch(
@@ -44,7 +44,7 @@ class Launcher(SubprocessScriptLauncher):
         """Starts the processes, and calls a function in this one.
 
         Args:
-            function: what to call.
+            function: the function to call.
             args: its arguments.
             trainer: not used.
             kwargs: further arguments of the function.
@@ -71,9 +71,11 @@ class NotebookLauncher(MultiProcessingLauncher):
         super().__init__(strategy, start_method="fork")
 
     def launch(self, *args: Any, **kwargs: Any) -> Any:
-        """Starts the processes, and calls a function in them; takes what Lightning's does."""
+        """Starts the processes, and calls a function in them; takes the arguments of Lightning's
+        launcher.
+        """
         if dist.is_initialized():
-            # Of a run in this process alone; the copies would take it for theirs.
+            # The state of a run in this process alone; the forks would take it for theirs.
             dist.destroy_process_group()
         return super().launch(*args, **kwargs)
 
@@ -101,6 +103,6 @@ def _watch(children: Sequence[subprocess.Popen[Any]], first_rank: int) -> None:
     print_at_once(
         f"The process of rank {first_rank + failed} ended with exit code"
         f" {codes[failed]}, and {_GRACE_SECONDS:g} s later the other ranks of this host had not"
-        " ended by themselves: they are killed. Look at what that rank has printed."
+        " ended by themselves: they are killed. See the output of that rank."
     )
     os._exit(1)

@@ -22,14 +22,14 @@ class MetricSync:
     def __init__(self, replicas: Replicas) -> None:
         self._replicas: Replicas | None = replicas
         self.is_open = True
-        """Whether all ranks take part now."""
+        """Whether all ranks synchronise now."""
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles of a metric, which belong to no run."""
         return {"_replicas": None, "is_open": True}
 
     def is_possible(self) -> bool:
-        """Whether there is anything to gather; for ``Metric.distributed_available_fn``."""
+        """Whether a run is active; for ``Metric.distributed_available_fn``."""
         return self.is_open and self._replicas is not None and self._replicas.count > 1
 
     def gather(self, state: Tensor, group: Any = None) -> list[Tensor]:
@@ -39,8 +39,8 @@ class MetricSync:
 
 
 def silence_advice_to_synchronise() -> Callable[[], None]:
-    """Lightning recommends ``sync_dist=True`` for logged values wherever there is a process group;
-    they are in sync already.
+    """Lightning recommends ``sync_dist=True`` for logged values whenever there is a process group;
+    they are already synchronised.
 
     Returns:
         a function that enables the advice again.

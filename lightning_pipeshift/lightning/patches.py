@@ -24,7 +24,7 @@ FilterOnOptimizer = Callable[[Optimizer, Iterable[nn.Parameter]], list[nn.Parame
 
 
 class _NoLoss:
-    """The result of a training step that made no loss."""
+    """The result of a training step without a loss."""
 
     def __repr__(self) -> str:
         return "a training step's result without a loss"
@@ -60,7 +60,7 @@ class Adjustments:
         """Sets an attribute until the end of the run."""
         own = vars(owner)
         if name in own:
-            # Restored from the class's dict, so that a static method stays one.
+            # Restored from the class's dict, so that a static method remains one.
             self._undo.callback(setattr, owner, name, own[name])
         else:
             self._undo.callback(delattr, owner, name)
@@ -80,11 +80,13 @@ class Adjustments:
         self._undo.callback(undo)
 
     def hear_exceptions(self, callback: pl.Callback, hook: Callable[..., None]) -> None:
-        """Calls ``hook`` instead of a callback's ``on_exception``, and passes that to it first."""
+        """Calls ``hook`` instead of a callback's ``on_exception``, with that as its first
+        argument.
+        """
         self._set(callback, "on_exception", partial(hook, callback.on_exception))
 
     def filter_parameters(self, make: Callable[[FilterOnOptimizer], FilterOnOptimizer]) -> None:
-        """Replaces the function by which finetuning callbacks look for parameters that an optimizer
+        """Replaces the function by which finetuning callbacks find parameters that an optimizer
         already has.
 
         Args:

@@ -1,4 +1,4 @@
-"""A strategy that has a pipeline: its plan, and the norms of what its ranks hold."""
+"""A strategy that has a pipeline: its plan, and the norms of its ranks' gradients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PipelinedStrategy(ConnectedStrategy):
         """The plan in force. Raises PlanError before the first batch."""
         if self._pipeline is None:
             raise PlanError(
-                "There is no plan yet: no run has begun. It is made when the first batch comes."
+                "There is no plan yet: no run has begun. It is made at the first batch."
             )
         return self._pipeline.plan_in_call_order
 
@@ -46,7 +46,7 @@ class PipelinedStrategy(ConnectedStrategy):
         return self._pipeline is not None and self._pipeline.planning.is_measured
 
     def predicted(self, plan: Plan) -> Plan:
-        """The same plan with the simulator's prediction, by the figures measured in this run. Every
+        """The same plan with the simulator's prediction, by the measurements of this run. Every
         rank calls this.
 
         Args:
@@ -59,7 +59,7 @@ class PipelinedStrategy(ConnectedStrategy):
 
     def adopt(self, plan: Plan) -> None:
         """Puts another plan in force: the next step prepares it, and still runs under the old one.
-        Layers change their owners, and all results stay the same. Every rank calls this, with the
+        Layers change their owners, and all results remain the same. Every rank calls this, with the
         same plan, between the same steps (for example in ``on_train_batch_end``).
 
         Raises:
@@ -75,14 +75,16 @@ class PipelinedStrategy(ConnectedStrategy):
 
         Raises:
             PlanError: a layer, a stage or a virtual machine that does not exist; two moves of one
-                layer; a stage whose layers would not follow each other; or a stage that would have
-                too little memory. Then nothing changes.
+                layer; a stage whose layers would not be contiguous; or a stage that would have too
+                little memory. Then nothing changes.
         """
         self._require_pipeline().migrate(moves)
 
     @property
     def steps_left(self) -> float:
-        """Over how many steps a change of the plan can pay off; infinite if it was not set."""
+        """The number of steps over which a change of the plan can pay off; infinite if it was not
+        set.
+        """
         return self._require_pipeline().planning.steps_left
 
     @steps_left.setter
@@ -97,15 +99,15 @@ class PipelinedStrategy(ConnectedStrategy):
     @property
     def decisions(self) -> list[dict[str, float]]:
         """The expected and the measured effects of changes of the plan, in their order:
-        ``expected_gain`` and later ``measured_gain`` (how many times as fast a step is), and
-        ``step_seconds`` at that time.
+        ``expected_gain`` and later ``measured_gain`` (the speedup of a step), and ``step_seconds``
+        at that time.
         """
         return self._require_pipeline().planning.decisions
 
     @property
     def move_seconds(self) -> float:
         """How long this rank has waited for the last change of owners, in seconds: the part that
-        was not hidden behind its steps.
+        did not overlap with its steps.
         """
         return self._require_pipeline().changes.seconds
 
@@ -113,9 +115,10 @@ class PipelinedStrategy(ConnectedStrategy):
     def memory_figures(self) -> dict[str, float]:
         """Statistics of :class:`~lightning_pipeshift.MemoryCompression` on this rank since the run
         began: ``peak_bytes`` of saved tensors on the device, the ``budget_bytes`` that they may
-        take (the device's, less what its layers hold besides), ``moved_bytes``, ``waited_seconds``
-        (how long the compute has waited for copies), ``num_evicted`` (tensors that were evicted
-        although the plan keeps them) and ``host_peak_bytes``. Empty without the plugin.
+        take (the device's, less the other memory of its layers), ``moved_bytes``,
+        ``waited_seconds`` (how long the compute has waited for copies), ``num_evicted`` (tensors
+        that were evicted although the plan keeps them) and ``host_peak_bytes``. Empty without the
+        plugin.
         """
         memory = self._require_pipeline().memory
         return memory.figures() if memory is not None else {}
@@ -123,15 +126,15 @@ class PipelinedStrategy(ConnectedStrategy):
     @property
     def exposed_seconds(self) -> float:
         """How long the last step has waited for gradients of other virtual machines, in seconds,
-        with nothing left to compute.
+        after its own compute.
         """
         return self._require_pipeline().exposed_seconds
 
     def _require_pipeline(self) -> Pipeline:
         if self._pipeline is None:
             raise ConfigurationError(
-                "There is no pipeline yet: it is built when `fit`, `validate`, `test` or `predict`"
-                " begins."
+                "There is no pipeline yet: it is created when `fit`, `validate`, `test` or "
+                "`predict` begins."
             )
         return self._pipeline
 
@@ -139,7 +142,7 @@ class PipelinedStrategy(ConnectedStrategy):
         holdings = self._require_pipeline().holdings
         if holdings is None:
             raise ConfigurationError(
-                "No stage has its layers yet: they are given out when the first batch comes."
+                "No stage has its layers yet: they are distributed at the first batch."
             )
         return holdings
 
@@ -161,7 +164,7 @@ class PipelinedStrategy(ConnectedStrategy):
             norm_type: the order of the norm.
 
         Returns:
-            Scalars, float32, on the CPU. A parameter without a gradient is left out.
+            Scalars, float32, on the CPU. A parameter without a gradient is omitted.
         """
         holdings = self._require_holdings()
         norms = holdings.gradient_norms([use.parameter for use in holdings.uses], norm_type)

@@ -106,47 +106,47 @@ def _say(message: str) -> None:
 class PipeShiftStrategy(CheckpointingStrategy):
     """Trains one model as a pipeline over all devices, from an unmodified LightningModule.
 
-    Every stage runs the user's own ``training_step``; a gate in front of each layer skips those
-    that live on other stages. Schedules: GPipe (Huang et al. 2019, section 2.3) and 1F1B (Narayanan
-    et al., PipeDream-Flush, 2021, section 3.2).
+    Every stage runs the user's own ``training_step``; a gate in each layer skips those of other
+    stages. Schedules: GPipe (Huang et al. 2019, section 2.3) and 1F1B (Narayanan et al.,
+    PipeDream-Flush, 2021, section 3.2).
 
     Args:
         virtual_machines: how many replicas of the model train in parallel, each a pipeline of its
             own; or the ranks of each in stage order, ``[[0, 2], [1, 3]]``. ``"auto"``: one, or as
             many as ``partition`` or ``plan`` has.
         microbatches: the number of slices of a batch; ``"auto"``: four for each stage.
-        schedule: ``"1f1b"``, ``"gpipe"``, or ``"eager_1f1b"``, which hides the time that messages
-            take and holds up to twice the activations.
+        schedule: ``"1f1b"``, ``"gpipe"``, or ``"eager_1f1b"``, which overlaps communication with
+            compute and holds up to twice the activations.
         partition: the layers of each stage. ``"auto"`` balances the measured forward times,
             ``"uniform"`` the number of layers, a list gives the number of layers of each stage, and
             a list of lists does so for each virtual machine.
         plan: a :class:`~lightning_pipeshift.Plan`, or the path of one, that overrides the four
-            above, ``recompute``, and ``batch_shares`` where it has any.
+            above, ``recompute``, and ``batch_shares`` if it has any.
         batch_shares: how the samples of a global batch are divided among the virtual machines, one
             number for each: ``[3, 1]``. By default equally. A global batch has the DataLoader's
             batch size times the number of virtual machines.
-        recompute: which layers release the tensors saved for their backward, and run again before
-            it: ``"auto"``, as few as the memory of the devices requires; ``"full"``, all where it
-            frees memory; ``"none"``. It changes no bit of the results. With a ``partition`` of your
-            own, ``"auto"`` means ``"none"``.
+        recompute: which layers drop the tensors saved for their backward, and are recomputed before
+            it: ``"auto"``, as few as the memory of the devices requires; ``"full"``, all for which
+            it frees memory; ``"none"``. It changes no bit of the results. With a ``partition`` of
+            your own, ``"auto"`` means ``"none"``.
         profile_steps: after how many measured steps the layers are distributed again, if
             ``partition`` is ``"auto"``; 0: never.
         gradient_aggregation: how gradients are summed over the virtual machines: ``"ring"``, a ring
-            for each layer that begins as soon as its gradient is there; ``"allreduce"``, torch's
+            for each layer that starts as soon as its gradient is ready; ``"allreduce"``, torch's
             own collectives; ``"auto"``, rings on gloo and collectives on NCCL.
-        process_group_backend: ``"nccl"`` or ``"gloo"``; by default what the devices allow. With
-            gloo, tensors on a GPU go through host memory.
-        timeout: how long a rank waits for the others at the start before it gives up; and, where it
-            is longer than half an hour, in each operation later on.
-        heartbeat_timeout: after how many seconds without a sign of life a rank counts as gone, and
-            the run ends on all others; at least 1. A thread of each rank gives these signs. More
-            than that is needed only where single calls keep Python's lock for longer.
-        stall_timeout: after how many seconds in which no rank has completed an action the first
-            rank says which one is waited for, and what it is doing; 0: never.
+        process_group_backend: ``"nccl"`` or ``"gloo"``; by default chosen by the devices. With
+            gloo, tensors on a GPU are sent through host memory.
+        timeout: how long a rank waits for other ranks at the start; and, if longer than half an
+            hour, in each later operation.
+        heartbeat_timeout: after how many seconds without a heartbeat a rank counts as gone, and the
+            run ends on all others; at least 1. A thread of each rank sends the heartbeats. A longer
+            timeout is needed only if single calls hold Python's lock for longer.
+        stall_timeout: after how many seconds without a completed action on any rank the first rank
+            reports which rank the others wait for, and its activity; 0: never.
         accelerator: as in every Lightning strategy; the Trainer's argument is the usual way.
         parallel_devices: this host's devices, likewise.
         cluster_environment: the source of a process's rank, likewise.
-        checkpoint_io: how checkpoints are written, likewise.
+        checkpoint_io: the plugin that writes checkpoints, likewise.
         precision_plugin: the precision, likewise.
 
     Raises:
@@ -227,11 +227,11 @@ class PipeShiftStrategy(CheckpointingStrategy):
             "_evaluation": None,
             "_num_steps": 0,
             "_num_losses": 0,
-            # Whether the step under way runs as without a pipeline, its backward by Lightning.
+            # Whether the current step runs without a pipeline, with its backward by Lightning.
             "_is_plain_step": False,
         }
 
-    # --- what is known ---
+    # --- the plan and its environment ---
 
     def _check_devices(self, topology: Topology, devices: Sequence[Device]) -> None:
         plan = self._options.plan
@@ -240,10 +240,10 @@ class PipeShiftStrategy(CheckpointingStrategy):
             for stage, (rank, kind) in enumerate(zip(ranks, kinds, strict=True)):
                 if devices[rank].kind != kind:
                     raise PlanError(
-                        f"The plan was made for another cluster: for stage {stage} it has a"
-                        f" {kind!r}, and rank {rank} is a {devices[rank].kind!r} (host"
-                        f" {self._hosts[rank]!r}). Make a plan here with `pipeshift plan`, or take"
-                        " the field 'kinds' out of it if you know that it will do."
+                        f"The plan was made for another cluster: for stage {stage} it has a "
+                        f"{kind!r}, and rank {rank} is a {devices[rank].kind!r} (host "
+                        f"{self._hosts[rank]!r}). Make a plan here with `pipeshift plan`, or "
+                        "remove its field 'kinds' if you know that it is suitable."
                     )
 
     # --- for `LayerMigration` ---
@@ -278,7 +278,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
 
     @property
     def measured(self) -> tuple[Profile, Cluster, PlanRequest] | None:
-        """The measured figures, and the settings for a planner: on the first rank."""
+        """The measurements, and the settings for a planner: on the first rank."""
         planning = self._require_pipeline().planning
         if planning.measured is None or not planning.is_measured:
             return None
@@ -379,7 +379,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
         except OSError as error:
             _say(f"this run takes no requests for moves, as its folder is not writable: {error}.")
         else:
-            _say(f"`pipeshift status --run {folder}` shows how this run stands.")
+            _say(f"`pipeshift status --run {folder}` shows the status of this run.")
 
     def _seed(self) -> int:
         if self._resumed.get("seed") is not None:
@@ -389,7 +389,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
         return int(world.share_object(seed, source=0))
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Makes the optimizers.
+        """Creates the optimizers.
 
         Raises:
             ConfigurationError: there are several. Lightning's own advice would be manual
@@ -403,25 +403,25 @@ class PipeShiftStrategy(CheckpointingStrategy):
             raise several_optimizers() from error
 
     def model_to_device(self) -> None:
-        """Nothing yet: each stage takes its own layers to its device when the plan is made."""
+        """Does nothing yet: each stage moves its own layers to its device when the plan is made."""
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Takes this virtual machine's share of the data, and makes workers' seeds depend on the
-        virtual machine, instead of the rank as in Lightning.
+        """Returns the loader of this virtual machine's share of the data, and makes workers' seeds
+        depend on the virtual machine, instead of the rank as in Lightning.
         """
         if (
             isinstance(dataloader, DataLoader)
             and int(os.environ.get("PL_SEED_WORKERS", 0))
             and dataloader.worker_init_fn is None
         ):
-            # The same on all ranks: the virtual machine's own part is added below.
+            # The same on all ranks: the virtual machine's index is added below.
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)
         if self._is_unconnected_alone:
             return dataloader
         trainer = self._require_module().trainer
         count = self._require_replicas().count
         if trainer.state.stage == RunningStage.TRAINING:
-            # Next, Lightning makes the loader's iterator, whose order may be random.
+            # Next, Lightning creates the loader's iterator, whose order may be random.
             self._resume_random_state()
         if count == 1 or not self._shares_data:
             return dataloader
@@ -438,7 +438,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
         trainer = self._require_module().trainer
         progress = trainer.fit_loop.epoch_loop.batch_progress
         if progress.current.ready and not progress.is_last_batch:
-            # In the middle of an epoch the iterator had been made before the checkpoint.
+            # In the middle of an epoch the iterator was created before the checkpoint.
             self._resume_random_state()
         self._resumed = {}
         length = trainer.num_training_batches
@@ -454,15 +454,15 @@ class PipeShiftStrategy(CheckpointingStrategy):
         self._begin_evaluation(self._require_module().trainer.test_loop, "test")
 
     def on_validation_end(self) -> None:
-        """Checks that no batch of the data was left out."""
+        """Checks that no batch of the data was skipped."""
         self._end_evaluation("validation")
 
     def on_test_end(self) -> None:
-        """Checks that no batch of the data was left out."""
+        """Checks that no batch of the data was skipped."""
         self._end_evaluation("test")
 
     def on_predict_end(self) -> None:
-        """Checks that no batch of the data was left out."""
+        """Checks that no batch of the data was skipped."""
         self._end_evaluation("prediction")
 
     def _end_evaluation(self, what: str) -> None:
@@ -472,8 +472,8 @@ class PipeShiftStrategy(CheckpointingStrategy):
         self._draw_from_shared()
 
     def on_train_end(self) -> None:
-        """Makes the virtual machines' own states equal: running statistics, random numbers. Warns
-        if no step had a loss.
+        """Makes the virtual machines' states equal: running statistics, random numbers. Warns if no
+        step had a loss.
         """
         if self._num_steps and not self._num_losses:
             rank_zero_warn(
@@ -530,7 +530,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
                     goes_on=self._accumulates,
                 ),
             )
-        # The logged values are those of all virtual machines already.
+        # The logged values are already those of all virtual machines.
         synchronised = False if self._require_replicas().count > 1 else None
         say_again(report.logs, module.log, module, self.root_device, synchronised)
         if report.loss is None:
@@ -541,7 +541,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
         return self._counted(loss)
 
     def _counted(self, result: Any) -> Any:
-        """Ends a training step, and returns its result."""
+        """Called at the end of a training step; returns its result."""
         self._heed_sigterm()
         news = self._require_pipeline().news
         if not self._num_steps:
@@ -614,10 +614,10 @@ class PipeShiftStrategy(CheckpointingStrategy):
             if not (self._finds_batch_size and self.world_size > 1 and is_oom_error(error)):
                 raise
             raise BatchError(
-                "`BatchSizeFinder` has come to a batch that does not fit: a rank's memory was full"
-                " in this step. With several ranks the search ends here, as the others are in the"
-                " middle of it. Take the size that succeeded last, remove the callback, and run"
-                " again; or limit the search (`max_val`, `max_trials`)."
+                "`BatchSizeFinder` has tried a batch that does not fit: a rank ran out of memory "
+                "in this step. With several ranks the search ends here, as the others are in the "
+                "middle of it. Use the last size that succeeded, remove the callback, and run "
+                "again; or limit the search (`max_val`, `max_trials`)."
             ) from error
 
     @contextmanager
@@ -680,7 +680,7 @@ class PipeShiftStrategy(CheckpointingStrategy):
             return evaluation.run(name, batch, tuple(rest), step)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduces over virtual machines; all stages of one pass the same.
+        """Reduces over virtual machines; all stages of one pass the same value.
 
         During an evaluation the virtual machines may be at different batches, so logged values are
         not reduced; the epoch's value is reduced at its end.

@@ -1,1 +1,3 @@
-"""What PipeShift does to a LightningModule. Imports torch, and not Lightning."""
+"""Changes to a LightningModule that make it run on several stages. Imports torch, and not
+Lightning.
+"""

@@ -1,1 +1,3 @@
-"""What moves, and when: the ranks of a run."""
+"""Everything that runs on the ranks: communication, gradients, ownership of layers, offloading,
+planning and steps.
+"""

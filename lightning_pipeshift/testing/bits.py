@@ -23,11 +23,12 @@ def digest_of(state: Mapping[str, Tensor]) -> str:
 
 
 def differences(state: Mapping[Name, Tensor], others: Mapping[Name, Tensor]) -> dict[Name, float]:
-    """How far tensors are from others of the same names, where they are not the same to the bit.
+    """The differences between tensors and others of the same names, for those that are not bitwise
+    equal.
 
     Returns:
-        By name, the largest difference, as a part of the largest value; infinite where the two
-        cannot be compared: one is missing, has another shape, or has values that are no numbers.
+        By name, the largest difference, as a fraction of the largest value; infinite if the two
+        cannot be compared: one is missing, has another shape, or contains NaN.
     """
     found: dict[Name, float] = {}
     for name in sorted(state.keys() | others.keys()):

@@ -27,7 +27,7 @@ PRELOADED = ("lightning.pytorch", "lightning_pipeshift.testing.training")
 ONE_STAGE = Split(1, "measured", "1f1b")
 
 LIMIT_SECONDS = 300.0
-"""For each run, unless the caller says otherwise."""
+"""For each run, unless the caller passes another limit."""
 
 
 def check_model(
@@ -47,40 +47,40 @@ def check_model(
     CPU, and compares them to the bit: losses, logged values, parameters, buffers, and the
     optimizer's state.
 
-    It starts processes: a script calls it below ``if __name__ == "__main__":``.
+    It starts processes, so a script must call it below ``if __name__ == "__main__":``.
 
     Args:
         module: a function at the top of a Python module (or a class) that makes the
             LightningModule; or a LightningModule, of which every run trains a copy.
         data: the batches: a LightningDataModule, a DataLoader or another iterable of batches; or a
-            function at the top of a Python module that makes one; ``None`` for what the
-            LightningModule's ``train_dataloader`` returns. Every run trains on the first ``steps``
-            batches, as they were drawn once.
+            function at the top of a Python module that makes one; ``None`` for the
+            LightningModule's ``train_dataloader``. Every run trains on the first ``steps`` batches,
+            as they were drawn once.
         stages: numbers of stages to split the model into.
-        steps: how many batches to train on; fewer, where there are not so many.
-        cuts: where to cut. ``"measured"``, as ``partition="auto"`` would, and anew after the first
+        steps: how many batches to train on; fewer, if there are fewer.
+        cuts: where to cut. ``"measured"``, as ``partition="auto"`` does, and again after the first
             step; ``"random"``; ``"uniform"``; or the number of layers of each stage: ``[5, 4]``.
-        schedules: names of schedules, such as ``"1f1b"`` and ``"gpipe"``. They take turns: each
-            is paired with each number of stages, and with each cut, as far as there are enough.
+        schedules: names of schedules, such as ``"1f1b"`` and ``"gpipe"``. They alternate: each is
+            paired with each number of stages, and with each cut, if there are enough splits.
         microbatches: into how many slices each batch is cut.
         trainer_arguments: of ``Trainer``, such as ``precision`` and ``gradient_clip_val``.
-        seed: for everything that is drawn.
+        seed: of all random numbers.
         limit_seconds: a run that takes longer counts as hung.
 
     Returns:
-        the report; ``report.ok`` says whether all is the same, and ``print(report)`` says more.
+        the report; ``report.ok`` is whether all is equal, and ``print(report)`` shows details.
         A model that cannot be split, that fails or that hangs is reported too.
 
     Raises:
-        ConfigurationError: an argument that is not allowed, or a function that other processes
-            cannot be given.
+        ConfigurationError: an argument that is not allowed, or a function that cannot be sent to
+            other processes.
     """
     own = dict(trainer_arguments or {})
     taken = sorted(own.keys() & training.TAKEN)
     if taken:
         raise ConfigurationError(
-            f"`trainer_arguments` has {', '.join(taken)}, which the check sets itself. Leave it"
-            " out; allowed is what changes how a step is computed, such as `precision`."
+            f"`trainer_arguments` has {', '.join(taken)}, which the check sets itself. Remove it; "
+            "allowed are arguments that change how a step is computed, such as `precision`."
         )
     recipe = Factories(_maker(module), _data_maker(data, steps), seed, own)
     splits = splits_of(stages, cuts, schedules)
@@ -93,7 +93,7 @@ def splits_of(
     """The splits that :func:`check_model` tries.
 
     Raises:
-        ConfigurationError: a number of stages, a cut or a schedule that there is not.
+        ConfigurationError: an impossible number of stages, cut or schedule.
     """
     named = [cut for cut in cuts if isinstance(cut, str)]
     given = [tuple(cut) for cut in cuts if not isinstance(cut, str)]
@@ -130,14 +130,14 @@ def check(
     limit_seconds: float,
     folder: Path | None = None,
 ) -> CheckReport:
-    """Trains what a recipe makes on one stage and on each split, and compares.
+    """Trains a recipe's model on one stage and on each split, and compares the results.
 
     Args:
         recipe: it is sent to other processes.
         splits: of several stages each.
         num_steps: how many batches to train on, at the most.
         microbatches: into how many slices each batch is cut.
-        limit_seconds: for each run.
+        limit_seconds: of each run.
         folder: the one that the runs have as their working directory; by default one of their own.
 
     Raises:
@@ -150,9 +150,10 @@ def check(
         pickle.dumps(recipe)
     except Exception as error:
         raise ConfigurationError(
-            "What makes the model and the data has to be sent to other processes, and cannot be"
-            f" pickled ({type(error).__name__}: {error}). Pass functions or classes that stand at"
-            " the top of a Python module: no lambdas, nothing that is defined inside a function."
+            "The functions that create the model and the data have to be sent to other "
+            f"processes, but cannot be pickled ({type(error).__name__}: {error}). Pass functions "
+            "or classes that are defined at the top of a Python module: no lambdas, nothing that "
+            "is defined inside a function."
         ) from error
     with Workers(max(split.stages for split in splits), PRELOADED, folder) as workers:
         return _Check(workers, recipe, microbatches, limit_seconds).run(splits, num_steps)
@@ -170,7 +171,7 @@ class _Check:
         self._state = workers.scratch / "one_stage.pt"
 
     def run(self, splits: Sequence[Split], num_steps: int) -> CheckReport:
-        """Everything."""
+        """Runs the whole check."""
         report = CheckReport(
             "the model",
             num_steps,
@@ -195,7 +196,8 @@ class _Check:
             return replace(report, one_stage=CheckedRun(ONE_STAGE, failure=_failure(error)))
         runs = []
         for split in splits:
-            # Few layers are opened further for more stages: then others may be cut.
+            # With few layers, these are split further for more stages: then other cuts are
+            # possible.
             is_same = len(report.findings.layers) == model.num_layers[split.stages]
             cuts = report.findings.possible_cuts if is_same else None
             run, findings = self._compare(split, model, one, cuts)
@@ -263,7 +265,7 @@ def _failure(error: JobFailedError) -> Failure:
 
 
 def _says_more(findings: Findings, known: Findings) -> bool:
-    """Whether findings are the first of a step that was followed, or the first with times."""
+    """Whether findings are the first of a traced step, or the first with times."""
 
     def says(found: Findings) -> tuple[bool, bool]:
         is_timed = any(layer.forward_seconds is not None for layer in found.layers)
@@ -273,14 +275,14 @@ def _says_more(findings: Findings, known: Findings) -> bool:
 
 
 def _differences(runs: Sequence[Trained], one: Trained) -> tuple[Difference, ...]:
-    """What is not the same on one stage and on the ranks of a split."""
+    """The values that differ between one stage and the ranks of a split."""
     found: dict[tuple[str, str, int | None], dict[int, float]] = {}
     for rank, run in enumerate(runs):
         seen: set[tuple[str, str]] = set()
         for step, (values, others) in enumerate(zip(_said(run), _said(one), strict=True)):
             for kind, name in sorted(values.keys() | others.keys()):
                 value, other = values.get((kind, name)), others.get((kind, name))
-                # By their texts, in which what is not a number is itself, and -0.0 is not 0.0.
+                # Compared as texts: then NaN equals itself, and -0.0 differs from 0.0.
                 if repr(value) != repr(other) and (kind, name) not in seen:
                     seen.add((kind, name))
                     found.setdefault((kind, name, step), {})[rank] = _distance(value, other)
@@ -304,7 +306,7 @@ def _differences(runs: Sequence[Trained], one: Trained) -> tuple[Difference, ...
 
 
 def _said(run: Trained) -> list[dict[tuple[str, str], float | None]]:
-    """By step, the loss and what had been logged after it."""
+    """By step, the loss and the values logged so far."""
     return [
         {("loss", "loss"): loss} | {("logged value", name): x for name, x in logged.items()}
         for loss, logged in zip(run.losses, run.logged, strict=True)
@@ -342,6 +344,6 @@ def _data_maker(data: Any, num_batches: int) -> Callable[[], Any]:
             " another iterable of batches, or a function that makes one."
         )
     if isinstance(data, DataLoader):
-        # What it loads from may be large, or be nothing that can be pickled.
+        # The source of the data may be large, or may not be picklable.
         data = list(islice(data, num_batches))
     return partial(training.loader_of, data, num_batches)

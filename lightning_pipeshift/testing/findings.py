@@ -1,7 +1,7 @@
-"""The findings of PipeShift about a model after following a step: its layers, the payloads of the
+"""The findings of PipeShift about a model after tracing a step: its layers, the payloads of the
 boundaries between them, and the code between them.
 
-All figures are those of the first microbatch.
+All numbers are those of the first microbatch.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class FoundTensor:
     """A tensor that crosses a boundary.
 
     Args:
-        layer: the layer that returned it, or behind which it was computed.
-        function: the function that computed it, in the code behind that layer; ``None`` for an
+        layer: the layer that returned it, or after which it was computed.
+        function: the function that computed it, in the code after that layer; ``None`` for an
             output of the layer itself.
         needed_by: the later layers that take it; ``"code behind NAME"`` for code between layers
             that computes with it; ``"conditions"`` for code that reads it on every stage; and
@@ -74,8 +74,8 @@ class FoundBoundary:
     """The point between two neighbouring layers, and the payload that crosses it.
 
     Args:
-        before: the layer in front of it.
-        after: the layer behind it.
+        before: the layer before it.
+        after: the layer after it.
         payload: the tensors that cross it, if the model is cut here.
     """
 
@@ -94,9 +94,9 @@ class FoundCode:
     """Code between two layers that computes with the outputs of layers.
 
     Args:
-        after: the layer in front of it; ``None`` for code in front of all layers.
-        before: the layer behind it; ``None`` for the end of the step.
-        functions: how often it calls which function of torch on values that one stage has.
+        after: the layer before it; ``None`` for code before all layers.
+        before: the layer after it; ``None`` for the end of the step.
+        functions: how often it calls each function of torch on values that one stage has.
         is_open: whether it branches on values (``if x.mean() > 0``), so that the code after the
             branch runs on every stage that needs its results, and not once.
     """
@@ -109,7 +109,7 @@ class FoundCode:
 
 @dataclass(frozen=True)
 class Findings:
-    """What has been found in a model.
+    """The findings about a model.
 
     Args:
         layers: in call order; those that the step does not call are last.
@@ -121,12 +121,12 @@ class Findings:
             values that one stage has.
         num_flows: how many different flows the microbatches had, usually because of their shapes.
         is_shaped_by_batch: whether shapes depend on the batch's values (``x[mask]``), so that each
-            batch is followed separately.
+            batch is traced separately.
         is_drawn: whether random numbers decide which layers are called, so that each microbatch is
-            followed separately.
-        possible_cuts: the boundaries that may be cut, each as the number of layers in front of it:
-            layers that are called in turn, each on what the other has computed, stay together.
-            ``None``: all.
+            traced separately.
+        possible_cuts: the boundaries that may be cut, each as the number of layers before it:
+            layers that are called in turn, each on results of the other, remain together. ``None``:
+            all.
     """
 
     layers: tuple[FoundLayer, ...]

@@ -17,8 +17,8 @@ _MOST_DIFFERENCES = 12
 _MOST_LINES = 30
 _MOST_FRAMES = 12
 _NOT_REPEATABLE = (
-    "Two runs on one stage differ from each other, too: the model draws numbers that no seed",
-    "decides, or computes with the time or the like. Make it repeatable first, and check again.",
+    "Two runs on one stage differ from each other, too: the model draws random numbers without a",
+    "seed, or depends on the time, for example. Make it repeatable first, and check again.",
 )
 
 
@@ -30,9 +30,8 @@ class Difference:
         kind: ``"parameter"``, ``"buffer"`` or ``"optimizer state"`` after the last step; ``"loss"``
             or ``"logged value"`` of a step.
         name: in the LightningModule, or as it was logged.
-        distance: the largest difference, as a part of the largest value; ``None`` where the two
-            cannot be compared: one is missing, has another shape, or has values that are no
-            numbers.
+        distance: the largest difference, as a fraction of the largest value; ``None`` if the two
+            cannot be compared: one is missing, has another shape, or contains NaN.
         step: for a loss and a logged value the first step in which it differs, from 0.
         ranks: those on which it differs.
     """
@@ -57,7 +56,7 @@ class Failure:
     """A run's failure.
 
     Args:
-        kind: the name of the exception's class; ``"hang"`` for a run that outlasted its limit,
+        kind: the name of the exception's class; ``"hang"`` for a run that exceeded its time limit,
             ``"crash"`` for a rank that died without an exception.
         message: of the exception.
         details: its traceback, or the stacks of all ranks.
@@ -75,7 +74,7 @@ class CheckedRun:
     """One run of the model.
 
     Args:
-        split: into which stages.
+        split: the split.
         counts: how many layers each stage owned at the end.
         losses: of each step; ``None`` for a step without a loss.
         differences: from the run on one stage.
@@ -217,7 +216,7 @@ class CheckReport:
         return lines
 
     def _layers(self) -> list[str]:
-        header = ["  layer", "class", "parameters", "forward", "crosses the boundary behind it"]
+        header = ["  layer", "class", "parameters", "forward", "crosses the boundary after it"]
         payloads = {boundary.before: boundary for boundary in self.findings.boundaries}
         rows = []
         for layer in self.findings.layers:
@@ -239,7 +238,7 @@ class CheckReport:
                 ]
             )
         lines = []
-        # Blocks that are alike say the same.
+        # Equal blocks have equal lines.
         for _, alike in groupby(rows, key=lambda row: (row[1], row[2], row[4])):
             same = list(alike)
             first = same[0]
@@ -262,7 +261,7 @@ class CheckReport:
                 name if count == 1 else f"{count} x {name}"
                 for name, count in code.functions.items()
             )
-            is_open = "" if not code.is_open else " [takes another way with other values]"
+            is_open = "" if not code.is_open else " [branches on values]"
             lines.append([f"  {_place(code)}", f"{calls or '-'}{is_open}"])
         alike = [
             group[0] if len(group) == 1 else [f"{group[0][0]} … ({len(group)} places)", group[0][1]]
@@ -278,13 +277,13 @@ class CheckReport:
         found, notes = self.findings, []
         if any(code.is_open for code in found.code):
             notes.append(
-                "Where code takes another way with other values, what follows up to the next layer"
-                " is computed on every stage that needs it, and sums may be rounded otherwise."
+                "If code branches on values, its results up to the next layer are computed on "
+                "every stage that needs them, and sums may be rounded differently."
             )
         for first, last in found.together:
             notes.append(
-                f"The layers from {first} to {last} are called in turn, each on what the other has"
-                " computed: they stay on one stage."
+                f"The layers from {first} to {last} are called in turn, each on results of the "
+                "other: they remain on one stage."
             )
         if found.shared:
             notes.append(
@@ -295,13 +294,13 @@ class CheckReport:
             notes.append(f"Written by the step itself: {_list(found.written)}.")
         if found.is_drawn:
             notes.append(
-                "Random numbers decide which layers are called: every microbatch is followed anew,"
-                " which takes time."
+                "Random numbers decide which layers are called: every microbatch is traced "
+                "again, which takes time."
             )
         if found.is_shaped_by_batch:
             notes.append(
-                "Shapes are made of the batch's values: every new batch is followed anew, which"
-                " takes time."
+                "Shapes depend on the batch's values: every new batch is traced again, which "
+                "takes time."
             )
         return ["", *(f"Note: {note}" for note in notes)] if notes else []
 
@@ -313,7 +312,7 @@ def _place(code: FoundCode) -> str:
 
 
 def _tensor_text(tensor: FoundTensor, layer: str) -> str:
-    """Shape, type and origin; ``it`` is the layer in front of the boundary."""
+    """Shape, type and origin; ``it`` is the layer before the boundary."""
     made_by = "it" if tensor.layer == layer else tensor.layer
     if tensor.function is not None:
         made_by = f"{tensor.function} behind {made_by}"
@@ -370,7 +369,7 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold."""
+    """A value that JSON can represent."""
     if isinstance(value, dict):
         return {str(name): _plain(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):

@@ -18,7 +18,7 @@ random; equal numbers of layers on each stage.
 
 
 class Split(NamedTuple):
-    """How a model is split.
+    """A split of a model.
 
     Args:
         stages: how many.
@@ -60,7 +60,7 @@ def every_split(
 def random_cut(
     seed: str, num_layers: int, num_stages: int, possible: Collection[int] | None = None
 ) -> list[int]:
-    """How many layers each stage owns: at least one, where there are enough. The same seed gives
+    """The number of layers of each stage: at least one, if there are enough. The same seed gives
     the same cut.
 
     Args:
@@ -72,6 +72,6 @@ def random_cut(
     dice = random.Random(seed)
     inner = sorted(range(1, num_layers) if possible is None else possible)
     cuts = sorted(dice.sample(inner, min(len(inner), num_stages - 1)))
-    # Where there are too few, the last stages have none.
+    # If there are too few, the last stages have none.
     cuts += [num_layers] * (num_stages - 1 - len(cuts))
     return [end - begin for begin, end in zip([0, *cuts], [*cuts, num_layers], strict=True)]

@@ -53,7 +53,7 @@ _ONE_PIPELINE: dict[str, Any] = {
     "batch_shares": None,
     "plan": None,
     "process_group_backend": "gloo",
-    # A measured cut is made anew after the first step.
+    # A measured cut is chosen again after the first step.
     "profile_steps": 1,
 }
 TAKEN = _FIXED.keys() | {"devices", "callbacks", "default_root_dir", "strategy"}
@@ -61,11 +61,11 @@ TAKEN = _FIXED.keys() | {"devices", "callbacks", "default_root_dir", "strategy"}
 
 
 class Parts(NamedTuple):
-    """What a run is made of.
+    """The parts of a run.
 
     Args:
         module: the LightningModule.
-        data: a LightningDataModule, batches, or ``None`` for what the LightningModule has.
+        data: a LightningDataModule, batches, or ``None`` for the LightningModule's own data.
         trainer: on this job's ranks.
     """
 
@@ -75,10 +75,10 @@ class Parts(NamedTuple):
 
 
 class Recipe(Protocol):
-    """Makes the parts of a run, the same each time. It is pickled."""
+    """Creates the parts of a run, equally each time. It is pickled."""
 
     def build(self, trainer: dict[str, Any], strategy: dict[str, Any]) -> Parts:
-        """Seeds everything and makes the parts.
+        """Seeds everything and creates the parts.
 
         Args:
             trainer: arguments of the Trainer; they come before the recipe's own.
@@ -93,8 +93,8 @@ class Factories:
 
     Args:
         make_module: makes the LightningModule.
-        make_data: makes what is in :class:`Parts`.
-        seed: for everything that is drawn.
+        make_data: makes the data, as in :class:`Parts`.
+        seed: of all random numbers.
         trainer: arguments of the Trainer.
     """
 
@@ -109,9 +109,9 @@ class Factories:
         module = self.make_module()
         if not isinstance(module, pl.LightningModule):
             raise ConfigurationError(
-                f"The function that makes the model returned a `{type(module).__name__}`. Let it"
-                " return a LightningModule (of `lightning.pytorch`), whose `training_step` and"
-                " `configure_optimizers` say how the model is trained."
+                f"The function that makes the model returned a `{type(module).__name__}`. It must "
+                "return a LightningModule (of `lightning.pytorch`) with `training_step` and "
+                "`configure_optimizers`."
             )
         data = self.make_data()
         return Parts(
@@ -123,12 +123,12 @@ class Factories:
 
 @dataclass(frozen=True)
 class Fit:
-    """How to train.
+    """The settings of a training.
 
     Args:
         partition: as the strategy takes it.
         schedule: likewise.
-        microbatches: into how many slices each batch is cut.
+        microbatches: the number of slices of a batch.
     """
 
     partition: str | list[int]
@@ -171,12 +171,12 @@ class Watcher(Callback):
         self._begun = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Lets a scheduler do without metrics of a validation, which there is none of."""
+        """Allows schedulers that need a validation metric: there is no validation."""
         for config in trainer.lr_scheduler_configs:
             config.strict = False
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Takes what the last step has logged."""
+        """Stores the logged values of the last step."""
         if not self.losses:
             self._begun = time.perf_counter()
         else:
@@ -184,11 +184,11 @@ class Watcher(Callback):
         self.losses.append(None)
 
     def on_before_backward(self, trainer: pl.Trainer, module: Any, loss: Tensor) -> None:
-        """Takes the loss."""
+        """Stores the loss."""
         self.losses[-1] = float(loss) * trainer.accumulate_grad_batches
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Takes what the last step and the end of the run have logged."""
+        """Stores the values logged by the last step and at the end of the run."""
         if self.losses:
             self._end_step(trainer)
             strategy = trainer.strategy
@@ -222,13 +222,14 @@ class _Collector(Callback):
 
 
 class Model(NamedTuple):
-    """What is known of a model that has not been trained yet.
+    """The properties of a model before training.
 
     Args:
         name: of its class.
         num_batches: how many batches there are.
-        layers: what they are, for one stage.
-        num_layers: how many there are, by the number of stages: few layers are opened further.
+        layers: its layers, for one stage.
+        num_layers: how many there are, by the number of stages: with few layers, these are split
+            further.
     """
 
     name: str
@@ -238,12 +239,12 @@ class Model(NamedTuple):
 
 
 def collect(recipe: Recipe, num_steps: int, stages: Iterable[int], path: Path) -> Model:
-    """Writes the first batches of a model's data to a file, and looks at its layers.
+    """Writes the first batches of a model's data to a file, and finds its layers.
 
     Args:
         recipe: makes the parts.
         num_steps: how many batches.
-        stages: numbers of stages that it is going to be split into.
+        stages: numbers of stages that it will be split into.
         path: the file.
 
     Raises:
@@ -260,8 +261,8 @@ def collect(recipe: Recipe, num_steps: int, stages: Iterable[int], path: Path) -
         trainer.fit(module, loader_of(data, num_steps))
     if not collector.batches:
         raise ConfigurationError(
-            "The training data has no batch. A check needs at least one; give it a data set with"
-            " some samples, and look at `drop_last` of the DataLoader."
+            "The training data has no batch. A check needs at least one; use a data set with "
+            "some samples, and check `drop_last` of the DataLoader."
         )
     torch.save(collector.batches, path)
     return Model(
@@ -281,7 +282,7 @@ def train(
         recipe: makes the parts.
         how: the split.
         batches: the file of :func:`collect`.
-        save_as: a file for what the first rank holds at the end.
+        save_as: a file for the first rank's state at the end.
         compare_with: the file of another run's.
     """
     begun = time.perf_counter()
@@ -332,7 +333,8 @@ def unchanged(value: Any) -> Any:
 
 
 def loader_of(batches: Any, num_batches: int | None = None) -> Any:
-    """A loader of batches as they are; what Lightning takes for loaders stays.
+    """A loader that yields batches unchanged; loaders that Lightning supports are returned
+    unchanged.
 
     Args:
         batches: an iterable, or several loaders in a dict or a ``CombinedLoader``.
@@ -345,7 +347,7 @@ def loader_of(batches: Any, num_batches: int | None = None) -> Any:
 
 
 def _state_of(module: nn.Module, trainer: pl.Trainer) -> dict[Name, Tensor]:
-    """What this rank holds at the end of a run: parameters, buffers, the optimizer's state."""
+    """This rank's state at the end of a run: parameters, buffers, the optimizer's state."""
     state: dict[Name, Tensor] = {}
     for name, parameter in module.named_parameters():
         state["parameter", name] = parameter.detach()

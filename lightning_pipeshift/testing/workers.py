@@ -50,16 +50,16 @@ RANK_VARIABLES = (
     "MASTER_PORT",
     "TORCHELASTIC_RUN_ID",
 )
-"""Variables that a launcher sets. The process that starts ranks may run under a launcher itself,
-whose ranks are not these."""
+"""Variables that a launcher sets. The process that starts ranks may itself run under a launcher,
+with other ranks."""
 
-# How long the other ranks may go on, once one has failed.
+# How long the other ranks may continue, after one has failed.
 _GRACE_SECONDS = 8.0
 
-# How long to wait for a rank's stacks. It is busy, or it would not be asked.
+# How long to wait for a rank's stacks: it is busy, otherwise they would not be requested.
 _STACKS_SECONDS = 20.0
 
-# Where ports are taken from, and how many by one process.
+# The range of ports, and the number of ports for one process.
 _FIRST_PORT, _LAST_PORT, _BLOCK = 20_000, 32_000, 100
 
 
@@ -67,7 +67,7 @@ class JobFailedError(Exception):
     """A job's failure.
 
     Args:
-        kind: the name of the exception's class; ``"hang"`` for a job that outlasted its limit,
+        kind: the name of the exception's class; ``"hang"`` for a job that exceeded its time limit,
             ``"crash"`` for a rank that died without an exception.
         message: of the exception.
         details: the traceback, or the stacks of all ranks.
@@ -108,9 +108,9 @@ class Workers:
 
     Args:
         size: how many.
-        preloaded: names of modules that the server imports before it forks. What it imported for
-            earlier workers of this process stays.
-        folder: the one that jobs run in; by default :attr:`scratch`.
+        preloaded: names of modules that the server imports before it forks. Its imports for earlier
+            workers of this process remain.
+        folder: the working directory of jobs; by default :attr:`scratch`.
     """
 
     def __init__(self, size: int, preloaded: Sequence[str], folder: Path | None = None) -> None:
@@ -136,8 +136,8 @@ class Workers:
         Args:
             function: of a module; it is pickled by name.
             args: its arguments; they are pickled.
-            world_size: how many ranks take part.
-            limit_seconds: after this the job counts as hung.
+            world_size: the number of ranks.
+            limit_seconds: a longer job counts as hung.
 
         Returns:
             what each rank returned.
@@ -160,7 +160,7 @@ class Workers:
             raise
 
     def stop(self) -> None:
-        """Ends all processes; the next job starts new ones."""
+        """Kills all processes; the next job starts new ones."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -239,17 +239,17 @@ class Workers:
 
 
 def written_stacks(pids: Sequence[int], paths: Sequence[Path], limit: float) -> list[str]:
-    """Has processes write the stacks of their threads.
+    """Makes processes write the stacks of their threads.
 
     Args:
         pids: the processes.
-        paths: where each of them writes.
-        limit: how many seconds to wait until they have.
+        paths: the file of each of them.
+        limit: how many seconds to wait for them.
 
     Returns:
-        what they have written, as far as they came.
+        the stacks that were written in time.
     """
-    # A thread that answers blocks the signal meanwhile; some threads always do.
+    # A thread that answers blocks the signal meanwhile; some threads always block it.
     always = [_threads_with_stack_signal(pid, "SigBlk") for pid in pids]
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -265,8 +265,8 @@ def written_stacks(pids: Sequence[int], paths: Sequence[Path], limit: float) -> 
 
 
 def _threads_with_stack_signal(pid: int, field: str) -> set[str]:
-    """The threads of a process with the request for stacks in a field of their status, which is a
-    set of signals: those that they block, or those on their way to the process.
+    """The threads of a process that have the stack signal in a field of their status, which is a
+    set of signals: those that they block, or those that are pending for the process.
     """
     found = set()
     for path in Path(f"/proc/{pid}/task").glob("*/status"):
@@ -291,16 +291,16 @@ def _found_by_server() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A port that nobody takes before it is bound.
+    """A port that no other process takes before it is bound.
 
-    It is below those that the kernel gives to outgoing connections, and out of a block that is this
-    process's for as long as it lives; the block's ports take turns.
+    It is below those that the kernel uses for outgoing connections, and from a block that is
+    reserved for this process until it ends; the block's ports are used in turn.
     """
     _, ports = _own_ports(os.getpid())
     for _ in range(_BLOCK - 1):
         port = next(ports)
-        # Connections of an earlier store, which have ended and wait for stray packets, are no
-        # hindrance to the next one.
+        # Connections of an earlier store that have ended and wait for stray packets do not prevent
+        # the next one.
         held = _bound(port, beside_ended=True)
         if held is not None:
             held.close()
@@ -310,10 +310,10 @@ def free_port() -> int:
 
 @functools.cache
 def _own_ports(process: int) -> tuple[socket.socket, Iterator[int]]:
-    """The first port of a block, bound, which keeps others from the block; and the rest of it.
+    """The first port of a block, bound, which reserves the block; and the rest of it.
 
     Args:
-        process: whose; one that is forked has a block of its own.
+        process: its owner; a forked process has a block of its own.
     """
     blocks = list(range(_FIRST_PORT, _LAST_PORT, _BLOCK))
     random.SystemRandom().shuffle(blocks)
@@ -325,11 +325,11 @@ def _own_ports(process: int) -> tuple[socket.socket, Iterator[int]]:
 
 
 def _bound(port: int, beside_ended: bool = False) -> socket.socket | None:
-    """A socket that has a port; ``None`` where another has it.
+    """A socket bound to a port; ``None`` if another process has it.
 
     Args:
         port: the port.
-        beside_ended: whether connections that have ended (TIME_WAIT) may have it too.
+        beside_ended: whether connections that have ended (TIME_WAIT) may still use it.
     """
     found = socket.socket()
     if beside_ended:
@@ -343,8 +343,8 @@ def _bound(port: int, beside_ended: bool = False) -> socket.socket | None:
 
 
 def lead_own_group_and_die_with_parent() -> None:
-    """Lets this process lead a process group, and end when the server that forked it ends, which is
-    when the process ends that started the server.
+    """Makes this process lead a process group, and end together with the server that forked it,
+    which ends with the process that started the server.
     """
     os.setsid()
     if sys.platform == "linux":
@@ -368,7 +368,7 @@ def _rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def _work(connection: mp_connection.Connection, rank: int, scratch: Path, folder: Path) -> NoReturn:
-    """The life of a rank: take a job, do it, answer."""
+    """The main loop of a rank: receive a job, run it, answer."""
     lead_own_group_and_die_with_parent()
     os.chdir(folder)
     output = os.open(scratch / f"rank{rank}.output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -391,7 +391,7 @@ def _work(connection: mp_connection.Connection, rank: int, scratch: Path, folder
 
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    # Libraries' own remarks on tiny models (a size that divides badly, a cache that is off).
+    # Libraries' warnings about tiny models (a size that divides badly, a cache that is off).
     logging.disable(logging.ERROR)
     while True:
         try:

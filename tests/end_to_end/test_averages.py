@@ -60,7 +60,7 @@ class Plain(Classifier):
         return scores
 
     def averages(self) -> Mapping[str, Tensor]:
-        """What is kept, by name."""
+        """The averages, by name."""
         return {}
 
 
@@ -685,7 +685,7 @@ def refused(callback: Callable[[], L.Callback]) -> None:
     ("callback", "error", "message"),
     [
         (ReadsOnRankZero, "LayerError", "reads the value of 'net."),
-        (TiesByHand, "LayerError", "`copy_` writes what is made of 'net.0.bias'"),
+        (TiesByHand, "LayerError", "`copy_` writes a value computed from 'net.0.bias'"),
         (KeepsASum, "CheckpointError", "No stage has the values"),
         (TrainsAModelOfItsOwn, "LayerError", "must not look like a copy"),
     ],

@@ -363,7 +363,7 @@ def test_layers_inside_one_stage_are_held_to_the_same_rules() -> None:
 
 def test_a_cut_across_which_values_would_travel_back() -> None:
     outcomes = fails(fitting, CallsTwice, strategy={"partition": [2, 2]})
-    refused(outcomes, LayerError, "second", "third", "travel back", "partition")
+    refused(outcomes, LayerError, "second", "third", "sent backwards", "partition")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -513,7 +513,7 @@ def own_rank() -> int:
 
 
 class _Failure(Exception):
-    """What the user's own code raises."""
+    """An error of the user's own code."""
 
 
 def strike(kind: str) -> None:
@@ -740,7 +740,7 @@ def test_a_rank_that_dies_ends_the_others(where: str, kind: str, stage: int) -> 
             assert outcome.error_type == "Died"
         else:
             assert outcome.error_type == "StageFailedError", str(outcome)
-            assert "ended without a word" in outcome.message
+            assert "ended without an error message" in outcome.message
 
 
 @pytest.mark.parametrize(("kind", "stage"), [("interrupt", 0), ("interrupt", 1), ("exit", 1)])

@@ -394,7 +394,7 @@ class SlowsDown(L.Callback):
 
 @contextlib.contextmanager
 def hearing() -> Iterator[list[str]]:
-    """What the strategy says while the context lasts."""
+    """Context in which the strategy's messages are collected."""
     heard: list[str] = []
 
     class Hears(logging.Handler):

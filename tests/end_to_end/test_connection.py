@@ -45,7 +45,7 @@ def test_what_a_dead_rank_asked_is_not_taken_for_a_living_one() -> None:
     store = dist.HashStore()
     with pytest.raises(dist.DistStoreError):
         _agreed_name(store, 1, 2, timedelta(seconds=0.2))
-    with pytest.raises(StageFailedError, match=r"Rank\(s\) 1 did not come within 0\.5 s"):
+    with pytest.raises(StageFailedError, match=r"Rank\(s\) 1 did not connect within 0\.5 s"):
         _agreed_name(store, 0, 2, timedelta(seconds=0.5))
     assert len(agree(store, 2)) == 1
 

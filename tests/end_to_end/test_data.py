@@ -77,7 +77,7 @@ def parts(make: Callable[[], Any], shares: Sequence[float], pads: bool) -> list[
 
 
 def rounds(epochs: Sequence[list[list[Any]]]) -> list[list[Any]]:
-    """What the virtual machines see in each step together, one after the other."""
+    """The batches of all virtual machines in each step, one after another."""
     steps = itertools.zip_longest(*epochs, fillvalue=())
     return [[number for batch in step for number in batch] for step in steps]
 

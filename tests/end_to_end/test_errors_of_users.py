@@ -1,4 +1,6 @@
-"""What a user sees of an error: one message, and no traceback where the message says it all."""
+"""The output that a user sees of an error: one message, and no traceback where the message says it
+all.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,7 @@ def test_a_rank_that_is_killed_under_lightnings_launcher_is_named() -> None:
     launched = launch_script(KILLED, env={"PYTHONPATH": str(ROOT)}, check=False)
     assert launched.returncode == 1
     assert "(rank 1 on " in launched.output
-    assert "ended without a word" in launched.output
+    assert "ended without an error message" in launched.output
 
 
 def test_a_rank_that_ends_before_the_ranks_are_connected() -> None:

@@ -1,4 +1,4 @@
-"""What Lightning users set and expect works as on one device: the same numbers, on every rank.
+"""Features of Lightning work as on one device: the same numbers, on every rank.
 
 Every test runs the same user code in plain Lightning, here, and as a pipeline in processes of its
 own, and compares logged values and parameters: see ``tests/features_models.py``.
@@ -989,7 +989,7 @@ HOOKS = [
 
 
 def _seen(argument: Any) -> Any:
-    """What can be compared of an argument of a hook."""
+    """The comparable parts of a hook's argument."""
     if isinstance(argument, L.Trainer | L.LightningModule | torch.optim.Optimizer):
         return type(argument).__name__
     if isinstance(argument, Tensor | int | float | str | None):

@@ -229,7 +229,7 @@ def test_no_policy_changes_a_bit(setting: str) -> None:
 
 
 def saved_and_counted(module: type[L.LightningModule]) -> tuple[int, int]:
-    """What torch saves for a batch, and what the store makes of it; in bytes."""
+    """The bytes that torch saves for a batch, and the bytes that the store counts."""
     found = train({"policy": KeepAll()}, module=module, microbatches=1, batch_sizes=(SAMPLES,))
     model: Any = built(module)
     model.log = lambda *_: None

@@ -157,7 +157,7 @@ IN_THE_COMPUTE = (Point.IN_A_FORWARD, Point.IN_A_BACKWARD)
 
 
 class Strike(enum.Enum):
-    """What happens to a rank."""
+    """A kind of fault in a rank."""
 
     DIES = "dies"
     RAISES = "raises"
@@ -165,12 +165,12 @@ class Strike(enum.Enum):
 
 
 class Failure(Exception):
-    """What no part of the package raises."""
+    """An error that no part of the package raises."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to which rank, once."""
+    """A fault that happens to one rank, once."""
 
     point: Point
     rank: int
@@ -331,7 +331,7 @@ class Saves(L.Callback):
 
 
 class Notes(L.Callback):
-    """What validations and epochs ended with."""
+    """The state at the end of validations and epochs."""
 
     def __init__(self) -> None:
         self.entries: list[Any] = []
@@ -345,21 +345,21 @@ class Notes(L.Callback):
 
 @dataclass(frozen=True)
 class Run:
-    """What a run is to be.
+    """The settings of a run.
 
     Args:
-        partition: what it begins with.
-        placements: what it is asked for.
-        hook: where it is.
+        partition: its placement at the start.
+        placements: the placements that are requested.
+        hook: the hook in which they are requested.
         call: at which call of the hook, once; ``None``: at every one.
         folder: of its checkpoints: one after every step.
-        saves: whether other checkpoints are saved besides.
+        saves: whether other checkpoints are saved too.
         fault: what happens to it, and who gives layers away then.
-        hold: who waits for what.
+        hold: which rank waits for which moment.
         num_batches: those of an epoch.
         num_epochs: how many.
         validates: whether it does so after every step.
-        ckpt_path: where it goes on from.
+        ckpt_path: the checkpoint from which it resumes.
     """
 
     partition: tuple[int, ...] = (3, 2, 2)
@@ -428,7 +428,7 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def saved(folder: Path) -> dict[str, Any]:
-    """What every checkpoint in a folder says of training, by its name."""
+    """The training state in every checkpoint of a folder, by its name."""
     keys = ("state_dict", "optimizer_states", "lr_schedulers", "pipeshift", "global_step", "loops")
     found = {}
     for path in sorted(folder.iterdir()):
@@ -542,7 +542,7 @@ def test_a_rank_that_dies(
         else:
             assert outcome.error_type == "StageFailedError", str(outcome)
             who = f"tage {dead} (rank {dead} on {socket.gethostname()})"
-            assert f"{who} ended without a word" in outcome.message
+            assert f"{who} ended without an error message" in outcome.message
     require_whole(tmp_path, undisturbed, point, SPLITS[number % len(SPLITS)])
 
 
@@ -665,8 +665,8 @@ def test_a_machine_that_is_taken_away(
 
 
 def held_up(way: Way, hold: Hold, undisturbed: Undisturbed) -> list[list[str]]:
-    """What happens on each rank in a step whose move is held up. It ends only if nobody waits who
-    need not, and nothing else comes of it.
+    """The events on each rank in a step whose move is delayed. It ends only if no rank waits
+    without need, and the results are equal.
     """
     run = Run(way.before, (way.after,), call=0, hold=hold)
     ranks = run_ranks(train, 3, run)

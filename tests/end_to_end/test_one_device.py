@@ -128,7 +128,7 @@ def test_a_model_without_parameters_is_evaluated() -> None:
 
 
 def hooks_of_checkpoints(how: Any, path: str) -> Any:
-    """What the hooks are given: the names of the entries, when the file has been written."""
+    """The arguments of the hooks: the names of the entries, when the file has been written."""
     given: list[Any] = []
 
     class Listens(LayersOfItsOwn):

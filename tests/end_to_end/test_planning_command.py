@@ -47,7 +47,7 @@ def profile(num_layers: int = 12, **changes: Any) -> Profile:
 
 
 def plan_for(folder: Path, cluster: str, *arguments: str, **changes: Any) -> tuple[str, Plan]:
-    """What the command prints for these machines, and the plan that it wrote."""
+    """The command's output for these machines, and the plan that it wrote."""
     (folder / "cluster.yaml").write_text(cluster)
     save_profile(profile(**changes), folder / "profile.json")
     command = ["--cluster", str(folder / "cluster.yaml"), "--profile", str(folder / "profile.json")]
@@ -107,7 +107,9 @@ def test_half_of_what_is_needed(tmp_path: Path) -> None:
 
 
 def test_a_kind_that_was_never_measured(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"nothing is known of the kind 'other'.*'big'"):
+    with pytest.raises(
+        PlanError, match=r"the profile has no measurements of the kind 'other'.*'big'"
+    ):
         plan_for(tmp_path, "devices:\n- {host: a, kind: other}\n")
 
 
@@ -253,7 +255,7 @@ def test_a_plan_for_another_cluster(
         ({"batch_shares": [1, -1]}, "'batch_shares'"),
         ({"batch_shares": [-1]}, "share -1"),
         ({"kinds": [[1]]}, "'kinds'.*list of lists of texts"),
-        ({"prediction": {"costs": []}}, "no field 'of'.*leave the prediction out"),
+        ({"prediction": {"costs": []}}, "no field 'of'.*omit the prediction"),
     ],
 )
 def test_an_edited_plan_that_breaks_an_invariant(

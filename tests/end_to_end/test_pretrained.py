@@ -178,9 +178,9 @@ def test_bad_files(tmp_path: Path, pretrained: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"weight_map": {"0.weight": "../model.safetensors"}}', "which is not beside it"),
-        ('{"weight_map": {"0.weight": "/etc/passwd"}}', "which is not beside it"),
-        ('{"weight_map": {"0.weight": 3}}', "which is not beside it"),
+        ('{"weight_map": {"0.weight": "../model.safetensors"}}', "which is not in the same folder"),
+        ('{"weight_map": {"0.weight": "/etc/passwd"}}', "which is not in the same folder"),
+        ('{"weight_map": {"0.weight": 3}}', "which is not in the same folder"),
         ('{"weight_map": [3]}', "is damaged"),
         ("[]", "is damaged"),
         ("[" * 100_000, "is damaged"),
@@ -198,7 +198,7 @@ def test_an_index_names_files_beside_it(content: str, message: str, tmp_path: Pa
 
 def test_an_export_replaces_no_folder(fine_tuned: dict[bool, Path], tmp_path: Path) -> None:
     (tmp_path / "kept").touch()
-    with pytest.raises(CheckpointError, match="is a folder, and one file is written"):
+    with pytest.raises(CheckpointError, match="is a folder, but the output is one file"):
         export(fine_tuned[True], tmp_path)
     assert (tmp_path / "kept").exists()
 

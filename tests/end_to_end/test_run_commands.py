@@ -36,7 +36,7 @@ MANY = 4000
         (["--help"], "move layers of a run"),
         (["status", "--help"], "--run DIR"),
         (["move", "--help"], "LAYER STAGE"),
-        (["status", "--run", "nowhere"], "No run is under way"),
+        (["status", "--run", "nowhere"], "No run is in progress"),
     ],
 )
 def test_commands_for_a_run_elsewhere_import_neither_torch_nor_lightning(
@@ -57,7 +57,7 @@ def test_commands_for_a_run_elsewhere_import_neither_torch_nor_lightning(
 
 
 def said(command: Any, *arguments: str) -> str:
-    """What a command prints, or ends with."""
+    """The text that a command prints, or with which it exits."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
@@ -115,7 +115,7 @@ def asked() -> Any:
         max_epochs=1,
     )
     trainer.fit(module, DataLoader(points(MANY).dataset, batch_size=4))
-    with pytest.raises(ConfigurationError, match="No run is under way"):
+    with pytest.raises(ConfigurationError, match="No run is in progress"):
         run_commands.move(["--run", ".", "layers.4", "0"])
     return {
         "counts": somebody.counts,
@@ -143,7 +143,7 @@ def test_a_run_is_asked_for_moves_and_how_it_stands(tmp_path: Path) -> None:
     moved, unknown, split, stage, machine, status, both = first["heard"]
     assert "the layer 'layers.4' moves to stage 0, from step" in moved
     assert "the layer 'another'; the layers are 'layers.0'" in unknown
-    assert "have to follow each other" in split
+    assert "have to be contiguous" in split
     assert "the stages 0 to 1" in stage
     assert "virtual machine 3; there are 1" in machine
     assert all("ended with nothing moves" in text for text in (unknown, split, stage, machine))
@@ -188,7 +188,7 @@ def test_a_request_that_is_not_understood(outside: ControlFiles, tmp_path: Path)
         while not path.exists():
             threading.Event().wait(0.01)
         texts.append(Answer(**json.loads(path.read_text())).text)
-    assert "no JSON" in texts[0]
+    assert "not valid JSON" in texts[0]
     assert "no list of moves" in texts[1]
     assert "no list of moves" in texts[2]
     assert "'layer'" in texts[3]
@@ -198,13 +198,13 @@ def test_a_request_that_is_not_understood(outside: ControlFiles, tmp_path: Path)
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda path: path.mkdir(), "is no regular file"),
-        (lambda path: os.mkfifo(path), "is no regular file"),
+        (lambda path: path.mkdir(), "is not a regular file"),
+        (lambda path: os.mkfifo(path), "is not a regular file"),
         (lambda path: path.symlink_to("nowhere"), "symbolic links"),
         (lambda path: path.symlink_to("/etc/passwd"), "symbolic links"),
-        (lambda path: path.write_text("[" * 60_000), "no JSON"),
+        (lambda path: path.write_text("[" * 60_000), "not valid JSON"),
         (lambda path: path.write_text(" " * 70_000), "more than 65,536 bytes"),
-        (lambda path: path.write_bytes(b"\xff"), "no JSON"),
+        (lambda path: path.write_bytes(b"\xff"), "not valid JSON"),
         (lambda path: path.write_text('{"moves": [{"layer": "\x1b[2J", "stage": 1e3}]}'), "JSON"),
     ],
 )
@@ -254,7 +254,7 @@ def test_what_is_printed_does_not_control_the_terminal(
 def test_a_status_that_is_none(text: str, tmp_path: Path) -> None:
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER / STATUS).write_text(text)
-    with pytest.raises(ConfigurationError, match="is no status of a run"):
+    with pytest.raises(ConfigurationError, match="is not the status of a run"):
         run_commands.status(["--run", str(tmp_path)])
 
 
@@ -285,7 +285,7 @@ def test_what_was_asked_of_an_earlier_run_is_forgotten(tmp_path: Path) -> None:
 
 
 def test_which_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="No run is under way"):
+    with pytest.raises(ConfigurationError, match="No run is in progress"):
         run_commands.folder_of(tmp_path)
     runs = [ControlFiles(), ControlFiles()]
     for name, run in zip("ab", runs, strict=True):
@@ -304,8 +304,10 @@ def test_a_process_that_is_gone(outside: ControlFiles, tmp_path: Path) -> None:
     assert not path.parent.exists()
     path.parent.mkdir()
     path.write_text(json.dumps(found | {"process": 2**22, "time": 0}))
-    assert "gone without a word" in said(run_commands.move, "--run", str(tmp_path), "a", "1")
-    assert "last heard of" in said(run_commands.status, "--run", str(tmp_path))
+    assert "has ended without an error message" in said(
+        run_commands.move, "--run", str(tmp_path), "a", "1"
+    )
+    assert "last seen" in said(run_commands.status, "--run", str(tmp_path))
 
 
 @pytest.mark.parametrize("moves", [["a"], ["a", "b"], ["a", "1", "b"]])

@@ -1,4 +1,6 @@
-"""What a run shows of its stages: beside the summary of the model, and in a profiler's report."""
+"""The output of a run about its stages: in addition to the summary of the model, and in a
+profiler's report.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ class Heard(logging.Handler):
 
 
 def train(strategy: dict[str, Any], summary: bool) -> tuple[list[str], list[str]]:
-    """What was said of stages, and the parts of steps that were timed, more often than once."""
+    """The messages about stages, and the parts of steps that were timed more than once."""
     heard = Heard()
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(heard)
     profiler = SimpleProfiler()

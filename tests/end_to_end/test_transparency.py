@@ -88,7 +88,7 @@ POLICIES: dict[str, Policy] = {
 
 
 class Trained(NamedTuple):
-    """What a training run left behind on one rank."""
+    """The result of a training run on one rank."""
 
     state: dict[str, Tensor]
     #: The optimizer's state of the parameters that this rank held, by the parameter's name.

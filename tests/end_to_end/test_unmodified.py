@@ -307,7 +307,7 @@ class TiesFewLayers(FewLayers):
 
 
 class DropoutOnBothSides(Habit):
-    """What is drawn on is needed on both sides of every cut."""
+    """Random numbers are drawn with values that are needed on both sides of every cut."""
 
     def forward(self, x: Tensor) -> Tensor:
         memory = F.dropout(self.first(x), 0.3, self.training) * 1.1
@@ -325,7 +325,7 @@ class WritesToViews(Habit):
 
 
 class ScaledParameters(Habit):
-    """What is made of a parameter in front of the layers is used behind several of them."""
+    """A value computed from a parameter before the layers is used after several of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -461,7 +461,7 @@ class WritesWhereItMayTurn(Habit):
 
 
 class AsksWhatLearns(Habit):
-    """What is done with a result depends on whether it needs a gradient."""
+    """The use of a result depends on whether it requires a gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         results = [x]

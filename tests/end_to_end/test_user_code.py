@@ -1,5 +1,5 @@
-"""What users write around a model works as on one device, or is refused with a word of what to do:
-callbacks that freeze, save and search, wrapped hooks, copies of a Trainer.
+"""User code around a model works as on one device, or is refused with advice: callbacks that
+freeze, save and search, wrapped hooks, copies of a Trainer.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from tests.models import (
 def on_ranks(
     stages: int, scenario: Callable[..., Any], *args: Any, strategy: Any = None, **options: Any
 ) -> list[Any]:
-    """What a scenario gives on every rank of a pipeline."""
+    """The result of a scenario on every rank of a pipeline."""
     strategy = {"microbatches": 4, "partition": "uniform", **(strategy or {})}
     return run_ranks(on_rank, stages, scenario, strategy, args, {}, **options)
 
@@ -168,7 +168,7 @@ KINDS = ("OnExceptionCheckpoint", "ModelCheckpoint")
 
 
 def saved_plainly(kind: str, folder: Path) -> dict[str, Any]:
-    """What plain Lightning writes after the exception, by the names of the files."""
+    """The files that plain Lightning writes after the exception, by their names."""
     with pytest.raises(KeyError):
         on_one_device(stopping, kind, str(folder))
     return contents(folder)
@@ -490,7 +490,7 @@ def test_a_search_that_runs_out_of_memory_on_several_stages_ends_with_advice() -
     for outcome in on_ranks(2, searching, "size", 8, expect_failure=True):
         assert outcome.error_type in ("BatchError", "StageFailedError")
         assert "BatchSizeFinder" in outcome.message
-        assert "size that succeeded last" in outcome.message
+        assert "last size that succeeded" in outcome.message
 
 
 def test_a_learning_rate_is_found_without_a_word_about_other_stages() -> None:

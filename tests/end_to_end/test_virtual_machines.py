@@ -567,4 +567,4 @@ def test_a_member_that_dies_in_the_middle_of_a_sum(dies: int) -> None:
         assert "steps taken: 3" not in outcome.output
         if outcome.rank != dies:
             who = f"{name} (rank {dies} on {socket.gethostname()})"
-            assert f"{who} ended without a word" in outcome.message, str(outcome)
+            assert f"{who} ended without an error message" in outcome.message, str(outcome)

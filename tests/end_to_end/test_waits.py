@@ -69,7 +69,7 @@ class Model(L.LightningModule):
 
 
 class Trained(NamedTuple):
-    """What came of a run: parameters and logged values, and the waits of its steps."""
+    """The result of a run: parameters and logged values, and the waits of its steps."""
 
     parameters: dict[str, Tensor]
     diary: list[Any]

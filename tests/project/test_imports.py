@@ -53,7 +53,7 @@ def imported(tree, package):
 
 
 def violations(source, path):
-    """What a file, given by its path inside the package, imports and may not."""
+    """The forbidden imports of a file, given by its path inside the package."""
     package = (PACKAGE, *Path(path).parts[:-1])
     here = floor((*package, Path(path).stem))
     if here is None:

@@ -1,4 +1,4 @@
-"""What an index and an installer are told of the package, and what they get."""
+"""The metadata of the package for an index and an installer, and its contents."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_lowest_versions_allowed_are_those_that_were_tested() -> None:
 
 
 def targets(text: str) -> list[str]:
-    """What a page of Markdown refers to."""
+    """The targets of links in a page of Markdown."""
     patterns = [
         r"\]\(\s*<?([^)\s>]+)",  # [text](target), ![text](target)
         r"^ {0,3}\[[^\]]+\]:\s*<?([^\s>]+)",  # [name]: target

@@ -28,7 +28,7 @@ class SharedComparison:
     Args:
         root: the LightningModule.
         channels: connections to the other stages.
-        deferred: makes values that no stage has made yet.
+        deferred: computes values that no stage has computed yet.
         plain: Lightning's own comparison.
     """
 
@@ -58,7 +58,7 @@ class SharedComparison:
         digests = self._digests({names[id(p)]: p for p in compared}) if kinds else {}
 
         def value_of(parameter: nn.Parameter) -> Any:
-            # A parameter without values on any stage only equals itself.
+            # A parameter without values on any stage is equal only to itself.
             name = names[id(parameter)]
             return _kind_of(parameter), digests.get(name, name)
 
@@ -70,10 +70,11 @@ class SharedComparison:
         if found:
             listed = ", ".join(names[id(p)] for p in found[:4])
             rank_zero_warn(
-                f"{len(found)} of the parameters to be added are in a group of this"
-                f" {type(optimizer).__name__} already, or equal one that is, and are left out"
-                f" ({listed}). Give the optimizer in `configure_optimizers` only what learns from"
-                " the start: filter(lambda p: p.requires_grad, self.parameters())."
+                f"{len(found)} of the parameters to be added are in a group of this "
+                f"{type(optimizer).__name__} already, or equal one that is, and are omitted "
+                f"({listed}). Give the optimizer in `configure_optimizers` only parameters that "
+                "are trained from the start: filter(lambda p: p.requires_grad, "
+                "self.parameters())."
             )
         return new
 

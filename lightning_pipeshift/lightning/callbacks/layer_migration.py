@@ -1,7 +1,9 @@
-"""``LayerMigration``: moves layers to other owners while training runs, on request or by itself.
+"""``LayerMigration``: moves layers to other owners while training runs, on request or
+automatically.
 
 CN115454655A moves layers between the stages of a running pipeline when devices slow down or other
-jobs come. Here a callback decides when; the change itself is the strategy's, between two steps.
+jobs start. Here a callback decides when; the change itself is made by the strategy, between two
+steps.
 """
 
 from __future__ import annotations
@@ -25,24 +27,26 @@ from lightning_pipeshift.runtime.step.control_files import WITHOUT_LOGGER
 
 
 class LayerMigration(Callback):
-    """Watches the time of every layer on every stage, and moves layers where that pays off.
+    """Measures the time of every layer on every stage, and moves layers if that makes steps faster.
 
     Args:
-        moves: moves to make at given steps, besides those found by watching.
-        min_gain: by which fraction a step has to get shorter, by the simulator, for layers to move.
+        moves: moves to make at given steps, in addition to those found by measuring.
+        min_gain: the fraction by which a step has to get shorter, by the simulator, for layers to
+            move.
         patience: for how many consecutive steps an imbalance has to last. Moves that reverse
             earlier ones need twice the patience, and twice that the next time, so that layers do
-            not move to and fro with a stage whose speed fluctuates.
-        watches: whether to watch at all; ``False``: only ``moves`` and requests from outside are
-            carried out.
+            not move back and forth with a stage whose speed fluctuates.
+        watches: whether to measure at all; ``False``: only ``moves`` and requests from other
+            processes are carried out.
 
-    While a run goes on, ``pipeshift move --run DIR LAYER STAGE`` requests a move from it, and
+    During a run, ``pipeshift move --run DIR LAYER STAGE`` requests a move from it, and
     ``pipeshift status --run DIR`` shows the owners of all layers. ``DIR`` is the logger's folder,
     or ``lightning_logs`` in the Trainer's ``default_root_dir``.
 
     Raises:
-        ConfigurationError: a value that is not allowed; or, as a run begins, another strategy.
-        PlanError: as training begins: a move of a layer, or to a stage, that is not there.
+        ConfigurationError: a value that is not allowed; or, at the start of a run, another
+            strategy.
+        PlanError: at the start of training: a move of an unknown layer, or to an unknown stage.
     """
 
     def __init__(
@@ -68,7 +72,7 @@ class LayerMigration(Callback):
         self._num_logged = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Makes the strategy watch."""
+        """Makes the strategy measure layers."""
         strategy = _strategy_of(trainer)
         strategy.watch(Watch(self.min_gain, self.patience) if self.watches else None)
         logged = trainer.log_dir if trainer.loggers else None
@@ -79,7 +83,7 @@ class LayerMigration(Callback):
         self._num_logged = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Raises PlanError where one of the moves names what is not there."""
+        """Raises PlanError if one of the moves has an unknown layer, stage or virtual machine."""
         strategy = _strategy_of(trainer)
         check_moves(self.moves, strategy.layer_names, strategy.topology.stages_per_vm)
 
@@ -88,7 +92,7 @@ class LayerMigration(Callback):
     ) -> None:
         """Makes the moves for this step."""
         strategy = _strategy_of(trainer)
-        # The step that begins now prepares the move. There is a plan after the first step.
+        # The step that starts now prepares the move. There is a plan after the first step.
         step = trainer.fit_loop.epoch_loop.total_batch_idx + 1
         due = [move for move in self.moves if max(move.step or 0, 2) == step]
         if not due:

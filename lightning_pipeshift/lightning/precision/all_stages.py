@@ -26,8 +26,8 @@ AnyStage = Callable[[Tensor], Tensor]
 
 
 class _OverStages(Precision):
-    """Mixed into the class of the user's precision plugin, so that the plugin stays an instance of
-    its own class.
+    """Mixed into the class of the user's precision plugin, so that the plugin remains an instance
+    of its own class.
     """
 
     gradient_norms: GradientNorms
@@ -64,7 +64,7 @@ class _ScalerOverStages(torch.amp.GradScaler):
         self._agree(optimizer)
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> Any:
-        # Instead of `unscale_`, for optimizers whose kernel unscales (`fused=True`).
+        # Replaces `unscale_` for optimizers whose kernel unscales (`fused=True`).
         super()._check_inf_per_device(optimizer)
         self._agree(optimizer)
         return scaler_state(self, optimizer)["found_inf_per_device"]
@@ -75,7 +75,7 @@ class _ScalerOverStages(torch.amp.GradScaler):
         mine = torch.zeros(1)
         for flag in to_host(list(found.values())):
             mine += flag
-        # Kernels take 1, and nothing else, for an overflow, and the scaler adds the entries up.
+        # Kernels treat 1, and no other value, as an overflow, and the scaler sums the entries.
         verdict = self.any_stage(mine).clamp(max=1).reshape(())
         device = scale_device(self)
         # A stage without gradients recorded nothing; the scaler insists on an entry. In host memory
@@ -89,7 +89,7 @@ def over_stages(
     gradient_hooks: GradientHooks,
     any_stage: AnyStage,
 ) -> Precision:
-    """The user's precision plugin, deciding over all stages.
+    """Makes the user's precision plugin decide over all stages.
 
     The plugin keeps its state, its class's name (checkpoints store its state under it) and
     ``isinstance``.
@@ -108,7 +108,7 @@ def over_stages(
 
 
 def by_itself(plugin: Precision) -> None:
-    """Makes the plugin decide by itself again: a plain object of the user's class."""
+    """Undoes :func:`over_stages`: the plugin is a plain object of the user's class again."""
     if isinstance(plugin, _OverStages):
         plugin.__class__ = type(plugin).__bases__[1]
         for name in ("gradient_norms", "gradient_hooks"):
@@ -121,8 +121,8 @@ def by_itself(plugin: Precision) -> None:
 
 def loss_scale_of(plugin: Precision, num_steps: int) -> float | Tensor:
     """The factor by which the plugin multiplies a loss before its backward, divided by the number
-    of steps whose gradients add up. On a GPU it is a float64 tensor: to read the scaler's, the
-    program would have to wait for the earlier step.
+    of steps whose gradients are accumulated. On a GPU it is a float64 tensor: to read the scaler's,
+    the program would have to wait for the earlier step.
     """
     scaler = getattr(plugin, "scaler", None)
     if scaler is None or not scaler.is_enabled():

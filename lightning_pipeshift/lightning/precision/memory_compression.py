@@ -28,19 +28,19 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?b)?\s*", re.IGNORECASE)
 
 class MemoryCompression(Precision):
     """Keeps a device's memory within a budget: tensors that layers, and the code between them, save
-    for their backward stay, are recomputed, or move to the host's memory or to another device and
+    for their backward are kept, recomputed, or moved to the host's memory or to another device and
     back, whichever is predicted to cost least. Under every policy, and with every compression but
     ``"8bit"``, gradients have the same bits.
 
     CN114880130B; the paper: MPress, HPCA 2023.
 
-    It goes with any precision::
+    It can be combined with any precision::
 
         Trainer(plugins=[MemoryCompression(budget="20GB")], precision="bf16-mixed", ...)
         Trainer(plugins=[MemoryCompression(MyPrecision(), budget="20GB")], ...)
 
     Args:
-        precision: another precision plugin, which works as without this one.
+        precision: another precision plugin, which works as before.
         budget: bytes of each device for weights, gradients, the optimizer's state, messages between
             stages, and saved tensors: a number, or text like ``"20GB"`` or ``"16 GiB"``.
             ``"auto"``: the free memory of the device, less a tenth. On a CPU it simulates a
@@ -49,9 +49,9 @@ class MemoryCompression(Precision):
             of the free memory, divided among the host's ranks; 0: none.
         policy: decides how saved tensors are handled; ``None``: the planner. See
             :class:`~lightning_pipeshift.Policy`.
-        compression: of tensors that move. ``"lossless"`` packs masks into bits and leaves zeros
-            out; ``"8bit"`` keeps 8 bits of each number, with an error of up to 1/254 of the largest
-            of its 256 neighbours.
+        compression: of tensors that move. ``"lossless"`` packs masks into bits and omits zeros;
+            ``"8bit"`` keeps 8 bits of each number, with an error of up to 1/254 of the largest of
+            its 256 neighbours.
 
     Raises:
         ConfigurationError: an argument has a value that is not allowed; the message lists those
@@ -96,16 +96,16 @@ class MemoryCompression(Precision):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        # A process that gets the plugin by pickle makes none, and may make the Trainer.
+        # A process that gets the plugin by pickle has not created it, and may create the Trainer.
         self._stand_beside_precision()
 
     def _stand_beside_precision(self) -> None:
         if self._takes_precision and not allow_beside_precision():
             rank_zero_warn(
-                f"Lightning {pl.__version__} is not known to this version of PipeShift:"
-                " `Trainer(precision=...)` cannot be set beside `MemoryCompression`. Pass it the"
-                " precision plugin instead, such as"
-                " `MemoryCompression(MixedPrecision('bf16-mixed', 'cuda'))`."
+                f"Lightning {pl.__version__} is not known to this version of PipeShift: "
+                "`Trainer(precision=...)` cannot be combined with `MemoryCompression`. Pass it "
+                "the precision plugin instead, such as "
+                "`MemoryCompression(MixedPrecision('bf16-mixed', 'cuda'))`."
             )
 
     def _wrap(self, inner: Precision) -> None:
@@ -120,13 +120,13 @@ class MemoryCompression(Precision):
         self.__dict__.update(inner.__dict__)
 
     def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
-        """Raises ConfigurationError where another strategy runs the training."""
+        """Raises ConfigurationError if another strategy runs the training."""
         from lightning_pipeshift.lightning.strategy import PipeShiftStrategy
 
         trainer = trainer_of(model)
         if trainer is not None and not isinstance(trainer.strategy, PipeShiftStrategy):
             raise ConfigurationError(
-                f"MemoryCompression works in the PipeShift strategy, and this run has"
+                f"MemoryCompression needs the PipeShift strategy, but this run has"
                 f" `{type(trainer.strategy).__name__}`. Set `Trainer(strategy='pipeshift')`, which"
                 " also trains on one device, or remove the plugin."
             )
@@ -139,10 +139,10 @@ def bytes_of_text(name: str, size: float | str, least: float = 1.0) -> float | N
     Args:
         name: the argument's.
         size: a number, or text with a unit.
-        least: what is allowed.
+        least: the smallest allowed value.
 
     Raises:
-        ConfigurationError: it is no size.
+        ConfigurationError: it is not a size.
     """
     number: float | None = None
     if isinstance(size, str):
@@ -166,15 +166,15 @@ def allow_beside_precision(connector: Any = None) -> bool:
     plugin that Lightning makes.
 
     Lightning allows only one of the two, and offers no hook there: its connector decides it before
-    it makes the strategy. So the connector's check is replaced. Whatever else a Trainer is given
-    reaches Lightning's own check as it is.
+    it makes the strategy. So the connector's check is replaced. All other arguments of a Trainer
+    are passed to Lightning's own check unchanged.
 
     Args:
         connector: a class that makes a Trainer's parts; by default, the one that Trainers use.
 
     Returns:
-        Whether it is allowed now. If it is not, then this version of Lightning has other methods
-        than those that are known here; nothing has been replaced, and Lightning refuses the two.
+        Whether it is allowed now. If it is not, then this version of Lightning has unknown methods;
+            nothing has been replaced, and Lightning refuses the combination.
     """
     known = arguments_check(connector)
     if known is None:

@@ -1,1 +1,1 @@
-"""One microbatch on one stage: the pass, the batch, its timing."""
+"""The execution of one microbatch on one stage: the forward pass, the batch, its timing."""

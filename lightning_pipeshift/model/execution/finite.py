@@ -1,8 +1,8 @@
-"""With ``Trainer(detect_anomaly=True)``: finds the layer at which the values of a microbatch stop
-being numbers.
+"""Finds the layer at which NaN first appears in a microbatch, with
+``Trainer(detect_anomaly=True)``.
 
-Torch's own anomaly mode looks at the backward alone, on the stage where it notices something; the
-values may have begun to be wrong on an earlier stage.
+Torch's own anomaly mode checks the backward only, on the stage where it finds NaN; the wrong values
+may come from an earlier stage.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 
 
 class FiniteCheck:
-    """Looks at what goes into the layers of one microbatch on one stage, and at what comes out.
+    """Checks the arguments and the results of the layers of one microbatch on one stage.
 
-    NaN is an error. Infinite values need not be one (masked scores are), so the first layer that
-    makes any is named in a warning, and once more if the loss is not finite.
+    NaN is an error. Infinite values need not be one (masked scores are infinite), so the first
+    layer that makes any is named in a warning, and again if the loss is not finite.
 
     Args:
         place: the microbatch and the stage, in words.
@@ -37,22 +37,22 @@ class FiniteCheck:
         self._first_infinite: str | None = None
 
     def before_layer(self, name: str, arguments: Any) -> None:
-        """Raises NotFiniteError if a layer is given NaN."""
+        """Raises NotFiniteError if an argument of a layer is NaN."""
         leaves, _ = flatten(arguments, opens_objects=True)
         if _has(torch.isnan, leaves):
             raise NotFiniteError(
                 f"NaN first appears in the arguments of the layer {name!r}, in {self._place}: in"
-                " the batch, or in the code in front of this layer."
+                " the batch, or in the code before this layer."
             )
 
     def after_layer(self, name: str, leaves: Iterable[Any], arguments: Any) -> None:
-        """Raises NotFiniteError if a layer returns NaN, which it was not given."""
+        """Raises NotFiniteError if a layer returns NaN without NaN in its arguments."""
         leaves = list(leaves)
         if _has(torch.isnan, leaves):
             given, _ = flatten(arguments, opens_objects=True)
             cause = " It was given infinite values." if _has(torch.isinf, given) else ""
             raise NotFiniteError(
-                f"NaN first appears in what the layer {name!r} returns, in {self._place}.{cause}"
+                f"NaN first appears in the result of the layer {name!r}, in {self._place}.{cause}"
                 f"{self._infinite}"
             )
         if self._first_infinite is None and _has(torch.isinf, leaves):
@@ -60,7 +60,7 @@ class FiniteCheck:
             if not _has(torch.isinf, given):
                 self._first_infinite = name
                 log.warning(
-                    "PipeShift: infinite values first appear in what the layer %r returns, in %s.",
+                    "PipeShift: infinite values first appear in the result of the layer %r, in %s.",
                     name,
                     self._place,
                 )
@@ -70,12 +70,12 @@ class FiniteCheck:
         loss = value.get("loss") if isinstance(value, dict) else value
         if isinstance(loss, Tensor) and loss.numel() == 1 and not math.isfinite(loss.item()):
             raise NotFiniteError(
-                f"The loss is {loss.item()}, in {self._place}. No layer has returned NaN: it comes"
-                f" from the code behind the last layer.{self._infinite}"
+                f"The loss is {loss.item()}, in {self._place}. No layer has returned NaN: it "
+                f"comes from the code after the last layer.{self._infinite}"
             )
 
     def backward(self, error: RuntimeError) -> NotFiniteError | None:
-        """The error to raise for what torch's anomaly mode has found in the backward."""
+        """Returns the error to raise for one of torch's anomaly mode in the backward."""
         if "returned nan values" not in str(error):
             return None
         return NotFiniteError(f"In the backward of {self._place}: {error}")
@@ -88,11 +88,11 @@ class FiniteCheck:
 
 
 def finite_check(key: Sequence[int | str], stage: int) -> FiniteCheck | None:
-    """A check, if torch's anomaly mode is on.
+    """Returns a check, if torch's anomaly mode is on.
 
     Args:
         key: of the random streams: the seed, the purpose, the step, the microbatch.
-        stage: whose layers are looked at.
+        stage: the stage whose layers are checked.
     """
     if not torch.is_anomaly_enabled():
         return None

@@ -1,6 +1,6 @@
 """Measures the time and memory of each layer, before training, on this stage's device.
 
-This gives a first guess, for the plan of the first steps. Training itself is measured later.
+This gives a first estimate, for the plan of the first steps. Training itself is measured later.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Figures(NamedTuple):
 
 
 class Stopwatch:
-    """Times every layer once while a flow is recorded.
+    """Times every layer once while a step is traced.
 
     Each layer runs by itself on synthetic inputs of the recorded shapes, so no other layer has to
     be on this stage, and nothing in the model changes. Layers of the same class, shapes and kinds
@@ -64,7 +64,8 @@ class Stopwatch:
         device: where to run.
         streams: to keep the random state as it is.
         trains: whether to measure backwards too.
-        held: addresses of memory that is held anyway, besides parameters and buffers: the batch's.
+        held: addresses of memory that is in use anyway, in addition to parameters and buffers: the
+            batch's.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Stopwatch:
             type(gate.layer),
             tuple((name, tuple(p.shape)) for name, p in gate.layer.named_parameters()),
             tuple(
-                # A layer's output requires a gradient, and then more is saved.
+                # A layer's output requires a gradient, and then more is saved for the backward.
                 (tuple(x.shape), x.dtype, isinstance(x, Placeholder))
                 if isinstance(x, Tensor)
                 else repr(x)
@@ -106,10 +107,10 @@ class Stopwatch:
             self.figures[gate.index] = figures if before is None else before.plus(figures)
 
     def renumber(self, place_of: Sequence[int]) -> None:
-        """Gives the layers other numbers.
+        """Changes the indices of the layers.
 
         Args:
-            place_of: the new number of each layer.
+            place_of: the new index of each layer.
         """
         self.figures = {place_of[layer]: figures for layer, figures in self.figures.items()}
 
@@ -123,7 +124,7 @@ class Stopwatch:
             with (
                 self._streams.switched("measure", gate.index),
                 torch.set_grad_enabled(trains),
-                # The modes that follow the step take longer than small operations, and must not
+                # The modes that trace the step take longer than small operations, and must not
                 # record the measurement as user code.
                 dispatch_modes_disabled(),
                 without_torch_function(),
@@ -152,8 +153,8 @@ class Stopwatch:
                     backward = min(backward, seconds)
                     observer.end()
         except Exception:
-            # Any error only means that this layer needs real inputs; the planner estimates by its
-            # parameters instead.
+            # Any error only means that this layer needs real inputs; the planner estimates its time
+            # from its parameters instead.
             return None
         return Figures(
             forward,
@@ -163,7 +164,7 @@ class Stopwatch:
         )
 
     def _stand_ins(self, leaves: Sequence[Any], made_up: Sequence[Any]) -> Iterator[int]:
-        """Addresses of stand-ins for memory that is held anyway."""
+        """The addresses of synthetic inputs that replace memory in use anyway."""
         for leaf, number in zip(leaves, made_up, strict=True):
             is_real = isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder)
             if is_real and address_of(leaf) in self._held:
@@ -189,7 +190,8 @@ class Stopwatch:
 
     def _stand_in(self, tensor: Tensor, is_buffer: bool) -> Tensor:
         if tensor.is_meta:
-            # No rank holds the whole model. Any other numbers take as long as the layer's own.
+            # No rank holds the whole model. Random values take as long to compute with as the
+            # layer's own.
             return self._numbers(tensor)
         # Buffers are copied: a layer may write to its running statistics.
         return tensor.detach().to(self._device, copy=is_buffer)

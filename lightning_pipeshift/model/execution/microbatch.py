@@ -1,4 +1,4 @@
-"""Cuts a batch into microbatches, and merges their results into those of the whole batch."""
+"""Splits a batch into microbatches, and merges their results into those of the whole batch."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def batch_size_of(batch: Any) -> int:
         if isinstance(leaf, Tensor) and leaf.dim():
             return leaf.size(0)
     raise BatchError(
-        f"A batch of type {type(batch).__name__} holds no tensor with a batch dimension, so it"
-        " cannot be cut into microbatches. Let the DataLoader return tensors whose first dimension"
-        " counts the samples, or set `microbatches=1`."
+        f"A batch of type {type(batch).__name__} holds no tensor with a batch dimension, so it "
+        "cannot be cut into microbatches. Return tensors whose first dimension counts the "
+        "samples from the DataLoader, or set `microbatches=1`."
     )
 
 
 def split(batch: Any, num_microbatches: int) -> list[tuple[Any, int]]:
-    """Cuts a batch along its first dimension into at most ``num_microbatches`` slices of nearly
+    """Splits a batch along its first dimension into at most ``num_microbatches`` slices of nearly
     equal size.
 
     Tensors are cut, and lists and tuples of strings of the same length; values without a batch
-    dimension go into every slice. The first slices are one sample larger where the count does not
-    divide; no slice is empty.
+    dimension go into every slice. If the size is not divisible, the first slices are one sample
+    larger; no slice is empty.
 
     Args:
         batch: a nested structure of tensors.
@@ -57,11 +57,11 @@ def split(batch: Any, num_microbatches: int) -> list[tuple[Any, int]]:
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.dim() and leaf.size(0) != size:
             raise BatchError(
-                f"The batch holds tensors of {size} and of {leaf.size(0)} samples (shape"
-                f" {tuple(leaf.shape)}), so it is not clear how to cut it into microbatches. The"
-                " first dimension of every tensor in a batch has to count the samples: move what is"
-                " common to all samples out of the batch (a buffer of the LightningModule, say), or"
-                " set `microbatches=1`."
+                f"The batch holds tensors of {size} and of {leaf.size(0)} samples (shape "
+                f"{tuple(leaf.shape)}), so it is not clear how to cut it into microbatches. The "
+                "first dimension of every tensor in a batch has to count the samples: move "
+                "values that are common to all samples out of the batch (for example, to a "
+                "buffer of the LightningModule), or set `microbatches=1`."
             )
     count = max(1, min(num_microbatches, size))
     sizes = [len(part) for part in torch.tensor_split(torch.empty(size, 0), count)]
@@ -97,11 +97,11 @@ def _pieces(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
 def weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
     """The weighted mean of scalars or equal-shaped tensors.
 
-    A single value comes back as it is, with the very same bits.
+    A single value is returned unchanged, with the same bits.
     """
     if len(values) == 1 or not sum(weights):
         return values[0]
-    # A value with weight 0 may be anything, even NaN.
+    # A value with weight 0 may be arbitrary, even NaN.
     counted = [(v, w) for v, w in zip(values, weights, strict=True) if w]
     values, weights = [v for v, _ in counted], [w for _, w in counted]
     total = sum(weights)

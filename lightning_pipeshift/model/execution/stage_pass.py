@@ -43,69 +43,69 @@ from lightning_pipeshift.model.trace.trace import Entry, Trace
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
 from lightning_pipeshift.plan.inputs.flow import Call, TensorSpec, Value
 
-# The attribute of tensors that depend on a layer in the pass under way.
+# The attribute of tensors that depend on a layer in the current pass.
 _MARK = "_pipeshift_pass"
 
 
-# What user code is told of a stand-in for something that needs a gradient. It is no part of a graph
-# itself: one would save stand-ins, where others save values.
+# The attributes that user code sees of a placeholder for a tensor that requires a gradient. The
+# placeholder itself is not part of a graph: that would save placeholders instead of values.
 _OF_TRACKED: dict[str, Callable[[], Any]] = {
     "requires_grad.__get__": lambda: True,
     "is_leaf.__get__": lambda: False,
     "grad_fn.__get__": lambda: torch.ones((), requires_grad=True).clone().grad_fn,
-    # Where the value is, the hook is registered.
+    # On the stage that has the value, the hook is registered.
     "register_hook": lambda: RemovableHandle(OrderedDict()),
     "retain_grad": lambda: None,
 }
 
 
 class _Where:
-    """Where a pass is. Apart from the pass, as the graph refers to it: it would keep the pass, and
-    that keeps the graph.
+    """The position of a pass. An object of its own, because the graph refers to it: a reference to
+    the pass, which keeps the graph alive, would be a cycle.
     """
 
     layer = ""
 
 
 class Memory(Protocol):
-    """Keeps the budget for what layers save."""
+    """Enforces the budget for saved tensors."""
 
     def before_layer(self, layer: int) -> None:
-        """A layer is about to save what it saves."""
+        """Called before a layer saves its tensors."""
 
     def after_layer(self, layer: int) -> None:
-        """A layer has saved what it saves."""
+        """Called after a layer has saved its tensors."""
 
 
 @dataclass
 class StagePass(Watcher):
-    """Runs the stage's own layers and the operations on what they return, stands in for the earlier
-    ones, and ends the step at the later ones.
+    """Runs the stage's own layers and the operations on their results, returns placeholders for the
+    layers of earlier stages, and ends the step at the first layer of a later stage.
 
     Args:
-        trace: the flow of this microbatch; ``None`` where one stage does everything, and nothing
-            was followed.
+        trace: the trace of this microbatch; ``None`` if one stage runs everything, without tracing.
         layers: the stage's own layers.
         is_last: whether this is the virtual machine's last stage, which runs the code after the
             last layer too.
-        received: the payload of the boundary in front of ``layers``. It is not held any longer than
-            the model holds it: what is saved of it may go elsewhere.
+        received: the payload of the boundary before ``layers``. It is released as soon as the model
+            releases it: saved tensors of it may be offloaded.
         device: the stage's device.
         streams: the generators to switch.
-        key: what the random streams of this microbatch depend on.
+        key: determines the random streams of this microbatch.
         shared: the shared parameters held here.
-        recompute: the layers that let go of what they save, and run again before the backward.
-        timer: measures the layers, where somebody wants to know.
-        table: what the layers have saved.
-        memory: keeps the budget for that, where there is one.
-        observer: notes what the layers save, where somebody wants to know.
-        resident: addresses of what the model has anyway, where what is saved is counted or noted.
+        recompute: the layers that drop their saved tensors and are recomputed before the backward.
+        timer: measures the layers, if needed.
+        table: the saved tensors of the layers.
+        memory: enforces their budget, if there is one.
+        observer: records the saved tensors of the layers, if needed.
+        resident: addresses of the model's own tensors, if saved tensors are counted or recorded.
         before_layer: called with the number of a layer that is about to run.
-        outgoing: what the next stage is to get, out of reach of user code that writes in place.
-        edges: where the gradients of that enter this stage's graph; ``None`` where none flows.
-        boxes: where the gradients of ``received`` are found after the backward.
-        result: what the step has returned, on the last stage.
-        resolve_state: puts values where user code has kept placeholders.
+        outgoing: the values for the next stage, protected from in-place writes of user code.
+        edges: where the gradients of these values enter this stage's graph; ``None`` for values
+            without a gradient.
+        boxes: hold the gradients of ``received`` after the backward.
+        result: the value that the step returned, on the last stage.
+        resolve_state: replaces placeholders that user code has kept by values.
         order: the layers in the order of their calls.
         finite: checks the arguments and the results of layers for NaN; ``None``: no check.
     """
@@ -139,24 +139,26 @@ class StagePass(Watcher):
         self._number = 0
         self._event = 0
         self._events: dict[int, int] = {}
-        """By the seed of a stream, which event it belongs to."""
+        """By the seed of a stream, the index of its event."""
         self._begun_at: dict[int, int] = {}
         """By position of a call, the number of events before it."""
         self._ended = False
         self._trains = torch.is_grad_enabled()
         self._values: dict[Value, Tensor] = {}
-        """Values that are here, by their present names."""
+        """Values present on this stage, by their current names."""
         self._names: dict[Value, Value] = {}
-        """By the name that a placeholder has, the value's present name."""
+        """By the name in a placeholder, the value's current name."""
         self._wanted: set[Value] = set()
         self._sources: dict[Value, list[Value]] = {}
-        """By the first name of a wanted value, its later ones that are wanted."""
+        """By the first name of a needed value, its later names that are needed."""
         self._kept: dict[Value, Tensor] = {}
         self._checkpointed: dict[Value, Tensor] = {}
-        """What the model asks for once more, as it checkpoints by itself what asks for it."""
+        """Values that the model's own activation checkpointing needs when it recomputes."""
         self._regions: list[Region] = []
         self._reports: list[Report] = []
-        """What has left the layer that was called last besides its return value."""
+        """The side outputs of the layer that was called last: values that left it other than by its
+        return value.
+        """
         self._where = _Where()
         self._saves = BetweenLayers(self.table, self.observer, self.resident)
         self._mode = Operations(self)
@@ -187,21 +189,21 @@ class StagePass(Watcher):
         handed_out = tensor
         passed_on = value in self._wanted
         if passed_on and self._runs_user_code and value in trace.rewritten:
-            # What crosses a boundary is the value as it was computed: user code here writes to its
-            # own copy.
+            # The value that crosses a boundary is the one that was computed: user code here writes
+            # to its own copy.
             handed_out = tensor.clone()
-        # Also where no gradient is expected back: if one comes, it is not lost silently.
+        # Also if no gradient is expected: if one arrives, it must not be lost silently.
         if value in trace.tracked and torch.is_grad_enabled():
             box = self.boxes[value] = GradientBox(handed_out)
             handed_out = box.open()
-        # User code may be given it as it is.
+        # User code may get it without a copy.
         self._values[value] = self._marked(handed_out)
         if passed_on:
             self.outgoing[value], self.edges[value] = tensor.detach(), _edge(handed_out)
 
     @property
     def layer_under_way(self) -> str:
-        """The layer that runs, forward or backward, or has run last."""
+        """The name of the layer that is running, forward or backward, or that ran last."""
         return self._where.layer
 
     @property
@@ -211,7 +213,7 @@ class StagePass(Watcher):
         return bool(self._part.calls or self._part.gaps)
 
     def run(self, step: Callable[[], Any]) -> None:
-        """Runs the stage's part of ``step``; a stage without layers only passes its payload on."""
+        """Runs the stage's part of ``step``; a stage without layers only forwards its payload."""
         if not self._runs_user_code:
             return
         try:
@@ -224,8 +226,8 @@ class StagePass(Watcher):
                 self.result = step()
             if not self.is_last and self._calls_more:
                 raise LayerError(
-                    "The step ended before it called the layers of the later stages. Let the step"
-                    " call the same layers for every batch."
+                    "The step ended before it called the layers of the later stages. The step "
+                    "must call the same layers for every batch."
                 )
             if self.is_last and self.trace is not None:
                 self.result = map_leaves(self.value_of, self.result)
@@ -239,7 +241,7 @@ class StagePass(Watcher):
             self._values.clear()
             self._kept.clear()
             self.received.clear()
-        # Only now is user code done with what the layers were given.
+        # From now on user code does not use the layers' arguments any more.
         self._regions = [region for region in self._regions if region.let_go()]
 
     @property
@@ -251,12 +253,12 @@ class StagePass(Watcher):
 
     @property
     def _looks_at_saved(self) -> bool:
-        """Whether somebody keeps or notes what is saved."""
+        """Whether saved tensors are offloaded or recorded."""
         return self.table.is_kept or self.observer is not None
 
     def recompute_layers(self) -> None:
-        """Makes again what layers let go of, for the backward that comes next: those first that it
-        needs first, and as many as there is room for. The others run again when they are needed.
+        """Recomputes dropped saved tensors for the coming backward: in the order in which it needs
+        them, and as many as fit in the budget. The rest is recomputed on demand.
         """
         for region in reversed(self._regions):
             if not self.table.has_room(region.num_bytes):
@@ -267,7 +269,7 @@ class StagePass(Watcher):
     # --- values ---
 
     def value_of(self, leaf: Any) -> Any:
-        """The value that a placeholder stands for; anything else as it is.
+        """The value that a placeholder represents; any other object unchanged.
 
         Raises:
             LayerError: another stage has it, and has not sent it.
@@ -276,9 +278,9 @@ class StagePass(Watcher):
             return leaf
         if leaf.label is not None and leaf.owner is not self._mark:
             raise LayerError(
-                f"A value of an earlier microbatch is needed ({leaf!r}), which another stage has."
-                " Keep such values in the LightningModule's buffers or attributes as they are at"
-                " the end of a step, and do not use them for the next microbatch."
+                f"A value of an earlier microbatch is needed ({leaf!r}), which another stage has. "
+                "Keep such values in the LightningModule's buffers or attributes with their "
+                "values at the end of a step, and do not use them in the next microbatch."
             )
         if self._ended:
             return self._value_again(leaf)
@@ -287,9 +289,10 @@ class StagePass(Watcher):
             if found is not None:
                 return found
         raise LayerError(
-            f"A value that another stage holds is needed here ({leaf!r}), and was not when the step"
-            " was first followed. Let the code between the layers compute the same things for every"
-            " batch, or name the layers in `configure_layers()` so that this code is inside one."
+            f"A value that another stage holds is needed here ({leaf!r}), and was not when the "
+            "step was first traced. The code between the layers must compute the same things for "
+            "every batch; or name the layers in `configure_layers()` so that this code is inside "
+            "one."
         )
 
     def _present(self, value: Value) -> Value:
@@ -299,7 +302,7 @@ class StagePass(Watcher):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context for code of ours that runs in the middle of user code."""
+        """Context for internal code that runs in the middle of user code."""
         if self._ended:
             yield
             return
@@ -307,7 +310,7 @@ class StagePass(Watcher):
             yield
 
     def kept_value(self, leaf: Any) -> Any:
-        """Like :meth:`value_of`, and a placeholder where the value is on another stage."""
+        """Like :meth:`value_of`, but returns a placeholder if the value is on another stage."""
         is_ours = isinstance(leaf, Placeholder) and leaf.owner is self._mark
         if is_ours and leaf.label is not None:
             return self._values.get(self._present(leaf.label), leaf)
@@ -315,10 +318,10 @@ class StagePass(Watcher):
 
     def written(self, tensor: Tensor, values: set[Value]) -> None:
         raise LayerError(
-            f"A tensor of shape {tuple(tensor.shape)} is written to with values that another stage"
-            " holds, and was not when the step was first followed. Let the code between the layers"
-            " compute the same things for every batch, or name the layers in `configure_layers()`"
-            " so that this code is inside one."
+            f"A tensor of shape {tuple(tensor.shape)} is written to with values that another "
+            "stage holds, and was not when the step was first traced. The code between the "
+            "layers must compute the same things for every batch; or name the layers in "
+            "`configure_layers()` so that this code is inside one."
         )
 
     def draws(self, draw: Callable[[], object]) -> None:
@@ -332,8 +335,8 @@ class StagePass(Watcher):
     ) -> Any:
         kind, name = kind_of(function)
         if self.trace is None and kind is Kind.OPERATION and function is not torch.tensor:
-            # The code of one stage, or of the steps before it is followed: every operation of the
-            # model comes through here.
+            # Used for the code of one stage, or before a step is traced: every operation of the
+            # model arrives here.
             if is_transformed() or not self.shared.are_used(args, kwargs):
                 return function(*args, **kwargs)
         elif kind is Kind.QUESTION or is_transformed():
@@ -354,29 +357,30 @@ class StagePass(Watcher):
         if trace is None or entry is None:
             result = function(*self._with_aliases(args), **self._with_aliases(kwargs))
             if is_followed:
-                # What every stage has and writes to stays what every stage has.
+                # A tensor that every stage has and writes to remains one that every stage has.
                 given = {id(x) for x in tensors_of((args, kwargs)) if not self._is_followed(x)}
                 self._marked([x for x in tensors_of(result) if id(x) not in given])
             return result
         if entry.name != name:
             raise LayerError(
-                f"The code between the layers calls `{name}` where it called `{entry.name}` when it"
-                " was first followed: it took another way. Let what it decides depend on the batch"
-                " only, or name the layers in `configure_layers()` so that this code is inside one."
+                f"The code between the layers calls `{name}` where it called `{entry.name}` when "
+                "it was first traced: it took another branch. Its branches may depend on the "
+                "batch only; or name the layers in `configure_layers()` so that this code is "
+                "inside one."
             )
         if entry.layer in self.layers or (entry.is_view and self._is_here(args, kwargs)):
             return self._compute(entry, function, args, kwargs)
         return self._stand_in(trace, entry, function, args, kwargs)
 
     def _is_followed(self, tensor: Tensor) -> bool:
-        """Whether a tensor depends on a layer, or is a parameter that learns."""
+        """Whether a tensor depends on a layer, or is a parameter that requires a gradient."""
         if isinstance(tensor, Placeholder) or getattr(tensor, _MARK, None) is self._mark:
             return True
         is_parameter = tensor.requires_grad and self.shared.knows(tensor)
         return is_parameter and torch.is_grad_enabled()
 
     def _marked(self, result: Any) -> Any:
-        """Lets tensors be known for something that depends on a layer."""
+        """Marks tensors as dependent on a layer."""
         for tensor in tensors_of(result):
             if not isinstance(tensor, Placeholder):
                 setattr(tensor, _MARK, self._mark)
@@ -431,7 +435,7 @@ class StagePass(Watcher):
         return self._marked(result)
 
     def _computed(self, value: Value, tensor: Tensor) -> None:
-        """Notes a value that may have to be sent on."""
+        """Records a value that may have to be sent."""
         if value in self._wanted:
             self._send_on(value, tensor)
         if value in self._sources:
@@ -460,10 +464,10 @@ class StagePass(Watcher):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """What stands for the result of an operation that another stage computes."""
+        """The placeholder for the result of an operation that another stage computes."""
         given = list(tensors_of((args, kwargs)))
         if entry.draws:
-            # Draws that come after it are the same on every stage.
+            # Later random draws are the same on every stage.
             torch.no_grad()(function)(*self._numbers(args), **self._numbers(kwargs))
         leaves: list[Any] = []
         described = zip(entry.returns, entry.specs, entry.template.constants, strict=True)
@@ -488,7 +492,7 @@ class StagePass(Watcher):
         return with_tensors(
             tree,
             lambda x: (
-                # A tensor like the placeholder would be one itself.
+                # A new tensor made from the placeholder would be a placeholder itself.
                 torch.ones(x.shape, dtype=x.dtype, device=self.device)
                 if isinstance(x, Placeholder)
                 else x.detach().clone()
@@ -523,9 +527,9 @@ class StagePass(Watcher):
         calls = self.trace.flow.calls
         if position >= len(calls) or calls[position].layer != gate.index:
             raise LayerError(
-                f"The layer {gate.name!r} is called out of turn: when the step was first followed,"
-                " another layer was called here. Let the step call the same layers in the same"
-                " order for every batch of a shape."
+                f"The layer {gate.name!r} is called out of order: when the step was first traced, "
+                "another layer was called here. The step must call the same layers in the same "
+                "order for every batch of a shape."
             )
         assert self._part is not None
         if not self.is_last and self._part.is_over(position):
@@ -542,7 +546,7 @@ class StagePass(Watcher):
         return output
 
     def _enter_gap(self) -> None:
-        """From here on, user code in front of the next layer runs."""
+        """Called when user code before the next layer starts to run."""
         self._number = 0
         if self.trace is None:
             self._saves.in_front_of(0)
@@ -557,8 +561,8 @@ class StagePass(Watcher):
 
     def enter_scope(self) -> None:
         if self._ended:
-            # A part of the pass runs again. Whoever lets it has put the generators back to where
-            # they were when it began, and that tells where it is.
+            # A part of the pass is recomputed. The code that does so has restored the generators to
+            # their state at its start, and that state identifies the position.
             event = self._events.get(self.streams.seed_in_force())
             if event is None:
                 return
@@ -612,9 +616,9 @@ class StagePass(Watcher):
         for leaf in leaves:
             if isinstance(leaf, Placeholder):
                 raise LayerError(
-                    f"The layer {gate.name!r} was given a value that another stage holds"
-                    f" ({leaf!r}): when the step was first followed it did not need it. Let the"
-                    " step pass the same values on for every batch."
+                    f"The layer {gate.name!r} was called with a value that another stage holds "
+                    f"({leaf!r}), and was not when the step was first traced. The step must pass "
+                    "the same values for every batch."
                 )
         self._leave()
         if self.trace is None:
@@ -626,8 +630,7 @@ class StagePass(Watcher):
             if value in self._wanted or value in self._sources:
                 self._check(gate, call, number, leaf)
                 self._computed(value, leaf)
-        # At its last layer a stage may have nothing left to do; a region that checkpoints has to be
-        # left in good order.
+        # At its last layer a stage may be done; a checkpointed region has to be left properly.
         assert self._part is not None
         is_over = self._part.is_over(self._position) and self._position not in self._part.gaps
         if is_over and not self.is_last and self._saves.is_undisturbed():
@@ -635,19 +638,19 @@ class StagePass(Watcher):
         return output
 
     def _enter(self, gate: Gate, position: int) -> None:
-        """A layer begins."""
+        """Called when a layer starts."""
         self._begun_at[position] = self._event
         self.enter_scope()
         self.shared.enter_layer(gate.index)
         self._where.layer = gate.name
 
     def _leave(self) -> None:
-        """The layer ends."""
+        """Called when a layer ends."""
         self.shared.leave_layer()
         self.leave_scope()
 
     def _note_backward(self, name: str, leaves: Sequence[Any]) -> None:
-        """Lets a backward that reaches the layer say so."""
+        """Records it when a backward reaches the layer."""
 
         where = self._where
 
@@ -661,7 +664,7 @@ class StagePass(Watcher):
     def _call(
         self, gate: Gate, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        # A model that checkpoints by itself has its own way with what is saved.
+        # A model with its own activation checkpointing handles saved tensors itself.
         if self._is_saved_plainly():
             if self.memory is not None:
                 self.memory.before_layer(gate.index)
@@ -681,7 +684,7 @@ class StagePass(Watcher):
             draw = partial(self._draw_again, gate, position)
             region = Region(gate, args, kwargs, draw, table, observer)
             output = region.run()
-            # What is known of earlier microbatches: user code leaves the inputs alone.
+            # Known from earlier microbatches: user code does not modify the inputs.
             if self.memory is not None and gate.keeps_inputs:
                 region.let_go()
             self._regions.append(region)
@@ -691,7 +694,7 @@ class StagePass(Watcher):
         return gate.run(*args, **kwargs)
 
     def _is_saved_plainly(self) -> bool:
-        """Whether autograd saves what the backward needs, as it is."""
+        """Whether autograd saves tensors for the backward without hooks."""
         return torch.is_grad_enabled() and self._saves.is_undisturbed()
 
     def _draw_again(self, gate: Gate, position: int) -> None:
@@ -710,16 +713,16 @@ class StagePass(Watcher):
         ):
             return
         found = spec_of(leaf) if isinstance(leaf, Tensor) else None
-        # Of the strides nothing is asked: kernels choose their order, and on its way a value takes
-        # that of the record.
+        # Strides are not compared: kernels choose their order, and a value is sent with the strides
+        # of the trace.
         raise LayerError(
-            f"The layer {gate.name!r} returned {found}, but {expected} was worked out for this"
-            " batch. The shape of what a layer returns may depend on the shapes of its inputs only."
+            f"The layer {gate.name!r} returned {found}, but {expected} was computed for this "
+            "batch. The shape of a layer's result may depend on the shapes of its inputs only."
         )
 
     def _again(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A layer runs again in the backward (activation checkpointing in the user's model), with
-        the same numbers.
+        """Runs a layer again in the backward (activation checkpointing in the user's model), with
+        the same random numbers.
         """
         order = self.order
         if self.trace is not None:
@@ -738,7 +741,7 @@ class StagePass(Watcher):
                 self._draw_again(gate, position)
                 args, kwargs = map_leaves(self._value_again, (args, kwargs))
                 output = self._marked(gate.run(*args, **kwargs))
-        # What follows is the code behind this call, once more.
+        # The code after this call is recomputed next.
         self._position, self._number = position + 1, 0
         self._names = {}
         self._mode.begin_in_backward()
@@ -751,11 +754,11 @@ class StagePass(Watcher):
         self.end_backward()
 
     def end_backward(self) -> None:
-        """Makes sure that nothing is left of a backward in which parts of the pass ran again."""
+        """Cleans up after a backward in which parts of the pass were recomputed."""
         self._mode.end_backward()
 
     def _value_again(self, leaf: Any) -> Any:
-        """A value for a recomputation, whose graph is thrown away: only its values count."""
+        """Returns a value for a recomputation, whose graph is discarded: only the values matter."""
         if not isinstance(leaf, Placeholder) or leaf.label is None:
             return leaf
         name = self._present(leaf.label)

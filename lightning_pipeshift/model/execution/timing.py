@@ -5,7 +5,7 @@ after the other, the last first. So a hook on a layer's outputs marks the moment
 backward enters the layer; the layer's backward lasts until the backward enters the layer before it,
 or ends. The user code between two layers counts for the earlier one.
 
-On a GPU the marks are events in the stream, read when they have happened: no code waits for them.
+On a GPU the marks are events in the stream, read after they have completed: no code waits for them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_SAMPLES = 512
 
 
 class Marker(Protocol):
-    """Marks moments of a device."""
+    """Marks points in time on a device."""
 
     def now(self) -> Any:
         """The moment at which the device reaches this point."""
@@ -63,7 +63,7 @@ def marker_of(device: torch.device) -> Marker:
 
 
 class Samples:
-    """The latest figures of a repeated measurement."""
+    """The latest samples of a repeated measurement."""
 
     def __init__(self) -> None:
         self._values: deque[float] = deque(maxlen=_MOST_SAMPLES)
@@ -72,11 +72,11 @@ class Samples:
         return len(self._values)
 
     def add(self, value: float) -> None:
-        """Adds a figure; drops the oldest one if there are many."""
+        """Adds a sample; drops the oldest one if there are many."""
         self._values.append(value)
 
     def quantile(self, level: float) -> float:
-        """A quantile of the figures, interpolated. Occasional disturbances of the machine do not
+        """A quantile of the samples, interpolated. Occasional disturbances of the machine do not
         change the median, at 0.5.
         """
         ordered = sorted(self._values)
@@ -130,10 +130,10 @@ class Timer:
                 output.grad_fn.register_prehook(enter)
 
     def end_backward(self, begin: Any) -> None:
-        """Called when a backward is over.
+        """Called when a backward has ended.
 
         Args:
-            begin: its begin; until it enters a layer it is in the code behind the last one.
+            begin: its start; until it enters a layer it is in the code after the last one.
         """
         end = self._marker.now()
         moments = [(-1, begin), *self._entered]
@@ -154,11 +154,11 @@ class Timer:
         self._marked = waiting
 
     def quantile(self, what: str, number: int = -1, level: float = 0.5) -> float | None:
-        """See :meth:`Samples.quantile`; ``None`` if there are no figures."""
+        """See :meth:`Samples.quantile`; ``None`` if there are no samples."""
         samples = self._samples.get((what, number))
         return samples.quantile(level) if samples else None
 
     def forget(self) -> None:
-        """Discards all figures, for example those of warm-up steps."""
+        """Discards all samples, for example those of warm-up steps."""
         self._samples.clear()
         self._marked.clear()

@@ -1,9 +1,9 @@
 """Moves the tensors of a whole structure between a device and its host.
 
-The CPU prepares a GPU's work ahead of it. Each ``.cpu()`` or ``float(tensor)`` ends that: the CPU
-waits until the GPU has done everything that was submitted before, and then the GPU waits for new
-work. So values are fetched together, and waited for only when they are needed: behind the fetch the
-GPU has more to do meanwhile.
+The CPU queues a GPU's work ahead of time. Each ``.cpu()`` or ``float(tensor)`` ends that: the CPU
+waits until the GPU has completed all earlier work, and then the GPU waits for new work. So values
+are copied together, and waited for only when they are needed: meanwhile the GPU has later work to
+do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _JOINED_BYTES: Final = 1 << 16
 
 
 class Fetch:
-    """Values that are on their way to the host. The constructor does not wait.
+    """Values that are being copied to the host. The constructor does not wait.
 
     Args:
         tree: a structure; tensors in host memory stay as they are.
@@ -33,7 +33,7 @@ class Fetch:
         self._is_kept = is_kept
         leaves, self._rebuild = flatten(tree)
         self._leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        # The places of the leaves that are copied together, and the copies.
+        # The indices of the leaves that are copied together, and the copies.
         self._copies: list[tuple[list[int], Tensor]] = []
         self._events: list[Any] = []
         groups: dict[Hashable, list[int]] = {}

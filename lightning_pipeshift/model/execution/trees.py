@@ -23,7 +23,8 @@ Rebuild = Callable[[list[Any]], Any]
 def flatten(
     tree: Any, is_leaf: Callable[[Any], bool] | None = None, opens_objects: bool = False
 ) -> tuple[list[Any], Rebuild]:
-    """Returns the leaves of a structure, and a function that builds an equal one of other leaves.
+    """Returns the leaves of a structure, and a function that builds an equal structure from other
+    leaves.
 
     Args:
         tree: the structure.
@@ -67,7 +68,7 @@ def _only(values: list[Any]) -> Any:
 
 
 def structure_of(tree: Any) -> str:
-    """A text that is equal for equal structures, whatever their leaves."""
+    """A text that is equal for equal structures, regardless of their leaves."""
     outer, spec = pytree.tree_flatten(tree)
     inner = [(type(leaf), structure_of(fields)) for leaf in outer if (fields := _fields(leaf))]
     return f"{spec}{inner}"

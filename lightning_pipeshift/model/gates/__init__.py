@@ -1,1 +1,1 @@
-"""Layers, and the gate in front of each."""
+"""Layers, and the gate that handles the calls of each."""

@@ -1,7 +1,7 @@
-"""The gate in front of a layer: the only place where PipeShift touches one.
+"""The gate of a layer: the only place where PipeShift touches a layer.
 
-A gate replaces the layer's ``forward``. While a pass is under way, the pass handles the call;
-otherwise the layer behaves as without a gate.
+A gate replaces the layer's ``forward``. During a pass, the pass handles the call; otherwise the
+layer behaves as without a gate.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ class Scoped(Protocol):
 
 
 class Switch:
-    """State shared by the gates of one model: the pass under way, if any."""
+    """State shared by the gates of one model: the current pass, if any."""
 
     def __init__(self) -> None:
         self.current: Pass | None = None
 
 
 class Gate:
-    """Stands in front of one layer.
+    """Handles the calls of one layer.
 
     Args:
         name: the layer's qualified name.
         layer: the module.
-        index: the layer's place in the call order.
+        index: the layer's position in the call order.
         switch: shared with the model's other gates.
     """
 
@@ -70,13 +70,13 @@ class Gate:
         self._switch = switch
         self._installed: Callable[..., Any] | None = None
         self.reports: Reports | None = None
-        """The values that leave the layer by other ways than its result, if any were found."""
+        """The values that leave the layer other than by its return value, if any were found."""
         self.had_own_forward = "forward" in layer.__dict__
         self.original: Callable[..., Any] = layer.forward
         """The layer's own ``forward``."""
 
     def install(self) -> None:
-        """Puts the gate in front of the layer."""
+        """Installs the gate in the layer."""
         if hasattr(self.original, "__pipeshift__"):
             raise LayerError(
                 f"The layer {self.name!r} already has a gate: an earlier run of the same model was"
@@ -87,7 +87,7 @@ class Gate:
         self.layer.__dict__["forward"] = self._installed
 
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the result of a call of the layer."""
+        """Handles a call of the layer, and returns its result."""
         current = self._switch.current
         if current is None:
             return self.original(*args, **kwargs)
@@ -134,12 +134,12 @@ class _Forward:
 
 
 class Scope(Gate):
-    """Stands in front of a module that is no layer, but has its own random stream: a part of a
-    layer, or a module with layers in it.
+    """Handles the calls of a module that is no layer, but has its own random stream: a part of a
+    layer, or a module that contains layers.
     """
 
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the result of a call of the module."""
+        """Handles a call of the module, and returns its result."""
         current: Any = self._switch.current
         if current is None:
             return self.original(*args, **kwargs)
@@ -150,7 +150,7 @@ class Scope(Gate):
 
 
 def install(gates: Iterable[Gate]) -> None:
-    """Puts all gates in place."""
+    """Installs all gates."""
     for gate in gates:
         gate.install()
 

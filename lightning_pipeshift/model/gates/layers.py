@@ -1,8 +1,8 @@
 """Finds the layers of a LightningModule: the modules that are placed, measured and moved.
 
-Blocks that repeat are layers: composite modules of one class beside each other. Containers, and
-modules that hold blocks, are opened; what remains and has parameters or persistent buffers is a
-layer too. A block is never opened by itself: inside it the boundaries carry more than between the
+Repeated blocks are layers: composite modules of one class that are siblings. Containers, and
+modules that contain blocks, are opened; the remaining modules with parameters or persistent buffers
+are layers too. A block is never opened: inside it the boundaries carry more data than between the
 blocks.
 """
 
@@ -17,13 +17,13 @@ from torchmetrics import Metric
 from lightning_pipeshift.compat.torch_private import Loss, parameters_of, persistent_buffers
 from lightning_pipeshift.errors import LayerError
 
-# Only exactly these classes are opened: a user's subclass may use its parts in its own way.
+# Only exactly these classes are opened: a user's subclass may use its children in its own way.
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 # Modules of one class that differ by more than this factor in size, and contain modules of one
 # class, are the stages of a network and not its blocks.
 _STAGES_DIFFER = 4
 # In a model with fewer layers than this, the parts of the layers have their own random streams: it
-# may be opened further for more stages, and still draws the same numbers.
+# may be split into more layers for more stages, and still draws the same numbers.
 _MOST_OPENED = 8
 
 
@@ -38,8 +38,7 @@ def find_layers(root: nn.Module, at_least: int = 1) -> dict[str, nn.Module]:
             the whole network, say), as long as it has parts with parameters; up to eight layers.
 
     Raises:
-        LayerError: ``configure_layers`` returned something that is no list of separate modules of
-            ``root``.
+        LayerError: ``configure_layers`` did not return a list of separate modules of ``root``.
     """
     configure = getattr(root, "configure_layers", None)
     if callable(configure):
@@ -64,7 +63,7 @@ def find_layers(root: nn.Module, at_least: int = 1) -> dict[str, nn.Module]:
 
 
 def require_layers(root: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """Raises LayerError where no layer has parameters. A single device needs none: a model may have
+    """Raises LayerError if no layer has parameters. A single device needs none: a model may have
     parameters in no layer, or a step that only reads the data.
 
     Args:
@@ -91,8 +90,8 @@ def find_scopes(root: nn.Module) -> list[nn.Module]:
 
 
 def _with_state(found: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
-    """Those that have parameters or persistent buffers; a module with two names counts once, and
-    one that is part of another is left out.
+    """Returns the modules that have parameters or persistent buffers. A module with two names
+    counts once; one that is part of another is omitted.
     """
     layers: dict[str, nn.Module] = {}
     for name, module in found:
@@ -111,7 +110,7 @@ def _has_state(module: nn.Module) -> bool:
 
 
 def _may_be_opened(module: nn.Module) -> bool:
-    """Whether a module's parts are called as modules, as far as can be seen from outside.
+    """Whether a module's parts are called as modules, judging from its attributes.
 
     A module with parameters of its own uses them, and often those of its parts, in its own way
     (``nn.MultiheadAttention``).
@@ -120,10 +119,10 @@ def _may_be_opened(module: nn.Module) -> bool:
 
 
 class _Blocks:
-    """The composite modules that are repeated beside each other, outermost first.
+    """The composite modules that are repeated as siblings, outermost first.
 
     Args:
-        root: where to look for them.
+        root: the module to search.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -197,7 +196,7 @@ def _by_class(modules: Iterable[nn.Module]) -> dict[type, list[nn.Module]]:
 
 def _are_wrappers(parent: nn.Module, alike: Sequence[nn.Module]) -> bool:
     """Whether modules of one class are no blocks but contain blocks: the stages of a network, whose
-    sizes differ; or an encoder and a decoder, a network and its copy.
+    sizes differ; or an encoder and a decoder; or a network and its copy.
     """
     if not any(_holds_alike(module) for module in alike):
         return False

@@ -1,10 +1,10 @@
-"""What leaves a layer in another way than by its return value: what a hook on one of its parts is
-called with (``transformers`` collects router logits and attentions so), and what its parts keep as
-attributes (the auxiliary loss of a mixture of experts).
+"""The side outputs of a layer: values that leave it other than by its return value. These are the
+arguments of hooks on its parts (``transformers`` collects router logits and attentions in this
+way), and attributes that its parts keep (the auxiliary loss of a mixture of experts).
 
-On another stage neither exists. So what is found to leave a layer in this way is treated as if the
-layer returned it: the hooks are called behind the layer, and the attributes set there, on every
-stage; where the layer did not run, with what stands for its values.
+On another stage neither exists. So side outputs are handled as if the layer returned them: the
+hooks are called after the layer, and the attributes set there, on every stage; if the layer did not
+run, with placeholders for its values.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Report(NamedTuple):
     Args:
         part: the part's number.
         attribute: the attribute's name; ``None`` for a call.
-        args: what the part was called with; anything but tensors and numbers is left out.
+        args: the arguments of the call; only tensors and numbers are kept.
         kwargs: likewise.
-        value: what it returned, or the attribute's value.
+        value: the result of the call, or the attribute's value.
     """
 
     part: int
@@ -46,11 +46,11 @@ class Report(NamedTuple):
 
 
 class ChangesOutput(Exception):
-    """A hook returns something in the place of what its module has: it belongs into the layer."""
+    """A hook replaces the result of its module, so it has to run inside the layer."""
 
 
 class Reports:
-    """What is known to leave one layer so.
+    """The known side outputs of one layer.
 
     Args:
         layer: the layer.
@@ -60,20 +60,20 @@ class Reports:
         self._layer = layer
         self._parts: list[nn.Module] = []
         self._hooked: set[int] = set()
-        """The numbers of the parts whose hooks are called behind the layer."""
+        """The numbers of the parts whose hooks are called after the layer."""
         self._inner: set[int] = set()
-        """The numbers of those whose hooks change what they return."""
+        """The numbers of the parts whose hooks change their results."""
         self._attributes: list[tuple[int, str]] = []
         self._calls: list[Report] = []
 
     def extend(self, is_left: Callable[[Any], bool]) -> bool:
-        """Looks for more that may leave the layer.
+        """Searches for more side outputs of the layer.
 
         Args:
-            is_left: says of an attribute's value whether it is a tensor of the layer's inside.
+            is_left: whether an attribute's value is a tensor from inside the layer.
 
         Returns:
-            whether there is more than before.
+            whether there are more than before.
         """
         before = len(self._hooked), len(self._attributes)
         for part in self._layer.modules():
@@ -94,7 +94,7 @@ class Reports:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Context in which the layer runs: hooks wait."""
+        """Context in which the layer runs: calls of hooks are postponed."""
         self._calls = []
         waiting = []
         for number in self._hooked:
@@ -117,7 +117,7 @@ class Reports:
         return note
 
     def take(self) -> list[Report]:
-        """What has left the layer in its last run."""
+        """Returns the side outputs of the layer's last run."""
         calls, self._calls = self._calls, []
         kept = [
             Report(number, name, None, None, self._parts[number].__dict__.get(name))
@@ -129,12 +129,13 @@ class Reports:
         """Calls the hooks, and sets the attributes.
 
         Args:
-            reports: what :meth:`take` returned, with what stands for the tensors on this stage.
-            while_following: whether a hook may turn out to change what its module returns.
+            reports: the result of :meth:`take`, with placeholders for tensors that this stage
+                lacks.
+            while_following: whether a hook may turn out to change its module's result.
 
         Raises:
-            ChangesOutput: it does.
-            LayerError: it does, and did not while the step was followed.
+            ChangesOutput: a hook changes its module's result.
+            LayerError: it does, and did not while the step was traced.
         """
         for report in reports:
             part = self._parts[report.part]
@@ -151,9 +152,9 @@ class Reports:
                     self._hooked.discard(report.part)
                     raise ChangesOutput
                 raise LayerError(
-                    f"A hook on a {type(part).__name__} inside of a layer has returned something,"
-                    " and did not when the step was first followed. Let it return the same for"
-                    " every batch: always nothing, or always something."
+                    f"A hook on a {type(part).__name__} inside of a layer has returned something, "
+                    "and did not when the step was first traced. It must return the same for "
+                    "every batch: always nothing, or always something."
                 )
 
 

@@ -1,1 +1,3 @@
-"""Parameters: who uses them, values on other stages, models that are built later."""
+"""Parameters: the layers that use them, parameters on other stages, models that are initialised
+later.
+"""

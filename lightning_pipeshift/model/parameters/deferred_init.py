@@ -1,14 +1,14 @@
-"""Builds a model without its values, and later makes the values that a stage owns.
+"""Builds a model without its values, and later computes the values that a stage owns.
 
-Inside :meth:`DeferredInit.recording` every new tensor is made on the meta device, and the
-operations on it are recorded: how it was made, filled, copied to, loaded.
+Inside :meth:`DeferredInit.recording` every new tensor is created on the meta device, and the
+operations on it are recorded: creation, initialisation, copies, loading.
 :meth:`DeferredInit.values` repeats only the operations that one tensor needs, so that a rank builds
-its own layers one tensor at a time, and never the others. The model's code runs unchanged:
-initialisation by ``reset_parameters``, by ``self.apply(...)``, by hand, from a checkpoint. (The
-idea of recording a model's construction is from torchdistX, for fully sharded models:
-pytorch.org/torchdistx, "Deferred Module Initialization".)
+its own layers one tensor at a time, and no others. The model's code runs unchanged: initialisation
+by ``reset_parameters``, by ``self.apply(...)``, by hand, from a checkpoint. (The idea of recording
+a model's construction is from torchdistX, for fully sharded models: pytorch.org/torchdistx,
+"Deferred Module Initialization".)
 
-Each random operation has its own stream, by its place in the record, so a tensor gets the same
+Each random operation has its own stream, by its index in the record, so a tensor gets the same
 values on every rank.
 """
 
@@ -55,7 +55,7 @@ _OVERWRITING = frozenset(
 
 
 class _View(NamedTuple):
-    """Describes a tensor on the meta device: a part of a storage that was made in the record."""
+    """Describes a tensor on the meta device: a part of a storage created in the record."""
 
     storage: int
     dtype: torch.dtype
@@ -76,10 +76,11 @@ class _Entry:
     """One operation of the record.
 
     Args:
-        run: makes its results from its arguments.
+        run: computes its results from its arguments.
         arguments: ``(args, kwargs)``, with :class:`_View` and :class:`_Real` for tensors.
         results: the new tensors among its results, by position.
-        writes: the storages that it makes or changes, and whether it overwrites all of each.
+        writes: the storages that it creates or changes, and whether it overwrites each of them
+            completely.
         reads: the storages whose values it needs.
         draws: whether it draws random numbers.
     """
@@ -93,10 +94,10 @@ class _Entry:
 
 
 class DeferredInit:
-    """A record of how the tensors of a model are made.
+    """A record of how the tensors of a model are initialised.
 
     Args:
-        seed: random numbers depend on it, and on their place in the record.
+        seed: random numbers depend on it, and on their index in the record.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -106,12 +107,14 @@ class DeferredInit:
         # addresses are not reused.
         self._writers: dict[int, list[int]] = {}
         self._alive: list[Any] = []
-        # By storage: the version of the tensor when it was lent.
+        # By storage: the version of the tensor when :meth:`lend` was called.
         self._lent: dict[int | None, int] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Context in which tensors are made without values. A second one continues the record."""
+        """Context in which tensors are created without values. A second context continues the
+        record.
+        """
         _RECORDING.append(self)
         try:
             with _Operations(self), _Appearance(self), _truncated_normals_whole(self):
@@ -120,11 +123,11 @@ class DeferredInit:
             _RECORDING.pop()
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether the tensor is on the meta device, and its values can be made."""
+        """Whether the tensor is on the meta device, and its values can be computed."""
         return _storage_of(tensor) in self._writers if tensor.is_meta else False
 
     def promise(self, like: Tensor, load: Callable[[], Tensor]) -> Tensor:
-        """A tensor on the meta device whose values are loaded when they are needed.
+        """Returns a tensor on the meta device whose values are loaded on demand.
 
         Args:
             like: has its shape and type.
@@ -136,8 +139,8 @@ class DeferredInit:
             return _Promised(tensor, self)
 
     def lend(self, tensor: Tensor) -> None:
-        """Marks a tensor's memory as a private mapping of a file, so that pages can be released
-        once they have been used: otherwise they would be in memory twice.
+        """Marks a tensor's memory as a private mapping of a file, so that its pages can be freed
+        after their use: otherwise they would be in memory twice.
         """
         storage = _storage_of(tensor)
         if storage is not None:
@@ -152,9 +155,9 @@ class DeferredInit:
         """
         if not self.knows(tensor):
             raise LayerError(
-                f"A tensor of shape {tuple(tensor.shape)} is on the meta device, and how its values"
-                " are to be made is not known. Make it in `configure_model`, without naming the"
-                " meta device, or give it values there."
+                f"A tensor of shape {tuple(tensor.shape)} is on the meta device, and it is not "
+                "known how to initialise it. Create it in `configure_model`, without "
+                "`device='meta'`, or give it values there."
             )
         view = _view_of(tensor)
         storages: dict[int, torch.UntypedStorage] = {}
@@ -169,7 +172,7 @@ class DeferredInit:
         return found
 
     def forget(self) -> None:
-        """Discards the record, with the tensors that were still to be loaded."""
+        """Discards the record, and the tensors that were not loaded yet."""
         self._entries, self._writers, self._alive, self._lent = [], {}, [], {}
 
     # --- the record ---
@@ -200,7 +203,7 @@ class DeferredInit:
                 if number >= before:
                     continue
                 entry = self._entries[number]
-                # The entry that makes the storage is needed for its memory, even if a later one
+                # The entry that creates the storage is needed for its memory, even if a later one
                 # overwrites it.
                 if number not in needed:
                     needed.add(number)
@@ -311,7 +314,7 @@ def unrecorded() -> Iterator[None]:
 
 
 class _Appearance(TorchFunctionMode):
-    """Makes a tensor of the record look as without deferring: it seems to be on the CPU."""
+    """Makes a tensor of the record look as without deferring: it reports the CPU as its device."""
 
     def __init__(self, deferred: DeferredInit) -> None:
         super().__init__()
@@ -331,7 +334,7 @@ class _Appearance(TorchFunctionMode):
 
 
 def _moved(deferred: DeferredInit, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    # Each stage moves what it holds to its own device later.
+    # Each stage moves its tensors to its own device later.
     copies = kwargs.pop("copy", False)
     device, dtype, _, memory_format = parse_to(*args, **kwargs)
     if device == _META:
@@ -364,7 +367,7 @@ def _truncated_normals_whole(deferred: DeferredInit) -> Iterator[None]:
     """Context in which ``nn.init.trunc_normal_`` is one entry.
 
     The function draws until all numbers are inside the bounds, and reads values each time to check
-    that: without this context, every rank would have to make every such tensor.
+    that: without this context, every rank would have to compute every such tensor.
     """
     name = TRUNCATED_NORMAL
     original = getattr(nn.init, name, None)
@@ -416,7 +419,8 @@ class _Operations(TorchDispatchMode):
         ):
             args, kwargs = pytree.tree_map_only(Tensor, self._with_values, (args, kwargs))
             return func(*args, **kwargs)
-        # The state of a generator other than the global one would depend on which tensors are made.
+        # The state of a generator other than the global one would depend on which tensors are
+        # initialised.
         if kwargs.get("generator") is not None:
             kwargs["generator"] = None
         recorded = pytree.tree_map_only(Tensor, self._recorded, (args, kwargs))
@@ -496,12 +500,12 @@ def _real_again(leaf: Any, storages: dict[int, torch.UntypedStorage]) -> Any:
     return leaf
 
 
-# The records that are being made, innermost last.
+# The active records, innermost last.
 _RECORDING: list[DeferredInit] = []
 
 
 def current_record() -> DeferredInit | None:
-    """The record that is being made: in ``configure_model`` there is one."""
+    """Returns the active record: in ``configure_model`` there is one."""
     return _RECORDING[-1] if _RECORDING else None
 
 
@@ -511,8 +515,8 @@ def is_whole(module: nn.Module) -> bool:
 
 
 def give_attributes_values(root: nn.Module, deferred: DeferredInit) -> None:
-    """Gives values to tensors that modules keep as plain attributes (the states of a metric, a
-    table), which belong to no stage.
+    """Computes the values of tensors that modules keep as plain attributes (the states of a metric,
+    a table), which belong to no stage.
     """
     for module in root.modules():
         for name, value in list(vars(module).items()):

@@ -1,10 +1,12 @@
-"""Tensors on other stages: parameters, copies of them, and values computed from them.
+"""Tensors whose values are on other stages: parameters, copies of them, and values computed from
+them.
 
-A stage holds its own layers; of the others it knows the names. Hooks run on every stage, on all
-parameters: ``average.mul_(0.9).add_(parameter)``. A value lives where its inputs live: the stage
-that has the parameter computes this; on the others the parameter, and then the average, are tensors
-of this kind, which have a shape and a type but no values. Torch's own meta tensors would not do:
-many operations, ``add_`` among them, silently ignore a meta tensor among their inputs.
+A stage has the values of its own layers, and only the names of all other parameters. Hooks run on
+every stage, on all parameters: ``average.mul_(0.9).add_(parameter)``. Values are computed on the
+stage that has the inputs: the stage that holds the parameter computes this; on all other stages the
+parameter, and then the average, are tensors of this class, which have a shape and a type but no
+values. Torch's own meta tensors would not do: many operations, ``add_`` among them, silently ignore
+a meta tensor among their inputs.
 """
 
 from __future__ import annotations
@@ -70,12 +72,12 @@ _known: list[OwnerLookup | None] = [None]
 
 
 def set_owner_lookup(known: OwnerLookup | None) -> None:
-    """Sets the object that finds tensors from here on; ``None``: no run is under way."""
+    """Sets the object that finds tensors from now on; ``None``: no run is in progress."""
     _known[0] = known
 
 
 class _Home:
-    """The place of the values of a memory; views share it.
+    """The stages that have the values of some memory; views share it.
 
     Args:
         lives_with: see :class:`Elsewhere`.
@@ -98,7 +100,7 @@ class Elsewhere(Tensor):
 
     Args:
         data: has its shape and type; on the meta device.
-        home: the place of its values.
+        home: the stages that have its values.
         requires_grad: as for any tensor.
     """
 
@@ -119,7 +121,7 @@ class Elsewhere(Tensor):
         Args:
             tensor: the tensor.
             lives_with: see the property.
-            is_the_models: whether it is a parameter or buffer itself, and stays one whatever is
+            is_the_models: whether it is a parameter or buffer itself, and remains one whatever is
                 written to it.
         """
         data = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
@@ -147,7 +149,7 @@ class Elsewhere(Tensor):
         except PipeShiftError:
             raise
         except RuntimeError as error:
-            # Some of torch's own code (`torch.tensor([x])`) does not dispatch to subclasses.
+            # Parts of torch's own code (`torch.tensor([x])`) do not dispatch to subclasses.
             if "meta tensor" not in str(error):
                 raise
             leaves = pytree.tree_leaves((args, kwargs))
@@ -197,15 +199,16 @@ class Elsewhere(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if _known[0] is None:
-            # Part of a model that no rank can hold whole, which stays distributed after the run.
+            # A part of a model that no rank can hold whole, and that remains distributed after the
+            # run.
             is_parameter = isinstance(self, nn.Parameter)
             like = torch.empty_strided(self.size(), self.stride(), dtype=self.dtype, device=META)
             return _unpickled, (like, self.lives_with, self.requires_grad, is_parameter)
         raise LayerError(
-            f"A tensor cannot be pickled here: it lives with {_named(self.lives_with)}, on"
-            f" {_stages(self.lives_with)}. Save it with `trainer.save_checkpoint`, as a part of the"
-            " state dict of the LightningModule or of a callback, which is made whole there; or"
-            " after the run, when every rank has everything."
+            f"A tensor cannot be pickled here: it lives with {_named(self.lives_with)}, on "
+            f"{_stages(self.lives_with)}. Save it with `trainer.save_checkpoint`, as a part of "
+            "the state dict of the LightningModule or of a callback, which is completed there; "
+            "or after the run, when every rank has the whole model."
         )
 
 
@@ -306,7 +309,7 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _together(func: Any, absent: Sequence[Elsewhere], leaves: Iterable[Any]) -> frozenset[str]:
-    """The names that the result of an operation lives with.
+    """The names of the parameters whose stages compute the result of an operation.
 
     Args:
         func: the operation.
@@ -326,10 +329,10 @@ def _together(func: Any, absent: Sequence[Elsewhere], leaves: Iterable[Any]) -> 
             for one in dict.fromkeys(tensor.lives_with for tensor in absent)
         )
         raise LayerError(
-            f"`{_short(func)}` takes tensors that no stage has all of: {places}. User code between"
-            " the steps can compute with what is on the same stage: with a parameter, its gradient"
-            f" and its copies. {_NORMS} What needs several layers' values belongs into"
-            " `training_step`, or after the run."
+            f"`{_short(func)}` takes tensors that no stage has all of: {places}. User code "
+            "between the steps can compute with what is on the same stage: with a parameter, its "
+            f"gradient and its copies. {_NORMS} Code that needs the values of several layers "
+            "belongs in `training_step`, or after the run."
         )
     return names
 
@@ -338,18 +341,19 @@ def _refuse_copies(
     func: Any, names: frozenset[str], leaves: Iterable[Any], known: OwnerLookup
 ) -> None:
     for leaf in leaves:
-        # Of a copy, too, other stages have no values: each would take the result for another's.
+        # Other stages have no values of a copy either: each would take the result for a copy of
+        # another parameter.
         if not isinstance(leaf, Tensor) or leaf.is_meta:
             continue
         name = known.copied(leaf)
         if name is not None and not known.stages_of({*names, name}):
             raise LayerError(
-                f"`{_short(func)}` takes a copy of {name!r}, and what is made of {_named(names)}:"
-                f" the one is on {_stages([name])}, the other on {_stages(names)}. Copies of the"
-                " model that callbacks and the LightningModule keep are where their originals are,"
-                " for averages and the like. A model of its own that you train or evaluate beside"
-                " this one must not look like a copy: keep it outside of callbacks and the"
-                " LightningModule, in a global variable, say."
+                f"`{_short(func)}` takes a copy of {name!r}, and a value computed from "
+                f"{_named(names)}: the former is on {_stages([name])}, the latter on "
+                f"{_stages(names)}. Copies of the model that callbacks and the LightningModule "
+                "keep are on the stages of their originals, as for averages. A model of its own "
+                "that you train or evaluate in addition to this one must not look like a copy: "
+                "keep it outside of callbacks and the LightningModule, in a global variable, say."
             )
 
 
@@ -376,7 +380,7 @@ def _device() -> torch.device:
 
 
 class _Writing(threading.local):
-    """The tensors that the torch functions under way have written to, innermost last."""
+    """The tensors that the active torch functions have written to, innermost last."""
 
     def __init__(self) -> None:
         self.under_way: list[list[tuple[Tensor, frozenset[str], str]]] = []
@@ -387,8 +391,8 @@ _writes = _Writing()
 
 @contextmanager
 def _writing() -> Iterator[None]:
-    """Context of one torch function. The tensors it has written to become ``Elsewhere`` when it is
-    over: before that, torch itself still refers to them.
+    """Context of one torch function. The tensors it has written to become ``Elsewhere`` when it
+    ends: before that, torch itself still refers to them.
     """
     written: list[tuple[Tensor, frozenset[str], str]] = []
     _writes.under_way.append(written)
@@ -419,7 +423,7 @@ def _send_away(tensor: Tensor, lives_with: frozenset[str], function: str) -> Non
             kept = [tensor, *known.aliases(tensor, afresh)]
             aliases = {id(alias): alias for alias in kept}
     if _num_references(tensor) != len(aliases):
-        # Some other reference would keep the old values.
+        # Another reference would keep the old values.
         raise LayerError(refusal)
     for alias in aliases.values():
         try:
@@ -430,25 +434,25 @@ def _send_away(tensor: Tensor, lives_with: frozenset[str], function: str) -> Non
 
 def _num_references(tensor: Tensor) -> int:
     """How many tensors, and other objects, refer to the memory of this one."""
-    # The storage object made here counts as one. It has to live while torch counts: from some
-    # version of torch after 2.7 on it stays by itself, and until then it is gone.
+    # The storage object created here counts as one. It has to exist while torch counts: in versions
+    # of torch after 2.7 it persists by itself, before that it does not.
     storage = tensor.untyped_storage()
     return storage_use_count(storage) - 1
 
 
 def _cannot_be_written(lives_with: frozenset[str], function: str) -> str:
     return (
-        f"`{function}` writes what is made of {_named(lives_with)} into a tensor of this stage, and"
-        f" that value is on {_stages(lives_with)} only. An average, or anything else that is kept"
-        " of a parameter, lives where the parameter lives: make it as a copy of the parameter"
-        " (`parameter.detach().clone()`, `torch.zeros_like(parameter)`, `copy.deepcopy(module)`)"
-        " and write to it, not into other parameters, into gradients, or into a part of a larger"
-        f" tensor. {_NORMS}"
+        f"`{function}` writes a value computed from {_named(lives_with)} into a tensor of this "
+        f"stage, and that value is on {_stages(lives_with)} only. An average, or any other value "
+        "that you keep of a parameter, is on the parameter's stage: create it as a copy of the "
+        "parameter (`parameter.detach().clone()`, `torch.zeros_like(parameter)`, "
+        "`copy.deepcopy(module)`) and write to it, not into other parameters, into gradients, or "
+        f"into a part of a larger tensor. {_NORMS}"
     )
 
 
 def _set_data(tensor: Tensor, data: Tensor) -> None:
-    """``tensor.data = data`` for a tensor that is elsewhere: has no effect on values here."""
+    """``tensor.data = data`` for a tensor of another stage: has no effect on values here."""
     assert isinstance(tensor, Elsewhere)
     if not isinstance(data, Elsewhere):
         # A write has no effect here, but the shape may change.
@@ -460,9 +464,9 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
 
 
 def swap(tensor: Tensor, fresh: Tensor) -> None:
-    """Gives a tensor the values, the device and the class of another one. The object stays the
+    """Gives a tensor the values, the device and the class of another one. The object remains the
     same, with its attributes and hooks; so optimizers, schedulers and the user's own references
-    stay valid.
+    remain valid.
     """
     attributes = {name: v for name, v in vars(tensor).items() if name not in _OWN_ATTRIBUTES}
     torch.utils.swap_tensors(tensor, fresh)
@@ -480,11 +484,11 @@ def _refuse_reading(function: str, absent: Sequence[Elsewhere]) -> NoReturn:
 def _reading(function: str, absent: Sequence[Elsewhere]) -> LayerError:
     names = frozenset().union(*(tensor.lives_with for tensor in absent))
     return LayerError(
-        f"`{_short(function)}` reads the value of {_named(names)}, or of something that was made of"
-        f" it (a gradient, a copy, a norm): that is on {_stages(names)}, and here are its shape and"
-        " its type only. Compute with it and keep the result, which lives there too, and is saved"
-        f" from there; or leave it out where `tensor.is_meta`. {_NORMS} After the run every rank"
-        " has all values."
+        f"`{_short(function)}` reads the value of {_named(names)}, or of a value computed from it "
+        f"(a gradient, a copy, a norm): it is on {_stages(names)}, and this stage has its shape "
+        "and type only. Compute with it and keep the result, which is on that stage too, and is "
+        f"saved from there; or skip it if `tensor.is_meta`. {_NORMS} After the run every rank has "
+        "all values."
     )
 
 

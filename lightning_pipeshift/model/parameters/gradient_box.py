@@ -1,7 +1,8 @@
-"""Where a stage's autograd graph begins: at received payloads, and at shared parameters.
+"""The inputs of a stage's autograd graph: received payloads, and shared parameters.
 
-For both, the stage passes a tensor to user code whose gradient goes into a box instead of a leaf.
-Such a tensor is not a leaf, so user code may modify it in place; it is neither a view nor a copy.
+For both, the stage passes a tensor to user code whose gradient is stored in a box instead of a
+leaf. Such a tensor is not a leaf, so user code may modify it in place; it is neither a view nor a
+copy.
 """
 
 from __future__ import annotations
@@ -78,16 +79,16 @@ class _SegmentBox(GradientBox):
 
 class SharedParameters:
     """Collects the gradients of shared parameters separately for each segment. A segment is the
-    code between two places where a module with its own random stream begins or ends; segments are
+    code between two points where a module with its own random stream begins or ends; segments are
     the same on every split.
 
-    In a layer, the module's slots refer to a stand-in for each shared parameter. For code between
-    layers, a stand-in replaces each shared parameter that it passes to a function of torch.
+    In a layer, the module's slots refer to an alias of each shared parameter. For code between
+    layers, an alias replaces each shared parameter that it passes to a function of torch.
 
     Args:
         uses: the shared parameters that this stage holds.
         others: the other parameters that it holds. Code between layers may use them too, if it is
-            not followed.
+            not traced.
     """
 
     def __init__(self, uses: list[ParameterUse], others: Iterable[ParameterUse] = ()) -> None:
@@ -101,29 +102,30 @@ class SharedParameters:
                 self._by_layer.setdefault(layer, []).append(use)
         self._segment = 0
         self._here: Sequence[ParameterUse] = ()
-        """The shared parameters of the layer under way."""
+        """The shared parameters of the current layer."""
         self._aliases: dict[int, Tensor] = {}
         self._replaced: list[ParameterUse] = []
         self._last_call: dict[int, int] = {}
         """By layer, the segment in which it was called last."""
         self.was_handed_out = False
-        """Whether any stand-in was passed on whose gradients go into :attr:`sums`."""
+        """Whether any alias was passed to user code whose gradients are collected in :attr:`sums`.
+        """
 
     def enter_layer(self, layer: int) -> None:
-        """From here on, the forward pass is inside of a layer."""
+        """Called when the forward pass enters a layer."""
         self._here = self._by_layer.get(layer, ())
         self._last_call[layer] = self._segment
         if self._here:
             self._replace()
 
     def leave_layer(self) -> None:
-        """From here on, the forward pass is between layers."""
+        """Called when the forward pass leaves a layer."""
         self._here = ()
         if self._aliases or self._replaced:
             self.restore()
 
     def enter_segment(self, segment: int) -> None:
-        """From here on, the forward pass is in another segment.
+        """Called when the forward pass enters another segment.
 
         Args:
             segment: the number of begins and ends of modules with their own random stream before
@@ -150,8 +152,8 @@ class SharedParameters:
         return id(tensor) in self._names
 
     def are_used(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a function that is called with this may be given a parameter that is held here:
-        a quick look, which does not go into lists and the like.
+        """Whether a parameter held here may be among the arguments of a function: a quick check,
+        which does not search nested lists.
         """
         names = self._names
         for values in (args, kwargs.values()) if kwargs else (args,):
@@ -161,7 +163,7 @@ class SharedParameters:
         return False
 
     def alias(self, parameter: Tensor) -> Tensor:
-        """The stand-in that code between layers uses for a parameter."""
+        """Returns the alias that code between layers uses for a parameter."""
         if not (parameter.requires_grad and torch.is_grad_enabled()):
             return parameter
         alias = self._aliases.get(id(parameter))
@@ -185,13 +187,13 @@ class SharedParameters:
         self._replaced = []
 
     def begin_step(self) -> None:
-        """Forgets the gradients of the step before."""
+        """Discards the gradients of the previous step."""
         self.sums.clear()
         self.was_handed_out = False
 
     def total(self, use: ParameterUse, start: Tensor | None) -> Tensor | None:
-        """``start`` plus the gradients of this stage's segments, in order; ``None`` without any of
-        these.
+        """``start`` plus the gradients of this stage's segments, in order; ``None`` if there are no
+        such gradients.
         """
         segments = sorted(segment for name, segment in self.sums if name == use.name)
         for segment in segments:
@@ -200,7 +202,7 @@ class SharedParameters:
         return start
 
     def total_with_own(self, use: ParameterUse, start: Tensor | None) -> Tensor | None:
-        """The same plus the gradient that accumulated in the parameter itself."""
+        """As :meth:`total`, plus the gradient that accumulated in the parameter itself."""
         total, own = self.total(use, start), use.parameter.grad
         if own is None or total is None:
             return own if total is None else total

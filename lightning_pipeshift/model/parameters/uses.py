@@ -1,8 +1,8 @@
-"""Which layers use each parameter, and how a stage releases the parameters that it does not need.
+"""Finds the layers that use each parameter, and frees the parameters that a stage does not need.
 
 A parameter that exactly one layer uses moves with that layer. All others are *shared*: loose
 parameters (in no layer), tied ones (in several modules with their own random stream), and those
-that user code uses directly (``F.linear(h, self.embed.weight)``). The forward pass is cut into
+that user code uses directly (``F.linear(h, self.embed.weight)``). The forward pass is divided into
 *segments* where modules with their own random stream begin and end, which is the same on every
 split. The gradient of a shared parameter is collected for each segment separately and summed in the
 order of the segments, so the sum has the same bits on every split.
@@ -29,7 +29,7 @@ from lightning_pipeshift.model.trace.placeholder import META
 
 
 class Slot(NamedTuple):
-    """A place in the module tree that refers to a parameter or buffer."""
+    """An attribute in the module tree that refers to a parameter or buffer."""
 
     module: nn.Module
     name: str
@@ -45,7 +45,7 @@ class Slot(NamedTuple):
 
 
 def slots_of(module: nn.Module) -> list[Slot]:
-    """Every place in a module tree that refers to a parameter or buffer."""
+    """Returns every attribute in a module tree that refers to a parameter or buffer."""
     return [
         Slot(owner, name, is_buffer)
         for owner in module.modules()
@@ -57,7 +57,7 @@ def slots_of(module: nn.Module) -> list[Slot]:
 
 @contextmanager
 def substituted(slots: Iterable[Slot], tensor_of: Mapping[int, Tensor]) -> Iterator[None]:
-    """Context in which the places refer to other tensors, chosen by the identity of their own."""
+    """Context in which the slots refer to other tensors, chosen by the identity of their own."""
     before = [(slot, slot.get()) for slot in slots]
     try:
         for slot, tensor in before:
@@ -75,8 +75,8 @@ class ParameterUse:
 
     Args:
         name: its first qualified name.
-        parameter: the tensor; the same object for the whole run, wherever its data is.
-        slots: all places that refer to it.
+        parameter: the tensor; the same object for the whole run, whichever stage has its values.
+        slots: all attributes that refer to it.
         layers: the indices of the layers whose modules refer to it.
         used_in: the indices of the layers that use it when they are called: those whose modules
             refer to it, and others that have another reference to it.
@@ -111,13 +111,14 @@ def parameter_uses(
     called: Container[int] | None = None,
     scopes: Iterable[nn.Module] = (),
 ) -> list[ParameterUse]:
-    """Every parameter of ``root`` in the order of ``root.named_parameters()``, with its users.
+    """Returns every parameter of ``root`` in the order of ``root.named_parameters()``, with its
+    users.
 
     Args:
         root: the LightningModule.
         layers: its layers, in call order.
         touched: by the identity of a parameter that is used other than through its own layer, the
-            layers that use it so; empty if only code between layers does.
+            layers that use it in this way; empty if only code between layers does.
         called: the indices of the layers that a training step calls; by default all.
         scopes: the modules with their own random stream; by default the layers.
     """
@@ -145,8 +146,8 @@ def parameter_uses(
     for copied, original in copies_in(root, uses, called):
         pairs = zip(copied.parameters(), original.parameters(), strict=True)
         for parameter, other in pairs:
-            # User code that combines the two (an average, a momentum update) runs where the copy
-            # is.
+            # User code that combines the two (an average, a momentum update) runs on the stage of
+            # the copy.
             use, also = use_of[id(other)], use_of[id(parameter)].layers
             use.layers = tuple(sorted({*use.layers, *also}))
     return uses
@@ -261,7 +262,9 @@ def _signature(module: nn.Module) -> Any:
 
 
 def hold(tensor: Tensor, data: Tensor) -> None:
-    """Gives values to a parameter or buffer that was on another stage. The object is unchanged."""
+    """Sets the values of a parameter or buffer that was on another stage. The object is
+    unchanged.
+    """
     if data.device.type == tensor.device.type:
         tensor.data = data
         return
@@ -273,8 +276,8 @@ def hold(tensor: Tensor, data: Tensor) -> None:
 
 
 def release(tensor: Tensor, name: str) -> None:
-    """Releases the values of a parameter or buffer. The object, its shape and its type stay, and
-    operations on it take effect where it is held.
+    """Frees the values of a parameter or buffer. The object, its shape and its type remain, and
+    operations on it take effect on the stages that hold it.
 
     Args:
         tensor: the parameter or buffer.
@@ -287,7 +290,7 @@ def release(tensor: Tensor, name: str) -> None:
 
 def other_state(layer: nn.Module) -> dict[tuple[str, str], Any]:
     """A layer's state other than parameters: its modules' buffers (``None`` for an empty one), and
-    under the name ``""`` what a module adds to a state dict.
+    under the name ``""`` the extra state that a module adds to a state dict.
     """
     found: dict[tuple[str, str], Any] = {}
     for owner, module in layer.named_modules():
@@ -298,7 +301,7 @@ def other_state(layer: nn.Module) -> dict[tuple[str, str], Any]:
 
 
 def take_other_state(layer: nn.Module, state: dict[tuple[str, str], Any]) -> None:
-    """Gives a layer the result of :func:`other_state` on another rank."""
+    """Loads the result of :func:`other_state` of another rank into a layer."""
     modules = dict(layer.named_modules())
     for (owner, name), value in state.items():
         if name:
@@ -308,8 +311,8 @@ def take_other_state(layer: nn.Module, state: dict[tuple[str, str], Any]) -> Non
 
 
 def give_buffer(module: nn.Module, name: str, value: Tensor | None) -> None:
-    """Gives a module a buffer's new values. If shape and type are unchanged, the buffer stays the
-    same object.
+    """Sets a buffer's new values. If shape and type are unchanged, the buffer remains the same
+    object.
     """
     buffers = buffers_of(module)
     before = buffers.get(name)

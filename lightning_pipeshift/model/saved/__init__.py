@@ -1,1 +1,1 @@
-"""The tensors that autograd saves for the backward: kept, moved, compressed, recomputed."""
+"""The tensors that autograd saves for the backward: kept, offloaded, compressed, recomputed."""

@@ -2,8 +2,8 @@
 
 This is user code. It runs on the stage of the layer that follows it, and saves tensors as layers
 do: an activation function between two layers saves its output, a loss the logarithms of all
-probabilities. They count for that layer, and may be moved like its own saved tensors; but running
-the layer again does not recompute them.
+probabilities. They count for that layer, and may be offloaded like its own saved tensors; but
+recomputing the layer does not recompute them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class BetweenLayers:
 
     Args:
         table: the microbatch's saved tensors.
-        observer: records saved tensors, if that is needed.
+        observer: records saved tensors, if needed.
         resident: addresses of the model's own tensors.
     """
 
@@ -40,15 +40,15 @@ class BetweenLayers:
         self._number = FRONT
 
     def in_front_of(self, layer: int) -> None:
-        """From here on, code in front of a layer runs."""
+        """Called when code before a layer starts to run."""
         self._layer, self._number = layer, FRONT
 
     def behind(self, layer: int) -> None:
-        """From here on, code behind the last layer runs."""
+        """Called when code after the last layer starts to run."""
         self._layer, self._number = layer, BEHIND
 
     def watched(self) -> AbstractContextManager[Any]:
-        """Context in which our hooks handle the tensors saved outside of layers."""
+        """Context in which PipeShift's hooks handle the tensors saved outside of layers."""
         return saving(self._pack, _unpacked)
 
     def is_undisturbed(self) -> bool:

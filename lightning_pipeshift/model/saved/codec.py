@@ -1,8 +1,8 @@
 """Compresses saved tensors for transfers to the host or to another device, and decompresses them.
 
-The transfer is the bottleneck: a shorter one brings tensors back in time more often. Saved tensors
-often carry little information for their size. A dropout's mask has one bit in each byte, the output
-of a ReLU is mostly zeros, and for most activations eight bits are enough.
+The transfer is the bottleneck: with a shorter one, tensors are prefetched in time more often. Saved
+tensors often carry little information for their size. A dropout's mask has one bit in each byte,
+the output of a ReLU is mostly zeros, and for most activations eight bits are enough.
 
 There are two codecs; none is used unless the user asks for it. ``lossless`` returns the same bits.
 ``8bit`` does not; its documentation bounds the error of an element.
@@ -46,12 +46,12 @@ _PICKS = 0x8040201008040201 - (1 << 64)
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A tensor as it travels.
+    """An encoded tensor.
 
     Args:
         parts: the vectors to move: contiguous, and on the tensor's device. The tensor itself may be
             the only one.
-        kind: how to decode it.
+        kind: the way to decode it.
         dtype: the tensor's.
         numel: likewise.
     """
@@ -63,16 +63,16 @@ class Encoded:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes to move."""
+        """The number of bytes to transfer."""
         return sum(part.nbytes for part in self.parts)
 
     def with_parts(self, parts: tuple[Tensor, ...]) -> Encoded:
-        """The same with other parts: the ones that have been moved."""
+        """The same with other parts: the transferred ones."""
         return replace(self, parts=tuple(parts))
 
     def without_values(self) -> Encoded:
-        """The same with parts that have shapes and types only. Who moves the parts keeps this: a
-        reference to them, or to the tensor if it is the only one, would keep their memory.
+        """The same with parts that have shapes and types only. Code that transfers the parts keeps
+        this: a reference to them, or to the tensor if it is the only one, would keep their memory.
         """
         return self.with_parts(tuple(torch.empty_like(part, device="meta") for part in self.parts))
 
@@ -102,7 +102,7 @@ def codec_named(name: str | None) -> Codec | None:
     """A codec by its name; None for none.
 
     Raises:
-        ConfigurationError: there is none of that name.
+        ConfigurationError: there is no codec of that name.
     """
     if name is None:
         return None
@@ -112,8 +112,8 @@ def codec_named(name: str | None) -> Codec | None:
             return codec
     allowed = ", ".join(repr(codec.name) for codec in codecs)
     raise ConfigurationError(
-        f"There is no codec {name!r} for saved tensors that are moved; allowed are {allowed} and"
-        " None. Pass one of them, or None to move the tensors as they are."
+        f"There is no codec {name!r} for offloaded saved tensors; allowed are {allowed} and"
+        " None. Pass one of them, or None to transfer the tensors uncompressed."
     )
 
 
@@ -125,9 +125,9 @@ def may_look_at(tensor: Tensor) -> bool:
 
 
 class _Lossless:
-    """Bits for booleans; elements that are all zero bits are left out.
+    """Packs booleans into bits, and leaves out elements that are all zero bits.
 
-    A tensor that does not get smaller by a tenth is moved as it is.
+    A tensor that does not get smaller by a tenth is transferred uncompressed.
     """
 
     name = "lossless"
@@ -240,7 +240,7 @@ class _EightBit:
         return flat
 
     def largest_error(self, flat: Tensor) -> float:
-        """See the class; infinite where a block would return as nan."""
+        """The bound in the class's docstring; infinite if a block would be decoded as nan."""
         if not _has_blocks(flat):
             return 0.0
         largest = float(torch.maximum(flat.amax(), flat.amin().neg()))
@@ -299,13 +299,13 @@ def _unpacked(bits: Tensor, span: slice) -> Tensor:
 
 
 def _words_of(flat: Tensor) -> Tensor:
-    """The same memory as integers, so that -0.0 is no zero, and a nan is an ordinary value."""
+    """The same memory as integers, so that -0.0 is not zero, and a nan is an ordinary value."""
     return flat.view(_INTEGERS[flat.element_size()])
 
 
 def _places(is_set: Tensor) -> Tensor:
-    # Ten times as fast as torch's `nonzero`, which takes a branch for each element; likewise,
-    # `masked_select` and `masked_scatter_` are slower than this and a selection by places.
+    # Ten times as fast as torch's `nonzero`, which branches for each element; likewise,
+    # `masked_select` and `masked_scatter_` are slower than this and an indexed selection.
     return torch.from_numpy(np.flatnonzero(is_set.numpy()))
 
 
@@ -322,7 +322,7 @@ def _has_blocks(flat: Tensor) -> bool:
 
 
 def _blocks(numel: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
-    """Yields spans of elements with their blocks; the last block comes separately if shorter."""
+    """Yields spans of elements with their blocks; a shorter last block is separate."""
     whole = numel - numel % BLOCK
     for span in _spans(whole, device):
         yield span, slice(span.start // BLOCK, span.stop // BLOCK)

@@ -1,8 +1,8 @@
-"""Our hooks on tensors that autograd saves, and how they work together with ``torch.func``.
+"""PipeShift's hooks on tensors that autograd saves, and their use together with ``torch.func``.
 
-``torch.func.grad`` and similar functions refuse to run while such hooks are in force. User code
-must run as it would without our hooks. So they are removed while ``torch.func`` runs, and tensors
-saved meanwhile stay where they are.
+``torch.func.grad`` and similar functions refuse to run while such hooks are active. User code must
+run as it would without these hooks. So they are removed while ``torch.func`` runs, and tensors
+saved meanwhile remain on the device.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class _Local(threading.local):
 
 
 _OURS = _Local()
-"""The hooks in force in this thread, innermost last."""
+"""The active hooks in this thread, innermost last."""
 
 
 @contextmanager
 def saving(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> Iterator[None]:
-    """Context in which autograd saves ``pack(tensor)`` instead of a tensor, and gets the tensor
-    back by ``unpack``.
+    """Context in which autograd saves ``pack(tensor)`` instead of a tensor, and restores the tensor
+    by ``unpack``.
     """
     with _ASIDE.installed(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         _OURS.hooks.append((pack, unpack))
@@ -48,7 +48,9 @@ def saving(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> Iterator
 
 
 class _StandingAside:
-    """Replaces the function by which ``torch.func`` disables hooks, while ours are in force."""
+    """Replaces the function by which ``torch.func`` disables hooks, while PipeShift's are
+    active.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -74,7 +76,7 @@ class _StandingAside:
 
     @contextmanager
     def disable(self, error_message: str) -> Iterator[None]:
-        """Context without our hooks, in which no hooks may be set."""
+        """Context without PipeShift's hooks, in which no hooks may be set."""
         original = self._original
         assert original is not None
         aside: list[Hooks] = []

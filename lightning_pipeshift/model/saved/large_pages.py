@@ -15,7 +15,7 @@ _HUGE = getattr(mmap, "MADV_HUGEPAGE", 14)
 
 
 def let_go(tensor: Tensor) -> None:
-    """Releases the pages of a mapped tensor; they are read again when they are touched again."""
+    """Frees the pages of a mapped tensor; they are read again at the next access."""
     _advise(tensor, mmap.PAGESIZE, _LET_GO)
 
 

@@ -1,4 +1,4 @@
-"""Releases the tensors that a layer saved for its backward, and recomputes them by a second run.
+"""Drops the tensors that a layer saved for its backward, and recomputes them by a second run.
 
 Recomputation in a stage's idle time (NUDT, "distributed parallel training method and system for
 heterogeneous computing clusters") needs two properties that ``torch.utils.checkpoint`` lacks: the
@@ -7,9 +7,9 @@ the same bits, on whatever stage the layer is. For this, the second run uses the
 stream, and saved tensors are numbered in their order, so the n-th of the second run replaces the
 n-th of the first.
 
-Saved tensors are released when the stage's forward is over, not earlier. By then user code has made
-its changes to the layer's inputs (``residual += x``): if an input has changed since the layer ran,
-the layer cannot run again, and keeps its saved tensors.
+Saved tensors are dropped when the stage's forward has ended, not earlier. By then user code has
+made its changes to the layer's inputs (``residual += x``): if an input has changed since the layer
+ran, the layer cannot be recomputed, and keeps its saved tensors.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ Ambient = Callable[[], AbstractContextManager[object]]
 
 
 class LayerCall:
-    """One call of a layer, whose saved tensors our hooks handle.
+    """One call of a layer, with PipeShift's hooks on its saved tensors.
 
     Args:
         gate: that of the layer.
         args: the arguments of the call.
         kwargs: likewise.
         table: the microbatch's saved tensors.
-        observer: records what the layer saves, if that is needed.
+        observer: records the layer's saved tensors, if needed.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class LayerCall:
         self._count = 0
 
     def run(self) -> Any:
-        """Runs the layer as it is called."""
+        """Runs the layer."""
         args, kwargs = self._args, self._kwargs
-        # Only the caller decides how long the arguments live.
+        # Only the caller decides for how long the arguments are kept alive.
         self._args, self._kwargs = (), {}
         with ExitStack() as stack:
             origins = None
@@ -98,7 +98,7 @@ class LayerCall:
 
 
 class Region(LayerCall):
-    """One call of a layer that may run again.
+    """One call of a layer that may be recomputed.
 
     Args:
         gate: that of the layer.
@@ -106,7 +106,7 @@ class Region(LayerCall):
         kwargs: likewise.
         draw: restarts the call's own random stream.
         table: the microbatch's saved tensors.
-        observer: records what the layer saves, if that is needed.
+        observer: records the layer's saved tensors, if needed.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Region(LayerCall):
         self._places = [places[id(leaf)] for leaf in leaves]
         self._inputs = [_Input(leaf, gate.index, self._table) for leaf in unique.values()]
         self._slots = slots_of(gate.layer)
-        # Its parameters are held anyway, so a view of one takes no memory.
+        # Its parameters are kept anyway, so a view of one takes no memory.
         self._parameters = {
             address_of(tensor)
             for slot in self._slots
@@ -140,10 +140,10 @@ class Region(LayerCall):
         self._saved: list[weakref.ref[Saved]] = []
         self._is_let_go = False
         self.num_bytes = 0
-        """The bytes that it has released, as far as they were counted."""
+        """The number of bytes that it has dropped, as far as they were counted."""
 
     def run(self) -> Any:
-        """Runs the layer as it is called."""
+        """Runs the layer for the first time."""
         versions = None
         if self._buffers is None:
             versions = [(slot, slot.get(), _version(slot.get())) for slot in self._buffer_slots()]
@@ -168,20 +168,21 @@ class Region(LayerCall):
         return saved
 
     def let_go(self) -> bool:
-        """Releases the saved tensors, if the layer can run again; called when user code makes no
-        more changes to its inputs. Returns whether it released them.
+        """Drops the saved tensors, if the layer can be recomputed; called when user code makes no
+        more changes to its inputs. Returns whether it dropped them.
 
         Raises:
-            LayerError: earlier calls could run again, but this one's inputs have been written to.
+            LayerError: earlier calls could be recomputed, but this one's inputs have been written
+                to.
         """
         is_intact = bool(self._inputs) and all(entry.is_intact for entry in self._inputs)
         self.gate.keeps_inputs = is_intact
         if not is_intact:
             if self._is_let_go:
                 raise LayerError(
-                    f"What the layer {self.gate.name!r} was called with has been written to in"
-                    " place after the layer ran, which was not so for earlier microbatches: it"
-                    " cannot run again. Set `recompute='none'` in the strategy, or write to a copy."
+                    f"An argument of the layer {self.gate.name!r} has been written to in place "
+                    "after the layer ran, which was not so for earlier microbatches: it cannot "
+                    "be recomputed. Set `recompute='none'` in the strategy, or write to a copy."
                 )
             self._inputs = []
             return False
@@ -201,7 +202,7 @@ class Region(LayerCall):
         return True
 
     def run_again(self) -> None:
-        """Makes the released tensors again; does nothing if they are present."""
+        """Recomputes the dropped tensors; does nothing if they are present."""
         if not self._is_let_go:
             return
         self._is_let_go = False
@@ -221,7 +222,7 @@ class Region(LayerCall):
             inputs = [entry.again() for entry in self._inputs]
             args, kwargs = self._rebuild([inputs[place] for place in self._places])
             self._draw()
-            # The saved tensors are taken out of this graph; its backward never runs.
+            # The saved tensors of this graph are moved to the first graph; its backward never runs.
             stack.enter_context(saving(pack, _never))
             self.gate.run(*args, **kwargs)
         if len(fresh) != len(self._saved):
@@ -230,16 +231,16 @@ class Region(LayerCall):
             saved = reference()
             if saved is not None and saved.maker is self:
                 self._table.make_good(saved, tensor, self.gate.index, number)
-        # Releases the room reserved for recomputed tensors that are no longer needed.
+        # Frees the memory reserved for recomputed tensors that are no longer needed.
         self._table.make_room(0, self.gate.index)
         self._inputs = []
 
     def _fail(self, found: str, expected: str) -> None:
         raise LayerError(
-            f"The layer {self.gate.name!r} saved {found} for its backward when it was run again,"
-            f" and {expected} the first time: it depends on something besides its inputs, its"
-            " parameters, its buffers and random numbers. Set `recompute='none'` in the strategy,"
-            " or let the layer do the same each time."
+            f"The layer {self.gate.name!r} saved {found} for its backward when it was recomputed, "
+            f"and {expected} the first time: it depends on something other than its inputs, its "
+            "parameters, its buffers and random numbers. Set `recompute='none'` in the strategy, "
+            "or make the layer's result depend on these only."
         )
 
 

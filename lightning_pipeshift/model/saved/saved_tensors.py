@@ -1,4 +1,4 @@
-"""Manages the tensors that autograd saves in a forward: counts them by storage, releases, moves and
+"""Manages the tensors that autograd saves in a forward: counts them by storage, drops, offloads and
 restores them.
 
 Autograd holds a :class:`Saved` instead of each tensor. Tensors that share memory share a
@@ -28,7 +28,7 @@ from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
 T = TypeVar("T")
 
 GIVEN: Final = -1
-"""The number of saved tensors that are arguments of a layer that may run again."""
+"""The number of saved tensors that are arguments of a layer that may be recomputed."""
 
 
 class Keeper(Protocol):
@@ -38,24 +38,26 @@ class Keeper(Protocol):
         """Adds a block, which is on the device."""
 
     def also(self, block: Block, layer: int, number: int) -> None:
-        """Gives a block a further name, as another saved tensor shares its memory."""
+        """Gives a block a second name, as another saved tensor shares its memory."""
 
     lock: AbstractContextManager[Any]
-    """While it is held, no block leaves or comes back in another thread."""
+    """While it is held, no other thread offloads or fetches a block."""
 
     def fetch(self, block: Block) -> None:
-        """Brings a block back; returns when it is here. It stays as long as it is in use."""
+        """Fetches a block; returns when it is on the device. It remains there while it is in
+        use.
+        """
 
     def drop(self, place: Any) -> None:
-        """Drops a block that is not needed any more, given its ``place``. May be called in any
-        thread, at any time.
+        """Drops a block that is no longer needed, given its ``place``. May be called in any thread,
+        at any time.
         """
 
     def make_room(self, num_bytes: int, layer: int) -> None:
-        """Returns when a layer may save so many recomputed bytes."""
+        """Waits until a layer may save ``num_bytes`` recomputed bytes."""
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether there is room for so many bytes without waiting."""
+        """Whether ``num_bytes`` are free without waiting."""
 
 
 class Maker(Protocol):
@@ -71,9 +73,9 @@ class Block:
     Args:
         tensor: the first of them.
         layer: the layer that saved it first.
-        number: the place of its first tensor among those that the layer has saved.
+        number: the index of its first tensor among those that the layer has saved.
         microbatch: its microbatch.
-        keeper: decides where it is; ``None``: it stays on the device.
+        keeper: decides where it is; ``None``: it remains on the device.
     """
 
     __slots__ = (
@@ -128,12 +130,12 @@ class Block:
         return None
 
     def leave(self) -> None:
-        """Releases the memory."""
+        """Drops the reference to the memory."""
         for saved in self.tensors:
             saved.let_go()
 
     def come_back(self, memory: Tensor) -> None:
-        """Continues with the same bits in other memory.
+        """Takes other memory with the same bits.
 
         Args:
             memory: a vector of the block's type.
@@ -167,7 +169,7 @@ class Saved:
             return
         self._layout = (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
         self.tensor = None
-        # Only the memory is released: writes by other users of the tensor still raise the shared
+        # Only the memory is dropped: writes by other users of the tensor still raise the shared
         # version counter.
         self._witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
@@ -178,7 +180,7 @@ class Saved:
         return view.set_(memory.untyped_storage(), offset, size, stride)
 
     def take(self, tensor: Tensor, block: Block | None = None) -> None:
-        """Takes a tensor with the same bits as the released one.
+        """Takes a tensor with the same bits as the dropped one.
 
         Args:
             tensor: the same values in other memory.
@@ -194,7 +196,7 @@ class Saved:
         if self.tensor is None and self.maker is not None:
             self.maker.run_again()
         elif self.block is not None and self.block.keeper is not None:
-            # Even if it is on the device: it may be about to leave.
+            # Even if it is on the device: it may be about to be offloaded.
             self.block.keeper.fetch(self.block)
         tensor = self.tensor
         assert tensor is not None
@@ -221,8 +223,8 @@ class SavedTable:
 
     Args:
         microbatch: its number.
-        keeper: decides where blocks are; ``None``: they stay on the device.
-        left_out: addresses of memory that is held anyway: the batch's.
+        keeper: decides where blocks are; ``None``: they remain on the device.
+        left_out: addresses of memory that is in use anyway: the batch's.
     """
 
     def __init__(
@@ -247,9 +249,9 @@ class SavedTable:
         Args:
             tensor: the tensor to save.
             layer: the layer that saves it.
-            number: its place among those that the layer has saved.
+            number: its index among those that the layer has saved.
             resident: addresses of the layer's parameters and buffers.
-            makes_room: whether no room has been reserved for it yet.
+            makes_room: whether no memory has been reserved for it yet.
         """
         use = partial(Saved, tensor)
         return self._counted(tensor, layer, number, resident, use, makes_room)
@@ -259,12 +261,12 @@ class SavedTable:
         return address in resident or address in self._left_out
 
     def make_room(self, num_bytes: int, layer: int) -> None:
-        """Returns when there is room for what a layer is about to recompute."""
+        """Waits until there is memory for the tensors that a layer is about to recompute."""
         if self._keeper is not None:
             self._keeper.make_room(num_bytes, layer)
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether there is room for so many bytes."""
+        """Whether ``num_bytes`` are free."""
         return self._keeper is None or self._keeper.has_room(num_bytes)
 
     @property
@@ -273,7 +275,7 @@ class SavedTable:
         return self._keeper is not None
 
     def make_good(self, saved: Saved, tensor: Tensor, layer: int, number: int) -> None:
-        """Gives a released saved tensor its recomputed values."""
+        """Gives a dropped saved tensor its recomputed values."""
         self._counted(tensor, layer, number, frozenset(), partial(saved.take, tensor))
 
     def _counted(
@@ -309,10 +311,10 @@ class SavedTable:
 
 
 class Observer:
-    """Records what the layers of one microbatch save, and the code around them, each tensor's
-    memory once.
+    """Records the tensors that the layers of one microbatch, and the code around them, save; each
+    tensor's memory once.
 
-    Parameters, buffers and the batch are held anyway and are left out, and so are a layer's inputs
+    Parameters, buffers and the batch are in use anyway and are omitted, and so are a layer's inputs
     that the layer before it saved: they are counted there.
     """
 
@@ -348,7 +350,7 @@ class Observer:
             yield origins
 
     def note(self, tensor: Tensor, layer: int, number: int, origin: str, is_resident: bool) -> None:
-        """Records a tensor that a layer saves, or the code around it."""
+        """Records a tensor saved by a layer, or by the code around it."""
         address = address_of(tensor)
         num_bytes = 0
         if not is_resident and address not in self._known:
@@ -372,13 +374,13 @@ class Observer:
         self.of_layers.clear()
 
     def end(self) -> None:
-        """Called when the microbatch is over."""
+        """Called when the microbatch has ended."""
         self._held.clear()
         self._known.clear()
 
 
 class Origins(TorchDispatchMode):
-    """Records for every tensor the operation, and its module, that made it."""
+    """Records the operation, and its module, that computed each tensor."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -407,7 +409,7 @@ class Origins(TorchDispatchMode):
         name = func.overloadpacket.__name__
         maker = f"{self._inside[-1]}: {name}" if self._inside and self._inside[-1] else name
         for result in leaves_of(results):
-            # A view of an argument, and an argument written to, were made by another operation.
+            # A view of an argument, and an argument written to, were computed by another operation.
             if isinstance(result, Tensor) and address_of(result) not in given:
                 self.note(result, maker)
         return results
@@ -470,5 +472,5 @@ def _dtype_of_all(tensor: Tensor) -> torch.dtype:
 
 
 def _is_lazy(tensor: Tensor) -> bool:
-    # The effect of these flags is not in the memory.
+    # These flags have no effect on the memory.
     return tensor.is_conj() or tensor.is_neg()

@@ -1,1 +1,1 @@
-"""Follows the user's step once, and records the flow of its tensors."""
+"""Traces the user's step once, and records the flow of its tensors."""

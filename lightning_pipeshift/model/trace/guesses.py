@@ -1,4 +1,4 @@
-"""Guesses for conditions on values that this stage does not have, while a step is followed."""
+"""Guesses for conditions on values that this stage does not have, while a step is traced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from lightning_pipeshift.files import PACKAGE
 
-# How often a step is followed at most to find answers with which it does not fail.
+# How often a step is traced at most to find answers with which it does not fail.
 _MOST_TRIES = 64
 
 
@@ -45,14 +45,14 @@ class Guesses:
         return places[:_MOST_TRIES]
 
     def with_other(self, place: Any) -> Guesses:
-        """The same guesses with the opposite answer at one place."""
+        """The same guesses with the opposite answer at one line of code."""
         other = Guesses()
         other._answers = {**self._answers, place: not self._answers[place]}
         other._certain = set(self._certain)
         return other
 
     def settle(self, place: Any) -> None:
-        """Notes that the opposite answer at a place ends in an exception."""
+        """Records that the opposite answer at a line of code raises an exception."""
         self._certain.add(place)
 
 

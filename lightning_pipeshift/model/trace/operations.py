@@ -38,7 +38,7 @@ class Kind(enum.Enum):
     READ = 1
     """Reads values into Python."""
     QUESTION = 2
-    """Returns something that does not depend on the values."""
+    """Returns a value that does not depend on the tensor's values."""
 
 
 # Attributes of a tensor that are tensors themselves.
@@ -122,7 +122,7 @@ _kinds: dict[Any, tuple[Kind, str]] = {}
 
 
 def is_transformed() -> bool:
-    """Whether ``torch.func.grad`` or a similar function is under way. Then tensors are wrapped, and
+    """Whether ``torch.func.grad`` or a similar function is active. Then tensors are wrapped, and
     operations on them do not return what user code gets, so they are not numbered.
     """
     return interpreter_stack() is not None
@@ -151,7 +151,7 @@ class OperationHandler(Protocol):
     """Handles operations."""
 
     def operation(self, function: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the function's result, or a stand-in for it."""
+        """Returns the function's result, or a placeholder for it."""
 
 
 class Operations(TorchFunctionMode):
@@ -198,7 +198,7 @@ class Operations(TorchFunctionMode):
         return current_function_mode() is self
 
     def paused(self) -> AbstractContextManager[None]:
-        """Context without the handler: for a layer, or code of ours."""
+        """Context without the handler: for a layer, or internal code."""
         # User code may have put a mode of its own (`with torch.device(...)`) around the layer.
         return _Without(self) if self.is_innermost() else self._bypassed()
 
@@ -214,8 +214,8 @@ class Operations(TorchFunctionMode):
             stack.pop()
 
     def begin_in_backward(self) -> None:
-        """Enters the context in the middle of a backward, where a checkpointed region runs again.
-        Autograd restores the modes from the begin of the backward for each node, so this lasts
+        """Enters the context in the middle of a backward, when a checkpointed region is recomputed.
+        Autograd restores for each node the modes from the start of the backward, so this lasts
         until the region has run.
         """
         if not self.is_innermost():
@@ -258,7 +258,7 @@ class _Applied(threading.local):
     this, the mode would see the operations of its ``forward``, but not the differentiable result.
 
     Attributes:
-        stack: the handlers in force in this thread, innermost last; ``None``: functions are called
+        stack: the active handlers in this thread, innermost last; ``None``: functions are called
             directly.
     """
 
@@ -276,8 +276,8 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     if told is None:
         return _plain_apply(cls, *args, **kwargs)
     if cls is CheckpointFunction:
-        # Reentrant checkpointing hides its graph until the backward. The non-reentrant one computes
-        # the same.
+        # Reentrant checkpointing hides its graph until the backward. The non-reentrant variant
+        # computes the same.
         run, preserve, *rest = args
         return checkpoint(run, *rest, use_reentrant=False, preserve_rng_state=preserve)
     applied = _AppliedFunction.of(cls)

@@ -1,10 +1,10 @@
-"""Stand-ins for tensors that live on another stage.
+"""Placeholders for tensors on another stage.
 
-A placeholder has the shape, type and device of the tensor it stands for, but no memory, and records
-the layer outputs that it was made from. User code between layers runs on placeholders as on
-tensors; the results are placeholders. So the same mechanism follows the tensors of a step, and
-skips the layers of other stages. Where a value is needed, a placeholder raises an error at once: a
-silent wrong number is impossible.
+A placeholder has the shape, type and device of the tensor it represents, but no memory, and records
+the layer outputs from which it was computed. User code between layers runs on placeholders as on
+tensors; the results are placeholders. So the same mechanism traces the tensors of a step, and skips
+the layers of other stages. Where a value is needed, a placeholder raises an error at once: a silent
+wrong number is impossible.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Origin:
     """The origin of the placeholders of one memory; views share it.
 
     Args:
-        values: the layer outputs that they were made from.
-        inside: the call whose forward pass made it, ``None`` for user code between layers.
+        values: the layer outputs from which they were computed.
+        inside: the call whose forward pass computed it, ``None`` for user code between layers.
     """
 
     __slots__ = ("inside", "num_writes", "values", "written_by")
@@ -51,7 +51,7 @@ class Origin:
 
 
 class Watcher:
-    """Receives notifications about placeholders; while a flow is being recorded, the recorder.
+    """Receives notifications about placeholders; during tracing, the recorder.
 
     The default watcher is for a stage that skips layers: nothing may depend on a placeholder's
     values.
@@ -62,10 +62,10 @@ class Watcher:
     def read(self, function: str, values: set[Value]) -> None:
         """Called when user code reads values on the host, or a shape depends on them."""
         raise LayerError(
-            f"`{function}` needs the values of {_sources(values)}, which lives on another stage and"
-            " was not sent here. The code between the layers took another way than when it was"
-            " first followed. Let what it decides depend on the batch only, or name the layers in"
-            " `configure_layers()` so that this code is inside one."
+            f"`{function}` needs the values of {_sources(values)}, which lives on another stage "
+            "and was not sent here. The code between the layers took another branch than when it "
+            "was first traced. Its branches may depend on the batch only; or name the layers in "
+            "`configure_layers()` so that this code is inside one."
         )
 
     def condition(self) -> bool:
@@ -91,7 +91,7 @@ _watcher: list[Watcher] = [Watcher()]
 
 
 def watcher() -> Watcher:
-    """The watcher in force."""
+    """The active watcher."""
     return _watcher[-1]
 
 
@@ -120,12 +120,12 @@ class Placeholder(torch.Tensor):
     shadow: torch.Tensor
     origin: Origin
     label: Value | None
-    """The value of the pass that it stands for; ``None`` if it was made by operations that were not
-    followed."""
+    """The value of the pass that it represents; ``None`` if operations that were not traced
+    computed it."""
     owner: object
     """The pass."""
     is_tracked: bool
-    """Whether the tensor that it stands for requires a gradient; the placeholder itself has none.
+    """Whether the tensor that it represents requires a gradient; the placeholder itself has none.
     """
 
     __torch_function__ = no_torch_function
@@ -203,8 +203,8 @@ class Placeholder(torch.Tensor):
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if schema_of(func).name == "aten::resize_":
         raise LayerError(
-            "`resize_` changes a size in place, which stages that skip a layer cannot follow: use"
-            " an operation that returns a new tensor (`reshape`, `new_empty`)."
+            "`resize_` changes a size in place, which does not work on stages that skip a layer: "
+            "use an operation that returns a new tensor (`reshape`, `new_empty`)."
         )
     if torch.Tag.inplace_view in func.tags:
         # `unsqueeze_` and similar operations change only the shape: that of the placeholder, and of
@@ -314,7 +314,7 @@ def _plain(leaf: Any, indexing: bool) -> Any:
         return leaf
     if indexing and leaf.dtype in (torch.bool, torch.uint8) and leaf.device != META:
         # A real mask determines the shape: replaced by indices, it does so without values. `index`
-        # takes one index for each dimension of the mask; only a one-dimensional mask stays one
+        # takes one index for each dimension of the mask; only a one-dimensional mask remains one
         # argument.
         watcher().shaped_by_batch()
         if leaf.dim() == 1:
@@ -338,8 +338,8 @@ def _reads_values(func: Any) -> bool:
 
 
 def _ones(tensor: torch.Tensor, on: torch.device) -> torch.Tensor:
-    """A guess with which little user code fails: numbers are one (for a logarithm, a division),
-    conditions are those of the watcher.
+    """A guess with which little user code fails: numbers are one (for a logarithm, a division); the
+    watcher gives conditions.
     """
     if not isinstance(tensor, Placeholder):
         if tensor.device == META:
@@ -380,7 +380,7 @@ def dtype_named(name: str) -> torch.dtype:
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
     """Shape, strides and type of a tensor.
 
-    A tensor with gaps or overlaps (a slice, an expanded tensor) travels without them, so its
+    A tensor with gaps or overlaps (a slice, an expanded tensor) is sent without them, so its
     strides are those of a contiguous one.
     """
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())

@@ -1,13 +1,13 @@
-"""Follows the tensors through one run of the user's step, and records the flow.
+"""Traces the tensors through one run of the user's step, and records the flow.
 
 Every layer runs once on placeholders, which computes shapes and nothing else; the code between
 layers runs on placeholders too. Every operation of that code that depends on a layer has a number,
-and its results are values like those that layers return: what crosses a boundary is any value that
-was computed before it and is needed after it. What the loss, the logged values and the results
-need, and what user code reads in Python, is written down as well.
+and its results are values like the results of layers: any value computed before a boundary and
+needed after it crosses that boundary. The values that the loss, the logs and the results need, and
+those that user code reads in Python, are recorded as well.
 
-Nothing of the run remains: Python's objects are put back (see :mod:`.preserve`), and what is
-written to tensors is written to copies (see :mod:`.isolation`).
+The run leaves no trace: Python's objects are restored (see :mod:`.preserve`), and writes to tensors
+go to copies (see :mod:`.isolation`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from lightning_pipeshift.plan.inputs.flow import Call, Flow, Operation, TensorSp
 
 Step = Callable[[nn.Module], Any]
 
-# Numbers of the results of an operation: what it returns, then the arguments that it writes to,
+# Numbers of the results of an operation: its return values, then the arguments that it writes to,
 # then other tensors that share their memory.
 _FIRST_ARGUMENT = 1_000
 _FIRST_ALIAS = 2_000
@@ -70,7 +70,7 @@ class Switches(Protocol):
     """Switches random streams."""
 
     def go_to(self, event: int) -> None:
-        """From here on, draws come from the stream of a place in the pass."""
+        """Makes later draws come from the stream of a position in the pass."""
 
     def torch_states(self) -> list[Tensor]:
         """The states of torch's generators: that of the CPU, and of the stage's device."""
@@ -86,24 +86,24 @@ def record(
     begin: Callable[[], object] = lambda: None,
     streams: Switches | None = None,
 ) -> Trace:
-    """Runs ``step`` and returns what it does.
+    """Runs ``step`` and returns its trace.
 
-    What user code reads of a placeholder has to be guessed: conditions are false, numbers are one.
-    Where the step then raises an exception (an ``assert``, a check of arguments), it is run once
-    more with the other answer.
+    Values that user code reads from a placeholder have to be guessed: conditions are false, numbers
+    are one. If the step then raises an exception (an ``assert``, a check of arguments), it is run
+    again with the opposite answer.
 
     Args:
         step: runs the user's step on the LightningModule it is given, with a microbatch.
-        root: the LightningModule. What the run leaves behind is undone.
+        root: the LightningModule. Changes made by the run are undone.
         gates: installed, one for each layer.
         switch: the gates' switch.
         device: the device on which the stage's layers live.
-        stopwatch: times every layer on the way.
-        begin: called in front of every run; sets the random generators.
+        stopwatch: times every layer during the run.
+        begin: called before every run; sets the random generators.
         streams: switched as in a real run.
 
     Raises:
-        LayerError: the inner tensors of a layer leave it in a way that other stages cannot follow.
+        LayerError: the inner tensors of a layer leave it in a way that other stages cannot repeat.
     """
 
     def attempt(guesses: Guesses) -> Trace:
@@ -116,7 +116,7 @@ def record(
                 return recorder.finish(result)
         finally:
             switch.current = None
-            # It refers to itself, and to the graph, which refers to parameters.
+            # The exception refers to itself, and to the graph, which refers to parameters.
             recorder.__dict__.clear()
 
     guesses = Guesses()
@@ -137,7 +137,7 @@ def record(
             first = first or error
             if not guesses.revise():
                 raise first from None
-    # Which conditions let the step go no other way?
+    # Find the conditions whose other answer makes the step fail.
     unsure = guesses.unsure()
     for place in unsure:
         try:
@@ -156,7 +156,7 @@ class _LeavesALayer(LayerError):
 
     Args:
         message: for the user.
-        is_new: whether a way was found now in which it has left, which may be followed.
+        is_new: whether this run found a new side output by which it has left, which may be traced.
     """
 
     def __init__(self, message: str, is_new: bool) -> None:
@@ -168,7 +168,7 @@ _MOST_TRIES = 64
 
 
 class _Link(torch.autograd.Function):
-    """Gives a tensor another stand-in and keeps the autograd graph in one piece, so that it can be
+    """Replaces a tensor's placeholder and keeps the autograd graph in one piece, so that it can be
     searched.
     """
 
@@ -205,7 +205,7 @@ class _Memory:
     """The values that share some memory, and how often it was written to.
 
     Args:
-        holder: what tells it from others: a placeholder's origin, or a storage.
+        holder: identifies the memory: a placeholder's origin, or a storage.
     """
 
     def __init__(self, holder: Any) -> None:
@@ -215,7 +215,7 @@ class _Memory:
         self.base: Value | None = None
         self.last_written_on = -1
         self.views: list[tuple[int, int]] = []
-        """The operations that only view it."""
+        """The operations that only make a view of it."""
 
 
 class _Recorder(Watcher):
@@ -253,14 +253,14 @@ class _Recorder(Watcher):
         self._rewritten: set[Value] = set()
         self._roots: dict[Value, Value] = {}
         self._now: dict[Value, Value] = {}
-        """By the name of a value at creation, what it is called now."""
+        """By the name of a value at creation, its current name."""
         self._edges: dict[Any, Value] = {}
-        """By a node of the autograd graph and the number of its output, the value that it is."""
+        """By a node of the autograd graph and the number of its output, the value."""
         self._memories: dict[int, _Memory] = {}
         """By identity of an origin or of a storage."""
         self._memory_of: dict[Value, _Memory] = {}
         self._given: dict[int, Any] = {}
-        """By identity of a storage that exists on every stage and is written to on one: itself."""
+        """By identity, a storage that exists on every stage and is written to on one."""
         self._drawn: dict[int, Any] = {}
         self._placeholder_draws = 0
         self._keeps = False
@@ -272,7 +272,7 @@ class _Recorder(Watcher):
         self._events: list[int] = []
         self._event = 0
         self._ranks: dict[int, int] = {}
-        """By layer, how many others were called for the first time before it."""
+        """By layer, how many other layers were called for the first time before it."""
         self._streams = streams
         self._parameter_paths = _parameters_of(root)
         self._written_parameters: set[Place] = set()
@@ -281,13 +281,13 @@ class _Recorder(Watcher):
         self._state = _state_of(root, gates)
 
     def run(self, step: Step) -> Any:
-        """Runs the step, seeing all of it."""
+        """Runs the step and records all of it."""
         with watching(self), applied_functions_seen(), self._isolation, self._mode:
             self._root.__dict__.update(log=self.log, log_dict=self.log_dict)
             if self._streams is not None:
                 self._streams.go_to(0)
             result = step(self._root)
-        # While what it left behind is still there.
+        # Before its changes are undone.
         for leaf in self._left_behind():
             self._keeps = True
             self._needed_by_tail(leaf)
@@ -300,7 +300,7 @@ class _Recorder(Watcher):
     ) -> Any:
         kind, name = kind_of(function)
         if function is torch.tensor:
-            # It reads its arguments' memory, which placeholders have none of.
+            # It reads its arguments' memory, and placeholders have no memory.
             args = with_tensors(args, lambda x: x.item() if isinstance(x, Placeholder) else x)
         given = list(tensors_of((args, kwargs)))
         if not _is_harmless(function, name):
@@ -314,8 +314,8 @@ class _Recorder(Watcher):
         if name == "data.__set__" and not isinstance(given[0], Placeholder):
             self._assign(given)
             return None
-        # What depends on the batch alone is computed on every stage, and may be computed once and
-        # kept: it has no number.
+        # A value that depends on the batch alone is computed on every stage, and may be computed
+        # once and kept: it has no number.
         self._number += any(map(self._is_followed, given))
         return self._operate(function, name, args, kwargs, given)
 
@@ -337,7 +337,7 @@ class _Recorder(Watcher):
         needs: set[Value] = set()
         renamed: dict[int, Value] = {}
         followed = True
-        # What was made in a gap that cannot be followed: every stage that needs it makes it.
+        # Values computed in a gap that cannot be traced: every stage that needs them computes them.
         unlabelled: set[int] = set()
         sources: set[Value] = set()
         stand_ins: dict[int, Tensor] = {}
@@ -392,7 +392,8 @@ class _Recorder(Watcher):
         if not followed or self._is_open:
             self._eager |= needs
             if self._written:
-                # What every stage has is written to on all that come after this, the last included.
+                # A tensor that every stage has is written to on all later stages, the last
+                # included.
                 self.tail |= needs
             return result
         layer = self._layer_of(needs)
@@ -411,8 +412,8 @@ class _Recorder(Watcher):
                 and isinstance(leaf, Placeholder)
                 and (name == "contiguous" or "memory_format" in kwargs)
             ):
-                # Kernels lay values out as the meta device does not know: behind a real value this
-                # may be a copy.
+                # Kernels choose memory layouts that the meta device does not predict: for a real
+                # value this may be a copy.
                 leaf = _linked(leaf, self._device, leaf.origin)
             elif id(leaf) in identities:
                 returned.append(identities[id(leaf)])
@@ -476,8 +477,8 @@ class _Recorder(Watcher):
         rebuild: Rebuild,
         result: Any,
     ) -> Any:
-        """What is made of parameters alone is computed on one stage, so that the gradient reaches
-        the operation as one sum.
+        """Handles values computed from parameters alone: one stage computes them, so that the
+        gradient reaches the operation as one sum.
         """
         made = {
             number: leaf
@@ -523,13 +524,13 @@ class _Recorder(Watcher):
                 value = self._member(memory, tensor)
                 if value is not None:
                     self.control.add(self._current(value))
-                # Its values are on one stage only: what is read here is a guess.
+                # Its values are on one stage only: the value read here is a guess.
                 stand_in = _linked(tensor.detach(), self._device, Origin(set(memory.members)))
                 stand_in.label = value
                 args, kwargs = with_tensors((args, kwargs), partial(_exchanged, tensor, stand_in))
         if not any(isinstance(x, Placeholder) for x in tensors_of((args, kwargs))):
             if not self._is_drawn:
-                # With the values of another batch it may go another way.
+                # With the values of another batch it may take another branch.
                 self._open()
             return function(*args, **kwargs)
         self._is_reading = True
@@ -542,17 +543,17 @@ class _Recorder(Watcher):
                 self._open()
 
     def _open(self) -> None:
-        """From here to the next layer, what is computed has no number."""
+        """Called if the values computed from here to the next layer have no number."""
         self._is_open = True
         self._open_gaps.add(len(self.calls))
 
     def _assign(self, given: list[Tensor]) -> None:
-        """``tensor.data = value`` on a tensor that is really there."""
+        """Handles ``tensor.data = value`` on a tensor that is no placeholder."""
         tensor, value = given
         if isinstance(value, Placeholder) or self._given_memory(value) is not None:
             raise LayerError(
                 "`tensor.data = ...` assigns a value that depends on a layer to a tensor that every"
-                " stage has. Write it with `tensor.copy_(...)`, which other stages can follow."
+                " stage has. Write it with `tensor.copy_(...)`, which other stages can repeat."
             )
         self._isolation.assign(tensor, value)
 
@@ -608,8 +609,8 @@ class _Recorder(Watcher):
         writes: dict[int, Value],
         renames: dict[Value, Value],
     ) -> None:
-        """Notes which tensors that exist on every stage were written to with values that not every
-        stage has. From here on they are such values themselves.
+        """Records which tensors that exist on every stage were written to with values that not
+        every stage has. From now on they are such values themselves.
         """
         for written in self._written:
             storage = written.untyped_storage()
@@ -646,7 +647,7 @@ class _Recorder(Watcher):
         try:
             return storage_key_of(tensor)
         except (RuntimeError, NotImplementedError):
-            # A tensor of some other class that has no memory of its own.
+            # A tensor of another class, without memory of its own.
             return 0
 
     def _given_memory(self, tensor: Tensor) -> _Memory | None:
@@ -657,7 +658,9 @@ class _Recorder(Watcher):
 
     @staticmethod
     def _member(memory: _Memory, tensor: Tensor) -> Value | None:
-        """The value that a tensor is: one at the same place of the same memory."""
+        """Returns the value that a tensor represents: one at the same position of the same
+        memory.
+        """
         for value, reference in memory.members.items():
             known = reference()
             if known is tensor or (
@@ -669,15 +672,15 @@ class _Recorder(Watcher):
                 return value
         return None
 
-    # --- what the gates ask ---
+    # --- called by the gates ---
 
     def visit(self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.inside is not None:
-            # A layer that calls another layer: the inner one is part of the outer one's work.
+            # If a layer calls another layer, the inner one belongs to the outer one's work.
             raise LayerError(
-                f"The layer {self.inside.gate.name!r} calls the layer {gate.name!r}. A layer that"
-                " is placed by itself cannot be used inside another. Return both as one module"
-                " from `configure_layers()`, or hold the shared part outside."
+                f"The layer {self.inside.gate.name!r} calls the layer {gate.name!r}. A layer "
+                "cannot be used inside another one. Return both as one module from "
+                "`configure_layers()`, or move the shared part out of the layer."
             )
         with self._mode.paused():
             output, reports = self._visit(gate, args, kwargs)
@@ -690,7 +693,7 @@ class _Recorder(Watcher):
     ) -> tuple[Any, list[Report]]:
         call = self._count(gate)
         if self._stopwatch is not None:
-            # What is timed is not followed.
+            # Calls that are timed are not traced.
             self._isolation.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             try:
                 self._stopwatch.observe(gate, args, kwargs)
@@ -706,9 +709,9 @@ class _Recorder(Watcher):
                 memory = self._given_memory(leaf)
                 if memory is not None:
                     raise LayerError(
-                        f"The layer {gate.name!r} is called with a tensor that user code has"
-                        " written the output of another layer to. Pass a copy of it on"
-                        " (`tensor.clone()`)."
+                        f"The layer {gate.name!r} is called with a tensor into which user code "
+                        "has written the output of another layer. Pass a copy of it "
+                        "(`tensor.clone()`)."
                     )
             if isinstance(leaf, Placeholder):
                 self.used(leaf.origin)
@@ -731,8 +734,8 @@ class _Recorder(Watcher):
             self.inside = None
         for outer, inner in origins:
             if inner.written_by is not None:
-                # The caller's tensor has changed as well; whoever uses it from here on depends on
-                # this layer in a way that its return value does not carry.
+                # The caller's tensor has changed as well; later code that uses it depends on this
+                # layer in a way that its return value does not show.
                 outer.written_by = inside
         self.leave_scope()
         self._events.append(self._event - begun_at)
@@ -747,7 +750,7 @@ class _Recorder(Watcher):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[Any, list[Report]]:
-        """What a layer returns, and what leaves it besides."""
+        """Returns a layer's result, and its side outputs."""
         stand_ins = self._stand_ins(slots, inside)
         event, before = self._event, Arguments(args, kwargs)
         try:
@@ -768,7 +771,7 @@ class _Recorder(Watcher):
         kwargs: dict[str, Any],
         error: Exception,
     ) -> tuple[Any, list[Report]]:
-        """The same of a layer that needs real values to run on: made-up ones."""
+        """As :meth:`_run_layer`, with synthetic inputs, for a layer that needs real values."""
         leaves, rebuild = flatten((args, kwargs))
         sources = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
 
@@ -803,7 +806,7 @@ class _Recorder(Watcher):
         return made
 
     def _count(self, gate: Gate) -> int:
-        """How many calls of the layer there have been."""
+        """Counts the calls of the layer so far."""
         self._ranks.setdefault(gate.index, len(self._ranks))
         return sum(earlier.layer == gate.index for earlier in self.calls)
 
@@ -837,7 +840,7 @@ class _Recorder(Watcher):
             specs.append(spec_of(new.shadow))
             constants.append(None)
             outer.append(new)
-        # Where user code has looked at a value of a later layer before it calls this one again.
+        # User code may have read a value of a later layer before it calls this one again.
         rank = self._ranks[gate.index]
         looked_at = {value for value in self.control if self._ranks[value.layer] > rank}
         self.calls.append(Call(gate.index, call, tuple(specs), frozenset(needs | looked_at)))
@@ -853,7 +856,7 @@ class _Recorder(Watcher):
 
     leave_scope = enter_scope
 
-    # --- what the placeholders tell ---
+    # --- called by the placeholders ---
 
     def read(self, function: str, values: set[Value]) -> None:
         if self.inside is None and not self._is_reading:
@@ -872,12 +875,12 @@ class _Recorder(Watcher):
     def draws(self, draw: Callable[[], object]) -> None:
         self._placeholder_draws += 1
         if self.inside is None:
-            # What the code draws next is what it would draw behind real values.
+            # Later draws of the code equal those after real values.
             draw()
 
     def _layer_of(self, needs: Iterable[Value]) -> int:
-        """The layer on whose stage code between layers computes something: the one in front of it;
-        or, where a layer has been called again meanwhile, the last one that it depends on.
+        """The layer on whose stage code between layers computes something: the one before it; or,
+        if a layer has been called again meanwhile, the last one that it depends on.
         """
         layers = [-1, *(value.layer for value in [*needs, *self.control])]
         if self.calls:
@@ -887,7 +890,8 @@ class _Recorder(Watcher):
     def wrote(self, tensor: Tensor) -> None:
         path = self._parameter_paths.get(self._storage_of(tensor))
         if path is not None and self.inside is None:
-            # All stages run what is in front of the layers. The rest only the last runs for sure.
+            # All stages run the code before the layers. Only the last stage is certain to run the
+            # rest.
             self._writes_state = True
             if self.calls:
                 self._written_parameters.add(path)
@@ -898,7 +902,7 @@ class _Recorder(Watcher):
     def _drawing(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Calls a function, and notes whether it drew random numbers."""
+        """Calls a function, and records whether it drew random numbers."""
         if self.inside is not None:
             return function(*args, **kwargs)
         before = self._random_states()
@@ -923,29 +927,29 @@ class _Recorder(Watcher):
         if origin.inside is self.inside:
             if self.inside is None and isinstance(origin.written_by, _Inside):
                 raise LayerError(
-                    f"The layer {origin.written_by.gate.name!r} changes its input in place, and"
-                    " that input is used after it. Other stages see the input as it was before."
-                    " Clone it in the layer, or use what the layer returns."
+                    f"The layer {origin.written_by.gate.name!r} changes its input in place, and "
+                    "that input is used after it. Other stages see the unchanged input. Clone it "
+                    "in the layer, or use the layer's result."
                 )
             return
         if isinstance(origin.inside, _Inside):
             raise _LeavesALayer(
-                f"A tensor from the inside of the layer {origin.inside.gate.name!r} is used outside"
-                " of it, and not by way of the layer's return value, a hook on one of its parts, or"
-                " an attribute of one (but a list that it appends to, say). On another stage that"
-                " tensor does not exist. Let the layer return it, or name a larger module in"
-                " `configure_layers()`.",
+                f"A tensor from the inside of the layer {origin.inside.gate.name!r} is used "
+                "outside of it without being part of the layer's return value, the argument of a "
+                "hook on one of its parts, or an attribute of one (it may be in a list, for "
+                "example). On another stage that tensor does not exist. Return it from the "
+                "layer, or name a larger module in `configure_layers()`.",
                 self._finds_what_leaves(),
             )
-        # A tensor from outside that reached the layer by an attribute or a closure: needed like an
-        # argument.
+        # A tensor from outside that reached the layer through an attribute or a closure: needed
+        # like an argument.
         assert self.inside is not None
         values = self._current_all(origin.values)
         self.inside.needs.update(values)
         self._eager |= values
 
     def _finds_what_leaves(self) -> bool:
-        """Whether there is more by which tensors may leave the layers than was known."""
+        """Whether there are more side outputs of layers than were known."""
 
         def is_inner(value: Any) -> bool:
             return isinstance(value, Placeholder) and isinstance(value.origin.inside, _Inside)
@@ -957,7 +961,7 @@ class _Recorder(Watcher):
                 gate.reports, found = reports, True
         return found
 
-    # --- what the step does besides ---
+    # --- other effects of the step ---
 
     def log(self, name: str, value: Any, *_: Any, on_step: bool | None = None, **__: Any) -> None:
         self.logs_each_step |= bool(on_step)
@@ -979,7 +983,7 @@ class _Recorder(Watcher):
                     self._eager |= values
 
     def _left_behind(self) -> list[Any]:
-        """What user code keeps of the step's values on its modules."""
+        """The values of the step that user code keeps on its modules."""
         inside = {id(part) for gate in self._gates for part in gate.layer.modules()}
         found: list[Any] = []
         for module in self._root.modules():
@@ -1017,7 +1021,7 @@ class _Recorder(Watcher):
             self._entries,
             self.touched,
             self.logs_each_step,
-            # A microbatch without a loss says nothing of where gradients flow in others.
+            # A microbatch without a loss does not show where gradients flow in others.
             self._is_shaped_by_batch or (torch.is_grad_enabled() and loss is None),
             self._is_drawn,
             frozenset(self._tracked),
@@ -1030,13 +1034,14 @@ class _Recorder(Watcher):
             self._writes_state,
             events=self._events,
         )
-        # What is made of parameters in front of all layers goes to the stage of the first.
+        # Values computed from parameters before all layers belong to the stage of the first.
         places = [*range(len(self._gates)), first]
         return trace.renumbered(places)
 
     def _views_on_both_sides(self) -> None:
-        """Where memory is written to on a later stage than the one it comes from, that stage needs
-        what the views are of, and views it itself: what shares memory has to share it there.
+        """If memory is written to on a later stage than the one it comes from, that stage receives
+        the base of the views and makes the views itself: tensors that share memory have to share it
+        there.
         """
         viewed: dict[Value, Value] = {}
         views: set[tuple[int, int]] = set()
@@ -1066,7 +1071,7 @@ class _Recorder(Watcher):
         self._eager = needed(self._eager)
 
     def _mark_draws(self) -> None:
-        """Only draws that others come after have to be made on every stage."""
+        """Draws have to be made on every stage only if other draws follow."""
         for gap, numbers in self._draws_in_gap.items():
             for number in numbers[:-1]:
                 entry = self._entries.get((gap, number))
@@ -1122,7 +1127,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise AssertionError("what is recorded has no backward")
+        raise AssertionError("a trace has no backward")
 
 
 def _joined(like: Tensor, device: torch.device, sources: Sequence[Tensor]) -> Placeholder:
@@ -1131,7 +1136,7 @@ def _joined(like: Tensor, device: torch.device, sources: Sequence[Tensor]) -> Pl
 
 
 def _time(value: Value) -> tuple[int, int]:
-    """When a value was computed: the gap, and the operation in it."""
+    """The time at which a value was computed: the gap, and the operation in it."""
     return (value.call, value.op) if value.op else (-1, 0)
 
 
@@ -1154,7 +1159,7 @@ def _placeholders_in(value: Any, depth: int) -> list[Placeholder]:
 
 
 def _parameters_of(root: nn.Module) -> dict[int, Place]:
-    """By identity of a storage, the parameter that has it."""
+    """By identity of a storage, the parameter that uses it."""
     return {
         storage_key_of(parameter): (module_name, name)
         for module_name, module in root.named_modules()
@@ -1164,7 +1169,7 @@ def _parameters_of(root: nn.Module) -> dict[int, Place]:
 
 
 def _state_of(root: nn.Module, gates: Sequence[Gate]) -> dict[int, Place]:
-    """By identity of a storage, the buffer or attribute outside of layers that has it."""
+    """By identity of a storage, the buffer or attribute outside of layers that uses it."""
     inside = {id(part) for gate in gates for part in gate.layer.modules()}
     found: dict[int, Place] = {}
     for module_name, module in root.named_modules():
@@ -1176,7 +1181,7 @@ def _state_of(root: nn.Module, gates: Sequence[Gate]) -> dict[int, Place]:
     return found
 
 
-# What a parameter's name, shape and type say is known on every stage.
+# A parameter's name, shape and type are known on every stage.
 _HARMLESS = frozenset(
     [
         "shape.__get__",

@@ -1,4 +1,4 @@
-"""Signatures of everything that a flow may depend on: equal ones are followed once."""
+"""Signatures of everything that a flow may depend on: equal ones are traced once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def batch_signature(batch: Any) -> Hashable:
 
 
 def module_signature(root: nn.Module) -> Hashable:
-    """Which parameters learn, whether the modules train, and whether gradients are recorded.
+    """The parameters that require a gradient, the training mode of modules, and whether gradients
+    are recorded.
 
     A callback that freezes or unfreezes layers changes it, as gradients then flow differently.
     """

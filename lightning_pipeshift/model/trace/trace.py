@@ -1,5 +1,5 @@
-"""The record of a step that has been followed: its flow, and what this process needs to run its
-part of the step.
+"""The trace of a step: its flow, and the details that this process needs to run its part of the
+step.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Entry:
             ``None`` for a leaf that is no tensor.
         specs: of the values among them.
         template: rebuilds the result.
-        given: for tensors that exist on every stage and have been written to on one: the value, by
-            the argument's number.
+        given: for tensors that exist on every stage and were written to on one: the value, by the
+            argument's number.
         renames: the values whose memory it writes to, with their names after it.
         writes: for arguments that exist on every stage and are written to: the name after it, by
             the argument's number.
-        is_view: whether it only makes a view, which every stage that has its base makes too.
-        draws: whether it draws random numbers, and others are drawn after it.
+        is_view: whether it only makes a view, which every stage that has its base repeats.
+        draws: whether it draws random numbers, and others follow.
     """
 
     layer: int
@@ -77,7 +77,7 @@ class Part:
     last_gap: int
 
     def is_over(self, gap: int) -> bool:
-        """Whether nothing is left to do behind a gap."""
+        """Whether the part ends after a gap."""
         return gap > self.last_call and gap >= self.last_gap
 
 
@@ -88,15 +88,15 @@ class Trace:
     Args:
         flow: the flow, by index of the layers.
         templates: one for each call.
-        entries: the operations between layers by gap and number; a gap is the number of calls in
-            front of it.
+        entries: the operations between layers by gap and number; a gap is the number of calls
+            before it.
         touched: by identity of a parameter that is used other than through its own layer, the
-            layers that use it so; empty if only code between layers does.
+            layers that use it in this way; empty if only code between layers does.
         logs_each_step: whether anything is logged with ``on_step=True``.
-        is_shaped_by_batch: whether shapes depend on the batch's values (``x[mask]``,
-            ``x[:, :lengths.max()]``), so that the flow holds for this batch only.
-        is_drawn: whether calls depend on random numbers, so that the flow holds for this microbatch
-            only.
+        is_shaped_by_batch: whether shapes depend on the batch's values (``x[mask]``, ``x[:,
+            :lengths.max()]``), so that the flow is valid for this batch only.
+        is_drawn: whether calls depend on random numbers, so that the flow is valid for this
+            microbatch only.
         tracked: the values that required a gradient when they were computed.
         open_gaps: the gaps in which user code may branch on values. Operations after such a branch
             run on every stage that needs their results.
@@ -110,8 +110,8 @@ class Trace:
             ``LAST_STAGE``.
         writes_state: whether it writes to parameters, which a stage without layers does too.
         draws_on_host: whether anything draws from NumPy or ``random``.
-        events: by position of a call, the number of begins and ends in it of modules with their own
-            random stream, including itself.
+        events: by position of a call, how many modules with their own random stream begin and end
+            in it, including itself.
     """
 
     flow: Flow
@@ -140,11 +140,11 @@ class Trace:
 
     @classmethod
     def empty(cls) -> Trace:
-        """The trace of a step that was not followed."""
+        """The trace of a step that was not traced."""
         return cls(Flow((), frozenset(), frozenset(), frozenset()), [])
 
     def payload(self, boundary: int) -> Payload:
-        """The values that cross the boundary in front of a layer, and how to receive them."""
+        """The values that cross the boundary before a layer, and how to receive them."""
         if boundary not in self._payloads:
             values = self.flow.payload(boundary)
             self._payloads[boundary] = [(value, self.spec(value)) for value in values]
@@ -190,10 +190,10 @@ class Trace:
         return value
 
     def renumbered(self, place_of: Sequence[int]) -> Trace:
-        """The same trace with other numbers for the layers.
+        """The same trace with other indices of the layers.
 
         Args:
-            place_of: the new number of each layer.
+            place_of: the new index of each layer.
         """
 
         def value(old: Value) -> Value:

@@ -1,4 +1,4 @@
-"""Keeps tensors unchanged while a step is followed: writes go to copies of them."""
+"""Keeps tensors unchanged while a step is traced: writes go to copies of them."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Isolation(TorchDispatchMode):
     """Context in which writes to real tensors go to copies of them, and reads return the copies.
 
     Args:
-        told: notified where a shape depends on the values of a real tensor: such a flow holds for
+        told: notified if a shape depends on the values of a real tensor: such a flow is valid for
             this batch only. Conditions (``if mask.all():``) are not counted: they seldom change a
-            shape, and a stage notices when they do.
+            shape, and a stage detects it if they do.
     """
 
     def __init__(self, told: SeesValues) -> None:
@@ -55,7 +55,7 @@ class Isolation(TorchDispatchMode):
         if not follows and _makes_shape(func, args):
             self._told.shaped_by_batch()
         if follows:
-            # A placeholder computes shapes, and notifies the follower about writes.
+            # A placeholder computes shapes, and notifies the watcher about writes.
             return func(*args, **kwargs)
         written = written_arguments(func, args, kwargs)
         for tensor in written:

@@ -45,17 +45,19 @@ class LoggedValue:
 
 
 class Values(Protocol):
-    """Has the values that placeholders stand for."""
+    """Returns the values that placeholders represent."""
 
     def kept_value(self, leaf: Any) -> Any:
-        """The value that a placeholder stands for, or the placeholder where it is elsewhere."""
+        """Returns the value that a placeholder represents, or the placeholder if another stage has
+        the value.
+        """
 
     def paused(self) -> AbstractContextManager[None]:
-        """Context for code that is not the user's."""
+        """Context for code other than the user's."""
 
 
 class LogRecorder:
-    """Stands in for ``LightningModule.log`` while a step runs.
+    """Replaces ``LightningModule.log`` while a step runs.
 
     Args:
         root: the LightningModule.
@@ -168,7 +170,7 @@ def say_again(
         logs: the recorded values.
         log: the LightningModule's own.
         root: the LightningModule.
-        device: where tensors are to be.
+        device: the device for tensors.
         sync_dist: replaces the user's own ``sync_dist``, if not ``None``.
     """
     for record in logs:

@@ -21,7 +21,7 @@ class BatchMetrics:
     batch.
 
     Used on the last stage. Metrics whose state cannot be merged (``full_state_update=True``) are
-    not changed: the value that they show for a step is the last microbatch's.
+    not changed: their value for a step is the last microbatch's.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -35,7 +35,7 @@ class BatchMetrics:
         self._before: list[tuple[dict[str, Any], int]] = []
 
     def begin(self) -> None:
-        """Sets the states aside."""
+        """Saves the states and resets them."""
         self._before = [
             ({k: copy.copy(v) for k, v in metric.metric_state.items()}, metric.update_count)
             for metric in self._metrics
@@ -44,7 +44,7 @@ class BatchMetrics:
             metric.reset()
 
     def end(self) -> None:
-        """Computes the batch's values, and adds the states that were set aside."""
+        """Computes the batch's values, and merges the saved states."""
         for metric, (state, count) in zip(self._metrics, self._before, strict=True):
             if metric.update_count == 0:
                 for name, value in state.items():

@@ -1,4 +1,4 @@
-"""State that user code keeps on the LightningModule, the same on every stage.
+"""Keeps the state that user code stores on the LightningModule the same on every stage.
 
 Only the last stage runs the code after the last layer. The changes that this code makes
 (``self.outputs.append(...)``, a metric's state, a counter) are found by comparing the state before
@@ -31,7 +31,7 @@ _DEPTH = 3
 # In longer containers, plain values and tensors are compared by identity only: inspecting each one
 # at every step would take too long.
 _WIDTH = 256
-# A copy of a larger array at every step would cost more than it is worth.
+# A copy of a larger array at every step would be too expensive.
 _LARGEST_ARRAY_BYTES = 1 << 20
 
 
@@ -113,7 +113,7 @@ class TailState:
         """Replaces placeholders that user code has kept by their values.
 
         Args:
-            value_of: the value that a placeholder stands for.
+            value_of: returns the value that a placeholder represents.
         """
         for module in self.modules.values():
             for table in (module.__dict__, buffers_of(module)):
@@ -170,7 +170,7 @@ def _mark_item(value: Any, depth: int, width: int) -> _Mark:
 
 
 def _change(mark: _Mark | None, value: Any, depth: int) -> Any:
-    # Tensors that live elsewhere have been changed there: this code runs on that stage as well.
+    # Tensors of other stages have been changed there: this code runs on that stage as well.
     if isinstance(value, Placeholder | Elsewhere):
         return None
     if mark is None:
@@ -207,7 +207,7 @@ def _change(mark: _Mark | None, value: Any, depth: int) -> Any:
 
 
 def _replaced(container: Any) -> Replaced | None:
-    # A shallow copy keeps the kind: a deque keeps its maximum length, a Counter stays a Counter.
+    # A shallow copy keeps the type: a deque keeps its maximum length, a Counter remains a Counter.
     return Replaced(copy.copy(container)) if _travels(container) else None
 
 

@@ -41,7 +41,8 @@ _FRAMEWORKS = frozenset(
 def preserved(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Context after which Python objects have their earlier state: the modules' attributes,
     containers and objects that these refer to, the classes of user code among them, and the
-    variables of the Python modules that define these classes. The objects themselves stay the same.
+    variables of the Python modules that define these classes. The objects themselves remain the
+    same.
 
     The values of tensors are not restored; a mode prevents writes to them (see
     :mod:`~lightning_pipeshift.model.user_state.isolation`). State outside of the process is not

@@ -1,12 +1,12 @@
 """Random streams that do not depend on the stage of a layer.
 
 All random numbers of a step come from a stream for each (seed, purpose, step, microbatch, virtual
-machine) and place in the forward pass: a layer has its own stream, and so has the user code in
-front of each layer, which runs on every stage. In a model with few layers, their parts have their
-own streams too, so the number of stages, and how finely the model is opened for them, have no
-effect. So a mask drawn in ``training_step`` is the same on all stages, and dropout is the same on
-every split and across every migration. This covers torch on the CPU and on the stage's device,
-NumPy and Python's ``random``.
+machine) and position in the forward pass: a layer has its own stream, and so has the user code
+before each layer, which runs on every stage. In a model with few layers, their parts have their own
+streams too, so the number of stages, and how finely the model is split for them, have no effect. So
+a mask drawn in ``training_step`` is the same on all stages, and dropout is the same on every split
+and across every migration. This covers torch on the CPU and on the stage's device, NumPy and
+Python's ``random``.
 
 The user code has a stream for each gap between layers, and not one for the whole pass, because a
 stage that runs it on placeholders draws fewer numbers: those of a gap must not depend on what was
@@ -48,7 +48,7 @@ def stream_seed(*key: int | str) -> int:
     """A 64-bit seed for a key; different keys give unrelated seeds."""
     digest = blake2b(digest_size=8)
     for part in key:
-        # A length in front of each part keeps ("ab", "c") and ("a", "bc") apart.
+        # A length before each part distinguishes ("ab", "c") from ("a", "bc").
         data = part.encode() if isinstance(part, str) else struct.pack("<q", part)
         digest.update(struct.pack("<I", len(data)) + data)
     return int.from_bytes(digest.digest(), "little") >> 1
@@ -73,12 +73,12 @@ class RandomStreams:
         """The position of each of them: :data:`NUM_WORDS` before the first draw."""
         self._bases: list[int] = []
         self._is_host_used = False
-        """Whether code that is not followed has been seen to draw from NumPy or ``random``."""
+        """Whether code that is not traced has drawn from NumPy or ``random``."""
         self._num_looks = 0
 
     def _switches_host(self) -> bool:
-        """Whether NumPy and ``random`` are switched for code that is not followed; checks whether
-        it has drawn from them since the last call.
+        """Whether NumPy and ``random`` are switched for code that is not traced; checks whether it
+        has drawn from them since the last call.
         """
         if self._is_host_used:
             return True
@@ -95,8 +95,8 @@ class RandomStreams:
 
     @contextmanager
     def switched(self, *key: int | str) -> Iterator[None]:
-        """Context in which draws come from the key's stream; afterwards, the generators continue as
-        if it had not happened."""
+        """Context in which draws come from the key's stream; afterwards, the generators continue
+        with their earlier state."""
         torch_states = self.torch_states()
         python_state = random.getstate()
         outer = np.random.get_bit_generator()  # type: ignore[attr-defined]
@@ -119,7 +119,7 @@ class RandomStreams:
                 generator.set_state(state)
 
     def begin(self, *key: int | str, host: bool = True) -> None:
-        """Inside :meth:`switched`: from here on, draws come from another key's stream.
+        """Inside :meth:`switched`: makes later draws come from another key's stream.
 
         Args:
             key: the stream's.
@@ -129,8 +129,8 @@ class RandomStreams:
         self._seed(self._bases[-1], host)
 
     def resume(self, *key: int | str) -> None:
-        """Inside :meth:`switched`: :meth:`go_to` goes to another key's streams from here on. Until
-        it is called, draws come from the same stream as before.
+        """Inside :meth:`switched`: makes later calls of :meth:`go_to` use another key's streams.
+        Until then, draws come from the same stream as before.
         """
         self._bases[-1] = stream_seed(*key)
 
@@ -140,12 +140,13 @@ class RandomStreams:
         return torch.default_generator.initial_seed()
 
     def go_to(self, event: int, host: bool | None = True) -> int:
-        """Inside :meth:`switched`: from here on, draws come from the stream of a place in the pass.
+        """Inside :meth:`switched`: makes later draws come from the stream of a position in the
+        pass.
 
         Args:
             event: the number of begins and ends of modules with their own stream before it.
             host: whether to switch NumPy and ``random`` too, which costs several times as much;
-                ``None``: as needed by code that is not followed.
+                ``None``: as needed by code that is not traced.
 
         Returns:
             The seed.
@@ -237,8 +238,8 @@ class SharedRandomStream:
     dataloader that is split over the virtual machines switches to the shared stream when its
     iteration begins, and while its sampler draws. All other code draws from the own stream: data
     sets, and the user's code around the steps, which may draw as many numbers as its virtual
-    machine has samples. The own stream stays in force when the sampler is exhausted, as the last
-    batches are then still under way; for code after an epoch that must draw the same everywhere,
+    machine has samples. The own stream remains active when the sampler is exhausted, as the last
+    batches are then still being loaded; for code after an epoch that must draw the same everywhere,
     the caller has to call :meth:`to_shared`.
 
     Args:
@@ -249,15 +250,15 @@ class SharedRandomStream:
         self._vm = vm
         self._is_own = False
         self._resting: dict[str, Any] | None = None
-        """The state of the stream that is not in force; ``None`` before the own one has begun."""
+        """The state of the inactive stream; ``None`` before the own one has started."""
 
     def to_shared(self) -> None:
-        """From here on, draws come from the stream that all virtual machines share."""
+        """Makes later draws come from the stream that all virtual machines share."""
         if self._is_own:
             self._switch()
 
     def to_own(self) -> None:
-        """From here on, draws come from this virtual machine's own stream."""
+        """Makes later draws come from this virtual machine's own stream."""
         if not self._is_own:
             self._switch()
 

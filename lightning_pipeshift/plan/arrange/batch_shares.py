@@ -1,4 +1,4 @@
-"""Shares of the batch with which virtual machines of different speeds take equally long."""
+"""Shares of the batch with which virtual machines of different speeds take equal time."""
 
 from __future__ import annotations
 
@@ -9,26 +9,29 @@ from lightning_pipeshift.plan.arrange.evaluator import Candidate, Cuts, Evaluato
 from lightning_pipeshift.plan.arrange.groupings import MOST_STAGES
 
 WORTH_SHARES: Final = 1.02
-"""How many times as many samples per second unequal shares must give."""
+"""The factor by which unequal shares must increase the samples per second."""
 
 _ALIKE: Final = 1.01
 """Times that differ by less are equal."""
 
 _ROUNDS: Final = 4
-"""After so many corrections, what is left is the rounding to whole samples."""
+"""The number of corrections; after these, the remaining difference is the rounding to whole
+samples.
+"""
 
 
 def balanced_shares(placer: Evaluator, placed: Candidate, judge: Judge) -> tuple[Candidate, Cuts]:
-    """With the shares under which all virtual machines take equally long, if that gains enough.
+    """Returns the choice with shares under which all virtual machines take equal time, if that
+    gains enough.
 
-    What a step takes is not in proportion to the samples, so shares and times are found in
-    turn: each share is corrected by how far its time is from the others'. Under the cuts of
-    equal shares, where those still fit: shares hardly move the best cuts.
+    A step's time is not proportional to its samples, so this alternates between shares and times:
+    each share is corrected by the ratio of its time to the others'. The cuts of equal shares are
+    used if they still fit: shares have little effect on the best cuts.
 
     Args:
-        placer: knows the model, the machines and the wishes.
-        placed: any shares; where equal ones don't fit, these do.
-        judge: says how long each takes.
+        placer: has the model, the machines and the request.
+        placed: a choice with any shares; if equal shares do not fit, with ones that do.
+        judge: computes the seconds of each virtual machine.
     """
     count = len(placed.ranks)
     if placer.wishes.batch_shares is not None or count == 1:
@@ -38,7 +41,7 @@ def balanced_shares(placer: Evaluator, placed: Candidate, judge: Judge) -> tuple
         first, cuts = equal, placer.cuts(equal)
     except PlanError:
         first, cuts = placed, placer.cuts(placed)
-    # Of those that are alike, one stands for all.
+    # Equal virtual machines are computed once.
     pairs = list(zip(first.workloads, cuts, strict=True))
     same = {pair: vm for vm, pair in enumerate(pairs)}
     stands = [same[pair] for pair in pairs]
@@ -58,7 +61,7 @@ def balanced_shares(placer: Evaluator, placed: Candidate, judge: Judge) -> tuple
         unit = placer.total(count) / sum(wanted[vm] for vm in stands)
         sizes = {vm: size * unit for vm, size in wanted.items()}
     best, fitting, least = first, cuts, judge.step(first, cuts) / WORTH_SHARES
-    # What is asked too much of a device's memory is asked in part.
+    # If a correction exceeds a device's memory, a part of it is tried.
     is_large = placer.cluster.num_ranks > MOST_STAGES
     for part in (1.0,) if is_large else (1.0, 0.5, 0.25):
         wished = [

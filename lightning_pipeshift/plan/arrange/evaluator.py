@@ -38,7 +38,7 @@ Cuts = tuple[Cut, ...]
 
 
 class Candidate(NamedTuple):
-    """Everything but the cuts."""
+    """Everything in a choice except the cuts."""
 
     ranks: Groups
     microbatches: int
@@ -72,7 +72,7 @@ class Evaluator:
         self._workloads: dict[Hashable, Workload] = {}
         self._cuts: dict[Hashable, Cut | PlanError] = {}
         self._chosen: dict[Hashable, Cuts] = {}
-        # These are large: only the last ones are kept.
+        # These are large: only the last ones are cached.
         self._recomputation = lru_cache(maxsize=8)(
             lambda workload: Recomputation(workload, wishes.recompute)
         )
@@ -91,7 +91,7 @@ class Evaluator:
         microbatches: int,
         shares: Sequence[float] | None = None,
     ) -> Candidate:
-        """The workloads of a choice.
+        """Returns the workloads of a choice.
 
         Args:
             ranks: of each virtual machine, in stage order.
@@ -119,7 +119,7 @@ class Evaluator:
             microbatches: the number of slices of the batch.
         """
         devices = [links.devices[rank] for rank in ranks]
-        # A batch of fewer samples is cut into as many slices as it has samples.
+        # A batch of fewer samples is split into as many slices as it has samples.
         slices = max(1, min(microbatches, int(samples)))
         key = (
             tuple((device.kind, device.speed, device.room_bytes) for device in devices),
@@ -140,11 +140,11 @@ class Evaluator:
         return self._workloads[key]
 
     def total(self, count: int) -> float:
-        """The samples of a global batch of so many virtual machines."""
+        """The samples of a global batch of ``count`` virtual machines."""
         return self.wishes.batch_samples * count
 
     def sizes(self, count: int, shares: Sequence[float] | None) -> list[float]:
-        """How many samples of a global batch each virtual machine takes."""
+        """The number of samples of a global batch for each virtual machine."""
         total = self.total(count)
         if shares is None:
             return [self.wishes.batch_samples] * count
@@ -168,9 +168,9 @@ class Evaluator:
     def cuts(self, placed: Candidate, careful: bool = False) -> Cuts:
         """A cut for each virtual machine: the best in closed form, or by a thorough search.
 
-        The better of two, as the solvers do not model rings: one cut as if rings were free, and one
-        as if each layer's ring took its stage some time. Raises PlanError where one doesn't fit in
-        memory.
+        The better of two, as the solvers do not model rings: one cut without the time of rings, and
+        one with an estimate of it for each layer. Raises PlanError if a virtual machine does not
+        fit in memory.
         """
         key = (placed.ranks, placed.microbatches, placed.batch_shares, careful)
         if key not in self._chosen:
@@ -203,7 +203,7 @@ class Evaluator:
         )
 
     def fits(self, placed: Candidate, vm: int, order: Sequence[int]) -> bool:
-        """Whether a virtual machine has room for the model in another order of its stages."""
+        """Whether the model fits in a virtual machine with another order of its stages."""
         size = self.sizes(len(placed.ranks), placed.batch_shares)[vm]
         workload = self.workload(placed.links, order, size, placed.microbatches)
         try:
@@ -215,7 +215,7 @@ class Evaluator:
     def _cut(
         self, vm: int, workload: Workload, per_byte: Sequence[float] | None, careful: bool
     ) -> Cut:
-        """The cut of one virtual machine, computed once for all equal ones."""
+        """The cut of one virtual machine, cached for equal ones."""
         counts = self._fixed_counts(vm, workload)
         key = (workload, counts, per_byte, careful)
         if key not in self._cuts:
@@ -229,11 +229,11 @@ class Evaluator:
         return cut
 
     def _hindrance(self, placed: Candidate) -> tuple[tuple[float, ...], ...]:
-        """By how many seconds a byte of gradients delays the end of each stage's step.
+        """The seconds by which a byte of gradients delays the end of each stage's step.
 
         Stage 0 ends its backward last, and the time of its rings is added. Each other stage can
-        hide its rings until then: only the part that it can't hide, if all stages were equally
-        long, counts."""
+        hide its rings until then: only the part that it cannot hide, if all stages took equal time,
+        counts."""
         num_bytes = sum(layer.gradient_bytes for layer in self.profile.layers)
         found = []
         per_byte = ring_seconds_per_byte(self.cluster, placed.ranks)
@@ -290,7 +290,7 @@ class Evaluator:
         return cuts[0]
 
     def _fixed_counts(self, vm: int, workload: Workload) -> tuple[int, ...] | None:
-        """The layers per stage, where they are fixed."""
+        """The layers per stage, if they are fixed."""
         if self.wishes.partition == "uniform":
             return uniform(workload.num_layers, workload.num_stages, self.profile.possible_cuts)
         return self.wishes.counts(vm)
@@ -326,9 +326,9 @@ def _per_second(samples: float, seconds: float) -> float:
 
 
 def _recomputed(workload: Workload, counts: Sequence[int], recompute: str) -> Cut:
-    """A cut whose counts are fixed: with everything recomputed, if it must be.
+    """A cut with fixed counts: with everything recomputed, if necessary.
 
-    Raises PlanError where it doesn't fit."""
+    Raises PlanError if it does not fit."""
     choices = [Cut(tuple(counts))] if recompute != "full" else []
     if recompute != "none":
         choices.append(workload.everything_recomputed(counts))
@@ -338,7 +338,6 @@ def _recomputed(workload: Workload, counts: Sequence[int], recompute: str) -> Cu
     held, room = workload.memory_bytes(choices[-1]), workload.room_bytes
     stage = max(range(len(held)), key=lambda stage: held[stage] - room[stage])
     raise PlanError(
-        f"the partition {list(counts)} needs {held[stage]:.3g} bytes on stage {stage}, whose device"
-        f" has {room[stage]:.3g}; give that stage fewer layers, or leave the partition to"
-        " PipeShift"
+        f"the partition {list(counts)} needs {held[stage]:.3g} bytes on stage {stage}, whose "
+        f"device has {room[stage]:.3g}; give that stage fewer layers, or use partition='auto'"
     )

@@ -1,9 +1,9 @@
-"""Which devices make a virtual machine: the few ways worth trying.
+"""Groups devices into virtual machines: the few groupings worth trying.
 
-There are too many ways to group ranks to try them all, but only few have a reason: a payload
-travels for every microbatch and a gradient once a step, so a virtual machine may stay inside a
-host, or span hosts so that its gradients stay inside; stages may be of all kinds, so that all
-virtual machines are equally fast, or of one kind, so that no stage waits inside of one.
+There are too many groupings of ranks to try them all, but few have an advantage: a payload is sent
+for every microbatch and a gradient once a step, so a virtual machine may lie inside a host, or span
+hosts so that its gradients remain inside one; stages may be of all kinds, so that all virtual
+machines are equally fast, or of one kind, so that no stage waits for a slower one.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ MOST_STAGES: Final = 64
 """Deeper pipelines are not tried: they are mostly idle, and take long to plan."""
 
 _FEW: Final = 8
-"""Up to so many ways for a number of virtual machines, all are tried."""
+"""If there are at most this many groupings for a number of virtual machines, all are tried."""
 
 _FEW_RANKS: Final = 6
-"""With more ranks, not even the number of ways is counted."""
+"""With more ranks, the groupings are not even counted."""
 
 _MOST_ROUND: Final = 32
-"""With more virtual machines, the order in rings stays that of the hosts."""
+"""With more virtual machines, their order in rings remains that of the hosts."""
 
 
 def candidate_counts(devices: Sequence[Device]) -> tuple[int, ...]:
@@ -39,7 +39,8 @@ def candidate_counts(devices: Sequence[Device]) -> tuple[int, ...]:
 
     The divisors of the number of devices; of many devices, those that make pipelines of about 1, 2,
     4, ... stages. Devices on several hosts, or of several kinds, may also make one virtual machine
-    for each host, or as many as there are devices of a kind; and a few unlike devices any number.
+    for each host, or as many as there are devices of a kind; and a few different devices any
+    number.
     """
     num_ranks = len(devices)
     divisors = [count for count in range(1, num_ranks + 1) if num_ranks % count == 0]
@@ -58,7 +59,7 @@ def candidate_counts(devices: Sequence[Device]) -> tuple[int, ...]:
 
 
 def _near(count: float, divisors: Sequence[int]) -> int:
-    """The nearest divisor if it is near, otherwise the count, which divides unevenly."""
+    """The nearest divisor if it is near, otherwise the count itself, which divides unevenly."""
     nearest = min(divisors, key=lambda divisor: abs(math.log(divisor / count)))
     return nearest if abs(math.log2(nearest / count)) <= 0.5 else math.ceil(count)
 
@@ -70,19 +71,19 @@ def groupings(
     alike: Sequence[int],
     depths: Sequence[int] | None = None,
 ) -> tuple[Groups, ...]:
-    """Ways to make ``count`` virtual machines of all ranks, each of them once.
+    """Groupings of all ranks into ``count`` virtual machines.
 
-    All there are where these are few; otherwise the first of: one device of each kind in every
-    virtual machine, or more of each (NUDT, "distributed parallel training method and system for
-    heterogeneous computing clusters"), where the counts allow; whole hosts, and parts of a host;
-    across the hosts; equal devices; as much compute power in each, with equal depths and without.
+    All groupings if these are few; otherwise the first of: one device of each kind in every virtual
+    machine, or more of each (NUDT, "distributed parallel training method and system for
+    heterogeneous computing clusters"), if the counts allow; whole hosts, and parts of a host;
+    across the hosts; equal devices; equal compute power in each, with equal depths and without.
 
     Args:
         cluster: the machines.
         count: how many virtual machines, at most the number of ranks.
         powers: the speed of each rank.
         alike: by rank, see :func:`~lightning_pipeshift.plan.arrange.stage_order.interchangeable`.
-        depths: how many stages each virtual machine has, where that is fixed.
+        depths: how many stages each virtual machine has, if that is fixed.
     """
     num_ranks = cluster.num_ranks
     in_order = host_order(cluster)
@@ -111,7 +112,9 @@ def groupings(
 
 
 def host_order(cluster: Cluster) -> tuple[int, ...]:
-    """All ranks, a host's next to each other, whatever order the launcher numbered them in."""
+    """All ranks, those of a host next to each other, regardless of how the launcher numbered
+    them.
+    """
     hosts: dict[str, int] = {}
     for device in cluster.devices:
         hosts.setdefault(device.host, len(hosts))
@@ -120,12 +123,12 @@ def host_order(cluster: Cluster) -> tuple[int, ...]:
 
 
 def ring_order(cluster: Cluster, machines: Sequence[Sequence[int]]) -> Groups:
-    """The virtual machines in the order in which rings pass them.
+    """The virtual machines in their order in the rings.
 
-    A ring runs at the pace of its slowest link. So: the cycle whose slowest link is the fastest,
-    and then the one with the fastest links together; of equal ones, the first in the order given.
-    All cycles are tried up to 7 virtual machines; beyond, pieces of the cycle are turned round as
-    long as that helps.
+    A ring runs at the speed of its slowest link. So this returns the cycle whose slowest link is
+    the fastest, and among these the one with the least total time; of equal ones, the first in the
+    given order. All cycles are tried up to 7 virtual machines; beyond that, segments of the cycle
+    are reversed while that helps (2-opt).
     """
     count = len(machines)
     if not (cluster.hosts or cluster.ranks) or not 4 <= count <= _MOST_ROUND:
@@ -181,8 +184,8 @@ def _with_reasons(
     place = {rank: number for number, rank in enumerate(in_order)}
 
     def sorted_up(machines: Sequence[Sequence[int]]) -> Groups:
-        # In the pipeline a host's devices are neighbours, so that few boundaries lie between hosts;
-        # and in a ring a host's virtual machines are.
+        # In the pipeline a host's devices are neighbours, so that few boundaries cross hosts; and
+        # in a ring a host's virtual machines are neighbours.
         in_host_order = [tuple(sorted(machine, key=place.__getitem__)) for machine in machines]
         return tuple(sorted(in_host_order, key=lambda machine: place[machine[0]]))
 
@@ -223,16 +226,16 @@ def _with_reasons(
 
 
 def _dealt(ranks: Sequence[int], depths: Sequence[int]) -> list[list[int]]:
-    """The ranks in their order, to one virtual machine after the other."""
+    """Assigns the ranks in their order, to one virtual machine after another."""
     left = iter(ranks)
     return [[next(left) for _ in range(depth)] for depth in depths]
 
 
 def _shared_out(sets: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """Virtual machines each of one of the sets, in proportion to the sets' sizes."""
+    """Virtual machines, each from one of the sets, in proportion to the sets' sizes."""
     machines: list[list[int]] = []
     for ranks, number in zip(sets, shared_out(count, [len(s) for s in sets]), strict=True):
-        # A set that is too small for its virtual machines leaves some to the largest ones.
+        # A set that is too small for its virtual machines leaves some to the largest sets.
         machines += _dealt(ranks, shared_out(len(ranks), [1.0] * min(number, len(ranks))))
     while len(machines) < count:
         largest = max(machines, key=len)
@@ -244,8 +247,8 @@ def _shared_out(sets: Sequence[Sequence[int]], count: int) -> list[list[int]]:
 def _balanced(
     fastest: Sequence[int], powers: Sequence[float], rooms: Sequence[int]
 ) -> list[list[int]]:
-    """Each rank, the fastest first, to the virtual machine that is the slowest so far: the usual
-    greedy rule (Graham, Bounds on Multiprocessing Timing Anomalies, 1969).
+    """Assigns each rank, the fastest first, to the virtual machine that is the slowest so far: the
+    usual greedy rule (Graham, Bounds on Multiprocessing Timing Anomalies, 1969).
     """
     machines: list[list[int]] = [[] for _ in rooms]
     slowest = [(0.0, vm) for vm in range(len(rooms))]
@@ -258,7 +261,7 @@ def _balanced(
 
 
 def _every(ranks: Sequence[int], count: int) -> Iterator[Groups]:
-    """All ways to make ``count`` groups of the ranks."""
+    """Yields all partitions of the ranks into ``count`` groups."""
     if not ranks:
         if not count:
             yield ()
@@ -273,7 +276,7 @@ def _every(ranks: Sequence[int], count: int) -> Iterator[Groups]:
 
 
 def _of_depths(groups: Groups, depths: Sequence[int]) -> Groups | None:
-    """The groups in an order in which they have these depths, where there is one."""
+    """The groups in an order in which they have these depths; ``None`` if there is none."""
     by_depth: dict[int, list[tuple[int, ...]]] = {}
     for group in groups:
         by_depth.setdefault(len(group), []).append(group)

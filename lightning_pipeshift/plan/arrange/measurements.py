@@ -1,4 +1,4 @@
-"""The measured figures of a run: the model, the machines, and the ranks of the stages."""
+"""The measurements of a run: the model, the machines, and the ranks of the stages."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Measured:
         return prediction_of(plan, self.profile, self.cluster, self.ranks, self.by_tensor)
 
     def compared(self, plan: Plan, step_seconds: float) -> Measured:
-        """The same, plus the time by which a real step exceeded the simulated one: for messages
-        passing through the system, and for waiting for a core. It is added for every plan.
+        """The same measurements, plus the time by which a real step exceeded the simulated one: for
+        messages passing through the system, and for waiting for a core. It is added for every plan.
 
         Args:
             plan: under which the step ran.
@@ -60,7 +60,7 @@ class Measured:
         return seconds
 
     def fits(self, memory_bytes: Memory) -> bool:
-        """Whether every device has so much memory."""
+        """Whether every device has this much memory."""
         return all(held <= room for _, _, held, room in self._places(memory_bytes))
 
     def lacking(self, memory_bytes: Memory) -> str:
@@ -70,9 +70,9 @@ class Measured:
         ]
         lacks, vm, stage, held = max(places)
         return (
-            f"stage {stage} of virtual machine {vm} would hold {held / 1e6:.1f} MB, which is"
-            f" {lacks / 1e6:.1f} MB more than it has room for; leave it fewer layers, or let more"
-            " of them be recomputed"
+            f"stage {stage} of virtual machine {vm} would hold {held / 1e6:.1f} MB, which is "
+            f"{lacks / 1e6:.1f} MB more than it has; give it fewer layers, or recompute more of "
+            "them"
         )
 
     def _places(self, memory_bytes: Memory) -> list[tuple[int, int, float, float]]:

@@ -1,7 +1,7 @@
 """Chooses the number of microbatches of a batch.
 
 With more of them, stages are busy for more of the step, and each takes less memory; but each adds
-the time of an action besides its layers, and a message's latency.
+the time of an action outside its layers, and a message's latency.
 """
 
 from __future__ import annotations
@@ -19,30 +19,32 @@ from lightning_pipeshift.plan.arrange.groupings import Groups
 from lightning_pipeshift.plan.arrange.request import PlanRequest
 
 _WORTH: Final = 1.01
-"""How many times as many samples per second more microbatches must give."""
+"""The factor by which more microbatches must increase the samples per second."""
 
 _MOST_ACTIONS: Final = 1 << 14
-"""Stages times microbatches, where PipeShift chooses these: what the simulator takes a second for.
+"""The largest product of stages and microbatches that PipeShift chooses: the simulator takes a
+second for it.
 """
 
 _MOST_TRIED: Final = 4
-"""How many numbers the simulator is asked about."""
+"""How many numbers are tried on the simulator."""
 
 
 def slices(placer: Evaluator, ranks: Groups, shares: Sequence[float] | None) -> dict[int, float]:
-    """Numbers of microbatches, and steps per second if all stages were equally long.
+    """Returns numbers of microbatches, each with the steps per second if all stages took equal
+    time.
 
     Args:
-        placer: knows the model, the machines and the wishes.
+        placer: has the model, the machines and the request.
         ranks: of each virtual machine.
-        shares: how the global batch is shared out; ``None``: equally.
+        shares: how the global batch is divided; ``None``: equally.
     """
     profile, cluster = placer.profile, placer.cluster
     sizes = placer.sizes(len(ranks), shares)
     payloads = [layer.payload_bytes for layer in profile.layers[:-1]]
     usual = median(payloads) if payloads else 0
     machines = []
-    # Of those that look alike, one stands for all.
+    # Equal virtual machines are computed once.
     for machine, size in zip(ranks, sizes, strict=True):
         power = sum(placer.powers[rank] for rank in machine) * profile.samples
         links = frozenset(cluster.link(*ends) for ends in pairwise(machine))
@@ -53,7 +55,7 @@ def slices(placer: Evaluator, ranks: Groups, shares: Sequence[float] | None) -> 
     for number in numbers_of_slices(placer.wishes, max(map(len, ranks))):
         seconds = profile.step_seconds
         for num_stages, size, power, extra, links in set(machines):
-            # A batch of fewer samples is cut into as many slices as it has samples.
+            # A batch of fewer samples is split into as many slices as it has samples.
             count = max(1, min(number, int(size)))
             messages = [link.seconds(size / count / profile.samples * usual) for link in links]
             pace = max([size / count / power + extra, *messages])
@@ -63,10 +65,11 @@ def slices(placer: Evaluator, ranks: Groups, shares: Sequence[float] | None) -> 
 
 
 def numbers_of_slices(wishes: PlanRequest, num_stages: int) -> list[int]:
-    """What to try: powers of two, and those times the number of stages; or what is wished.
+    """The numbers to try: powers of two, and those times the number of stages; or the requested
+    number.
 
     Args:
-        wishes: say how many samples there are to slice.
+        wishes: the request, which has the number of samples of a batch.
         num_stages: of the deepest pipeline.
     """
     if isinstance(wishes.microbatches, int):
@@ -82,13 +85,13 @@ def numbers_of_slices(wishes: PlanRequest, num_stages: int) -> list[int]:
 
 
 def resliced(placer: Evaluator, placed: Candidate) -> Candidate:
-    """With the best number of microbatches by the simulator."""
+    """Returns the choice with the best number of microbatches by the simulator."""
     rates = slices(placer, placed.ranks, placed.batch_shares)
     if len(rates) == 1:
         return placed
     found: dict[int, float] = {}
     for count in {placed.microbatches, *sorted(rates, key=rates.__getitem__)[-_MOST_TRIED:]}:
-        # The best in closed form may not fit.
+        # The best number in closed form may not fit.
         with suppress(PlanError):
             sliced = placer.placed(placed.ranks, count, placed.batch_shares)
             cuts = placer.cuts(sliced)
@@ -97,6 +100,6 @@ def resliced(placer: Evaluator, placed: Candidate) -> Candidate:
 
 
 def fewest(rates: Mapping[int, float]) -> int:
-    """The fewest microbatches that are hardly worse than the best number."""
+    """The smallest number of microbatches that is nearly as good as the best."""
     limit = max(rates.values()) / _WORTH
     return min(count for count, rate in rates.items() if rate >= limit)

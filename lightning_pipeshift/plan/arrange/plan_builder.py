@@ -1,4 +1,4 @@
-"""Makes a plan of the solvers' results, with the simulator's prediction."""
+"""Builds a plan from the solvers' results, with the simulator's prediction."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def plan_of(
     microbatches: int,
     cuts: Sequence[Cut],
 ) -> Plan:
-    """A plan of known cuts.
+    """Builds a plan from known cuts.
 
     Args:
         profile: of the model.
@@ -52,7 +52,7 @@ def plan_of(
 
 
 def plan_of_arrangement(arrangement: Arrangement, profile: Profile, cluster: Cluster) -> Plan:
-    """A plan that names its ranks and their kinds, for another run to use."""
+    """Builds a plan with its ranks and their kinds, for another run to use."""
     plan = plan_of(
         profile,
         cluster,
@@ -73,7 +73,7 @@ def plan_of_arrangement(arrangement: Arrangement, profile: Profile, cluster: Clu
 
 
 def cut_of(plan: Plan, vm: int) -> Cut:
-    """How a plan cuts a virtual machine."""
+    """A plan's cut of a virtual machine."""
     return Cut(plan.placement.counts[vm], plan.recomputed(vm))
 
 
@@ -84,7 +84,7 @@ def workloads_of(
     schedule: str,
     microbatches: int,
 ) -> list[Workload]:
-    """The workload of each virtual machine, on as many samples as were measured."""
+    """The workload of each virtual machine, for the number of samples in the measurements."""
     return [workload_of(profile, cluster, machine, schedule, microbatches) for machine in ranks]
 
 
@@ -95,7 +95,7 @@ def prediction_of(
     ranks: Sequence[Sequence[int]],
     by_tensor: bool = False,
 ) -> Prediction:
-    """The simulator's prediction of a plan, by the measured figures.
+    """The simulator's prediction of a plan, by the measurements.
 
     Args:
         plan: the plan.

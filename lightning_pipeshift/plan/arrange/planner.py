@@ -1,9 +1,9 @@
 """Makes the plan for machines and a model: the number of virtual machines, their devices and the
 order of these, the cuts, the microbatches and the shares of the batch.
 
-Each choice depends on the others, and there are too many combinations. So all groupings with a
-reason are first evaluated in closed form; the orders of the best are tried on the simulator; and
-for the best of those, cuts, microbatches and shares are searched thoroughly.
+Each choice depends on the others, and there are too many combinations. So all useful groupings are
+first evaluated in closed form; the orders of the best are tried on the simulator; and for the best
+of those, cuts, microbatches and shares are searched thoroughly.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ from lightning_pipeshift.plan.inputs.topology import Topology
 __all__ = ["Allowed", "Arrangement", "PlanRequest", "arrange_all", "evaluate"]
 
 _PROMISING: Final = 0.9
-"""What can't reach this part of the best found so far in closed form is not looked at."""
+"""Groupings that cannot reach this fraction of the best so far in closed form are skipped."""
 
 _FEW: Final = 8
-"""Of so many devices, everything is looked at."""
+"""With at most this many devices, all groupings are tried."""
 
 _MOST_ACTIONS: Final = 1 << 14
 """Stages times microbatches that are simulated to find the best order."""
 
 _MOST_SIMULATED: Final = 1 << 11
-"""Up to so many of them, the simulator has a say in orders, microbatches and shares."""
+"""Up to this product, the simulator decides about orders, microbatches and shares."""
 
 _MOST_CUT_WITH_CARE: Final = 32
-"""Up to so many stages, cuts are improved on the simulator."""
+"""Up to this many stages, cuts are improved on the simulator."""
 
 _MOST_ORDERS: Final = 120
 _MOST_REFINED: Final = 8
@@ -77,12 +77,13 @@ def arrange_all(
     Args:
         profile: of the model.
         cluster: the machines.
-        wishes: what is fixed.
-        allowed: the boundaries that may be cut, where anything fits so.
+        wishes: the fixed settings.
+        allowed: the boundaries that may be cut, if anything fits with them.
 
     Raises:
-        PlanError: nothing that is allowed fits in memory, or makes that many virtual machines.
-        ConfigurationError: the wishes name ranks that aren't there, or one twice.
+        PlanError: no allowed arrangement fits in memory, or has the requested number of virtual
+            machines.
+        ConfigurationError: the request has unknown ranks, or one rank twice.
     """
     return _Planner(Evaluator(profile, cluster, wishes, allowed)).best()
 
@@ -101,29 +102,29 @@ def evaluate(
     Args:
         profile: of the model.
         cluster: the machines.
-        wishes: say what the schedule is, and how large a batch.
+        wishes: the request, which has the schedule and the batch size.
         ranks: of each virtual machine, in stage order.
         cuts: one for each of them.
         microbatches: slices of a virtual machine's batch.
-        batch_shares: how the global batch is shared out; ``None``: equally.
+        batch_shares: how the global batch is divided; ``None``: equally.
     """
     placer = Evaluator(profile, cluster, wishes, None)
     return placer.arrangement(placer.placed(ranks, microbatches, batch_shares), tuple(cuts))
 
 
 class _Look(NamedTuple):
-    """What one of the groupings comes to."""
+    """A grouping's evaluation."""
 
     rate: float
     """Samples per second."""
     placed: Candidate
     cuts: Cuts
     orders: tuple[Groups, ...] = ()
-    """Of the stages, that come near the best."""
+    """Orders of the stages whose step time is near the best."""
 
 
 class _Planner:
-    """From all groupings to one arrangement."""
+    """Chooses one arrangement from all groupings."""
 
     def __init__(self, placer: Evaluator) -> None:
         self._placer = placer
@@ -156,7 +157,7 @@ class _Planner:
             except PlanError as error:
                 errors[groups] = error
         if not seen:
-            # What comes nearest to fitting tells the most.
+            # The error of the grouping that is nearest to fitting is the most useful.
             nearest = max(errors, key=self._least_room_bytes)
             slices = max(numbers_of_slices(self._wishes, max(map(len, nearest))))
             placed = self._placer.placed(nearest, slices, self._wishes.batch_shares)
@@ -165,14 +166,14 @@ class _Planner:
         return seen
 
     def _is_hopeless(self, groups: Groups, seen: Sequence[_Look]) -> bool:
-        """Whether it can't come near the best of those seen."""
+        """Whether a grouping cannot come near the best of those evaluated."""
         if self._cluster.num_ranks <= _FEW or not seen:
             return False
         promising = _PROMISING * max(look.rate for look in seen)
         if self._most_per_second(groups) < promising:
             return True
-        # Of many devices: deeper pipelines have more of a bubble, and hide their rings better. Once
-        # the one outweighs the other, it is so for still deeper ones.
+        # With many devices, deeper pipelines have larger bubbles, and hide their rings better. Once
+        # the first effect is larger, it is so for all deeper pipelines.
         best: dict[int, float] = {}
         for look in seen:
             count = len(look.placed.ranks)
@@ -181,7 +182,7 @@ class _Planner:
         return self._is_large and any(rate < promising for rate in shallower)
 
     def _groupings(self) -> Iterator[Groups]:
-        """The ways to make virtual machines that the wishes leave."""
+        """The groupings that the request allows."""
         wishes, num_ranks = self._wishes, self._cluster.num_ranks
         if wishes.ranks is not None:
             topology = Topology(wishes.ranks)
@@ -207,13 +208,13 @@ class _Planner:
                 yield self._numbered(groups)
 
     def _numbered(self, groups: Groups) -> Groups:
-        """The same groups in the order in which rings pass them, as far as that is free."""
+        """The same groups in their order in the rings, as far as the request allows."""
         shares = self._wishes.batch_shares
         if not isinstance(self._wishes.partition, str):
             return groups
         if shares is None:
             return ring_order(self._cluster, groups)
-        # The larger shares are meant for the faster ones.
+        # The larger shares are for the faster ones.
         fastest = sorted(
             groups, key=lambda ranks: -sum(self._placer.powers[rank] for rank in ranks)
         )
@@ -222,11 +223,11 @@ class _Planner:
         return tuple(of_vm[vm] for vm in range(len(shares)))
 
     def _most_per_second(self, groups: Groups) -> float:
-        """Samples per second if every stage were as long as the others and messages took no time:
-        no cut of it gives more.
+        """Samples per second if all stages took equal time and messages took no time: an upper
+        bound for all cuts.
         """
         slices = max(numbers_of_slices(self._wishes, max(map(len, groups))))
-        # One microbatch through all stages, and the pace for each of the others.
+        # One microbatch through all stages, plus the slowest stage's time for each other one.
         per_sample = [
             ((slices - 1) / sum(powers) + 1 / max(powers)) / slices / self._profile.samples
             for powers in ([self._placer.powers[rank] for rank in ranks] for ranks in groups)
@@ -244,7 +245,7 @@ class _Planner:
         return min(math.fsum(devices[rank].room_bytes for rank in ranks) for ranks in groups)
 
     def _first_look(self, groups: Groups) -> _Look:
-        """A grouping in closed form, with its slices, order and shares."""
+        """Evaluates a grouping in closed form, with its microbatches, order and shares."""
         judge = self._placer.closed_form
         if sum(layer.static_bytes for layer in self._profile.layers) > self._least_room_bytes(
             groups
@@ -259,7 +260,7 @@ class _Planner:
         return _Look(self._placer.rate(placed, cuts, judge), placed, cuts)
 
     def _second_look(self, look: _Look) -> _Look:
-        """The same by the simulator, and its stages in the best of all orders."""
+        """Evaluates a grouping by the simulator, with the best of all orders of its stages."""
         placed, cuts, judge = look.placed, look.cuts, self._placer.simulator
         if self._is_large:
             return _Look(self._placer.rate(placed, cuts, judge), placed, cuts)
@@ -269,16 +270,16 @@ class _Planner:
         return _Look(self._placer.rate(placed, cuts, judge), placed, cuts, orders)
 
     def _finished(self, look: _Look) -> Arrangement:
-        """Ordered, sliced, shared out and cut as well as can be."""
+        """Finds the best order, microbatches, shares and cuts of a grouping."""
         judge, placed = self._placer.simulator, look.placed
         if self._is_large:
             ranked = self._ranked(placed, judge, _MOST_ORDERS)
             placed = self._in_best_order(placed, ranked)
         elif self._cluster.num_ranks <= _FEW:
-            # Which of the best orders is the best may depend on the very cuts.
+            # Which of the best orders is the best may depend on the exact cuts.
             cut = []
             for ranks in look.orders:
-                # Shares were found for one of them.
+                # The shares were found for one of them.
                 with suppress(PlanError):
                     cut.append(self._cut_with_care(self._in_order(placed, ranks)))
             ranked = [(one.ranks, one.prediction.step_seconds) for one in cut]
@@ -296,23 +297,23 @@ class _Planner:
         return found
 
     def _cut_with_care(self, placed: Candidate) -> Arrangement:
-        """With the best cuts that there is time for."""
+        """Returns an arrangement with the best cuts that can be found in limited time."""
         found = self._placer.arrangement(placed, self._placer.cuts(placed))
         stages = sum(workload.num_stages for workload in set(placed.workloads))
         if stages > _MOST_CUT_WITH_CARE:
             return found
-        # The best for each virtual machine need not be for the rings between them.
+        # The best cut for each virtual machine need not be the best for the rings between them.
         careful = self._placer.arrangement(placed, self._placer.cuts(placed, careful=True))
         return max(careful, found, key=lambda one: one.samples_per_second)
 
     @property
     def _is_large(self) -> bool:
-        """Whether there are too many devices to be thorough."""
+        """Whether there are too many devices for a thorough search."""
         return self._cluster.num_ranks > MOST_STAGES
 
     @staticmethod
     def _num_actions(placed: Candidate) -> int:
-        """Stages times microbatches, of all virtual machines that differ."""
+        """Stages times microbatches, of all distinct virtual machines."""
         return sum(w.num_stages * w.microbatches for w in set(placed.workloads))
 
     # Orders of the stages.
@@ -321,23 +322,25 @@ class _Planner:
         return self._placer.placed(ranks, placed.microbatches, placed.batch_shares)
 
     def _preferred(self, placed: Candidate) -> Groups:
-        """The ranks in their own order, a host's next to each other."""
+        """The ranks in their own order, those of a host next to each other."""
         return tuple(tuple(sorted(ranks, key=self._place.__getitem__)) for ranks in placed.ranks)
 
     def _in_best_order(
         self, placed: Candidate, ranked: Sequence[tuple[Groups, float]]
     ) -> Candidate:
-        """The same with its stages in the best of these orders."""
+        """Returns the choice with its stages in the best of these orders."""
         ranks = best_order(ranked, self._preferred(placed))
         return placed if ranks == placed.ranks else self._in_order(placed, ranks)
 
     def _ranked(self, placed: Candidate, judge: Judge, most: int) -> list[tuple[Groups, float]]:
-        """Orders of the stages and what a step takes, the best first: at most so many are tried."""
+        """Orders of the stages with their step times, the best first: at most ``most`` are
+        tried.
+        """
         preferred = self._preferred(placed)
         if self._wishes.ranks is not None or self._is_same_in_any_order(preferred):
             return [(placed.ranks, 1.0)]
         placer = self._placer
-        # A fixed number of orders would be a blink for some and minutes for others.
+        # The time for a fixed number of orders varies from milliseconds to minutes.
         most = min(
             most,
             _MOST_ACTIONS // (self._num_actions(placed) + 64),
@@ -354,7 +357,8 @@ class _Planner:
         starts = (self._by_rule(preferred), placed.ranks)
         if self._cluster.num_ranks <= _FEW:
             return ranked_orders(preferred, starts, self._alike, seconds, seconds, most)
-        # To compare orders it is enough that each device keeps its number of layers: much quicker.
+        # To compare orders it is enough that each device keeps its number of layers, which is much
+        # faster.
         counts = {
             rank: count
             for ranks, cut in zip(placed.ranks, placer.cuts(placed), strict=True)
@@ -368,14 +372,16 @@ class _Planner:
         return ranked_orders(preferred, starts, self._alike, seconds, estimate, most)
 
     def _by_rule(self, groups: Groups) -> Groups:
-        """The groups in the order that the source has."""
+        """The groups in the order of the source's rule."""
         return tuple(
             by_ratio(self._profile, self._cluster, ranks, groups[vm + 1 :] + groups[:vm])
             for vm, ranks in enumerate(groups)
         )
 
     def _is_same_in_any_order(self, groups: Groups) -> bool:
-        """Whether no order is better than the ranks' own, with each host's next to each other."""
+        """Whether no order is better than the ranks' own, with those of each host next to each
+        other.
+        """
         devices, cluster = self._cluster.devices, self._cluster
         is_uniform = not (cluster.ranks or cluster.hosts) and all(
             len({(devices[r].kind, devices[r].speed, devices[r].room_bytes) for r in ranks}) == 1
@@ -386,9 +392,10 @@ class _Planner:
     # Slices of the batch.
 
     def _sliced(self, groups: Groups) -> Candidate:
-        """A grouping with the best number of microbatches, as far as can be told before it is cut.
+        """A grouping with the best number of microbatches, as far as can be estimated before it is
+        cut.
 
-        Raises PlanError where it doesn't fit."""
+        Raises PlanError if it does not fit."""
         for shares in self._first_shares(groups):
             rates = slices(self._placer, groups, shares)
             # Smaller slices take less memory.
@@ -404,7 +411,7 @@ class _Planner:
         raise error
 
     def _first_shares(self, groups: Groups) -> Iterator[tuple[float, ...] | None]:
-        """Shares to try: equal ones, and if those don't fit, in proportion to compute power."""
+        """Shares to try: equal ones, and if those do not fit, in proportion to compute power."""
         yield self._wishes.batch_shares
         if self._wishes.batch_shares is None and not self._is_large:
             powers = tuple(
@@ -414,8 +421,8 @@ class _Planner:
                 yield powers
 
     def _in_fitting_order(self, placed: Candidate) -> Candidate | None:
-        """With the stages of each virtual machine in an order in which it fits in memory, where
-        there is one: the first stages hold more, and the last ones less.
+        """Returns the choice with an order of stages in which each virtual machine fits in memory,
+        or ``None``: the first stages hold more, the last ones less.
         """
         if self._wishes.ranks is not None:
             return None
@@ -431,7 +438,7 @@ class _Planner:
         return self._placer.placed(ranks, placed.microbatches, placed.batch_shares)
 
     def _orders(self, machine: Order) -> Iterator[Order]:
-        """Those that memory may ask for: all, where there are few."""
+        """The orders that may be needed to fit in memory: all, if there are few."""
         devices = self._cluster.devices
         for sign in (-1, 1):
             yield tuple(sorted(machine, key=lambda rank: sign * devices[rank].room_bytes))
@@ -442,5 +449,5 @@ class _Planner:
 
 
 def _highest(looks: Sequence[_Look], most: int) -> list[_Look]:
-    """Those with the highest rates, the first of equal ones first."""
+    """The evaluations with the highest rates, the first of equal ones first."""
     return sorted(looks, key=lambda look: -look.rate)[:most]

@@ -26,16 +26,16 @@ class PlanRequest:
         virtual_machines: how many, or the ranks of each in stage order.
         microbatches: slices of a virtual machine's batch.
         schedule: by name.
-        recompute: ``"full"``: all layers where that frees memory; ``"auto"``: those that don't
+        recompute: ``"full"``: all layers for which that frees memory; ``"auto"``: those that don't
             fit otherwise; ``"none"``.
         partition: ``"auto"``, ``"uniform"``, or for each virtual machine the layers per stage; one
             row is for all of them.
-        batch_shares: how the global batch is divided; ``None``: in the best way.
+        batch_shares: how the global batch is divided; ``None``: chosen by the planner.
         batch_samples: of a virtual machine's DataLoader batch. A global batch has that times the
             number of virtual machines.
         policy: decides what happens to saved tensors; ``None`` without ``MemoryCompression``.
 
-    Raises PlanError where these don't go together.
+    Raises PlanError if these contradict each other.
     """
 
     virtual_machines: int | Literal["auto"] | Groups = "auto"
@@ -60,8 +60,8 @@ class PlanRequest:
         if len(set(counts.values())) > 1:
             found = ", ".join(f"{name} is for {count}" for name, count in counts.items())
             raise PlanError(
-                f"{found} virtual machines; give all of them for the same number, or leave some"
-                " to PipeShift"
+                f"{found} virtual machines; give all of them for the same number, or omit some of "
+                "these settings"
             )
 
     @property
@@ -71,19 +71,19 @@ class PlanRequest:
 
     @property
     def ranks(self) -> Groups | None:
-        """The ranks of each virtual machine in stage order, where they are fixed."""
+        """The ranks of each virtual machine in stage order, if they are fixed."""
         return None if isinstance(self.virtual_machines, int | str) else self.virtual_machines
 
     def counts(self, vm: int) -> tuple[int, ...] | None:
-        """A virtual machine's layers per stage, where they are fixed."""
+        """A virtual machine's layers per stage, if they are fixed."""
         if isinstance(self.partition, str):
             return None
         return self.partition[vm if len(self.partition) > 1 else 0]
 
     def depths(self, num_ranks: int) -> list[int] | None:
-        """How many stages each virtual machine has, where that is fixed.
+        """The number of stages of each virtual machine, if that is fixed.
 
-        Raises PlanError where these are not all of the ranks."""
+        Raises PlanError if these are not all of the ranks."""
         if isinstance(self.partition, str):
             return None
         depths = list(map(len, self.partition))
@@ -123,7 +123,7 @@ class Arrangement:
         batch_shares: how the global batch is divided; ``None``: equally.
         prediction: of a step.
         samples_per_second: of all virtual machines together.
-        swaps: saved tensors that are swapped; empty where all stay.
+        swaps: saved tensors that are swapped; empty if none are.
     """
 
     ranks: Groups

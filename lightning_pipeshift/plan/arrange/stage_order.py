@@ -1,4 +1,4 @@
-"""Chooses the order in which a virtual machine's devices are its stages."""
+"""Chooses which of a virtual machine's devices is which stage."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Order = tuple[int, ...]
 """A virtual machine's ranks, in stage order."""
 
 Orders = tuple[Order, ...]
-"""Those of all virtual machines."""
+"""The orders of all virtual machines."""
 
 _PATIENCE: Final = 1.02
-"""How much slower a step may be for the sake of the order in which the ranks were given."""
+"""The factor by which a step may be slower if the ranks keep the order in which they were given."""
 
 
 def by_ratio(
@@ -29,15 +29,16 @@ def by_ratio(
     NUDT, "distributed parallel training method and system for heterogeneous computing clusters":
     stages should take equal time, so a device's share of the model is proportional to its compute
     power c_i; the gradients it must exchange are proportional to that share; with its bandwidth b_i
-    this gives its communication time. Stage 0 finishes its backward last and has nothing left to
-    hide communication behind, so it should have the least of it. As all compute times are equal,
-    the order is that of the communication times c_i / b_i, the least first.
+    this gives its communication time. Stage 0 finishes its backward last and has no later compute
+    to overlap communication with, so it should have the least of it. As all compute times are
+    equal, the order is that of the communication times c_i / b_i, the smallest first.
 
     Args:
         profile: of the model.
         cluster: the machines.
         machine: the virtual machine's ranks; ties keep the order in which they are given.
-        replicas: the other virtual machines' ranks, in the order of the ring from the next on.
+        replicas: the other virtual machines' ranks, in the order of the ring, starting with the
+            next.
     """
     neighbours = [_kinds(cluster, ranks) for ranks in (*replicas[:1], *replicas[-1:])]
     known: dict[Hashable, float] = {}
@@ -54,7 +55,9 @@ def by_ratio(
 
 
 def compute_power(profile: Profile, cluster: Cluster, rank: int) -> float:
-    """How many microbatches a device would train per second, if it had the whole model."""
+    """The number of microbatches that a device would train per second, if it had the whole
+    model.
+    """
     times = profile.times_on(cluster.devices[rank])
     seconds = math.fsum(times.forward) + math.fsum(times.backward)
     return 1 / seconds if seconds else 1.0
@@ -69,7 +72,7 @@ def _kinds(cluster: Cluster, ranks: Sequence[int]) -> _Kinds:
     number: Counter[int] = Counter()
     for rank in ranks:
         device = cluster.devices[rank]
-        # All on a host are as far away, unless that was measured for each.
+        # All ranks of a host have the same distance, unless links were measured for each.
         key = rank if cluster.ranks else (device.host, device.kind)
         number[first.setdefault(key, rank)] += 1
     kinds: dict[str, list[tuple[int, int]]] = {}
@@ -79,10 +82,10 @@ def _kinds(cluster: Cluster, ranks: Sequence[int]) -> _Kinds:
 
 
 def _seconds_per_byte(cluster: Cluster, rank: int, neighbours: Sequence[_Kinds]) -> float:
-    """Of a device's way to its neighbours in a ring, the slower of the two.
+    """The slower of a device's two links to its neighbours in a ring.
 
-    Who they are follows from an order that isn't known yet: they count as devices of the same kind
-    where there are some, and as the mean of what there is."""
+    The neighbours depend on an order that is not known yet: devices of the same kind are assumed if
+    there are any, otherwise the mean of all devices."""
 
     def to(kinds: _Kinds) -> float:
         alike = kinds.get(cluster.devices[rank].kind) or [
@@ -102,19 +105,19 @@ def ranked_orders(
     estimate: Callable[[Orders], float],
     most: int = 120,
 ) -> list[tuple[Orders, float]]:
-    """Orders and what a step takes under them, the fastest first.
+    """Orders with their step times, the fastest first.
 
-    Where there are few different orders these are all. Otherwise they are the starts, and what
-    becomes of the best of them when stages are swapped as long as that helps.
+    All orders if there are few distinct ones. Otherwise the starts, and the best of them improved
+    by swaps of stages while that helps.
 
     Args:
-        machines: the ranks of each virtual machine, in the order that is preferred.
-        starts: orders of all virtual machines to begin with: the rule's, say.
+        machines: the ranks of each virtual machine, in the preferred order.
+        starts: orders of all virtual machines to start from, such as the rule's.
         alike: for each rank, see :func:`interchangeable`.
-        step_seconds: what the simulator says of the orders of all virtual machines; infinite where
-            they aren't possible.
-        estimate: the same at a fraction of the cost; it decides about swaps.
-        most: how many orders are few.
+        step_seconds: the simulated time of the orders of all virtual machines; infinite if they are
+            not possible.
+        estimate: an estimate of it at a fraction of the cost; it decides about swaps.
+        most: the number of orders up to which all are tried.
     """
     tried: dict[Orders, float] = {}
 
@@ -137,8 +140,8 @@ def best_order(ranked: Sequence[tuple[Orders, float]], machines: Orders) -> Orde
     """The fastest order, or of those that take at most 2 % longer the one nearest to ``machines``.
 
     Args:
-        ranked: orders and what a step takes under them, as of :func:`ranked_orders`.
-        machines: the ranks of each virtual machine, in the order that is preferred.
+        ranked: orders with their step times, as of :func:`ranked_orders`.
+        machines: the ranks of each virtual machine, in the preferred order.
     """
     limit = _PATIENCE * min(seconds for _, seconds in ranked)
     within = [entry for entry in ranked if entry[1] <= limit]
@@ -146,8 +149,8 @@ def best_order(ranked: Sequence[tuple[Orders, float]], machines: Orders) -> Orde
 
 
 def interchangeable(cluster: Cluster) -> tuple[int, ...]:
-    """For each rank, the first one that could stand in for it: a device of the same kind, speed and
-    room, with the same links to all others.
+    """For each rank, the first one that is interchangeable with it: a device of the same kind,
+    speed and memory, with the same links to all others.
     """
     found: list[int] = []
     hosts: dict[str, list[int]] = {}
@@ -155,7 +158,7 @@ def interchangeable(cluster: Cluster) -> tuple[int, ...]:
         hosts.setdefault(device.host, []).append(rank)
     seen: dict[Hashable, int] = {}
     for rank, device in enumerate(cluster.devices):
-        # Most are settled without a look at links.
+        # Most cases are decided without comparing links.
         key = rank if cluster.ranks else (device.host, *_worth(device))
         if key not in seen:
             firsts = dict.fromkeys(found)
@@ -169,7 +172,7 @@ def _alike(cluster: Cluster, hosts: Mapping[str, Sequence[int]], one: int, other
     a, b = cluster.devices[one], cluster.devices[other]
     if _worth(a) != _worth(b):
         return False
-    # Their own hosts first: there they differ, if they do.
+    # Their own hosts first: if they differ, then there.
     thirds = [hosts[a.host], hosts[b.host]]
     if cluster.ranks or cluster.hosts:
         thirds += hosts.values()
@@ -186,7 +189,7 @@ def _worth(device: Device) -> tuple[str, float, float]:
 
 
 def num_orders(alike: Sequence[int]) -> int:
-    """How many orders differ by more than interchangeable ranks.
+    """The number of orders that differ by more than interchangeable ranks.
 
     Args:
         alike: for each rank of a virtual machine, see :func:`interchangeable`.
@@ -196,7 +199,7 @@ def num_orders(alike: Sequence[int]) -> int:
 
 
 def distinct_orders(machine: Order, alike: Sequence[int]) -> Iterator[Order]:
-    """All orders that differ by more than interchangeable ranks, which stay in their order.
+    """All orders that differ by more than interchangeable ranks, which keep their order.
 
     Args:
         machine: a virtual machine's ranks.
@@ -215,8 +218,8 @@ def _climbed(
 ) -> Orders:
     """The orders after swaps of two stages, each of which shortened the step.
 
-    Virtual machines that look alike are swapped alike: a ring would pay for one that is not. Runs
-    of interchangeable stages are swapped whole: nothing is gained in between."""
+    Equal virtual machines are swapped equally: otherwise their ring would be slower. Runs of
+    interchangeable stages are swapped whole: swaps inside of them gain nothing."""
     best = orders
     seconds = estimate(best)
     left = most
@@ -226,7 +229,7 @@ def _climbed(
         runs = [_runs([alike[rank] for rank in order]) for order in best]
         for pattern in dict.fromkeys(map(tuple, runs)):
             pairs = [(i, j) for i in range(len(pattern)) for j in range(i + 1, len(pattern))]
-            # Neighbours first: the rule is seldom far off.
+            # Neighbours first: the rule's order is seldom far from the best.
             for i, j in sorted(pairs, key=lambda pair: pair[1] - pair[0]):
                 if left <= 0:
                     break
@@ -243,7 +246,7 @@ def _climbed(
 
 
 def _runs(alike: Sequence[int]) -> list[int]:
-    """Where runs of equal names begin."""
+    """The start of each run of equal names."""
     return [0, *(place for place, (a, b) in enumerate(pairwise(alike), 1) if a != b)]
 
 
@@ -255,7 +258,7 @@ def _swapped(order: Order, begins: Sequence[int], one: int, other: int) -> Order
 
 
 def _num_out_of_order(orders: Orders, machines: Orders) -> int:
-    """How many pairs of stages are the other way round."""
+    """The number of pairs of stages in the opposite order."""
     count = 0
     for order, machine in zip(orders, machines, strict=True):
         place = {rank: number for number, rank in enumerate(machine)}

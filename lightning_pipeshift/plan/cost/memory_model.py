@@ -26,15 +26,15 @@ from lightning_pipeshift.plan.inputs.profile import LayerProfile, Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor, Swap
 
 LENDING_SECONDS: Final = 3e-4
-"""The time of a swap to another stage besides the link's own: threads wake up at both ends, and
-announce the tensor."""
+"""The time of a swap to another stage in addition to the link's own: threads wake up at both ends,
+and announce the tensor."""
 
 SENDS_UNDER_WAY: Final = 2
-"""The largest number of microbatches with a send of one kind under way on a stage, if no later
+"""The largest number of microbatches with an incomplete send of one kind on a stage, if no later
 action shows that sends are complete: for gradients, and for payloads of an evaluation."""
 
 _MOST_EFFECTS: Final = 1024
-"""How many stages' effects are remembered, some 100 KB each."""
+"""The number of cached effects of stages, some 100 KB each."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Footprint:
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
-        """The most that each stage holds."""
+        """The peak memory of each stage."""
         return tuple(
             static + trace.peak_bytes
             for static, trace in zip(self.static_bytes, self.traces, strict=True)
@@ -63,12 +63,12 @@ class Footprint:
 
     @property
     def late_seconds(self) -> float:
-        """By how much swaps delay the step."""
+        """The seconds by which swaps delay the step."""
         return max(max(0.0, trace.late_seconds) for trace in self.traces)
 
 
 def tensors_of(layer: LayerProfile) -> tuple[SavedTensor, ...]:
-    """The tensors that a layer saves; a single one if only the total size is known."""
+    """Returns the tensors that a layer saves; a single one if only the total size is known."""
     if layer.tensors or not layer.saved_bytes:
         return layer.tensors
     return (SavedTensor(0, layer.saved_bytes),)
@@ -80,7 +80,7 @@ def passing_bytes(received: float, sent: float) -> float:
 
     Args:
         received: the payload that it receives, per microbatch; its gradient is at most as large.
-        sent: the payload that it sends on.
+        sent: the payload that it sends.
     """
     return (1 + SENDS_UNDER_WAY) * received + sent
 
@@ -112,7 +112,7 @@ def links_of(cluster: Cluster, ranks: Sequence[int]) -> Links:
 
 
 def parts_of(swap: Swap) -> tuple[Part, ...]:
-    """Which stage takes which part of each tensor."""
+    """Returns the stages that take each tensor, with their parts."""
     if not swap.stages:
         return ((HOST, 1.0),)
     shares = swap.shares or (1.0,) * len(swap.stages)
@@ -149,7 +149,7 @@ def with_footprints(
 
 
 class Footprints:
-    """The footprints of one virtual machine's plans; common parts are computed once.
+    """The footprints of one virtual machine's plans; common parts are cached.
 
     Args:
         profile: of the model.
@@ -160,7 +160,7 @@ class Footprints:
     def __init__(self, profile: Profile, workload: Workload, links: Links) -> None:
         self._workload = workload
         self._links = links
-        #: The bytes of each layer's output that cross a boundary behind it, if there is one.
+        # : The bytes of each layer's output that cross a boundary after it, if there is one.
         self._payload_bytes = [
             _fraction(layer, float(saved)) * layer.payload_bytes
             for layer, saved in zip(profile.layers, workload.saved_bytes, strict=True)
@@ -196,7 +196,7 @@ class Footprints:
                     self._load(stage, layer, cut, by_layer.get(layer, ()))
                     for layer in range(begin, end)
                 ]
-                # A stage without layers holds what it passes on.
+                # A stage without layers holds the payload that it forwards.
                 loads = loads or [LayerLoad(begin, 0.0, 0.0)]
                 loads[-1] = replace(loads[-1], sent_bytes=round(self._crossing(end)))
                 self._effects[key] = effects(stage, timeline.rows[stage], loads, self._links)
@@ -209,7 +209,7 @@ class Footprints:
         return Footprint(costs, timeline, tuple(traces(found)), tuple(static))
 
     def _crossing(self, boundary: int) -> float:
-        """The bytes across the boundary in front of a layer; 0 at either end of the model."""
+        """The bytes across the boundary before a layer; 0 at either end of the model."""
         inside = 0 < boundary < len(self._payload_bytes)
         return self._payload_bytes[boundary - 1] if inside else 0.0
 

@@ -2,10 +2,10 @@
 link.
 
 The simulator gives the times of all actions; inside of an action, each layer takes its part of the
-time. A saved tensor is held from the begin of its layer's forward to the end of its layer's
-backward. A swapped tensor leaves as soon as it is made and earlier ones on the same link have left,
-and comes back as late as possible before those after it: this gives the least memory. (The runtime
-brings tensors back earlier if there is room.)
+time. A saved tensor is held from the start of its layer's forward to the end of its layer's
+backward. A swapped tensor is sent as soon as it is computed and the link is free, and is fetched as
+late as possible: this gives the least memory. (The runtime prefetches tensors earlier if memory is
+free.)
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ HOST: Final = -1
 """The number of the host among stages."""
 
 HOST_LATENCY: Final = 5e-5
-"""The seconds until a thread has woken up, or a stream has begun."""
+"""The seconds until a thread has woken up, or a stream has started."""
 
 Changes = tuple[Numbers, Numbers]
-"""Times in seconds, and how many bytes more are held from each of them on."""
+"""Times in seconds, and the change of the held bytes at each of them."""
 
 Link = tuple[int, int]
 """From a stage to another, or to its host."""
@@ -62,12 +62,12 @@ class LayerLoad:
         layer: the layer.
         forward_seconds: its forward.
         backward_seconds: its backward.
-        kept_bytes: saved tensors that stay.
-        again_bytes: saved tensors that are released and recomputed.
+        kept_bytes: saved tensors that are kept.
+        again_bytes: saved tensors that are dropped and recomputed.
         input_bytes: inputs held for the recomputation.
         moved: saved tensors that are swapped.
         sent_bytes: the part of its output that is sent to the next stage, and held until the
-            backward of its own stage begins.
+            backward of its own stage starts.
     """
 
     layer: int
@@ -82,25 +82,28 @@ class LayerLoad:
 
 @dataclass(frozen=True)
 class Links:
-    """How fast tensors are swapped.
+    """The speed of swaps.
 
     Args:
         between: two stages, in one direction: (seconds until the first byte arrives, bytes per
             second).
-        to_host: from each stage to its host, or back: bytes per second; 0 where there is no way.
+        to_host: from each stage to its host, or back: bytes per second; 0 if there is no
+            connection.
     """
 
     between: Mapping[Link, tuple[float, float]] = field(default_factory=dict)
     to_host: tuple[float, ...] = ()
 
     def rate(self, stage: int, place: int) -> float:
-        """Bytes per second from a stage to another one, or to the host; 0 where there is no way."""
+        """Bytes per second from a stage to another one, or to the host; 0 if there is no
+        connection.
+        """
         if place == HOST:
             return self.to_host[stage] if stage < len(self.to_host) else 0.0
         return self.between.get((stage, place), (0.0, 0.0))[1]
 
     def slowed(self, factor: float) -> Links:
-        """Links that take so many times as long."""
+        """Returns links that take ``factor`` times as long."""
         return Links(
             {ends: (latency, rate / factor) for ends, (latency, rate) in self.between.items()},
             tuple(rate / factor for rate in self.to_host),
@@ -118,12 +121,12 @@ class StageTrace:
     """One stage's memory for saved tensors during a step.
 
     Args:
-        times: when the amount changes, in seconds since the step began, ascending.
+        times: when the amount changes, in seconds since the step started, ascending.
         held_bytes: the bytes held from each of these times on, including those for other stages.
         lent_bytes: the peak of the bytes held for other stages.
         host_bytes: the peak of the bytes held on the host.
-        late_seconds: by how much the latest transfer is too slow: the tensor would have to begin to
-            come back before it has left.
+        late_seconds: the delay of the slowest transfer: the time by which a fetch would have to
+            start before the tensor has been sent.
     """
 
     times: Numbers
@@ -134,7 +137,7 @@ class StageTrace:
 
     @cached_property
     def peak_bytes(self) -> float:
-        """The most that is held at any time."""
+        """The peak memory."""
         return _most(self.held_bytes)
 
 
@@ -144,7 +147,7 @@ class Effects:
 
     Args:
         here: on the stage itself.
-        lent: on the stages that take tensors of it.
+        lent: on the stages that keep tensors for it.
         host_bytes: see :class:`StageTrace`.
         late_seconds: see :class:`StageTrace`.
     """
@@ -170,16 +173,16 @@ class Effects:
 
 
 class _Times(NamedTuple):
-    """When a layer's saved tensors come and go; an entry for each microbatch that has a backward.
-    Seconds since the step began.
+    """The times at which a layer's saved tensors are allocated and freed, in seconds since the step
+    started; one entry for each microbatch that has a backward.
     """
 
     begun: Numbers
-    """Its forward begins: from here on they are held."""
+    """Its forward starts: from now on they are held."""
     made: Numbers
-    """Its forward ends: they may leave."""
+    """Its forward ends: they may be sent."""
     used: Numbers
-    """Its backward begins: they have to be back."""
+    """Its backward starts: they have to be present."""
     freed: Numbers
     """Its backward ends: they are freed."""
     rerun: Numbers
@@ -193,7 +196,7 @@ def effects(stage: int, row: Sequence[Span], loads: Sequence[LayerLoad], links: 
         stage: the stage.
         row: its compute actions.
         loads: its layers, in call order.
-        links: what carries swapped tensors.
+        links: the links for swapped tensors.
     """
     here, host = _Sum(), _Sum()
     transfers: dict[int, list[tuple[float, _Times]]] = {}
@@ -215,14 +218,14 @@ def effects(stage: int, row: Sequence[Span], loads: Sequence[LayerLoad], links: 
         made = np.array([times.made for _, times in members])
         used = np.array([times.used for _, times in members])
         out_end = _first_come_first_served(made, seconds)
-        # The transfers back are the same in reversed time: as late as possible.
+        # The fetches are the same in reversed time: as late as possible.
         back_begin = -_first_come_first_served(-used, seconds)
         late = max(late, float((out_end - back_begin).max(initial=0.0)))
         begin = out_end - seconds[:, None] if np.isfinite(seconds).all() else made
         there = host if to == HOST else _Sum()
         for index, (size, times) in enumerate(members):
             here.add(times.begun, times.freed, size)
-            # Held until it has left, and again from when it begins to come back.
+            # Held until the send is complete, and again from the start of the fetch.
             goes = out_end[index] < back_begin[index]
             here.add(back_begin[index][goes], out_end[index][goes], size)
             there.add(begin[index], np.maximum(times.used, begin[index]), size)
@@ -244,7 +247,7 @@ def traces(found: Sequence[Effects]) -> list[StageTrace]:
 
 
 class _Sum:
-    """Gathers changes."""
+    """Collects changes."""
 
     def __init__(self) -> None:
         self._comes: list[tuple[Numbers, float]] = []
@@ -257,7 +260,7 @@ class _Sum:
             self._goes.append((end, -num_bytes))
 
     def changes(self) -> Changes:
-        """All of them."""
+        """All changes."""
         found = self._goes + self._comes
         if not found:
             return np.zeros(0), np.zeros(0)
@@ -267,7 +270,7 @@ class _Sum:
 
 
 def _times(row: Sequence[Span], loads: Sequence[LayerLoad]) -> list[_Times]:
-    """When each layer's saved tensors come and go."""
+    """The times at which each layer's saved tensors are allocated and freed."""
     backwards = {s.action.microbatch: s for s in row if s.action.kind is Kind.BACKWARD}
     again = {s.action.microbatch: s.start for s in row if s.action.kind is Kind.RECOMPUTE}
     forwards = [
@@ -292,7 +295,7 @@ def _times(row: Sequence[Span], loads: Sequence[LayerLoad]) -> list[_Times]:
 
 
 def _ends(seconds: Sequence[float]) -> list[float]:
-    """When each part of an action ends, from 0 to 1."""
+    """The end of each part of an action, from 0 to 1."""
     total = math.fsum(seconds)
     if not total:
         return [(index + 1) / len(seconds) for index in range(len(seconds))]
@@ -300,14 +303,14 @@ def _ends(seconds: Sequence[float]) -> list[float]:
 
 
 def _first_come_first_served(ready: Numbers, seconds: Numbers) -> Numbers:
-    """When a link has carried each of its transfers, one after the other.
+    """The end of each transfer on a link that carries one after another.
 
     Args:
-        ready: of each tensor and microbatch, when it may begin; (tensors, microbatches).
-        seconds: what each tensor takes; (tensors,).
+        ready: of each tensor and microbatch, when it may start; (tensors, microbatches).
+        seconds: the duration of each tensor's transfer; (tensors,).
     """
     order = np.argsort(ready, axis=None, kind="stable")
-    # One by one and not by cumulative sums, so that equal times stay exactly equal.
+    # In a loop and not by cumulative sums, so that equal times remain exactly equal.
     free = -math.inf
     ends = []
     takes = np.repeat(seconds, ready.shape[1])[order].tolist()
@@ -320,7 +323,7 @@ def _first_come_first_served(ready: Numbers, seconds: Numbers) -> Numbers:
 
 
 def _summed(found: Sequence[Changes]) -> Changes:
-    """The moments of change, and the sum from each of them on."""
+    """The times of changes, and the sum from each of them on."""
     moments, sizes = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
     if not moments.size:
         return moments, sizes

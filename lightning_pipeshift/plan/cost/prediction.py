@@ -18,13 +18,13 @@ from lightning_pipeshift.plan.schedule.actions import Kind
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a step is expected to be. Tuples of tuples are per virtual machine and stage.
+    """The predicted time and memory of a step. Tuples of tuples are per virtual machine and stage.
 
     Args:
         costs: of each virtual machine's microbatches.
-        step_seconds: from one step's begin to the next one's.
-        exposed_seconds: how long the last virtual machine waits for gradients of the others, with
-            nothing left to compute.
+        step_seconds: from the start of one step to the start of the next.
+        exposed_seconds: how long the last virtual machine waits for gradients of the others, after
+            its own compute.
         memory_bytes: the peak of each stage.
     """
 
@@ -41,16 +41,17 @@ def predict(
     workloads: Sequence[Workload],
     cuts: Sequence[Cut],
 ) -> Prediction:
-    """What a step takes and holds.
+    """Predicts the time and memory of a step.
 
-    Hundreds of equal virtual machines take little longer than one where they are given the same
+
+    Hundreds of equal virtual machines take little longer than one if they are given the same
     :class:`Workload` object and equal cuts: each distinct pair is simulated once.
 
     Args:
         profile: of the model.
         cluster: the machines.
         ranks: of each virtual machine, in stage order.
-        workloads: one for each virtual machine; where several share a NIC, made with the links
+        workloads: one for each virtual machine; if several share a NIC, made with the links
             that :func:`~lightning_pipeshift.plan.cost.ring_contention.crowded` leaves them.
         cuts: one for each of them.
     """
@@ -62,7 +63,7 @@ def predict(
         like = first.setdefault((id(workload), cut), vm)
         if like == vm:
             costs.append(workload.costs(cut))
-            # A recomputation that takes no time changes nothing: one clock serves all cuts.
+            # A recomputation that takes no time has no effect: one clock is enough for all cuts.
             again = workload.recomputing if costs[vm].recomputing_stages else frozenset()
             timed = clock(workload.schedule, workload.num_stages, workload.microbatches, again)
             timelines.append(simulate(timed, costs[vm]))
@@ -92,7 +93,7 @@ def rings(
     cuts: Sequence[Cut],
     timelines: Sequence[Timeline],
 ) -> list[float]:
-    """When each layer's ring is complete, in seconds since the step began.
+    """The time at which each layer's ring is complete, in seconds since the step started.
 
     A layer's gradient is ready on its owner in the middle of the last backward there, which passes
     the later layers first."""
@@ -110,9 +111,9 @@ def estimated_seconds(
     workloads: Sequence[Workload],
     cuts: Sequence[Cut],
 ) -> float:
-    """The step of :func:`predict` in closed form, for a first look at many plans.
+    """The step time of :func:`predict` in closed form, for a first comparison of many plans.
 
-    What :meth:`Workload.estimate` leaves out of the pipeline is left out here.
+    It omits the same parts of the pipeline as :meth:`Workload.estimate`.
     """
     computed: dict[tuple[int, Cut], float] = {}
     ready = []
@@ -121,7 +122,7 @@ def estimated_seconds(
             continue
         seconds = computed[id(workload), cut] = workload.estimate(cut)
         if len(ranks) > 1:
-            # Stage 0 ends last, and each of the others a backward and a message before the next.
+            # Stage 0 ends last, and each other stage a backward and a message before the next.
             costs = workload.costs(cut)
             back = zip(costs.backward_seconds, costs.gradient_seconds, strict=False)
             before = accumulate((compute + message for compute, message in back), initial=0.0)
@@ -133,7 +134,7 @@ def estimated_seconds(
 def _besides(
     profile: Profile, cluster: Cluster, ranks: Sequence[Sequence[int]], cuts: Sequence[Cut]
 ) -> float:
-    """What a step takes besides its actions and its rings: the optimizer, the loop, the data."""
+    """The time of a step outside its actions and rings: the optimizer, the loop, the data."""
     gradients = list(accumulate((layer.gradient_bytes for layer in profile.layers), initial=0))
     held = {
         cut: [gradients[end] - gradients[begin] for begin, end in pairwise(cut.bounds)]
@@ -154,27 +155,27 @@ def _ring_ends(
     cuts: Sequence[Cut],
     ready: Sequence[Numbers],
 ) -> list[float]:
-    """When each layer's ring is complete, where ``ready`` says when virtual machines have each
-    layer's gradient: one entry for each that differs from the others.
+    """The time at which each layer's ring is complete, given in ``ready`` the times at which
+    virtual machines have each layer's gradient: one entry for each distinct one.
     """
     sizes = [layer.gradient_bytes for layer in profile.layers]
     return ring_ends(cluster, ranks, cuts, sizes, np.maximum.reduce(ready).tolist())
 
 
 def _ready(workload: Workload, cut: Cut, ends: Sequence[float]) -> Numbers:
-    """When each layer's gradient is there, where ``ends`` says when each stage's last backward
-    ends: it passes the later layers first.
+    """The time at which each layer's gradient is ready, given in ``ends`` the end of each stage's
+    last backward, which passes the later layers first.
     """
     ready = np.zeros(workload.num_layers)
     for stage, (moment, (begin, end)) in enumerate(zip(ends, pairwise(cut.bounds), strict=True)):
         seconds = workload.backward[stage, begin:end]
-        # Of the stage's layers, the first one's gradient is the last to come.
+        # Of the stage's layers, the first one's gradient is ready last.
         ready[begin:end] = moment - (np.cumsum(seconds) - seconds)
     return ready
 
 
 def _last_backwards(timeline: Timeline) -> list[float]:
-    """When each stage's last backward ends."""
+    """The end of each stage's last backward."""
     return [
         max(
             (span.end for span in row if span.action.kind is Kind.BACKWARD),

@@ -1,4 +1,6 @@
-"""How virtual machines delay each other's messages: rings wait for each other, NICs are shared."""
+"""Models how virtual machines delay each other's messages: rings wait for each other, NICs are
+shared.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ from lightning_pipeshift.plan.inputs.cluster import Cluster, Link
 
 
 def crowded(cluster: Cluster, ranks: Sequence[Sequence[int]]) -> Cluster:
-    """The cluster as the boundaries find it when all virtual machines send at once.
+    """The cluster with the bandwidth that each boundary gets if all virtual machines send at once.
 
-    Virtual machines run in step, so what they send in the same direction out of one host meets in
-    its NIC, and each gets its part of it. A payload and a gradient out of the same host belong to
-    different moments, and are not counted against each other.
+    Virtual machines run in step, so messages in the same direction out of one host share its NIC,
+    and each gets a part of it. A payload and a gradient out of the same host are sent at different
+    times, and do not share it.
 
     Args:
         cluster: the machines.
@@ -63,10 +65,10 @@ def ring_ends(
     gradient_bytes: Sequence[int],
     ready: Sequence[float],
 ) -> list[float]:
-    """When each layer's ring is complete, in seconds since the step began.
+    """The time at which each layer's ring is complete, in seconds since the step started.
 
-    A ring (CN112528108B) carries 2 (m - 1) / m of the bytes over each of its m links, at the pace
-    of the slowest. A device sends for one ring after the other, and so does a host's NIC.
+    A ring (CN112528108B) sends 2 (m - 1) / m of the bytes over each of its m links, at the speed of
+    the slowest. A device sends for one ring after another, and so does a host's NIC.
 
     Args:
         cluster: the machines.
@@ -78,7 +80,7 @@ def ring_ends(
     ring_of = {layer: ring for layers, ring in _rings(cluster, ranks, cuts) for layer in layers}
     count = len(ranks)
     device_free = np.zeros(cluster.num_ranks)
-    nic_free = np.zeros(cluster.num_ranks)  # there are no more hosts than ranks
+    nic_free = np.zeros(cluster.num_ranks)  # there are at most as many hosts as ranks
     ends = list(ready)
     for layer in sorted(range(len(ready)), key=lambda layer: (ready[layer], -layer)):
         if not gradient_bytes[layer]:
@@ -89,7 +91,7 @@ def ring_ends(
         if len(ring.hosts):
             begin = max(begin, float(nic_free[ring.hosts].max()))
             nic_free[ring.hosts] = begin + over_each_link * ring.host_seconds
-        # A small ring's links rest while its messages are on their way: others use them.
+        # A small ring's links are idle while its messages are in transit: other rings use them.
         device_free[ring.members] = begin + over_each_link / ring.rate
         ends[layer] = begin + 2 * (count - 1) * ring.latency_seconds + over_each_link / ring.rate
     return ends
@@ -98,10 +100,11 @@ def ring_ends(
 def ring_seconds_per_byte(
     cluster: Cluster, ranks: Sequence[Sequence[int]]
 ) -> tuple[tuple[float, ...], ...]:
-    """What each stage of each virtual machine would take to send a byte of gradients round.
+    """The seconds that each stage of each virtual machine would take to send a byte of gradients
+    around its ring.
 
-    Before anything is cut: as if all stages had as many layers, so that a ring goes through the
-    same part of every pipeline.
+    Computed before the model is cut: as if all stages had equally many layers, so that a ring goes
+    through the same part of every pipeline.
     """
     count, deepest = len(ranks), max(map(len, ranks))
     hosts = [device.host for device in cluster.devices]
@@ -131,16 +134,18 @@ def ring_seconds_per_byte(
 
 
 class _Ring(NamedTuple):
-    """What a ring's pace depends on: the same for all layers with the same owners."""
+    """The properties that determine a ring's speed: the same for all layers with the same
+    owners.
+    """
 
     members: NDArray[np.intp]
     rate: float
-    """Of its slowest link, in bytes per second."""
+    """The rate of its slowest link, in bytes per second."""
     latency_seconds: float
     hosts: NDArray[np.intp]
-    """Those that it leaves, by number."""
+    """The hosts from which it sends to another host, by number."""
     host_seconds: NDArray[np.float64]
-    """What the NIC of each is busy for a byte on every link."""
+    """The seconds for which the NIC of each is busy per byte on every link."""
 
 
 def _rings(
@@ -173,9 +178,9 @@ def _rings(
 
 
 def _nic_rates(cluster: Cluster, hosts: Iterable[str]) -> dict[str, float]:
-    """What each host's NIC carries, in bytes per second: as much as the fastest way out of it.
+    """The bandwidth of each host's NIC, in bytes per second: that of the fastest link out of it.
 
-    A way of which nothing is known tells nothing of the NIC either, unless it is the only one."""
+    Links with unknown bandwidth are ignored, unless there is no other."""
     fastest: dict[str, float] = {}
     ways = [(a, b, link) for (a, b), link in cluster.hosts.items()]
     ways += [

@@ -1,9 +1,9 @@
 """Runs a schedule against a clock, to predict the time of a plan before it runs.
 
-It uses the same actions as the executor, and the same rules for which action waits for which. A
-stage computes one action at a time. A transfer starts when its send does (directly after the
-compute action that makes its data), or when the link is free: each boundary has one link per
-direction, which carries one transfer after the other. Links and compute overlap.
+It uses the same actions as the executor, and the same rules about which action waits for which. A
+stage computes one action at a time. A transfer starts with its send (directly after the compute
+action that produces its data), or when the link is free: each boundary has one link per direction,
+which carries one transfer after another. Links and compute overlap.
 
 A planner needs the times of one schedule for many costs: a :class:`Clock` computes the order of the
 actions once, and then adds numbers, or vectors with one entry for each of many costs.
@@ -30,14 +30,14 @@ from lightning_pipeshift.plan.schedule.schedules import schedule_named, with_rec
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a microbatch costs: per stage to compute, per boundary between stages to transfer."""
+    """The costs of a microbatch: per stage to compute, per boundary between stages to transfer."""
 
     forward_seconds: tuple[float, ...]
     backward_seconds: tuple[float, ...]
     payload_seconds: tuple[float, ...]
     gradient_seconds: tuple[float, ...]
     recompute_seconds: tuple[float, ...] = ()
-    """Per stage; empty where nothing is recomputed."""
+    """Per stage; empty if nothing is recomputed."""
 
     def __post_init__(self) -> None:
         num_stages = len(self.forward_seconds)
@@ -59,7 +59,7 @@ class Costs:
             for value in getattr(self, field.name):
                 if not (math.isfinite(value) and value >= 0):
                     raise PlanError(
-                        f"costs with {value} among {field.name}; seconds are finite and at least 0"
+                        f"costs contain {value} in {field.name}; seconds are finite and at least 0"
                     )
 
     @property
@@ -83,17 +83,19 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What a step looks like. All tuples are per stage."""
+    """The times of a step's actions. All tuples are per stage."""
 
     rows: tuple[tuple[Span, ...], ...]
     """Compute actions, in order."""
     transfers: tuple[tuple[Span, ...], ...]
-    """What the stage sends, in order: from the start of the transfer until the neighbour has it."""
+    """The stage's sends, in order: from the start of the transfer until the neighbour has the
+    data.
+    """
     step_seconds: float
     idle_seconds: tuple[float, ...]
     peak_in_flight: tuple[int, ...]
-    """The most microbatches whose forward has begun and whose backward has not ended, so whose
-    activations are held. Zero where there are no backwards: nothing is held."""
+    """The peak number of microbatches whose forward has started and whose backward has not ended,
+    so whose activations are held. Zero if there are no backwards: nothing is held."""
 
 
 class Instant(NamedTuple):
@@ -110,25 +112,25 @@ Costing = Sequence[Sequence[Any] | NDArray[np.float64]]
 
 
 class _Waves(NamedTuple):
-    """The steps of a schedule in waves: what is in one waits for nothing else in it, so that one
-    operation on arrays times all of it. Steps are counted in the order of the waves, from 1: step 0
-    is when all begins.
+    """The steps of a schedule in waves: the steps of one wave do not wait for each other, so that
+    one array operation times all of them. Steps are counted in the order of the waves, from 1: step
+    0 is the start.
     """
 
     rows: NDArray[np.intp]
-    """Of each step from 1 on, what it costs: a row of the fields of :class:`Costs`, one below the
-    other."""
+    """For each step from 1 on, the index of its cost: a row of the concatenated fields of
+    :class:`Costs`."""
     each: list[tuple[slice, NDArray[np.intp], NDArray[np.intp]]]
-    """The steps of each wave, and the two that each of them waits for."""
+    """The steps of each wave, and for each of them the two that it waits for."""
     widest: int
     ends: NDArray[np.intp]
     """The last compute action of each stage."""
 
 
 class Clock:
-    """Times one schedule; communication is added where it has none.
+    """Times one schedule; adds communication if there is none.
 
-    Raises ScheduleError where the schedule deadlocks.
+    Raises ScheduleError if the schedule deadlocks.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -140,7 +142,7 @@ class Clock:
         self.schedule = schedule
         self.num_stages = len(schedule)
         self.peak_in_flight = tuple(map(_peak_in_flight, schedule))
-        # What an action waits for, and what it gives, as indices: looked up once.
+        # Indices of the actions that an action waits for, and of its results; computed once.
         self._steps: list[tuple[int, Action, int, int, int]] = []
         arrivals: dict[tuple[int, Action], int] = {}
         for stage, index in order:
@@ -159,10 +161,10 @@ class Clock:
 
     @cached_property
     def _waves(self) -> _Waves:
-        # A stage, or a link: what takes one step at a time, and its last step so far.
+        # A resource, stage or link, that runs one step at a time, and its last step so far.
         last: dict[tuple[str, int] | tuple[int, int], int] = {}
         arrived: dict[int, int] = {}
-        # Where a kind's rows begin, with the fields of Costs one below the other.
+        # The first row of each kind, with the fields of Costs concatenated.
         by_stage, by_boundary = self.num_stages, self.num_stages - 1
         first_row = (0, by_stage, 2 * by_stage, 2 * by_stage + by_boundary, 4 * by_stage - 2)
         needs, waves, rows = [(0, 0)], [0], [0]
@@ -191,10 +193,10 @@ class Clock:
         )
 
     def run(self, costs: Costing, later: Callable[[Any, Any], Any]) -> list[Instant]:
-        """When every compute action and every transfer starts and ends, in order of execution.
+        """The start and end of every compute action and every transfer, in order of execution.
 
         Args:
-            costs: what the actions take.
+            costs: the durations of the actions.
             later: the maximum of two of them.
         """
         free: list[Any] = [0.0] * self.num_stages
@@ -214,15 +216,15 @@ class Clock:
         return instants
 
     def step_seconds(self, costs: Costing) -> Any:
-        """How long a step takes under each of many costs, as a vector.
+        """The step time under each of many costs, as a vector.
 
         Args:
-            costs: what the actions take, a vector for each stage or boundary.
+            costs: the durations of the actions, a vector for each stage or boundary.
         """
         waves = self._waves
         table = np.concatenate([np.asarray(field, np.float64) for field in costs if len(field)])
-        # Each step's row holds its cost until its wave comes, and then its end. (``take`` without
-        # buffers of its own, and without checks of the indices: it is most of the time.)
+        # Each step's row holds its cost until its wave is computed, and then its end. (``take``
+        # without buffers of its own, and without checks of the indices: it takes most of the time.)
         ends = np.zeros((len(waves.rows) + 1, table.shape[1]))
         table.take(waves.rows, axis=0, out=ends[1:], mode="clip")
         starts, others = np.empty((2, waves.widest, table.shape[1]))
@@ -248,16 +250,15 @@ def clock(
     num_microbatches: int,
     recomputing: frozenset[int] = frozenset(),
 ) -> Clock:
-    """The clock of a schedule by its name, made once."""
+    """Returns the clock of a schedule by its name; cached."""
     schedule = schedule_named(name)(num_stages, num_microbatches)
     return Clock(with_recomputation(schedule, recomputing))
 
 
 def simulate(schedule: Schedule | Clock, costs: Costs) -> Timeline:
-    """The timeline of a schedule; communication is added where it has none.
+    """The timeline of a schedule; adds communication if there is none.
 
-    Raises ScheduleError where the schedule deadlocks, or where the costs are of another number of
-    stages.
+    Raises ScheduleError if the schedule deadlocks, or if the costs are of another number of stages.
     """
     num_stages = schedule.num_stages if isinstance(schedule, Clock) else len(schedule)
     if num_stages != costs.num_stages:
@@ -271,14 +272,14 @@ def simulate(schedule: Schedule | Clock, costs: Costs) -> Timeline:
         lines = rows if instant.action.kind.is_compute else transfers
         lines[instant.stage].append(Span(instant.action, instant.start, instant.end))
     step_seconds = max(row[-1].end if row else 0.0 for row in rows)
-    # Not the spans' differences: the sum of what was given is exact where that is.
+    # Not the spans' differences: the sum of the given costs is exact if they are.
     by_kind = columns(costs)
     busy = [sum(by_kind[_COLUMN[s.action.kind]][i] for s in row) for i, row in enumerate(rows)]
     return Timeline(
         rows=tuple(map(tuple, rows)),
         transfers=tuple(map(tuple, transfers)),
         step_seconds=step_seconds,
-        # Rounding can leave a fully busy stage a hair below zero.
+        # Rounding can make the idle time of a fully busy stage slightly negative.
         idle_seconds=tuple(max(0.0, step_seconds - seconds) for seconds in busy),
         peak_in_flight=timed.peak_in_flight,
     )

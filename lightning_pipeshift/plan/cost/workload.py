@@ -1,7 +1,7 @@
 """One virtual machine's pipeline before it is cut: the costs of every layer on every stage.
 
-A workload is made from profile, cluster and order of the ranks, but contains only numbers per stage
-and layer. All solvers take it as their input, so that they can be compared with each other.
+A workload is computed from profile, cluster and order of the ranks, but contains only numbers per
+stage and layer. All solvers take it as their input, so that they can be compared with each other.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Numbers = NDArray[np.float64]
 LongNumbers = NDArray[np.longdouble]
 
 Counts = tuple[int, ...]
-"""How many layers each stage owns."""
+"""The number of layers of each stage."""
 
-# Cuts are timed side by side, but so many at most: each takes some memory for every action.
+# Many cuts are timed in one pass, but at most this many: each takes memory for every action.
 _AT_ONCE = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """An answer: how many layers each stage owns, and which layers are recomputed."""
+    """A solution: the number of layers of each stage, and the layers that are recomputed."""
 
     counts: Counts
     recompute: frozenset[int] = frozenset()
@@ -48,21 +48,21 @@ class Cut:
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """What each of L layers would cost on each of S stages, per microbatch.
+    """The costs of each of L layers on each of S stages, per microbatch.
 
     Args:
         forward: (S, L) seconds.
         backward: (S, L) seconds.
-        forward_extra: (S,) seconds of a forward besides its layers, on the last stage with the code
-            behind the last layer.
+        forward_extra: (S,) seconds of a forward in addition to its layers; on the last stage with
+            the code after the last layer.
         backward_extra: (S,) likewise.
-        payload_seconds: (S - 1, L + 1): what the link behind a stage takes, if it is cut in front
-            of layer b.
-        gradient_seconds: (S - 1, L + 1): the way back.
-        static_bytes: (L,) held all the time.
+        payload_seconds: (S - 1, L + 1): the transfer over the link after a stage, if the model is
+            cut before layer b.
+        gradient_seconds: (S - 1, L + 1): the transfer of the gradients back.
+        static_bytes: (L,) held permanently.
         saved_bytes: (L,) held for a microbatch in flight.
-        input_bytes: (L,) held for it instead where the layer is recomputed.
-        room_bytes: (S,) what the stage's device has; infinite where it is not known.
+        input_bytes: (L,) held for it instead if the layer is recomputed.
+        room_bytes: (S,) the memory of the stage's device; infinite if it is not known.
         schedule: by name.
         microbatches: of a step.
         allowed: the boundaries that may be cut; ``None``: all.
@@ -92,7 +92,7 @@ class Workload:
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """How many microbatches each stage holds activations of, at most."""
+        """The peak number of microbatches of which each stage holds activations."""
         return clock(self.schedule, self.num_stages, self.microbatches).peak_in_flight
 
     @property
@@ -110,10 +110,10 @@ class Workload:
         }
         return Cut(cut.counts, frozenset(layers))
 
-    # What a cut costs.
+    # The costs of a cut.
 
     def costs(self, cut: Cut) -> Costs:
-        """What the simulator needs to know."""
+        """Returns the costs of a cut, for the simulator."""
         table = [tuple(map(float, field[:, 0])) for field in self._columns([cut])]
         forward, backward, payload, gradient, again = table
         return Costs(forward, backward, payload, gradient, again if any(again) else ())
@@ -125,7 +125,7 @@ class Workload:
         bounds = self._bounds(cuts)
         stages = np.arange(self.num_stages)[:, None]
         begins, ends, links = bounds[:-1], bounds[1:], stages[:-1]
-        # A stage without layers runs none of the user's code: it passes the payload on.
+        # A stage without layers runs none of the user's code: it forwards the payload.
         runs = (begins < ends) | (stages == self.num_stages - 1)
 
         def sums(ends_of: LongNumbers, extra: Numbers) -> Numbers:
@@ -155,7 +155,7 @@ class Workload:
     @cached_property
     def range_seconds(self) -> tuple[Numbers, Numbers]:
         """(S, L + 1, L + 1) each: a forward and a backward of stage s with the layers from b to e,
-        at ``[s, b, e]``; nonsense where e is less than b.
+        at ``[s, b, e]``; undefined if e is less than b.
         """
         tables = []
         for layers, extra in (
@@ -178,10 +178,10 @@ class Workload:
         return running_sums(self.backward)
 
     def memory_bytes(self, cut: Cut) -> tuple[float, ...]:
-        """What each stage holds at its peak: its layers' own, and the activations in flight.
+        """The peak memory of each stage: that of its layers, and the activations in flight.
 
         A recomputed layer holds its inputs for every microbatch in flight, and its saved tensors
-        for the one whose backward comes next.
+        for the one whose backward is next.
         """
         peaks = []
         for s, (layers, num) in enumerate(zip(self._ranges(cut), self.in_flight, strict=True)):
@@ -196,21 +196,22 @@ class Workload:
         return tuple(peaks)
 
     def fits(self, cut: Cut) -> bool:
-        """Whether every stage has room for it."""
+        """Whether every stage has enough memory for it."""
         held = self.memory_bytes(cut)
         return all(need <= room for need, room in zip(held, self.room_bytes, strict=True))
 
     def is_allowed(self, cut: Cut) -> bool:
-        """Whether it cuts at allowed boundaries only."""
+        """Whether it cuts only at allowed boundaries."""
         inner = {end for end in cut.bounds[1:-1] if 0 < end < self.num_layers}
         return self.allowed is None or inner <= self.allowed
 
     def estimate(self, cut: Cut) -> float:
-        """The time of a step in closed form: one microbatch through all stages and back, and the
-        slowest stage or link once more for each of the others.
+        """The time of a step in closed form: one microbatch through all stages and back, plus the
+        slowest stage or link once for each other microbatch.
 
-        What the exact solvers minimise; the simulator then chooses among their best. A
-        recomputation counts for the pace, and not for the way through: it fills a wait there.
+        The exact solvers minimise this; the simulator then chooses among their best solutions. A
+        recomputation counts in the slowest stage, and not in the first microbatch: there it fills
+        idle time.
         """
         costs = self.costs(cut)
         slots = [f + b for f, b in zip(costs.forward_seconds, costs.backward_seconds, strict=True)]
@@ -220,16 +221,16 @@ class Workload:
         return sum(slots) + sum(links) + (self.microbatches - 1) * pace
 
     def clock_of(self, cut: Cut) -> Clock:
-        """What times the schedule with this cut's recomputations."""
+        """The clock of the schedule with this cut's recomputations."""
         again = self.costs(cut).recomputing_stages
         return clock(self.schedule, self.num_stages, self.microbatches, again)
 
     def step_seconds(self, cuts: Sequence[Cut]) -> list[float]:
-        """What the simulator says of each of many cuts."""
+        """The simulated step time of each of many cuts."""
         seconds: list[float] = []
         for begin in range(0, len(cuts), _AT_ONCE):
             columns = self._columns(cuts[begin : begin + _AT_ONCE])
-            # A recomputation that takes no time changes nothing: one clock serves all cuts.
+            # A recomputation that takes no time has no effect: one clock is enough for all cuts.
             again = self.recomputing if columns[-1].any() else frozenset()
             timed = clock(self.schedule, self.num_stages, self.microbatches, again)
             seconds += timed.step_seconds(columns).tolist()
@@ -259,9 +260,9 @@ class Workload:
 
 
 def running_sums(table: Numbers) -> LongNumbers:
-    """What lies in front of each boundary: (..., L) as (..., L + 1).
+    """Cumulative sums before each boundary: (..., L) as (..., L + 1).
 
-    In long doubles, so that the differences of two of them are hardly off: equal layers make equal
+    In long doubles, so that differences of two of them are nearly exact: equal layers make equal
     stages.
     """
     sums = np.zeros((*table.shape[:-1], table.shape[-1] + 1), dtype=np.longdouble)
@@ -272,7 +273,7 @@ def running_sums(table: Numbers) -> LongNumbers:
 def sums_of_ranges(table: Numbers) -> Numbers:
     """(..., L) as (..., L + 1, L + 1): the sum from layer b to layer e, at ``[..., b, e]``.
 
-    Less than zero, or nonsense, where e is less than b."""
+    Negative, or undefined, if e is less than b."""
     sums = running_sums(table)
     ranges: Numbers = np.asarray(sums[..., None, :] - sums[..., :, None], float)
     return ranges
@@ -295,8 +296,8 @@ def workload_of(
         ranks: the virtual machine's, in stage order.
         schedule: by name.
         microbatches: of a step.
-        samples: of a microbatch; those of the profile where it is ``None``. Time and bytes of
-            activations go with it; what an action costs besides its layers does not.
+        samples: of a microbatch; those of the profile if ``None``. Times and bytes of activations
+            are proportional to it; the cost of an action outside its layers is constant.
         allowed: the boundaries to choose from, of those that may be cut; ``None``: all of them.
     """
     possible = profile.possible_cuts
@@ -315,7 +316,7 @@ def workload_of(
             ]
         )
 
-    # Boundary b lies in front of layer b: nothing comes in, and nothing leaves the last layer.
+    # Boundary b is before layer b: nothing crosses the first boundary or the last one.
     payload = [0.0, *[share * layer.payload_bytes for layer in layers]]
     gradient = [0.0, *[share * layer.payload_gradient_bytes for layer in layers]]
     links = [cluster.link(one, other) for one, other in pairwise(ranks)]

@@ -20,7 +20,7 @@ A cluster::
 Ranks are counted in the order of the devices. Numbers without a unit are bytes, bytes per second
 and seconds. ``host_memory`` is the part of its host's memory that each of the devices may take for
 tensors that do not fit its own, and ``host_bandwidth`` the bandwidth there and back. A field that a
-link in ``between`` leaves out has the value that it has without that entry.
+link in ``between`` omits has the value that it has without that entry.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
 from lightning_pipeshift.plan.schedule.schedules import MOST_MICROBATCHES
 
 PROFILE_VERSION: Final = 1
-"""Raised when an older version of the package could no longer read what this one writes."""
+"""Increased when an older version of the package can no longer read the files of this one."""
 
 MOST_DEVICES: Final = 10_000
-"""How many devices a cluster may have: each rank is connected with every other."""
+"""The largest number of devices in a cluster: each rank is connected with every other."""
 
 # Of YAML; a cluster of that many devices needs no more.
 _MOST_YAML_BYTES: Final = 1 << 20
 _MOST_ENTRIES: Final = 100_000
 _MOST_DEPTH: Final = 20
 
-# The base unit first. Decimals: 5us is then the same number as 5e-6.
+# The base unit first. Decimals, so that 5us is the same number as 5e-6.
 _BYTES: Final = {
     **{f"{prefix}B": Decimal(1000) ** power for power, prefix in enumerate(("", *"kMGT"))},
     **{f"{prefix}iB": Decimal(1024) ** power for power, prefix in enumerate("KMG", 1)},
@@ -76,7 +76,7 @@ _SECONDS: Final = {
 }
 _QUANTITY: Final = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)\s*(\S*)\s*")
 
-# The loader and dumper in C take a tenth of the time, and not every PyYAML has them.
+# The C loader and dumper take a tenth of the time, and not every PyYAML has them.
 _Loader: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper: Final = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
@@ -94,8 +94,8 @@ def load_cluster(path: str | Path) -> Cluster:
         value = yaml.load(text, Loader=_Loader)
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: the 31st of February, say
-        raise PlanError(f"{path}: the cluster is no YAML document: {error}") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: for example, the 31st of February
+        raise PlanError(f"{path}: the cluster is not a YAML document: {error}") from error
     try:
         return _cluster(value)
     except (PlanError, OverflowError) as error:  # OverflowError: a number of 400 digits
@@ -104,21 +104,21 @@ def load_cluster(path: str | Path) -> Cluster:
 
 def _require_limits(text: str) -> None:
     """Refuses YAML that is short on disk and endless in memory: entries that contain themselves,
-    and references to references.
+    and nested references.
 
     Raises:
-        PlanError: it is such a text, or one of too many entries.
+        PlanError: the text is such a document, or has too many entries.
     """
     sizes: dict[str, int] = {}
-    # Of each list or object that is open: its anchor, and its number of entries, counted again
-    # wherever they are referred to.
+    # For each open list or object: its anchor, and its number of entries, counted again at each
+    # reference.
     open_ones: list[tuple[str | None, int]] = [(None, 0)]
     for event in yaml.parse(text, Loader=_Loader):
         anchor = getattr(event, "anchor", None)
         if isinstance(event, yaml.CollectionStartEvent):
             open_ones.append((anchor, 1))
             if len(open_ones) > _MOST_DEPTH:
-                raise PlanError(f"the cluster has more than {_MOST_DEPTH} lists in one another")
+                raise PlanError(f"the cluster has more than {_MOST_DEPTH} nested lists")
             continue
         if isinstance(event, yaml.CollectionEndEvent):
             anchor, size = open_ones.pop()
@@ -139,7 +139,9 @@ def _require_limits(text: str) -> None:
 
 
 def save_cluster(cluster: Cluster, path: str | Path) -> None:
-    """Writes a cluster for :func:`load_cluster`, a run of equal devices per line, atomically."""
+    """Writes a cluster for :func:`load_cluster`, atomically; consecutive equal devices on one
+    line.
+    """
     document: dict[str, Any] = {
         "devices": [
             _device_entry(device, len(list(alike))) for device, alike in groupby(cluster.devices)
@@ -209,7 +211,7 @@ def _cluster(value: object) -> Cluster:
 
 
 def _devices(item: object, where: str, most: int) -> list[Device]:
-    """The devices that one entry stands for: at most ``most``."""
+    """The devices of one entry: at most ``most``."""
     optional = ("hosts", "count", "speed", "memory", "free", "host_memory", "host_bandwidth")
     entry = Fields(item, where, ["host", "kind"], optional, instead="")
     host, kind = _name(entry, "host"), _name(entry, "kind")
@@ -217,11 +219,11 @@ def _devices(item: object, where: str, most: int) -> list[Device]:
     count = _count(entry, "count") if "count" in entry else 1
     if num_hosts * count > most:
         name = next((name for name in ("count", "hosts") if name in entry), "host")
-        entry.fail(name, f"left out or less: a cluster has at most {MOST_DEVICES:,} devices in all")
+        entry.fail(name, f"omitted or less: a cluster has at most {MOST_DEVICES:,} devices in all")
     hosts = [f"{host}{n}" for n in range(num_hosts)] if "hosts" in entry else [host]
     speed = entry.number("speed") if "speed" in entry else 1.0
     if not (math.isfinite(speed) and speed > 0):
-        entry.fail("speed", "a number above 0; leave a device that does nothing out")
+        entry.fail("speed", "a number above 0; omit a device that computes nothing")
     memory = round(_quantity(entry, "memory", _BYTES)) if "memory" in entry else 0
     free = round(_quantity(entry, "free", _BYTES)) if "free" in entry else 0
     if 0 < memory < free:
@@ -262,7 +264,7 @@ def _two_hosts(entry: Fields, known: Set[str]) -> tuple[str, str]:
 
 
 def _two_ranks(entry: Fields, num_ranks: int) -> tuple[int, int]:
-    # YAML's true is an int to Python.
+    # In Python, YAML's true is an int.
     ranks = [rank for rank in entry.items("ranks") if type(rank) is int and 0 <= rank < num_ranks]
     if len(entry.items("ranks")) != 2 or len(set(ranks)) != 2:
         entry.fail("ranks", f"a list of 2 different ranks, each from 0 to {num_ranks - 1}")
@@ -279,15 +281,15 @@ def _link_of(entry: Fields, otherwise: Link) -> Link:
     if "latency" in entry:
         latency = _quantity(entry, "latency", _SECONDS)
     if "bandwidth" in entry:
-        # A number may be infinite here: a link that takes no time is saved like that.
+        # A number may be infinite here: a link that takes no time is saved in this way.
         bandwidth = _quantity(entry, "bandwidth", _BYTES_PER_SECOND, most=math.inf)
         if bandwidth == 0:
-            entry.fail("bandwidth", "above 0; write a very small one where nothing gets through")
+            entry.fail("bandwidth", "above 0; write a very small one for a link that is down")
     return Link(latency, bandwidth)
 
 
 def _name(entry: Fields, name: str) -> str:
-    # YAML makes a number of 4090.
+    # YAML reads 4090 as a number.
     if not (isinstance(entry.value(name), str) and entry.value(name)):
         entry.fail(name, 'a text that is not empty; a number goes in quotes, as "4090"')
     return entry.text(name)
@@ -296,7 +298,7 @@ def _name(entry: Fields, name: str) -> str:
 def _count(entry: Fields, name: str) -> int:
     count = entry.integer(name)
     if count < 1:
-        entry.fail(name, "at least 1; leave out what isn't there")
+        entry.fail(name, "at least 1; omit devices that do not exist")
     return count
 
 
@@ -311,7 +313,7 @@ def _quantity(
         number, unit = match.groups()
         if not unit or unit in units:
             found = float(Decimal(number) * units.get(unit, 1))
-    if not 0 <= found <= most:  # nor is NaN
+    if not 0 <= found <= most:  # false for NaN too
         base, *others = units
         entry.fail(name, f"a number at least 0, in {base} or with a unit: {', '.join(others)}")
     return found
@@ -341,20 +343,21 @@ def _link_entry(link: Link) -> dict[str, Any]:
 
 # --- a profile ---
 
-_MEASURE: Final = "or measure the profile anew"
+_MEASURE: Final = "or measure the profile again"
 
 
 def load_profile(path: str | Path) -> Profile:
     """Reads a profile that :func:`save_profile` has written.
 
-    Raises PlanError, naming the file and the field, for what is damaged or of another version."""
+    Raises PlanError, naming the file and the field, for a file that is damaged or of another
+    version."""
     text = read_document(path, "the profile")
     try:
         value = parse_json(text)
     except ValueError as error:
         raise PlanError(
-            f"{path}: the profile is no JSON document: {error}; take an undamaged copy, or measure"
-            " it anew"
+            f"{path}: the profile is not a JSON document: {error}; take an undamaged copy, or "
+            "measure it again"
         ) from error
     try:
         return _profile(value)
@@ -363,7 +366,7 @@ def load_profile(path: str | Path) -> Profile:
 
 
 def save_profile(profile: Profile, path: str | Path) -> None:
-    """Writes a profile for :func:`load_profile`, a layer per line, atomically."""
+    """Writes a profile for :func:`load_profile`, atomically; one layer per line."""
     head = {
         "version": PROFILE_VERSION,
         "samples": profile.samples,
@@ -396,7 +399,7 @@ def _profile(value: object) -> Profile:
     if isinstance(value, dict) and value.get("version", PROFILE_VERSION) != PROFILE_VERSION:
         raise PlanError(
             f"the profile: field 'version' is {shown(value['version'])}; this PipeShift reads"
-            f" version {PROFILE_VERSION}: measure the profile anew, or use the version that"
+            f" version {PROFILE_VERSION}: measure the profile again, or use the version that"
             " measured it"
         )
     known = ["version", *(field.name for field in fields(Profile))]

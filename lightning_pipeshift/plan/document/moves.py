@@ -1,4 +1,4 @@
-"""Moves: one layer each, from its stage to another; and the placement after several of them."""
+"""Moves: each of one layer, from its stage to another; and the placement after several of them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lightning_pipeshift.plan.inputs.placement import Placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A layer that is to change its owner.
+    """A change of a layer's owner.
 
     Args:
         layer: its name in the model.
         stage: its new stage.
-        step: from which batch of the run on, counted from 0; ``None``: as soon as possible. The
-            first two steps run as planned.
+        step: the batch of the run from which it applies, counted from 0; ``None``: as soon as
+            possible. The first two steps run as planned.
         virtual_machine: the virtual machine to change; ``None``: all.
     """
 
@@ -32,10 +32,10 @@ class Move:
 
 
 def check_moves(moves: Iterable[Move], names: Sequence[str], depths: Sequence[int]) -> None:
-    """Raises PlanError where a move names a layer, a stage or a virtual machine that is not there.
+    """Raises PlanError if a move has an unknown layer, stage or virtual machine.
 
     Args:
-        moves: to be done at any time.
+        moves: to be carried out at any time.
         names: of all layers.
         depths: the number of stages of each virtual machine.
     """
@@ -62,11 +62,11 @@ def check_moves(moves: Iterable[Move], names: Sequence[str], depths: Sequence[in
 
 
 def placement_after(plan: Plan, moves: Iterable[Move]) -> Placement:
-    """The owners of all layers when all of the moves are done.
+    """The owners of all layers after all of the moves.
 
     Raises:
         PlanError: an unknown layer, stage or virtual machine; two moves of one layer; or a stage
-            whose layers would not be next to each other any more.
+            whose layers would no longer be contiguous.
     """
     moves = list(moves)
     names = [layer.name for layer in plan.layers]
@@ -81,9 +81,7 @@ def placement_after(plan: Plan, moves: Iterable[Move]) -> Placement:
         for vm in machines:
             moved[vm, move.layer] += 1
             if moved[vm, move.layer] > 1:
-                raise PlanError(
-                    f"two moves of the layer {move.layer!r} in one step; say once where it is to be"
-                )
+                raise PlanError(f"two moves of the layer {move.layer!r} in one step; give one")
             owners[vm][names.index(move.layer)] = move.stage
     return Placement(
         tuple(
@@ -97,8 +95,8 @@ def _counts(vm: int, stages: Sequence[int], names: Sequence[str], depth: int) ->
     for layer, (before, after) in enumerate(pairwise(stages)):
         if after < before:
             raise PlanError(
-                f"in virtual machine {vm} the layer {names[layer + 1]!r} would be on stage {after},"
-                f" and {names[layer]!r}, which is called before it, on stage {before}: a stage's"
-                " layers have to follow each other. Move the layers between them too"
+                f"in virtual machine {vm} the layer {names[layer + 1]!r} would be on stage "
+                f"{after}, and {names[layer]!r}, which is called before it, on stage {before}: a "
+                "stage's layers have to be contiguous. Move the layers between them too"
             )
     return tuple(stages.count(stage) for stage in range(depth))

@@ -1,4 +1,4 @@
-"""The plan: everything that was decided about a run, as one value.
+"""The plan: all decisions about a run, as one value.
 
 It can be printed, compared, hashed, saved, read, edited by hand, and given to another run.
 """
@@ -37,7 +37,7 @@ from lightning_pipeshift.plan.schedule.schedules import (
 )
 
 FORMAT_VERSION: Final = 1
-"""Raised when an older version of the package could no longer read what this one writes."""
+"""Increased when an older version of the package can no longer read the files of this one."""
 
 _CHECKSUM_DIGITS: Final = 16
 _PREDICTED_DIGITS: Final = 4
@@ -53,7 +53,7 @@ class LayerRecord:
     parameter_bytes: int
     forward_seconds: float
     payload_bytes: int
-    """The bytes across the boundary behind the layer."""
+    """The bytes across the boundary after the layer."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -69,23 +69,23 @@ class LayerRecord:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The layers in call order, who owns them, and the schedule.
+    """The layers in call order, their owners, and the schedule.
 
     Args:
         layers: in call order.
         placement: the owners of the layers.
         schedule: by name.
         microbatches: the number of slices of a virtual machine's batch.
-        recompute: for each virtual machine the layers that release their saved tensors, and run
-            again before the backward; empty if there are none anywhere.
+        recompute: for each virtual machine the layers that drop their saved tensors, and are
+            recomputed before the backward; empty if there are none.
         swaps: for each virtual machine, saved tensors that are swapped between their forward and
-            their backward; empty where all stay.
-        ranks: for each virtual machine its ranks in stage order; empty where any ranks will do.
-        kinds: the kind of each of these ranks' devices; empty where they are not required.
+            their backward; empty if there are none.
+        ranks: for each virtual machine its ranks in stage order; empty if any ranks may be used.
+        kinds: the kind of each of these ranks' devices; empty if they are not required.
         batch_shares: how a global batch is divided; empty for equally.
         prediction: that of the simulator, if enough has been measured for it.
 
-    Raises PlanError where these don't fit together."""
+    Raises PlanError if these contradict each other."""
 
     layers: tuple[LayerRecord, ...]
     placement: Placement
@@ -118,7 +118,7 @@ class Plan:
             if value and len(value) != count:
                 raise PlanError(
                     f"the field {name!r} has entries for {len(value)} virtual machines, and"
-                    f" 'placement' has {count}; give one for each, or leave the field out"
+                    f" 'placement' has {count}; give one for each, or omit the field"
                 )
         for name, lengths in (
             ("ranks", [len(ranks) for ranks in self.ranks]),
@@ -127,9 +127,8 @@ class Plan:
         ):
             if lengths and lengths != depths:
                 raise PlanError(
-                    f"the field {name!r} is for virtual machines of {lengths} stages, and"
-                    f" 'placement' has {depths}; give one entry for each stage, or leave the field"
-                    " out"
+                    f"the field {name!r} is for virtual machines of {lengths} stages, and "
+                    f"'placement' has {depths}; give one entry for each stage, or omit the field"
                 )
         for vm, layers in enumerate(self.recompute):
             wrong = [layer for layer in layers if not 0 <= layer < len(self.layers)]
@@ -156,9 +155,9 @@ class Plan:
             if not 0 <= swap.layer < len(self.layers):
                 problem = f"there are the layers 0 to {len(self.layers) - 1}"
             elif swap.layer in self.recomputed(vm):
-                problem = "the layer is recomputed; let it do one of the two"
+                problem = "the layer is recomputed; choose one of the two"
             elif named & seen:
-                problem = "a tensor goes to one place"
+                problem = "a tensor has one target"
             elif any(stage >= depth for stage in swap.stages):
                 problem = f"there are the stages 0 to {depth - 1}"
             if problem:
@@ -193,7 +192,7 @@ class Plan:
     def __str__(self) -> str:
         return draw(self)
 
-    # What the plan says of each stage.
+    # Properties of each stage.
 
     def stage_layers(self, vm: int) -> tuple[tuple[LayerRecord, ...], ...]:
         """The layers of each stage."""
@@ -203,18 +202,20 @@ class Plan:
         )
 
     def recomputed(self, vm: int) -> frozenset[int]:
-        """The layers of a virtual machine that run again before their backward."""
+        """The layers of a virtual machine that are recomputed before their backward."""
         return frozenset(self.recompute[vm]) if self.recompute else frozenset()
 
     def swapped(self, vm: int) -> tuple[Swap, ...]:
-        """What a virtual machine moves, as far as it can: a stage does not lend to itself."""
+        """The swaps of a virtual machine, without those that are impossible: a stage cannot take
+        its own tensors.
+        """
         swaps = self.swaps[vm] if self.swaps else ()
         return tuple(
             swap for swap in swaps if self.placement.stage_of(vm, swap.layer) not in swap.stages
         )
 
     def recomputing_stages(self, vm: int) -> frozenset[int]:
-        """The stages of a virtual machine on which any layer does."""
+        """The stages of a virtual machine that recompute any layer."""
         stages = {self.placement.stage_of(vm, layer) for layer in self.recomputed(vm)}
         worthwhile = recomputing_stages(
             self.schedule, self.placement.num_stages(vm), self.microbatches
@@ -222,7 +223,7 @@ class Plan:
         return worthwhile & stages
 
     def stage_forward_seconds(self, vm: int) -> tuple[float, ...]:
-        """What one microbatch's forward takes on each stage."""
+        """The seconds of one microbatch's forward on each stage."""
         if self.prediction is not None:
             return self.prediction.costs[vm].forward_seconds
         return tuple(
@@ -230,28 +231,28 @@ class Plan:
         )
 
     def stage_parameter_bytes(self, vm: int) -> tuple[int, ...]:
-        """The parameters that each stage holds."""
+        """The bytes of the parameters that each stage holds."""
         return tuple(
             sum(layer.parameter_bytes for layer in stage) for stage in self.stage_layers(vm)
         )
 
     def stage_payload_bytes(self, vm: int) -> tuple[int, ...]:
-        """What each stage but the last sends on per microbatch: nothing before the first layer."""
+        """The bytes that each stage but the last sends per microbatch: 0 before the first layer."""
         bounds = self.placement.bounds(vm)[1:]
         return tuple(self.layers[bound - 1].payload_bytes if bound else 0 for bound in bounds)
 
     @property
     def is_measured(self) -> bool:
-        """Whether there is any layer's time to predict from."""
+        """Whether any layer's time is known, for a prediction."""
         if self.prediction is not None:
             return any(any(costs.forward_seconds) for costs in self.prediction.costs)
         return any(layer.forward_seconds for layer in self.layers)
 
     def timeline(self, vm: int = 0) -> Timeline:
-        """What a step of a virtual machine should look like.
+        """The predicted timeline of a virtual machine's step.
 
         Without a prediction the backward is counted as twice the forward (two matrix products for
-        one), and transfers as free, because then a plan knows no link.
+        one), and transfers as free, because the plan then has no links.
         """
         if self.prediction is not None:
             costs = self.prediction.costs[vm]
@@ -270,11 +271,11 @@ class Plan:
     # Another plan.
 
     def with_placement(self, placement: Placement) -> Plan:
-        """The same plan with other owners, without the prediction for the old ones."""
+        """The same plan with other owners, without its prediction."""
         return replace(self, placement=placement, prediction=None)
 
     def is_like(self, other: Plan) -> bool:
-        """Whether all ranks would do the same under the other plan."""
+        """Whether all ranks would act equally under the other plan."""
         mine, theirs = ((plan.placement, plan.recompute, plan.swaps) for plan in (self, other))
         return mine == theirs
 
@@ -287,8 +288,8 @@ class Plan:
         unexpected = [name for name in planned if name not in names]
         if missing or unexpected:
             raise PlanError(
-                f"the plan was made for another model: missing in it {_names(missing)}; "
-                f"unexpected in it {_names(unexpected)}. "
+                f"the plan was made for another model: missing in the plan {_names(missing)}; "
+                f"unexpected in the plan {_names(unexpected)}. "
                 "Use the plan of this model, or plan=None to make one"
             )
         place = next(i for i, (p, n) in enumerate(zip(planned, names, strict=True)) if p != n)
@@ -301,9 +302,9 @@ class Plan:
     # On disk.
 
     def to_json(self) -> str:
-        """The plan as a JSON document, a layer per line, to be read, edited and diffed.
+        """The plan as a JSON document, one layer per line, to be read, edited and diffed.
 
-        The prediction is rounded, and says by a checksum what it is the prediction of.
+        The prediction is rounded, and contains a checksum of the plan for which it was made.
         """
         head: dict[str, Any] = {
             "version": FORMAT_VERSION,
@@ -325,21 +326,21 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The inverse of to_json. The prediction of a plan that was edited since is left out.
+        """The inverse of to_json. If the plan was edited since, its prediction is dropped.
 
-        Raises PlanError, naming the field, for what is damaged or of another version."""
+        Raises PlanError, naming the field, for a document that is damaged or of another version."""
         try:
             value: Any = parse_json(text)
         except ValueError as error:
             raise PlanError(
-                f"the plan is no JSON document: {error}; "
-                "take an undamaged copy, or make the plan anew"
+                f"the plan is not a JSON document: {error}; "
+                "take an undamaged copy, or make the plan again"
             ) from error
         # Before the other fields: those of another version may have other names.
         if isinstance(value, dict) and value.get("version", FORMAT_VERSION) != FORMAT_VERSION:
             raise PlanError(
                 f"the plan: field 'version' is {shown(value['version'])}; this PipeShift reads"
-                f" version {FORMAT_VERSION}: make the plan anew, or use the version that made it"
+                f" version {FORMAT_VERSION}: make the plan again, or use the version that made it"
             )
         known = ("version", "schedule", "microbatches", "placement", "layers")
         optional = ("recompute", "swaps", "ranks", "kinds", "batch_shares", "prediction")
@@ -353,8 +354,8 @@ class Plan:
             of, prediction = _prediction(document.value("prediction"))
             if of != _checksum({name: value[name] for name in value if name != "prediction"}):
                 log.warning(
-                    "PipeShift: the plan was edited after its prediction was made, so the"
-                    " prediction is left out."
+                    "PipeShift: the plan was edited after its prediction was made, so the "
+                    "prediction is ignored."
                 )
                 prediction = None
         return cls(
@@ -374,7 +375,7 @@ class Plan:
         )
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan beside ``path`` first, so that no reader ever finds half of it."""
+        """Writes to a temporary file first, so that no reader ever sees a partial plan."""
         write_text(path, self.to_json())
 
     @classmethod
@@ -431,7 +432,7 @@ def _kinds(document: Fields) -> tuple[tuple[str, ...], ...]:
 
 
 def _checksum(plan: dict[str, Any]) -> str:
-    """Identifies a plan's entries but the prediction, whatever the order of its fields."""
+    """Identifies a plan's entries except the prediction, regardless of the order of its fields."""
     text = json.dumps(plan, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:_CHECKSUM_DIGITS]
 
@@ -453,7 +454,7 @@ def _prediction_lines(prediction: Prediction, of: str) -> list[str]:
 
 
 def _rounded(value: Any) -> Any:
-    """The numbers in nested tuples, with as many digits as a prediction is good for."""
+    """The numbers in nested tuples, rounded to the digits that a prediction justifies."""
     if isinstance(value, tuple):
         return [_rounded(item) for item in value]
     rounded = float(f"{value:.{_PREDICTED_DIGITS}g}")
@@ -466,7 +467,7 @@ def _prediction(value: object) -> tuple[str, Prediction]:
         value,
         "the plan: prediction",
         ("of", "costs", "step_seconds", "exposed_seconds", "memory_bytes"),
-        instead="or leave the prediction out",
+        instead="or omit the prediction",
     )
     names = [field.name for field in fields(Costs)]
     costs = []
@@ -485,7 +486,7 @@ def _prediction(value: object) -> tuple[str, Prediction]:
 
 
 def _names(names: Sequence[str], most: int = 8) -> str:
-    """The names, but not a screenful of them."""
+    """The names, shortened if there are many."""
     if not names:
         return "none"
     more = f" and {len(names) - most} more" if len(names) > most else ""

@@ -1,7 +1,7 @@
-"""Draws a plan as text: who holds what, and what a step will look like.
+"""Draws a plan as text: the owners of layers, and the predicted step.
 
-It is the first thing a user sees of PipeShift, in a terminal or a log file: plain text, no colour,
-at most 100 columns.
+It is the first output of PipeShift that a user sees, in a terminal or a log file: plain text, no
+colour, at most 100 columns.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def draw(plan: Plan) -> str:
     """The plan as lines of text: for each virtual machine a table of its stages, then a step."""
     measured = plan.is_measured
     if not measured:
-        # Something to look at before the first profile: layers of equal time.
+        # A drawing before the first profile: layers of equal time.
         layers = tuple(replace(layer, forward_seconds=1.0) for layer in plan.layers)
         plan = replace(plan, layers=layers)
     timelines = {vms: plan.timeline(vms[0]) for vms in _equal_machines(plan)}
@@ -81,7 +81,7 @@ def _stage_table(plan: Plan, vm: int) -> list[str]:
     memory = None
     if plan.prediction is not None and plan.prediction.memory_bytes:
         memory = plan.prediction.memory_bytes[vm]
-    # The prediction's memory takes its column from the names.
+    # The column for the prediction's memory takes space from the names.
     width = _NAMES_WIDTH - (13 if memory else 0)
     rows = [("stage", "layers", "parameters", "peak memory", "forward time", "payload out")]
     for stage, layers in enumerate(plan.stage_layers(vm)):
@@ -99,7 +99,7 @@ def _stage_table(plan: Plan, vm: int) -> list[str]:
 
 
 def _swaps(plan: Plan, vm: int) -> list[str]:
-    """What each stage lets go elsewhere between forward and backward."""
+    """The tensors that each stage offloads between forward and backward."""
     found: dict[int, dict[str, list[Swap]]] = {}
     for swap in plan.swapped(vm):
         to = "the host"
@@ -124,7 +124,7 @@ def _shortened_end(line: str) -> str:
 
 
 def _equal_machines(plan: Plan) -> list[tuple[int, ...]]:
-    """The virtual machines, those with equal cuts together: one drawing serves them all."""
+    """The virtual machines, grouped by equal cuts: one drawing for each group."""
     groups: dict[Hashable, list[int]] = {}
     for vm, counts in enumerate(plan.placement.counts):
         costs = plan.prediction.costs[vm] if plan.prediction is not None else None
@@ -142,7 +142,7 @@ def _machine_names(vms: Sequence[int]) -> str:
 
 
 def _layer_names(layers: Sequence[LayerRecord], width: int) -> str:
-    """The first and the last name, with as much of each as there is room for."""
+    """The first and the last name, with as much of each as fits."""
     if not layers:
         return "(none: passes the payload on)"
     if len(layers) == 1:
@@ -151,18 +151,18 @@ def _layer_names(layers: Sequence[LayerRecord], width: int) -> str:
     tail = f" ({len(layers)} layers)"
     room = width - len(joint) - len(tail)
     first, last = layers[0].name, layers[-1].name
-    # What one of them leaves free, the other may have.
+    # One may use the space that the other leaves.
     first = _shortened(first, max(room // 2, room - len(last)))
     last = _shortened(last, room - len(first))
     return first + joint + last + tail
 
 
 def _shortened(name: str, width: int) -> str:
-    """The end of a name tells it from its neighbours, so that is what stays."""
+    """Keeps the end of a name, which distinguishes it from its neighbours."""
     if len(name) <= width:
         return name
     end = name[1 - width :]
-    # Whole words between the dots, where one fits.
+    # Whole words between the dots, if one fits.
     return "…" + (end.partition(".")[2] or end)
 
 
@@ -180,16 +180,16 @@ def _count(number: int, one: str, many: str = "") -> str:
 
 
 def bytes_text(number: int) -> str:
-    """Bytes for a reader, such as ``1.7 MB``."""
+    """Formats bytes for people, such as ``1.7 MB``."""
     for unit, size in (("GB", 10**9), ("MB", 10**6)):
-        # Megabytes up to ten thousand of them, so that the column compares at a glance.
+        # Megabytes up to ten thousand of them, so that the column is easy to compare.
         if number >= size * (10 if unit == "GB" else 0.1):
             return f"{number / size:.1f} {unit}"
     return f"{number / 1000:.1f} kB" if number else "0"
 
 
 def seconds_text(number: float) -> str:
-    """Seconds for a reader, such as ``549 ms``."""
+    """Formats seconds for people, such as ``549 ms``."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if number >= size:
             return f"{number / size:.3g} {unit}"

@@ -19,20 +19,21 @@ from lightning_pipeshift.plan.schedule.actions import Kind
 _IDLE: Final = "·"
 _LEFT_OUT: Final = " ⋯ "
 _MOST_COLUMNS: Final = 6
-"""For a forward: longer ones only push the rest out of sight."""
+"""For a forward: longer ones would only widen the drawing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How many columns a second is wide; one scale for all that is to be compared."""
+    """The number of columns per second; one scale for all drawings that are compared."""
 
     columns_per_second: float
 
     @classmethod
     def fitting(cls, timelines: Iterable[Timeline], width: int) -> Scale:
-        """The scale that fills the width, but leaves a forward wide enough for its number.
+        """The scale that fills the width, but keeps a forward wide enough for its number.
 
-        In a balanced plan a forward takes a whole number of columns, so that all blocks line up.
+        In a balanced plan a forward takes a whole number of columns, so that all blocks are
+        aligned.
         """
         timelines = list(timelines)
         step_seconds = max(timeline.step_seconds for timeline in timelines)
@@ -54,7 +55,7 @@ class Scale:
 
 
 def draw_row(row: Sequence[Span], step_seconds: float, scale: Scale, width: int) -> str:
-    """One stage's line. Where the step is wider than the width, its middle is left out.
+    """One stage's line. If the step is wider than the width, its middle is omitted.
 
     The middle, because a pipeline fills at the left and drains at the right, and repeats itself
     between.
@@ -70,7 +71,7 @@ def draw_row(row: Sequence[Span], step_seconds: float, scale: Scale, width: int)
     drawing = "".join(text)
     if len(drawing) <= width:
         return drawing
-    # More of the left: what it shows begins at a number.
+    # More of the left: the visible part begins at a number.
     right = width // 3
     left = width - len(_LEFT_OUT) - right
     return drawing[:left] + _LEFT_OUT + drawing[-right:]

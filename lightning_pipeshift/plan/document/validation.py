@@ -1,7 +1,7 @@
 """Documents that a user may have edited: read with errors that name the field, written atomically.
 
-Python's own error for a damaged file is a KeyError somewhere; ours contains the field, the value
-found, and the allowed values.
+Python's own error for a damaged file is a KeyError; the errors of this module contain the field,
+the value found, and the allowed values.
 """
 
 import json
@@ -30,7 +30,7 @@ class Fields:
         where: str,
         known: Iterable[str],
         optional: Iterable[str] = (),
-        instead: str = "or make the plan anew",
+        instead: str = "or make the plan again",
     ) -> None:
         required = tuple(known)
         known = (*required, *optional)
@@ -104,7 +104,7 @@ class Fields:
         return tuple(item for item in row if isinstance(item, int))
 
     def entries(self, name: str) -> dict[str, object]:
-        """An object whose names are not known beforehand."""
+        """An object whose names are not known in advance."""
         value = self._value[name]
         if not isinstance(value, dict):
             self.fail(name, "an object")
@@ -121,7 +121,7 @@ class Fields:
 
 
 def _is_integer(value: object) -> bool:
-    # JSON's true is an int to Python.
+    # In Python, JSON's true is an int.
     return type(value) is int and abs(value) < 10**18
 
 
@@ -134,7 +134,7 @@ def read_document(path: str | Path, what: str, most: int = MOST_BYTES) -> str:
         most: how many bytes it may have.
 
     Raises:
-        PlanError: it is no file, too large, or no text.
+        PlanError: it is not a file, too large, or not text.
     """
     try:
         return read_text(path, most)

@@ -1,1 +1,1 @@
-"""What a plan is made from: machines, the measured model, policies, placements."""
+"""The inputs of a plan: machines, the measured model, policies, placements."""

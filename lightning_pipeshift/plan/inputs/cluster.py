@@ -22,7 +22,7 @@ class Device:
         host: identifies the operating system; devices with the same one share a NIC.
         kind: the model of the device; devices of one kind take equal time at equal ``speed``.
         speed: relative to others of its kind: 0.5 takes twice the time.
-        memory_bytes: its memory; 0 where that is not known, which counts as unlimited.
+        memory_bytes: its memory; 0 if not known, which counts as unlimited.
         free_bytes: the part of ``memory_bytes`` that was free when it was measured.
         host_bytes: the memory of its host that it may take for swapped tensors.
         host_bandwidth: the bandwidth to the host and back, in bytes per second; 0: no swaps.
@@ -40,7 +40,7 @@ class Device:
         if not (math.isfinite(self.speed) and self.speed > 0):
             raise PlanError(
                 f"a device of kind {self.kind!r} on host {self.host!r} with speed {self.speed}; a"
-                " speed is finite and above 0 (leave a device that does nothing out)"
+                " speed is finite and above 0 (omit a device that computes nothing)"
             )
         for name in ("memory_bytes", "free_bytes", "host_bytes", "host_bandwidth"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
@@ -51,7 +51,7 @@ class Device:
 
     @property
     def room_bytes(self) -> float:
-        """The memory that a plan may fill: the free or else the whole memory, or infinity."""
+        """The memory that a plan may use: the free or else the whole memory, or infinity."""
         return float(self.free_bytes or self.memory_bytes or math.inf)
 
 
@@ -76,7 +76,7 @@ class Link:
             raise PlanError(f"a link of {self.bandwidth} bytes/s; a bandwidth is above 0")
 
     def seconds(self, num_bytes: float) -> float:
-        """How long a message takes; nothing is sent for 0 bytes."""
+        """The duration of a message; 0 for 0 bytes."""
         return self.latency_seconds + num_bytes / self.bandwidth if num_bytes else 0.0
 
 
@@ -92,8 +92,8 @@ class Cluster:
         devices: by rank.
         inside: between devices of one host.
         outside: between devices of different hosts.
-        hosts: between two hosts (either order), or inside of one (``(a, a)``), where it differs.
-        ranks: between two ranks (the lower first), where it was measured; takes precedence.
+        hosts: between two hosts (either order), or inside of one (``(a, a)``), if it differs.
+        ranks: between two ranks (the lower first), if it was measured; takes precedence.
     """
 
     devices: tuple[Device, ...]

@@ -1,5 +1,5 @@
-"""The flow of one forward pass, as a value: which layers it calls, which operations the code
-between layers applies, and which earlier values each of them needs.
+"""The flow of one forward pass, as a value: the layers that it calls, the operations between them,
+and the earlier values that each of them needs.
 
 The payload of every possible boundary follows from it: every value that was computed before the
 boundary and is needed after it. A flow holds no tensor and does not depend on the placement: the
@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 
 class Value(NamedTuple):
-    """One tensor of a pass, identified by the place of its computation.
+    """One tensor of a pass, identified by the position of its computation.
 
     Either leaf number ``leaf`` of the result of the ``call``-th call of ``layer`` (``op`` is 0). Or
-    the result of operation number ``op`` in the code in front of the pass's ``call``-th call of any
+    the result of operation number ``op`` in the code before the pass's ``call``-th call of any
     layer; then ``layer`` is the last one that its inputs depend on, on whose stage it is computed.
     """
 
@@ -41,7 +41,7 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that travel when this tensor crosses a boundary."""
+        """The number of bytes that are sent when this tensor crosses a boundary."""
         return prod(self.shape) * self.itemsize
 
 
@@ -51,11 +51,11 @@ class Call:
 
     Args:
         layer: the layer's index.
-        call: 0 for the layer's first call in the pass. A layer may be called again, with what
-            layers behind it have computed only where these are on the same stage.
+        call: 0 for the layer's first call in the pass. A layer may be called again; with results of
+            later layers only if these are on the same stage.
         leaves: one entry for each leaf of the returned structure, ``None`` for a leaf that is no
             tensor.
-        needs: the values that the call's inputs were made from, outside of layers.
+        needs: the values from which the call's inputs were computed, outside of layers.
     """
 
     layer: int
@@ -72,7 +72,7 @@ class Operation:
         layer: the last layer that its inputs depend on; the stage of that layer computes it.
         gap: how many calls of layers come before it in the pass.
         number: 1 for the first operation of the gap.
-        results: the tensors that it makes or writes to, and how to receive them.
+        results: the tensors that it creates or writes to, and how to receive them.
         needs: the values that it needs.
     """
 
@@ -104,7 +104,7 @@ class Flow:
     operations: tuple[Operation, ...] = ()
 
     def payload(self, boundary: int) -> tuple[Value, ...]:
-        """The values that cross the boundary in front of layer ``boundary``, in a fixed order.
+        """The values that cross the boundary before layer ``boundary``, in a fixed order.
 
         These are computed before it, and needed after it. Boundary 0 carries nothing; the boundary
         after the last layer carries the values that the tail needs.
@@ -131,16 +131,16 @@ class Flow:
         raise KeyError(value)
 
     def payload_bytes(self, boundary: int) -> int:
-        """Bytes that cross the boundary in front of layer ``boundary``."""
+        """Bytes that cross the boundary before layer ``boundary``."""
         return sum(self.spec(value).num_bytes for value in self.payload(boundary))
 
 
 def renumbered(flow: Flow, place_of: Sequence[int]) -> Flow:
-    """The same flow with other numbers for the layers.
+    """The same flow with other indices of the layers.
 
     Args:
         flow: the flow.
-        place_of: the new number of each layer.
+        place_of: the new index of each layer.
     """
 
     def value(old: Value) -> Value:
@@ -174,7 +174,7 @@ def call_order(flows: Sequence[Flow], num_layers: int) -> list[int]:
     tree).
 
     The first flow decides; layers that only a later flow calls are inserted where that flow calls
-    them, directly after the layer called before them. A layer that no flow calls stays behind its
+    them, directly after the layer called before them. A layer that no flow calls remains after its
     predecessor in the module tree.
     """
     order: list[int] = []
@@ -192,9 +192,9 @@ def call_order(flows: Sequence[Flow], num_layers: int) -> list[int]:
 
 def merged(flows: Sequence[Flow]) -> Flow:
     """A flow that only calls layers: each layer that any of the flows calls, once, in an order that
-    agrees with all of them; where they leave it open, in the order of the numbers.
+    agrees with all of them; otherwise undetermined positions are in the order of the indices.
 
-    Steps that skip layers by chance call only some of them each time. If no order agrees with all
+    Steps that skip layers at random call only some of them each time. If no order agrees with all
     flows, the order is that of the first flow.
     """
     after: dict[int, set[int]] = {}

@@ -21,7 +21,7 @@ def resolve(
 ) -> Placement:
     """The placement for a user's ``partition``.
 
-    Here, ``"auto"`` means ``"uniform"``: measured figures are used later, when a run is planned.
+    Here, ``"auto"`` means ``"uniform"``: measurements are used later, when a run is planned.
 
     Args:
         spec: the user's argument.
@@ -51,7 +51,7 @@ def resolve(
 def _per_virtual_machine(
     spec: Sequence[int] | Sequence[Sequence[int]], num_virtual_machines: int
 ) -> tuple[tuple[int, ...], ...]:
-    """The counts for every virtual machine; one flat list serves them all."""
+    """The counts for every virtual machine; one flat list applies to all of them."""
     if not isinstance(spec, Sequence):
         raise PartitionError(
             f"partition={spec!r}, a {type(spec).__name__}; allowed are 'auto', 'uniform' or a list"

@@ -16,10 +16,10 @@ from lightning_pipeshift.errors import PartitionError
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """For every virtual machine, how many layers each stage owns.
+    """The number of layers of each stage, for every virtual machine.
 
     A stage's layers are contiguous, in the order in which they are called. Zero is legal: a drained
-    stage, which only passes the payload on. Raises PartitionError for an impossible one.
+    stage, which only forwards the payload. Raises PartitionError for an impossible placement.
     """
 
     counts: tuple[tuple[int, ...], ...]
@@ -78,7 +78,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Placements, and from which microbatch each holds.
+    """Placements, and the microbatch from which each applies.
 
     Microbatches are counted over the whole run."""
 
@@ -96,11 +96,11 @@ class Ownership:
 
     @classmethod
     def of(cls, placement: Placement) -> Ownership:
-        """A placement that holds from the start."""
+        """A placement that applies from the start."""
         return cls(((0, placement),))
 
     def moved(self, placement: Placement, from_microbatch: int) -> Ownership:
-        """Another placement from a microbatch on, the cut-over; below it the present one.
+        """Another placement from a microbatch on, the cut-over; before it the present one.
 
         A second change at the same cut-over replaces the first, as no microbatch would lie between
         them. Raises PartitionError for an earlier one: changes that have been announced to other

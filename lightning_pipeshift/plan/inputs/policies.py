@@ -18,22 +18,23 @@ from lightning_pipeshift.plan.inputs.saved_tensors import Choice
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """The properties of a saved tensor. All figures are per microbatch.
+    """The properties of a saved tensor. All numbers are per microbatch.
 
     Args:
         layer: the name of the layer that saves it.
-        index: the layer's place in the call order.
-        number: the tensor's place among those that the layer saves.
-        num_bytes: what its memory takes.
+        index: the layer's position in the call order.
+        number: the tensor's index among those that the layer saves.
+        num_bytes: the bytes of its memory.
         shape: its shape.
         dtype: its type, as torch names it.
-        maker: the module and the operation that made it.
-        stage: where it is.
+        maker: the module and the operation that computed it.
+        stage: the stage that saves it.
         in_flight: how many microbatches hold one at the same time, at most.
-        interval_seconds: from the end of its forward to the begin of its backward, at the least.
-        recompute_seconds: what it takes to run its layer again.
-        host_seconds: what it takes to the host, and as long back; infinite where there is no way.
-        device_seconds: the same for the stage with the fastest link.
+        interval_seconds: from the end of its forward to the start of its backward, at least.
+        recompute_seconds: the seconds of recomputing its layer.
+        host_seconds: the seconds of its transfer to the host, and of that back; infinite if there
+            is no connection.
+        device_seconds: likewise to the stage with the fastest link.
     """
 
     layer: str
@@ -53,18 +54,19 @@ class TensorRecord:
 
 @runtime_checkable
 class Policy(Protocol):
-    """Decides over saved tensors."""
+    """Decides about saved tensors."""
 
     def choose(self, record: TensorRecord) -> Choice | None:
-        """What becomes of a tensor; ``None`` leaves it to the planner.
+        """Returns the handling of a tensor; ``None`` leaves it to the planner.
 
-        Where one tensor of a layer is recomputed, its layer runs again, and all of its tensors are
-        made again.
+        If one tensor of a layer is recomputed, the layer is recomputed with all of its tensors.
         """
 
 
 class Planned:
-    """Leaves everything to the planner: as little as the budget asks for, where it costs least."""
+    """Leaves everything to the planner: it moves or recomputes as little as the budget requires, at
+    the lowest cost.
+    """
 
     def choose(self, record: TensorRecord) -> Choice | None:
         """See :class:`Policy`."""
@@ -72,7 +74,7 @@ class Planned:
 
 
 class KeepAll:
-    """Lets everything stay where it is."""
+    """Keeps all saved tensors on the device."""
 
     def choose(self, record: TensorRecord) -> Choice | None:
         """See :class:`Policy`."""
@@ -80,7 +82,7 @@ class KeepAll:
 
 
 class RecomputeAll:
-    """Lets every layer run again, as checkpointing each of them does."""
+    """Recomputes every layer, as activation checkpointing of each does."""
 
     def choose(self, record: TensorRecord) -> Choice | None:
         """See :class:`Policy`."""
@@ -89,11 +91,11 @@ class RecomputeAll:
 
 @dataclass(frozen=True)
 class SwapAll:
-    """Moves everything that has the time to get there and back.
+    """Offloads every tensor for which there is enough time.
 
     Args:
         to: ``"host"`` or ``"device"``.
-        min_bytes: what is smaller stays.
+        min_bytes: smaller tensors are kept.
     """
 
     to: str = "host"

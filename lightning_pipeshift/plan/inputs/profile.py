@@ -1,7 +1,7 @@
 """The model in numbers: the measured time and memory of each layer.
 
 They are measured in the first steps of training itself (NUDT: of l samples, the first a are the
-profile and the other l - a train under the plan; no sample is wasted). All figures are per
+profile and the other l - a train under the plan; no sample is wasted). All numbers are per
 microbatch.
 """
 
@@ -18,22 +18,22 @@ from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
 
 @dataclass(frozen=True, slots=True)
 class LayerProfile:
-    """What one layer costs.
+    """The costs of one layer.
 
     Args:
         name: in the model.
         parameter_bytes: its parameters.
-        gradient_bytes: those of its gradients, which travel between virtual machines: what is
-            trained of the parameters.
-        optimizer_bytes: what the optimizer keeps for it.
-        payload_bytes: what crosses the boundary behind it, forward.
-        payload_gradient_bytes: what crosses it backward.
-        saved_bytes: what its forward keeps for its backward, and the code around it, parameters and
-            the batch left out.
-        input_bytes: what is kept instead where it is recomputed.
-        tensors: what is in ``saved_bytes``, one by one; empty where that is not known.
+        gradient_bytes: the gradients that are sent between virtual machines: those of its trained
+            parameters.
+        optimizer_bytes: the optimizer's state for it.
+        payload_bytes: the values that cross the boundary after it, forward.
+        payload_gradient_bytes: the gradients that cross it backward.
+        saved_bytes: the tensors that its forward, and the code around it, saves for the backward,
+            without parameters and the batch.
+        input_bytes: the inputs that are saved instead if it is recomputed.
+        tensors: the tensors in ``saved_bytes``, one by one; empty if they are not known.
         joins_next: whether the next layer has to be on the same stage: this layer, or one before
-            it, is called again with what a layer behind it has computed.
+            it, is called again with results of a layer after it.
     """
 
     name: str
@@ -66,21 +66,21 @@ class LayerProfile:
 
     @property
     def static_bytes(self) -> int:
-        """What its owner holds all the time."""
+        """The bytes that its owner holds permanently."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class KindProfile:
-    """What the layers take on one kind of device, at speed 1, in seconds.
+    """The seconds of the layers on one kind of device, at speed 1.
 
     Args:
         forward: of each layer, in call order.
         backward: of each layer.
-        action_forward: what a stage does in a forward besides its layers.
-        action_backward: the same in a backward.
-        tail_forward: what the code after the last layer takes (the loss, what is logged).
-        tail_backward: its backward.
+        action_forward: of a stage's forward in addition to its layers.
+        action_backward: of a stage's backward in addition to its layers.
+        tail_forward: of the code after the last layer (the loss, the logs).
+        tail_backward: of its backward.
     """
 
     forward: tuple[float, ...]
@@ -101,21 +101,21 @@ class KindProfile:
             for seconds in value if isinstance(value, tuple) else (value,):
                 if not (math.isfinite(seconds) and seconds >= 0):
                     raise PlanError(
-                        f"a profile with {seconds} among {name}; seconds are finite and at least 0"
+                        f"a profile contains {seconds} in {name}; seconds are finite and at least 0"
                     )
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured of a model.
+    """The measurements of a model.
 
     Args:
         layers: in call order.
         kinds: for each kind of device on which the layers were measured.
         samples: how many samples a microbatch had.
         microbatches: how many microbatches a step had.
-        step_seconds: what a step takes besides its actions (the loop, the data, the logs).
-        optimizer_seconds_per_byte: what the optimizer takes for each byte of a stage's gradients.
+        step_seconds: of a step outside its actions (the loop, the data, the logs).
+        optimizer_seconds_per_byte: of the optimizer, for each byte of a stage's gradients.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -141,7 +141,7 @@ class Profile:
 
     @property
     def payload_bytes(self) -> list[int]:
-        """What crosses each boundary, that in front of the first layer (nothing) among them."""
+        """The bytes that cross each boundary, including the one before the first layer (0)."""
         return [0, *(layer.payload_bytes for layer in self.layers)]
 
     @property
@@ -152,16 +152,16 @@ class Profile:
         return None if len(possible) == len(inner) else possible
 
     def times_on(self, device: Device) -> KindProfile:
-        """What the layers take on a device, its speed counted in.
+        """The seconds of the layers on a device, at its speed.
 
-        Raises PlanError where its kind was never measured."""
+        Raises PlanError if its kind was never measured."""
         times = self.kinds.get(device.kind)
         if times is None:
             known = ", ".join(map(repr, self.kinds)) or "none"
             raise PlanError(
-                f"nothing is known of the kind {device.kind!r} (host {device.host!r}): the profile"
-                f" has {known}. Measure it, or give the device a measured kind and a `speed`"
-                " relative to that"
+                f"the profile has no measurements of the kind {device.kind!r} (host "
+                f"{device.host!r}): it has {known}. Measure it, or give the device a "
+                "measured kind and a `speed` relative to that"
             )
         return scaled(times, 1 / device.speed)
 

@@ -1,8 +1,8 @@
 """Makes a profile, and the devices' speeds, from the ranks' measurements of the model.
 
-Each rank measures on its own device: before training every layer, for a guess, and in training its
-own layers. The time of a layer on a device that has never trained it follows from both: the guess
-on that device, times the ratio of measured to guessed times of the device's own layers.
+Each rank measures on its own device: before training every layer, for an estimate, and in training
+its own layers. The time of a layer on a device that has never trained it follows from both: the
+estimate on that device, times the ratio of measured to estimated times of the device's own layers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ Times = tuple[float, float]
 """Forward and backward, in seconds."""
 
 _ALIKE: Final = 0.03
-"""Devices of a kind whose speeds differ by less count as equal: the difference is noise."""
+"""The largest relative difference of the speeds of equal devices of a kind: such a difference is
+noise.
+"""
 
 
 @dataclass(frozen=True)
@@ -32,16 +34,16 @@ class RankFigures:
         times: those of its own layers in training; empty before.
         earlier: those of the layers that it owned when it last owned any, for a stage that was
             drained since.
-        extra: the time of a forward and a backward of its stage besides layers; ``None`` before
+        extra: the time of a forward and a backward of its stage outside of layers; ``None`` before
             training.
-        outside_seconds: from the end of its stage's part of a step to the begin of the next one.
+        outside_seconds: from the end of its stage's part of a step to the start of the next one.
         saved_bytes: of the tensors that layers save for a microbatch.
         tensors: these tensors, one by one.
         input_bytes: of the layers' inputs.
         optimizer_bytes: of the optimizer's state for its own layers.
         is_last: whether it runs the code after the last layer.
         held_bytes: the device memory that the model takes before its layers are distributed.
-        budget_bytes: the device memory that it may take, if that is limited.
+        budget_bytes: the device memory that it may take, if there is a limit.
         host_bytes: the memory of its host that it may take for swapped tensors.
         host_bandwidth: the bandwidth to the host and back, in bytes per second.
     """
@@ -82,7 +84,7 @@ def profile_of(
         kind: _guess(layers, [figures[rank] for rank in _ranks_of(cluster, kind)])
         for kind in cluster.kinds
     }
-    # The ratio of a device's measured to its guessed times, by measurements in training if any.
+    # The ratio of a device's measured to its estimated times, by measurements in training if any.
     ratios = [
         _ratio(mine.times or mine.earlier or mine.guesses, guessed[device.kind])
         for mine, device in zip(figures, cluster.devices, strict=True)
@@ -138,8 +140,8 @@ def _ranks_of(cluster: Cluster, kind: str) -> list[int]:
 
 
 def _guess(layers: Sequence[LayerProfile], figures: Sequence[RankFigures]) -> list[Times]:
-    """The median of the ranks' guesses; for a layer that no rank could try, one in proportion to
-    its parameters.
+    """The median of the ranks' estimates; for a layer that no rank could measure, one in proportion
+    to its parameters.
     """
     found: dict[int, Times] = {}
     for layer in range(len(layers)):
@@ -168,7 +170,7 @@ def _ratio(times: Mapping[int, Times], guess: Sequence[Times]) -> float | None:
 def _extras(
     figures: Sequence[RankFigures], ranks: Iterable[int], speeds: Sequence[float]
 ) -> tuple[Times, Times]:
-    """The time of an action besides layers, and the extra time of code after the last layer."""
+    """The time of an action outside of layers, and the extra time of code after the last layer."""
     last: list[Times] = []
     others: list[Times] = []
     for rank in ranks:

@@ -11,16 +11,18 @@ from lightning_pipeshift.errors import PlanError
 
 FRONT: Final = 1_000_000
 BEHIND: Final = 2_000_000
-"""From here on tensors are numbered that code in front of a layer saves, and behind the last."""
+"""The first numbers of the tensors that code around a layer saves: before the layer (``FRONT``),
+and after the last layer (``BEHIND``).
+"""
 
 
 class Choice(enum.Enum):
-    """What becomes of a saved tensor between its forward and its backward."""
+    """The handling of a saved tensor between its forward and its backward."""
 
     KEEP = "keep"
-    """It stays where it is."""
+    """It remains on the device."""
     RECOMPUTE = "recompute"
-    """Its layer lets go of all that it has saved, and runs again."""
+    """Its layer drops all its saved tensors, and is recomputed."""
     HOST = "host"
     """It moves to the memory of the host, and back."""
     DEVICE = "device"
@@ -32,13 +34,13 @@ class SavedTensor:
     """One tensor that a layer saves for a microbatch.
 
     Args:
-        number: its place among those that the layer saves, in their order; from ``FRONT`` on, and
-            from ``BEHIND`` on, among those that code in front of it does, or behind the last layer.
-        num_bytes: what its memory takes; 0 where that is counted with a tensor before it (a view of
-            the same memory, what the layer before has saved), or is there anyway (a parameter).
+        number: its index among those that the layer saves, in their order; from ``FRONT`` on, and
+            from ``BEHIND`` on, among those that code before it saves, or after the last layer.
+        num_bytes: of its memory; 0 if that is counted with a tensor before it (a view of the same
+            memory, a tensor saved by the layer before), or is in use anyway (a parameter).
         shape: its shape.
         dtype: its type, as torch names it.
-        maker: the module inside of the layer, and the operation, that made it.
+        maker: the module inside of the layer, and the operation, that computed it.
     """
 
     number: int
@@ -49,7 +51,7 @@ class SavedTensor:
 
     @property
     def is_outside(self) -> bool:
-        """Whether code around the layer saves it: running the layer again does not make it."""
+        """Whether code around the layer saves it: recomputing the layer does not recompute it."""
         return self.number >= FRONT
 
     def __post_init__(self) -> None:
@@ -61,19 +63,19 @@ class SavedTensor:
 
 
 def place_in_forward(number: int) -> int:
-    """What sorts the tensors of a layer, and of the code around it, as they are saved."""
+    """A sort key for the tensors of a layer, and of the code around it, in the order of saving."""
     return number - BEHIND if FRONT <= number < BEHIND else number
 
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Saved tensors of a layer that are elsewhere between their forward and their backward.
+    """Saved tensors of a layer that are offloaded between their forward and their backward.
 
     Args:
-        layer: which.
+        layer: the layer's index.
         tensors: their numbers among those that the layer saves.
         stages: the stages that take them, each a part of every tensor; empty: the host.
-        shares: how large the part of each is, relative to the others; empty: equal ones.
+        shares: the relative sizes of the parts; empty: equal ones.
     """
 
     layer: int
@@ -103,11 +105,11 @@ class Swap:
 
     @property
     def choice(self) -> Choice:
-        """What becomes of its tensors."""
+        """The handling of its tensors."""
         return Choice.DEVICE if self.stages else Choice.HOST
 
     def parts(self, num_items: int) -> list[tuple[int, int]]:
-        """How many of a tensor's items each stage takes, in order: (stage, items).
+        """The number of a tensor's elements for each stage, in order: (stage, elements).
 
         CN114880130B: a tensor is cut into blocks in proportion to the bandwidth of the links.
         """

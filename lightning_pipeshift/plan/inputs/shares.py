@@ -1,4 +1,4 @@
-"""How the samples of a global batch are divided among virtual machines."""
+"""Divides the samples of a global batch among virtual machines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_shares(shares: Sequence[float] | None, num_virtual_machines: int | Non
 
     Args:
         shares: one number for each virtual machine, or ``None`` for equal ones.
-        num_virtual_machines: how many there are, ``None`` where it is not known yet.
+        num_virtual_machines: how many there are, ``None`` if not known yet.
     """
     if shares is None:
         return
@@ -31,7 +31,7 @@ def check_shares(shares: Sequence[float] | None, num_virtual_machines: int | Non
         if not (share > 0 and math.isfinite(share)):
             raise ConfigurationError(
                 f"batch_shares={list(shares)} gives virtual machine {vm} the share {share!r}. Every"
-                " virtual machine needs a share above 0; leave the machine out of the run instead."
+                " virtual machine needs a share above 0; or remove the machine from the run."
             )
     if num_virtual_machines is not None and len(shares) != num_virtual_machines:
         raise ConfigurationError(
@@ -41,9 +41,9 @@ def check_shares(shares: Sequence[float] | None, num_virtual_machines: int | Non
 
 
 def shared_out(size: int, shares: Sequence[float]) -> list[int]:
-    """How many of ``size`` samples each virtual machine takes: whole numbers that add up to it, as
-    near to the shares as can be (largest remainders first, then the lower index), and at least 1
-    where there are enough.
+    """The number of ``size`` samples for each virtual machine: integers that add up to it, as near
+    to the shares as possible (largest remainders first, then the lower index), and at least 1 if
+    there are enough.
     """
     total = math.fsum(shares)
     exact = [size * share / total for share in shares]
@@ -59,15 +59,15 @@ def shared_out(size: int, shares: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one virtual machine takes of each global batch.
+    """One virtual machine's part of each global batch.
 
     Args:
         vm: index of the virtual machine.
         shares: one positive number for each virtual machine.
         size: how many items a global batch has; at least one for each virtual machine.
         pads: whether a global batch at the end that has fewer items than there are virtual machines
-            is filled up with the first ones, so that all have the same number of batches.
-        drops_last: whether a partial global batch at the end is left out.
+            is padded with the first items, so that all have the same number of batches.
+        drops_last: whether a partial global batch at the end is dropped.
     """
 
     vm: int
@@ -78,7 +78,7 @@ class Part:
 
     @property
     def num_items(self) -> int:
-        """How many items of a whole global batch are this virtual machine's."""
+        """The number of this virtual machine's items in a full global batch."""
         return shared_out(self.size, self.shares)[self.vm]
 
     def num_batches(self, num_items: int) -> int:
@@ -91,7 +91,7 @@ class Part:
 
         Args:
             items: all of them, in the order that all virtual machines have in common.
-            num_items: how many there are, where it is known.
+            num_items: how many there are, if known.
         """
         order = iter(items)
         first: list[T] = []
@@ -106,13 +106,14 @@ class Part:
                 num_items -= len(group)
                 is_rest_ahead = 0 < num_items < self.size and not self.drops_last
                 if is_rest_ahead and not self._takes_of(num_items):
-                    # Who knows the length does not ask for more than this batch. The other virtual
-                    # machines read on, and may draw random numbers at it: so must this one.
+                    # With a known length, no item after this batch is read. The other virtual
+                    # machines read further, and this may draw random numbers: so this one has to
+                    # read further too.
                     ahead = list(islice(order, self.size))
             yield batch
 
     def _takes_of(self, rest: int) -> bool:
-        """Whether anything of a last, partial global batch is this virtual machine's."""
+        """Whether this virtual machine gets items of a last, partial global batch."""
         if rest == 0 or self.drops_last:
             return False
         return self.pads or shared_out(rest, self.shares)[self.vm] > 0

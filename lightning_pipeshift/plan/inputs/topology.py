@@ -1,8 +1,8 @@
 """The topology: the ranks of every virtual machine, in stage order.
 
-A virtual machine holds one replica of the model. Where the counts allow it has one device of each
+A virtual machine holds one replica of the model. If the counts allow, it has one device of each
 kind (NUDT, "distributed parallel training method and system for heterogeneous computing clusters"),
-so that all virtual machines are equally fast; and within that its devices share a host, since a
+so that all virtual machines are equally fast; and subject to that its devices share a host, since a
 payload travels for every microbatch and a gradient once a step.
 """
 
@@ -23,7 +23,7 @@ VirtualMachinesSpec = int | str | Sequence[Sequence[int]]
 class Topology:
     """The ranks of every virtual machine, in stage order; each rank is in exactly one.
 
-    Raises ConfigurationError for a rank that is named twice or never, and for a virtual machine
+    Raises ConfigurationError for a rank that is missing or named twice, and for a virtual machine
     without ranks.
     """
 
@@ -47,7 +47,7 @@ class Topology:
         missing = sorted(set(range(len(named))) - set(named))
         if missing:
             raise ConfigurationError(
-                f"virtual_machines={spec} names {len(named)} ranks, and not rank {_listed(missing)}"
+                f"virtual_machines={spec} names {len(named)} ranks, but not rank {_listed(missing)}"
                 f". Name each of the ranks 0 to {len(named) - 1} once."
             )
 
@@ -72,11 +72,11 @@ class Topology:
         raise ConfigurationError(f"rank {rank}; there are ranks 0 to {self.num_ranks - 1}")
 
     def name_of(self, rank: int, host: str = "") -> str:
-        """A rank's place in words, for messages.
+        """A rank's name in words, for messages.
 
         Args:
             rank: the rank.
-            host: the name of its host, where that is of interest.
+            host: the name of its host, if it should be included.
         """
         vm, stage = self.place_of(rank)
         machine = f" of virtual machine {vm}" if self.num_virtual_machines > 1 else ""
@@ -92,10 +92,10 @@ def arrange(
     Args:
         spec: see :data:`VirtualMachinesSpec`.
         devices: one for each rank.
-        depths: how many stages each virtual machine has, where a partition or a plan says so.
+        depths: how many stages each virtual machine has, if a partition or a plan determines it.
 
     Raises:
-        ConfigurationError: the ranks there are cannot be arranged like that.
+        ConfigurationError: the existing ranks cannot be arranged in this way.
         PartitionError: the depths need another number of ranks.
     """
     num_ranks = len(devices)
@@ -112,7 +112,7 @@ def arrange(
         raise PartitionError(
             f"The partition or the plan is for {len(depths)} virtual machines of"
             f" {_listed(depths)} stages, which are {sum(depths)} ranks; this run has {num_ranks}."
-            " Give one list of layers per stage for each virtual machine that there is to be."
+            " Give one list of layers per stage for each virtual machine."
         )
     count = spec if isinstance(spec, int) else (len(depths) if depths is not None else 1)
     if depths is not None and len(depths) == count and sum(depths) == num_ranks:
@@ -128,7 +128,7 @@ def arrange(
 
 def _fill(devices: Sequence[Device], depths: Sequence[int]) -> Topology:
     hosts = list(dict.fromkeys(device.host for device in devices))
-    # Ranks of a host are next to each other, whatever order the launcher numbered them in.
+    # Ranks of a host are neighbours, regardless of the order in which the launcher numbered them.
     in_order = sorted(range(len(devices)), key=lambda rank: (hosts.index(devices[rank].host), rank))
     kinds: dict[str, list[int]] = {}
     for rank in in_order:
@@ -149,7 +149,7 @@ def _fill(devices: Sequence[Device], depths: Sequence[int]) -> Topology:
 
 
 def check_spec(spec: Any) -> None:
-    """Raises ConfigurationError for what is no :data:`VirtualMachinesSpec` at all."""
+    """Raises ConfigurationError for a value that is not a :data:`VirtualMachinesSpec`."""
     if spec == "auto" or (isinstance(spec, int) and not isinstance(spec, bool) and spec >= 1):
         return
     if isinstance(spec, list | tuple):

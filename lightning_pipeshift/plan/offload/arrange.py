@@ -3,8 +3,8 @@ stage, and the handling of saved tensors.
 
 CN114880130B, after MPress (HPCA 2023), step 3: the mappings of stages to devices are enumerated and
 scored by how well they fill spare memory and links, and the best are compressed and tried on the
-simulator. The source assumes that all stages take equally long on all devices; here a mapping is
-also judged by the time of its step without swaps, which is a lower bound.
+simulator. The source assumes that all stages take equal time on all devices; here a mapping is also
+judged by the time of its step without swaps, which is a lower bound.
 """
 
 from __future__ import annotations
@@ -38,20 +38,24 @@ from lightning_pipeshift.plan.offload.planner import fastest
 from lightning_pipeshift.plan.partition.equal_counts import uniform
 
 _PARTS: Final = (0.0, 0.5, 1.0)
-"""The parts of their saved tensors that stages must have room for in searches for virtual machines,
+"""The fractions of their saved tensors that must fit on stages in searches for virtual machines,
 cuts and orders: 0 if all tensors may be swapped, 1 if none is."""
 
 _MOST_ORDERS: Final = 120
-"""Up to so many orders of a virtual machine's stages are all tried; beyond, pairs are swapped."""
+"""If a virtual machine has at most this many orders of stages, all are tried; otherwise, pairs are
+swapped.
+"""
 
 _MOST_COMPRESSED: Final = 6
-"""How many orders and cuts of a virtual machine are compressed."""
+"""The number of orders and cuts of a virtual machine for which the handling of saved tensors is
+planned.
+"""
 
 _LIKE_SECONDS: Final = 1.05
 """Steps that differ by less count as equal until the swaps are known."""
 
 _PATIENCE: Final = 1.02
-"""How much slower a step may be for the sake of the order that was found for the step alone."""
+"""The factor by which a step may be slower with the order that was found without swaps."""
 
 
 def arrange_compressed(
@@ -139,12 +143,12 @@ class _Mapper:
         ]
         return self._arrangement(arrangement, arrangement.ranks, found)
 
-    # --- where to begin ---
+    # --- where to start ---
 
     def _starts(self) -> Iterator[tuple[Profile, Arrangement]]:
         """Arrangements, each with the profile for which it is the best.
 
-        Raises PlanError where not even the weights fit."""
+        Raises PlanError if not even the weights fit."""
         seen, errors = set(), []
         for part in _PARTS:
             profile = _with_saved(self._profile, part)
@@ -171,8 +175,8 @@ class _Mapper:
         placed = self._placed(start, start.ranks)
         orders, found = [], []
         for vm, ranks in enumerate(start.ranks):
-            # Equal virtual machines are solved once and ordered equally: rings would suffer
-            # otherwise.
+            # Equal virtual machines are solved once and ordered equally: otherwise rings would be
+            # slower.
             problem = self._problem(placed, vm, ranks)
             alike = tuple(self._alike[rank] for rank in ranks)
             key = problem.workload, _hashable(problem.links), problem.rooms, alike

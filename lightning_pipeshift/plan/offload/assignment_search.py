@@ -1,8 +1,10 @@
-"""Looks for the best assignment of saved tensors to places, for a cut of a virtual machine.
+"""Searches for the best assignment of saved tensors to offload targets, for a cut of a virtual
+machine.
 
-The search is greedy, over groups of tensors (those of one layer that are handled in the same way),
-and then tensor by tensor. Every step of it is evaluated by :mod:`footprint`, so the search and the
-prediction agree. See :mod:`compression` for its purpose.
+The search is greedy, over groups of tensors (those of one layer that are handled equally), and then
+tensor by tensor. Every step of it is evaluated by
+:mod:`~lightning_pipeshift.plan.cost.memory_model`, so the search and the prediction agree. See
+:mod:`~lightning_pipeshift.plan.offload.planner` for its purpose.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from lightning_pipeshift.plan.offload.peers import Lenders, mappings, shares_of
 from lightning_pipeshift.plan.schedule.actions import Kind
 
 SMALLEST_BYTES: Final = 1 << 16
-"""A smaller tensor is not worth its own transfer, unless nothing else fits."""
+"""A smaller tensor is swapped only if nothing else fits."""
 
 _MOST_ROUNDS: Final = 200
 _MOST_IMPROVED: Final = 2
@@ -48,7 +50,7 @@ that moves less is better."""
 
 
 class Room(NamedTuple):
-    """The memory of a stage's device, and of its host for it.
+    """The memory of a stage's device, and its part of the host's memory.
 
     Args:
         budget_bytes: of the device.
@@ -118,7 +120,7 @@ class Compressed:
         cut: the owners of the layers, and the recomputed layers.
         swaps: the swapped tensors.
         footprint: time and memory of the plan.
-        uncompressed: those if all tensors stayed.
+        uncompressed: those without swaps.
     """
 
     cut: Cut
@@ -145,7 +147,7 @@ Way = Lenders | None
 """The target of a tensor: these stages; ``()``: the host. ``None``: it is recomputed."""
 
 Assigned = Mapping[tuple[int, int], Way]
-"""The targets of tensors, by layer and number, without those that stay."""
+"""The targets of tensors, by layer and number, without those that are kept."""
 
 
 class Search:
@@ -191,7 +193,7 @@ class Search:
         return known
 
     def traces(self, assigned: Assigned) -> Iterator[tuple[StageTrace, Room]]:
-        """Each stage's trace, and its room."""
+        """Yields each stage's trace, and its memory."""
         return zip(self.footprint(assigned).traces, self._rooms, strict=True)
 
     def _scored(self, assigned: Assigned, found: Footprint) -> Score:
@@ -287,7 +289,7 @@ class Search:
         forwards = {s.action.microbatch: s for s in row if s.action.kind is Kind.FORWARD}
         backwards = [s for s in row if s.action.kind is Kind.BACKWARD]
         own = range(self._cut.bounds[stage], self._cut.bounds[stage + 1])
-        # The layers of the stage that run in between.
+        # The layers of the stage that run between its forward and its backward.
         later = [other for other in own if other > layer]
         between = float(sum(self._workload.forward[stage, later]))
         between += float(sum(self._workload.backward[stage, later]))
@@ -295,7 +297,7 @@ class Search:
         return max(0.0, gap) + between
 
     def _asked(self) -> dict[tuple[int, int], Way]:
-        """The policy's choices: the targets of tensors, and (in ``_stays``) which stay.
+        """The targets that the policy chooses, and (in ``_stays``) the tensors that it keeps.
 
         Raises:
             PlanError: it chooses a target that cannot be reached.
@@ -322,7 +324,7 @@ class Search:
             if key[0] in again:
                 fixed[key] = None
                 self._stays.discard(key)
-        # Layers that must not be recomputed, as that includes tensors that are swapped or stay.
+        # Layers that must not be recomputed, as some of their tensors are swapped or kept.
         self._bound = {layer for layer, _ in {*fixed, *self._stays} if layer not in again}
         return fixed
 
@@ -330,13 +332,13 @@ class Search:
         if not math.isfinite(seconds):
             name = type(self._problem.policy).__name__
             raise PlanError(
-                f"the policy {name} moves tensor {record.number} of layer {record.layer!r} with"
-                f" {choice}, and there is no way there from stage {record.stage}. Where"
-                f" record.{choice.value}_seconds is infinite, answer None or Choice.KEEP"
+                f"the policy {name} moves tensor {record.number} of layer {record.layer!r} with "
+                f"{choice}, but it has no connection to stage {record.stage}. If "
+                f"record.{choice.value}_seconds is infinite, return None or Choice.KEEP"
             )
 
     def _default_lenders(self, stage: int) -> Lenders:
-        """The default lender for a stage: the one with most room left."""
+        """The default lender for a stage: the one with the most free memory."""
         peaks = self.uncompressed.peak_bytes
         others = [s for s in range(self._workload.num_stages) if self._links.rate(stage, s)]
         return (max(others, key=lambda s: (self._rooms[s].budget_bytes - peaks[s], -peaks[s])),)
@@ -344,7 +346,7 @@ class Search:
     # --- the search ---
 
     def best(self) -> Assigned:
-        """The best assignment that is found, whether it fits or not."""
+        """The best assignment that is found; it may exceed a budget."""
         start = dict(self._fixed)
         if not self.score(start).excess_bytes:
             return start
@@ -391,7 +393,7 @@ class Search:
     def _with(
         self, assigned: Assigned, keys: Iterable[tuple[int, int]], way: Way
     ) -> dict[tuple[int, int], Way]:
-        """The same with another target for some tensors; those too small to move stay."""
+        """The same with another target for some tensors; those too small to move are kept."""
         changed = dict(assigned)
         for key in keys:
             changed.pop(key, None)
@@ -400,7 +402,7 @@ class Search:
         return changed
 
     def _greedy(self, start: Assigned) -> Assigned:
-        """Repeats the choice of the layer and target that cost least per freed byte, until all
+        """Repeats the choice of the layer and target with the lowest cost per freed byte, until all
         stages fit.
         """
         now: Assigned = dict(start)
@@ -422,7 +424,9 @@ class Search:
         return now
 
     def _in_excess(self, assigned: Assigned) -> list[int]:
-        """The stages that exceed their budget, and those whose tensors make others do so."""
+        """The stages that exceed their budget, and those whose tensors cause others to exceed
+        it.
+        """
         found = self.footprint(assigned)
         stages = [
             stage
@@ -498,13 +502,13 @@ class Search:
         return self._relaxed(now)
 
     def _is_good(self, score: Score) -> bool:
-        # The step in which all tensors stay is a lower bound.
+        # The step without swaps is a lower bound.
         least = self.uncompressed.timeline.step_seconds
         return not score.excess_bytes and score.seconds <= _CLOSE * least
 
     def _kicked(self, assigned: Assigned) -> Assigned:
         """Leaves a local optimum: makes a change for the worse, repairs and improves the result,
-        and repeats that until nothing better is found.
+        and repeats this until nothing better is found.
         """
         now = assigned
         while not self._is_good(self.score(now)):
@@ -526,7 +530,7 @@ class Search:
         return None
 
     def _relaxed(self, assigned: Assigned) -> dict[tuple[int, int], Way]:
-        """Lets as many tensors stay as fit: whole layers first, then tensors, small ones first."""
+        """Keeps as many tensors as fit: whole layers first, then tensors, small ones first."""
         now = dict(assigned)
         if self.score(now).excess_bytes:
             return now
@@ -543,7 +547,7 @@ class Search:
     def _without_most(
         self, assigned: Assigned, groups: Sequence[Sequence[tuple[int, int]]]
     ) -> dict[tuple[int, int], Way]:
-        """Lets as many groups stay, from the first on, as fit."""
+        """Keeps as many groups, from the first on, as fit."""
 
         def without(count: int) -> dict[tuple[int, int], Way]:
             stays = {key for group in groups[:count] for key in group}
@@ -577,5 +581,5 @@ class Search:
 
 
 def _roughly(seconds: float) -> int | None:
-    """A key that is equal for times that differ only by measurement noise."""
+    """A key that is equal for times that differ by measurement noise only."""
     return round(math.log(seconds) / math.log(_LIKE_SECONDS)) if seconds > 0 else None

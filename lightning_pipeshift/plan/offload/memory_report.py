@@ -35,7 +35,7 @@ class MachineMemory:
         links: of the virtual machine.
         records: of all saved tensors.
         footprint: time and memory of the plan.
-        uncompressed: those if all tensors stayed.
+        uncompressed: those without swaps.
         budget_bytes: of each stage.
     """
 
@@ -51,7 +51,7 @@ class MachineMemory:
 
 @dataclass(frozen=True)
 class _Line:
-    """One row of the table: a tensor. Layers with equal lines are merged, whatever their idle
+    """One row of the table: a tensor. Layers with equal rows are merged, regardless of their idle
     times.
     """
 
@@ -72,7 +72,7 @@ def report(machine: MachineMemory) -> str:
     )
     parts += [
         "",
-        f"a step: {step:.4g} s by the simulator, {before:.4g} s if everything stayed"
+        f"a step: {step:.4g} s by the simulator, {before:.4g} s without swaps"
         f" ({step / before - 1:+.1%})"
         if before
         else "a step: no layer has been measured",
@@ -87,7 +87,7 @@ def _stage(machine: MachineMemory, stage: int) -> Iterator[str]:
     yield (
         f"── stage {stage}: at most {size_of(found.peak_bytes[stage])}{limit}"
         f" ({size_of(found.static_bytes[stage])} weights, gradients, optimizer, messages;"
-        f" {size_of(before.peak_bytes[stage])} if everything stayed) "
+        f" {size_of(before.peak_bytes[stage])} without swaps) "
     ).ljust(100, "─")
     yield from _table(machine, stage)
     yield ""
@@ -173,12 +173,12 @@ def _swapped(machine: MachineMemory, record: TensorRecord, swap: Swap) -> tuple[
 
 
 def picture(trace: StageTrace, step_seconds: float, budget_bytes: float) -> Iterator[str]:
-    """What saved tensors take over a step, as bars of text.
+    """Draws the memory of saved tensors over a step, as bars of text.
 
     Args:
         trace: of a stage; of a long step its first part.
         step_seconds: how long the trace is.
-        budget_bytes: what they may take, drawn where it lies within the picture.
+        budget_bytes: their budget, drawn if it lies within the picture.
     """
     columns = columns_of(trace, step_seconds, _WIDTH)
     top = max(trace.peak_bytes, 1.0)
@@ -196,7 +196,7 @@ def picture(trace: StageTrace, step_seconds: float, budget_bytes: float) -> Iter
 
 
 def columns_of(trace: StageTrace, step_seconds: float, count: int) -> list[float]:
-    """The most that is held in each of so many equal parts of a step."""
+    """The peak memory in each of ``count`` equal parts of a step."""
     if not len(trace.times) or not step_seconds:
         return [0.0] * count
     edges = np.linspace(0.0, min(step_seconds, float(trace.times[-1])), count + 1)
@@ -210,7 +210,7 @@ def columns_of(trace: StageTrace, step_seconds: float, count: int) -> list[float
 
 
 def size_of(num_bytes: float) -> str:
-    """Bytes for people."""
+    """Formats bytes for people."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= size:
             return f"{num_bytes / size:.3g} {unit}"

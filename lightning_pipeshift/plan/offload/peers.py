@@ -1,7 +1,7 @@
-"""Which stages lend memory to which: the mapping search of CN114880130B, after MPress (HPCA 2023),
-step 3.
+"""Chooses which stages lend memory to which: the mapping search of CN114880130B, after MPress (HPCA
+2023), step 3.
 
-Mappings of the stages that lack memory to those that have room are enumerated, and scored by how
+Mappings of the stages that lack memory to those with spare memory are enumerated, and scored by how
 well they fill spare memory and links.
 """
 
@@ -18,7 +18,7 @@ _MOST_LENDERS: Final = 3
 """The largest number of lenders for one stage."""
 
 _MOST_ASKED: Final = 6
-"""A stage's lenders are some of so many stages, those with the most room."""
+"""A stage's lenders are chosen among this many stages, those with the most spare memory."""
 
 _MOST_MAPPINGS: Final = 64
 _BEST_MAPPINGS: Final = 3
@@ -32,7 +32,7 @@ class _Mapping(NamedTuple):
     """A mapping of stages to lenders, and its result.
 
     Args:
-        lenders: of each stage that lacks room.
+        lenders: of each stage that lacks memory.
         taken: the bytes that each stage takes.
         left_out: the bytes that no stage takes.
         seconds: how long the slowest link needs for its part.
@@ -44,7 +44,7 @@ class _Mapping(NamedTuple):
     seconds: float = 0.0
 
     def score(self, spare: Sequence[float]) -> tuple[float, float]:
-        """The bytes without room, and the seconds that the rest takes."""
+        """The bytes that do not fit, and the seconds of transferring the rest."""
         over = sum(
             max(0.0, size - max(0.0, left)) for size, left in zip(self.taken, spare, strict=True)
         )
@@ -81,7 +81,7 @@ def mapping_score(
     needs: Mapping[int, float], spare: Sequence[float], links: Links
 ) -> tuple[float, float]:
     """How well the best of these mappings fills spare memory and links, lower is better: the bytes
-    that no stage has room for, and the seconds that the slowest link needs for the others.
+    that fit on no stage, and the seconds that the slowest link needs for the rest.
     """
     return _best(needs, spare, links)[0].score(spare)
 

@@ -1,9 +1,9 @@
-"""Decides how every saved tensor is handled, so that each stage keeps its budget and the step gets
-as little longer as possible.
+"""Decides how every saved tensor is handled, so that each stage keeps its budget at the least cost
+in step time.
 
 CN114880130B, after MPress (HPCA 2023), steps 2 to 4: device-to-device swaps where the time is
 short, host swaps where there is time for them, recomputation where both cost more, and any fitting
-alternative where room or time is missing; the ways to lend room are enumerated and scored; and the
+alternative if memory or time is missing; the mappings of lenders are enumerated and scored; and the
 plan is tried on the simulator and improved until it no longer improves. Here the simulator also
 models the stages' idle time, so the search finds that a recomputation in it costs nothing.
 """
@@ -28,9 +28,9 @@ from lightning_pipeshift.plan.offload.assignment_search import (
 )
 
 _CAUTION: Final = 2.0
-"""A plan is preferred that still works if swaps take so many times as long as measured. Ranks that
-share a host share its memory's bandwidth; and with a plan whose transfers all end just in time, the
-compute would wait for most of them."""
+"""The factor for transfer times under which a preferred plan still works. Ranks that share a host
+share its memory's bandwidth; and with a plan whose transfers all end just in time, the compute
+would wait for most of them."""
 
 
 def fastest(problem: Problem, cuts: Sequence[Sequence[int]]) -> Compressed:
@@ -57,7 +57,7 @@ def fastest(problem: Problem, cuts: Sequence[Sequence[int]]) -> Compressed:
 
 
 class Compression:
-    """Looks for the best assignment for one virtual machine.
+    """Searches for the best assignment for one virtual machine.
 
     Args:
         problem: the virtual machine's.
@@ -116,11 +116,11 @@ class Compression:
         if any(trace.host_bytes > room.host_bytes for trace, room in search.traces(best)) or (
             not any(room.host_bytes for room in self._rooms)
         ):
-            remedies.append("or more room on the host (`host_budget`)")
+            remedies.append("or more host memory (`host_budget`)")
         return BudgetError(
-            f"Nothing keeps the memory budget: stage {stage} has {_size(budget)}, and would hold"
-            f" {_size(found.peak_bytes[stage])} at the least that was found, {_size(static)} of it"
-            " for weights, gradients, the optimizer's state and what passes between stages. What"
+            f"No plan keeps the memory budget: stage {stage} has {_size(budget)}, and needs"
+            f" {_size(found.peak_bytes[stage])} in the best plan found, {_size(static)} of it"
+            " for weights, gradients, the optimizer's state and messages between stages. What"
             f" would help: {'; '.join(remedies)}."
         )
 
@@ -130,11 +130,11 @@ class Compression:
             key=lambda one: one[1][0].host_bytes - one[1][1].host_bytes,
         )
         return BudgetError(
-            f"Nothing keeps the memory budget: the host of stage {stage} has"
-            f" {_size(room.host_bytes)} for swapped tensors (`host_budget`), and at the least that"
-            f" was found it would hold {_size(trace.host_bytes)} of them. What would help:"
-            f" {_size(trace.host_bytes)} there, or a larger budget on the device, so that less has"
-            " to move."
+            f"No plan keeps the memory budget: the host of stage {stage} has "
+            f"{_size(room.host_bytes)} for swapped tensors (`host_budget`), and the best plan "
+            f"found needs {_size(trace.host_bytes)}. What would help: "
+            f"{_size(trace.host_bytes)} there, or a larger budget on the device, so that less has "
+            "to move."
         )
 
 

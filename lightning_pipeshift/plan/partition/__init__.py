@@ -1,1 +1,1 @@
-"""Cuts: which stage gets which layers, and which layers are recomputed."""
+"""Cuts: the layers of each stage, and the layers that are recomputed."""

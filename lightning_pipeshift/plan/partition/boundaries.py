@@ -1,8 +1,8 @@
-"""Which boundaries may be cut, and which are worth it.
+"""Finds the boundaries that may be cut, and those that are worth it.
 
-Inside a residual block more crosses a boundary (the block's input, and values computed from it)
-than between blocks. A cut there costs more on every microbatch, while one in front of the block or
-behind it balances nearly as well.
+Inside a residual block more values cross a boundary (the block's input, and values computed from
+it) than between blocks. A cut there costs more on every microbatch, while one before or after the
+block balances nearly as well.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,8 +11,8 @@ from lightning_pipeshift.plan.inputs.flow import Flow
 
 
 def possible_cuts(flow: Flow, num_layers: int) -> frozenset[int]:
-    """The boundaries across which no value travels back: layers that are called in turn, each on
-    what the other has computed, stay on one stage.
+    """The boundaries across which no value is sent backwards: layers that are called in turn, each
+    on results of the other, remain on one stage.
     """
     impossible: set[int] = set()
     for call in flow.calls:
@@ -26,9 +26,9 @@ def worthwhile_cuts(
 ) -> frozenset[int]:
     """The boundaries to choose the cuts from, out of those that may be cut (``None``: all).
 
-    ``payload_bytes[b]`` crosses boundary b, in front of layer b. A boundary is on a *hill* if there
-    are boundaries that carry less on both its sides. The nearest two of these are the hill's feet:
-    all boundaries between them carry at least as much. A hill is not worth cutting: cut at a foot
+    ``payload_bytes[b]`` crosses boundary b, before layer b. A boundary is on a *hill* if there are
+    boundaries that carry less on both its sides. The nearest two of these are the hill's feet: all
+    boundaries between them carry at least as much. A hill is not worth cutting: cut at a foot
     instead::
 
         payload      1  2  3  2  1  2  2  1        two residual blocks:

@@ -1,18 +1,19 @@
 """The fastest cuts for a given order of the stages, exactly: dynamic programming.
 
-Stages work side by side, so a step takes as long as one microbatch on its way through all of them
-and back, and then the slowest stage (or link) once more for each other microbatch. This is
+Stages work in parallel, so a step takes the time of one microbatch through all of them and back,
+plus the time of the slowest stage (or link), the *pace*, for each other microbatch. This is
 :meth:`Workload.estimate`::
 
     seconds = sum of the stages and links + (microbatches - 1) * pace
 
 For a given limit on the pace this is a sum over the stages, for which the best whole is made of
-best parts: a dynamic programme over (stage, boundary). The limit then goes down, from each
+best parts: a dynamic programme over (stage, boundary). The limit is then lowered, from each
 solution's own pace to just below it, along the Pareto front of (pace, sum), until no lower pace can
-make up for the sum. (Zheng et al., Alpa, OSDI 2022, section 5.2, tries every possible pace.)
+compensate for the larger sum. (Zheng et al., Alpa, OSDI 2022, section 5.2, tries every possible
+pace.)
 
-The estimate lets every stage wait for all the others. Two more, of the same shape, let it work
-meanwhile; their best cuts are often better ones, and the simulator is asked which.
+In this estimate every stage waits for all others. Two more estimates, of the same form, let it
+compute meanwhile; their best cuts are often better, and the simulator chooses among all of them.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from lightning_pipeshift.plan.partition.recomputation import bytes_held
 
 
 def fastest_cuts(workload: Workload, most: int = 8) -> list[Cut]:
-    """The cut with the least :meth:`Workload.estimate` of those that fit without recomputation, and
-    others that come near it.
+    """Returns the cut with the least :meth:`Workload.estimate` of those that fit without
+    recomputation, and others that are nearly as good.
 
     Args:
         workload: the layers, the stages in their order, and the boundaries that may be cut.
         most: how many cuts, at most.
 
-    Returns the best one first; empty where nothing fits.
+    Returns the best one first; empty if nothing fits.
     """
     fits = bytes_held(workload, "none") <= workload.room_bytes[:, None, None]
     programme = PartitionDP.of(workload, np.where(fits, 0.0, math.inf))
@@ -63,11 +64,11 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class PartitionDP:
-    """What each stage adds with each range of layers, and the best ways to add that up.
+    """The cost of each stage with each range of layers, and the search for the best total.
 
     Args:
         sums: (S, L + 1, L + 1), the seconds of a microbatch on stage s with the layers from b to e,
-            and on the link behind it, at ``[s, b, e]``; infinite where that is not possible.
+            and on the link after it, at ``[s, b, e]``; infinite if that is not possible.
         paces: (S, L + 1, L + 1), the seconds of the slower of the two, likewise.
         microbatches: of a step.
     """
@@ -78,15 +79,15 @@ class PartitionDP:
 
     @classmethod
     def of(cls, workload: Workload, again: Numbers, hides_forwards: bool = False) -> PartitionDP:
-        """The programme of a workload.
+        """The dynamic programme of a workload.
 
         Args:
             workload: the layers, stages and boundaries.
-            again: (S, L + 1, L + 1), the seconds that a stage recomputes; infinite where it has no
-                room.
-            hides_forwards: the second estimate. While the first microbatch is on its way through
-                the stages behind it, a stage runs as many forwards more as it may have in flight:
-                so these are not in its pace.
+            again: (S, L + 1, L + 1), the seconds that a stage recomputes; infinite if it has too
+                little memory.
+            hides_forwards: the second estimate. While the first microbatch passes through the later
+                stages, a stage runs as many more forwards as it may have in flight: so these are
+                not in its pace.
         """
         forward, backward = workload.range_seconds
         slots = forward + backward
@@ -97,7 +98,7 @@ class PartitionDP:
         possible = possible_ranges(workload) & np.isfinite(again)
         sums = np.where(possible, slots, math.inf)
         paces = np.where(possible, paces, math.inf)
-        # A link belongs to the stage in front of it.
+        # A link belongs to the stage before it.
         there, back = workload.payload_seconds[:, None], workload.gradient_seconds[:, None]
         sums[:-1] += there + back
         paces[:-1] = np.maximum(paces[:-1], np.maximum(there, back))
@@ -111,15 +112,15 @@ class PartitionDP:
         Args:
             most: how many, at most.
             drained: the stages that own no layer; ``None``: whichever is best.
-            slack: how much more than the best the others may take, relative to it.
+            slack: by how much the others may exceed the best, relative to it.
 
-        Returns the best one first; empty where nothing is possible.
+        Returns the best one first; empty if nothing is possible.
         """
         programme = self if drained is None else self._drained(drained)
         least_pace, _ = narrowest(programme.paces)
         if not math.isfinite(least_pace):
             return []
-        # The two ends of the front bound what can be in between.
+        # The two ends of the front bound the solutions between them.
         ends = [programme._solve(math.inf), programme._solve(least_pace)]
         found = {solution for solution in ends if solution is not None}
         best = min(found).seconds
@@ -140,18 +141,18 @@ class PartitionDP:
         return [one for one in sorted(found) if one.seconds <= best * (1 + slack)][:most]
 
     def with_head_start(self, most: int, limit: float, precision: float = 0.01) -> list[Counts]:
-        """The best cuts by the third estimate, which is a bound: no stage starts before a
-        microbatch has come through the stages before it, nor is the step over before the last one
-        has gone back through them. What lies behind a stage does not count::
+        """The best cuts by the third estimate, which is a lower bound: no stage starts before a
+        microbatch has passed the stages before it, nor does the step end before the last one has
+        gone back through them. The stages after it are ignored::
 
-            seconds = the largest of: sum of all before it + microbatches * pace of the stage
+            seconds = maximum over stages of: sum of those before it + microbatches * its pace
 
         Args:
             most: how many, at most.
-            limit: seconds; cuts that take longer are of no interest.
+            limit: seconds; cuts that take longer are ignored.
             precision: of the least seconds, relative to them.
 
-        Returns the best one first; empty where none is below the limit.
+        Returns the best one first; empty if none is below the limit.
         """
         found: list[Counts] = []
         least = 0.0
@@ -165,9 +166,9 @@ class PartitionDP:
         return found[:most]
 
     def _solve(self, limit: float) -> Solution | None:
-        """The least sum at a pace of at most ``limit`` seconds; ``None`` where there is none."""
+        """The least sum at a pace of at most ``limit`` seconds; ``None`` if there is none."""
         sums = np.where(self.paces <= limit, self.sums, math.inf)
-        # What the stages so far take, by the boundary at which they end.
+        # The seconds of the stages so far, by the boundary at which they end.
         best = [sums[0, 0]]
         for stage in sums[1:]:
             best.append((best[-1][:, None] + stage).min(axis=0))
@@ -182,13 +183,13 @@ class PartitionDP:
         return Solution(total + (self.microbatches - 1) * pace, _counts(bounds), pace, total)
 
     def _within(self, limit: float) -> tuple[Counts, float] | None:
-        """A cut whose seconds by the third estimate are within the limit, and they; of such cuts
-        the one with the least sum. ``None`` where there is none.
+        """A cut whose seconds by the third estimate are within the limit, and these seconds; of
+        such cuts the one with the least sum. ``None`` if there is none.
         """
         takes = self.microbatches * self.paces
 
         def add(before: Numbers, take: Numbers, more: Numbers) -> Numbers:
-            # The less there is before a stage, the better for it: best parts here, too.
+            # A smaller sum before a stage is never worse: optimal substructure, here too.
             return np.where(before + take <= limit, before + more, math.inf)
 
         best = [add(np.zeros(1), takes[0, 0], self.sums[0, 0])]
@@ -208,7 +209,7 @@ class PartitionDP:
         return _counts(bounds), float(max(ends.max(), sums[-1]))
 
     def _drained(self, drained: frozenset[int]) -> PartitionDP:
-        """This one where these stages own no layer, and all others own some."""
+        """The same with these stages owning no layer, and all others owning some."""
         empty = np.eye(self.sums.shape[1], dtype=bool)
         given = empty == np.array([s in drained for s in range(len(self.sums))])[:, None, None]
         sums, paces = (np.where(given, table, math.inf) for table in (self.sums, self.paces))
@@ -216,24 +217,24 @@ class PartitionDP:
 
 
 def possible_ranges(workload: Workload) -> NDArray[np.bool_]:
-    """(S, L + 1, L + 1): whether stage s can have the layers from b to e, at ``[s, b, e]``, as far
-    as the boundaries go.
+    """(S, L + 1, L + 1): whether the boundaries allow stage s to have the layers from b to e, at
+    ``[s, b, e]``.
     """
     num_ends = workload.num_layers + 1
     ends = np.full((workload.num_stages, num_ends), workload.allowed is None)
     ends[:, [0, -1, *sorted(workload.allowed or ())]] = True
-    # Where the last stage ends is no cut.
+    # The end of the last stage is no cut.
     ends[-1] = True
     possible: NDArray[np.bool_] = np.tri(num_ends, dtype=bool).T & ends[:, None, :]
     return possible
 
 
 def narrowest(table: Numbers) -> tuple[float, Counts]:
-    """The cut whose largest entry is the least, and that entry.
+    """The cut whose largest entry is the smallest, and that entry.
 
     Args:
         table: (S, L + 1, L + 1), of stage s with the layers from b to e, at ``[s, b, e]``; infinite
-            where that is not possible.
+            if that is not possible.
     """
     best = [table[0, 0]]
     for stage in table[1:]:

@@ -18,13 +18,13 @@ def uniform(
 
     The first and not the last, because the last stage also runs the code after the last layer, such
     as the loss and the metrics; and because array libraries split in this way. With fewer layers
-    than stages, the last stages stay empty.
+    than stages, the last stages remain empty.
 
     Args:
         num_layers: how many layers there are.
         num_stages: how many stages share them.
         possible: the boundaries that may be cut; ``None``: all.
-        idle: layers that do not count; each goes with the one before it.
+        idle: layers that do not count; each is placed with the one before it.
     """
     if num_stages < 1:
         raise PartitionError(f"{num_stages} stages; there is at least 1")
@@ -54,7 +54,7 @@ def _between(
         best.append((best[-1][:, None] + squares).min(axis=0))
     ends = [len(points) - 1]
     for totals in best[-2::-1]:
-        # Of equally good ones, the last: more layers on earlier stages.
+        # Of equally good solutions, the last: more layers on earlier stages.
         choices = totals + squares[:, ends[0]]
         ends.insert(0, int(np.flatnonzero(choices == choices.min())[-1]))
     return tuple(points[end] - points[begin] for begin, end in pairwise([0, *ends]))

@@ -1,4 +1,4 @@
-"""Explains why no plan fits in memory, and what would."""
+"""Explains why no plan fits in memory, and which changes would make one fit."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def nothing_fits(workload: Workload, recompute: str) -> PlanError:
 
     Args:
         workload: the layers and stages.
-        recompute: what the user allows: ``"auto"``, ``"full"`` or ``"none"``.
+        recompute: the user's option: ``"auto"``, ``"full"`` or ``"none"``.
 
-    It shows the cut that lacks the least on the stage that lacks most, and names every remedy of
-    which one step is enough.
+    It shows the cut that minimises the largest lack of memory of any stage, and names every remedy
+    that is enough by itself.
     """
     held = _held(workload, recompute)
     _, counts = narrowest(_lacking(workload, held))
@@ -41,9 +41,9 @@ def nothing_fits(workload: Workload, recompute: str) -> PlanError:
                 f"stage {s} lacks {lack} (it would hold {_size(needed)}, of {_size(room)})"
             )
     return PlanError(
-        f"No plan fits in memory with recompute={recompute!r}. In the cut that comes nearest,"
-        f" {list(counts)} layers, {some_of(stages)}. What would fit:"
-        f" {'; '.join(_remedies(workload, recompute, held))}."
+        f"No plan fits in memory with recompute={recompute!r}. In the cut that is nearest to "
+        f"fitting, {list(counts)} layers, {some_of(stages)}. What would fit: "
+        f"{'; '.join(_remedies(workload, recompute, held))}."
     )
 
 
@@ -74,7 +74,7 @@ def _remedies(workload: Workload, recompute: str, held: Numbers) -> Iterator[str
 
 
 def _with_stages(workload: Workload, num_stages: int, room_bytes: float) -> Workload:
-    """The same layers on more stages; only their memory is of interest."""
+    """The same layers on more stages; only their memory is used."""
     by_layer = np.zeros((num_stages, workload.num_layers))
     by_boundary = np.zeros((num_stages - 1, workload.num_layers + 1))
     return replace(
@@ -94,7 +94,7 @@ def _fits(workload: Workload, recompute: str) -> bool:
 
 
 def _held(workload: Workload, recompute: str) -> Numbers:
-    """As of ``bytes_held``, and infinite where a stage can't have the range."""
+    """As :func:`bytes_held`, but infinite if a stage can't have the range."""
     possible = possible_ranges(workload)
     held: Numbers = np.where(possible, bytes_held(workload, recompute), math.inf)
     return held
@@ -108,7 +108,7 @@ def _lacking(workload: Workload, held: Numbers) -> Numbers:
 
 
 def _size(num_bytes: float) -> str:
-    """Rounded up: what is asked for has to be enough."""
+    """Rounded up: the recommended amount has to be enough."""
     for unit, size in _UNITS:
         if num_bytes >= size:
             return f"{math.ceil(num_bytes / size * 100) / 100:.2f} {unit}"

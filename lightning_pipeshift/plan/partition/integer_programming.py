@@ -1,26 +1,26 @@
 """Cuts and recomputation together, exactly: a mixed integer linear programme.
 
-:mod:`dynamic` and :mod:`recomputation` find the same results some hundred times faster, so the
-planner uses them. But they require that the choices of stages are independent. A memory policy with
-resources that stages share (the host's memory, the link to it) would violate that, and would need
-only a few more variables and rows here. Until then, each implementation tests the other.
+``dynamic_programming`` and ``recomputation`` find the same results some hundred times faster, so
+the planner uses them. But they require that the choices of stages are independent. A memory policy
+with resources that stages share (the host's memory, the link to it) would violate that, and would
+need only a few more variables and rows here. Until then, each implementation tests the other.
 
-Indices: s a stage of S, l a layer of L, b a boundary (in front of layer b). Variables:
+Indices: s a stage of S, l a layer of L, b a boundary (before layer b). Variables:
 
-- ``y[s, l]`` for s < S - 1, binary: layer l lies on stage s or before it. So ``x[s, l] = y[s, l] -
-  y[s - 1, l]`` says that it lies on s (all lie on the last stage or before it, none before the
-  first), and ``c[s, b] = y[s, b - 1] - y[s, b]`` that stage s ends at b (what is in front of the
-  first layer lies on s or before it, what is behind the last does not).
+- ``y[s, l]`` for s < S - 1, binary: layer l is on stage s or an earlier one. So ``x[s, l] =
+  y[s, l] - y[s - 1, l]`` is 1 if it is on s (with ``y[S - 1, l] = 1`` and ``y[-1, l] = 0``), and
+  ``c[s, b] = y[s, b - 1] - y[s, b]`` is 1 if stage s ends at b (with ``y[s, -1] = 1`` and
+  ``y[s, L] = 0``).
 - ``z[s, l]``, binary: stage s recomputes layer l. Only where that frees memory.
 - ``n[s]`` for s < S - 1, from 0 to 1: stage s has layers.
 - ``T``: the pace.
 
 Constraints:
 
-1. ``x[s, l] >= 0``: what lies on s or before it lies on s + 1 or before it.
-2. ``c[s, b] >= 0`` for 0 < b < L: the layers lie in order.
-3. ``c[s, b] <= 0`` where b is not allowed.
-4. ``n[s] >= x[s, l]``. Nothing else keeps n up, and it costs: it is 1 for stages with layers only.
+1. ``x[s, l] >= 0``: a layer on s or an earlier stage is on s + 1 or an earlier stage, too.
+2. ``c[s, b] >= 0`` for 0 < b < L: the layers are in order.
+3. ``c[s, b] <= 0`` if b is not allowed.
+4. ``n[s] >= x[s, l]``. As n has a cost, it is 1 only for stages with layers.
 5. ``z[s, l] <= x[s, l]``.
 6. ``sum over l of held[s, l] x[s, l] - freed[s, l] z[s, l] <= room[s]``, with ``held = static +
    in flight * saved`` and ``freed = (in flight - 1) * saved - in flight * input``
@@ -30,8 +30,8 @@ Constraints:
 8. ``sum over b of payload[s, b] c[s, b] <= T``, and the same for the gradients.
 
 Objective: ``sum of all slots and links + (microbatches - 1) T``, which is
-:meth:`Workload.estimate`, and next to nothing for each second of recomputation: of equal cuts the
-one that recomputes less.
+:meth:`Workload.estimate`, plus a tiny weight for each second of recomputation: among equal cuts,
+the one that recomputes less is chosen.
 """
 
 from __future__ import annotations
@@ -47,11 +47,10 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from lightning_pipeshift.plan.cost.workload import Cut, Numbers, Workload
 from lightning_pipeshift.plan.partition.recomputation import bytes_freed
 
-# What a second of recomputation counts in the objective, in seconds of a step.
+# The weight of a second of recomputation in the objective, in seconds of a step.
 _NEXT_TO_NOTHING = 1e-7
 
-# What a microbatch takes, and what a stage holds, in the units that the solver sees: it takes 1e-6
-# for nothing, whatever the unit is.
+# The scale of times and bytes for the solver: it treats 1e-6 as zero, in any unit.
 _SIZE = 1e3
 
 _TIMED_OUT = 1
@@ -62,9 +61,9 @@ def joint_optimum(workload: Workload, time_limit: float = 60.0) -> Cut | None:
 
     Args:
         workload: the layers, the stages in their order, and the boundaries that may be cut.
-        time_limit: seconds; what is the best by then is returned.
+        time_limit: seconds; the best solution so far is then returned.
 
-    Returns ``None`` where nothing fits, or where nothing was found in time.
+    Returns ``None`` if nothing fits, or nothing was found in time.
     """
     freed = bytes_freed(workload)
     again = np.nonzero(freed)
@@ -72,7 +71,7 @@ def joint_optimum(workload: Workload, time_limit: float = 60.0) -> Cut | None:
     objective, constraints = _formulated(workload, freed, again, names)
     num_whole = names.y.num_rows + names.z.num_rows
     num_free = names.n.num_rows + 1
-    # HiGHS's presolve fails now and then, and calls what is possible impossible.
+    # HiGHS's presolve sometimes fails, and reports that a feasible problem is infeasible.
     for presolve in (True, False):
         result = milp(
             objective,
@@ -167,11 +166,11 @@ class _Rows:
         return _Rows(self.matrix - other.matrix, self.constant - other.constant)
 
     def times(self, factors: Any) -> _Rows:
-        """Sums of them: those of a row of factors in a row."""
+        """Sums of the rows: one for each row of factors."""
         return _Rows(sparse.csr_array(factors) @ self.matrix, factors @ self.constant)
 
     def and_then(self, constant: Numbers) -> _Rows:
-        """These, and constants behind them."""
+        """These rows, followed by constants."""
         nothing = sparse.csr_array((len(constant), self.matrix.shape[1]))
         return _Rows(
             sparse.csr_array(sparse.vstack([self.matrix, nothing])),
@@ -192,7 +191,9 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Names:
-    """What has a name above: x is (S * L) rows, c is (S - 1) * (L + 1)."""
+    """The variables with a name in the module's docstring: x is (S * L) rows, c is (S - 1) * (L +
+    1).
+    """
 
     y: _Rows
     z: _Rows
@@ -203,7 +204,7 @@ class _Names:
 
     @classmethod
     def of(cls, workload: Workload, again: Any) -> _Names:
-        """The variables of a workload: y, z, n and the pace, one behind the other."""
+        """The variables of a workload: y, z, n and the pace, concatenated."""
         num_links, num_layers = workload.num_stages - 1, workload.num_layers
         lengths = [num_links * num_layers, len(again[0]), num_links, 1]
         variables = sparse.csr_array(sparse.identity(sum(lengths)))
@@ -211,8 +212,8 @@ class _Names:
             _Rows(variables[end - length : end], np.zeros(length))
             for length, end in zip(lengths, np.cumsum(lengths).tolist(), strict=True)
         )
-        # Before the first stage lies nothing, on the last or before it everything. (Negative rows
-        # count from the end.)
+        # No layer is before the first stage, and every layer is on the last stage or before it.
+        # (Negative rows count from the end.)
         order = np.concatenate([np.arange(-num_layers, 0), np.arange(num_links * num_layers)])
         earlier = y.and_then(np.zeros(num_layers)).rows(order)
         x = y.and_then(np.ones(num_layers)) - earlier
@@ -228,7 +229,7 @@ def _per_stage(table: Numbers, entries: Any = None) -> Any:
 
     Args:
         table: (S, K).
-        entries: those that there are variables for, as of ``np.nonzero``; ``None``: all.
+        entries: those with variables, as from ``np.nonzero``; ``None``: all.
     """
     stages, columns = np.indices(table.shape).reshape(2, -1) if entries is None else entries
     places = (stages, np.arange(len(stages)))

@@ -1,11 +1,11 @@
 """The best cut: candidates from the exact solvers, improved on the simulator.
 
-The estimates that :mod:`dynamic` minimises do not include that transfers and computing overlap only
-in part, nor how a schedule starts and ends. The simulator does, and evaluates many cuts at once.
-Its result depends most on which stages own layers at all (a slow device, or one behind a slow link,
-may be better drained), where the estimates differ; and then on the last few layers at each cut. So
-there are several candidates, and the cuts of the best are shifted by a layer or two until that
-makes none of them faster.
+The estimates in ``dynamic_programming`` do not include that transfers and compute overlap only in
+part, nor how a schedule starts and ends. The simulator does, and evaluates many cuts at once.
+Its result depends most on which stages own layers at all (it may be better to drain a slow device,
+or one with a slow link), where the estimates differ; and then on the last few layers at each cut.
+So there are several candidates, and the cuts of the best ones are shifted by a layer or two while
+that makes one of them faster.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from lightning_pipeshift.plan.partition.infeasible import nothing_fits
 from lightning_pipeshift.plan.partition.recomputation import Recomputation
 
 RECOMPUTE: Final = ("auto", "full", "none")
-"""What a user may say of recomputation: where it pays, of everything, or never."""
+"""The options for recomputation: where it pays, everything, or never."""
 
-# How many candidates are improved, side by side.
+# How many candidates are improved together.
 _CLIMBERS: Final = 4
 
 # With no more stages than this, there is a candidate for each choice of those that own layers.
@@ -38,10 +38,10 @@ _FEW_STAGES: Final = 4
 # Runs of neighbouring cuts that move together have at most this length.
 _LONGEST_RUN: Final = 8
 
-# What takes a billionth longer is as fast: the rest is rounding.
+# A difference of a billionth is rounding.
 _EQUAL: Final = 1 + 1e-9
 
-# A stage with more than its even share of the estimated time, by this factor, is never of use.
+# A stage that exceeds its even share of the estimated time by this factor is never useful.
 _PATIENCE: Final = 1.5
 
 
@@ -50,13 +50,13 @@ def best_cut(workload: Workload, recompute: str = "auto", start: Sequence[Cut] =
 
     Args:
         workload: the layers, the stages in their order, and the boundaries that may be cut.
-        recompute: ``"auto"``: the layers that make it fastest under the memory that there is;
+        recompute: ``"auto"``: the layers with which the step is fastest within the memory;
             ``"full"``: all layers, where that frees memory; ``"none"``: none.
         start: cuts to try as well, such as the one in force.
 
     Of equally fast cuts, the one that recomputes fewer layers is taken, then one that is among
-    ``start``, then the more even one. Raises PlanError where nothing fits, which says by how much,
-    and what would.
+    ``start``, then the more even one. Raises PlanError if nothing fits; its message contains the
+    lacking memory, and remedies.
     """
     if recompute not in RECOMPUTE:
         words = ", ".join(map(repr, RECOMPUTE))
@@ -82,7 +82,7 @@ def best_cut(workload: Workload, recompute: str = "auto", start: Sequence[Cut] =
 
 
 def _settled(workload: Workload, recompute: str) -> tuple[Recomputation, PartitionDP, list[Counts]]:
-    """What is recomputed, exactly so for the cuts with the least estimate, and these."""
+    """The recomputation, exact for the cuts with the least estimate, and these cuts."""
     longest_seconds = math.inf
     if not np.isfinite(workload.room_bytes).any() and recompute == "auto":
         recompute = "none"
@@ -90,20 +90,20 @@ def _settled(workload: Workload, recompute: str) -> tuple[Recomputation, Partiti
         for simpler in ("none", "full"):
             programme = PartitionDP.of(workload, Recomputation(workload, simpler).seconds)
             if solutions := programme.fastest(1):
-                # The step's seconds have each stage's own in them, for each microbatch.
+                # The step's seconds include each stage's own, for each microbatch.
                 longest_seconds = _PATIENCE * solutions[0].seconds / workload.microbatches
                 break
     recomputation = Recomputation(workload, recompute, longest_seconds)
     while True:
         programme = PartitionDP.of(workload, recomputation.seconds)
         candidates = [solution.counts for solution in programme.fastest(_CLIMBERS)]
-        # What was too good to be true is corrected, until the best is true.
+        # Underestimated cuts are corrected, until the best one is exact.
         if not recomputation.settle(candidates):
             return recomputation, programme, candidates
 
 
 class _Search:
-    """The cuts that have been looked at, one for each choice of counts."""
+    """The evaluated cuts, one for each tuple of counts."""
 
     def __init__(self, workload: Workload, recomputation: Recomputation) -> None:
         self._workload = workload
@@ -128,7 +128,7 @@ class _Search:
             self._cuts[cut.counts] = cut
 
     def climb(self) -> None:
-        """Goes from each of the best cuts to its best neighbour, as long as that is faster."""
+        """Moves from each of the best cuts to its best neighbour, while that is faster."""
         steps = _steps(self._workload.num_stages - 1)
         front = sorted(self._cuts, key=self._order)[:_CLIMBERS]
         been = set(front)
@@ -145,7 +145,7 @@ class _Search:
             front = ahead
 
     def best(self, known: Sequence[Counts]) -> Cut:
-        """The fastest of all; of equally fast ones see :func:`best_cut`."""
+        """The fastest of all cuts; of equally fast ones see :func:`best_cut`."""
         least = self.least_seconds * _EQUAL
         fastest = [counts for counts in self._cuts if self._seconds[counts] <= least]
 
@@ -162,7 +162,9 @@ class _Search:
         return self._with_fewer_recomputed(self._cuts[min(fastest, key=preference)], least)
 
     def _with_fewer_recomputed(self, cut: Cut, most_seconds: float) -> Cut:
-        """Layers that take longer, but are fewer, where the stage waits anyway."""
+        """Recomputes fewer layers with a longer total time, if the stage would be idle
+        otherwise.
+        """
         for s, (begin, end) in enumerate(pairwise(cut.bounds)):
             own = frozenset(range(begin, end))
             fewest = self._recomputation.fewest(s, begin, end)
@@ -173,7 +175,7 @@ class _Search:
         return cut
 
     def _neighbours(self, counts: Counts, steps: NDArray[np.intp]) -> list[Counts]:
-        """The cuts a few steps from one to the next allowed boundary away."""
+        """The cuts that are a few steps away; a step is from one allowed boundary to the next."""
         places = np.zeros((len(steps), len(counts) + 1), dtype=np.intp)
         places[:, 1:-1] = np.searchsorted(self._points, np.cumsum(counts)[:-1]) + steps
         places[:, -1] = len(self._points) - 1
@@ -186,8 +188,8 @@ class _Search:
 
 @lru_cache(maxsize=64)
 def _steps(num_cuts: int) -> NDArray[np.intp]:
-    """(N, num_cuts): one cut by one or two steps, or a run of neighbouring ones by one, which
-    moves layers between stages that are no neighbours.
+    """(N, num_cuts): one cut moved by one or two steps, or a run of neighbouring ones by one, which
+    moves layers between stages that are not neighbours.
     """
     rows = []
     for first in range(num_cuts):

@@ -1,6 +1,6 @@
-"""Which layers a stage recomputes, so that it has room for the others' saved tensors.
+"""Chooses the layers that a stage recomputes, so that the saved tensors of its other layers fit.
 
-Recomputation makes a stage slower and its memory smaller, whatever the other stages do. So for a
+Recomputation makes a stage slower and its memory smaller, regardless of the other stages. So for a
 range of layers on a stage one choice is best: among the sets of layers that free enough memory, the
 one that takes the least time (a knapsack problem). A search for a cut then has to search the cuts
 only.
@@ -17,16 +17,16 @@ from numpy.typing import NDArray
 
 from lightning_pipeshift.plan.cost.workload import Counts, Cut, Numbers, Workload, sums_of_ranges
 
-# A front longer than this is thinned out: better a hair from the optimum than out of time.
+# A front longer than this is thinned: a nearly optimal result is better than a very slow one.
 _LONGEST_FRONT = 512
 
 _ROUNDING = 1 + 1e-9
 
 
 def bytes_freed(workload: Workload) -> Numbers:
-    """(S, L): by how much stage s holds less at its peak if it recomputes layer l.
+    """(S, L): the bytes by which recomputing layer l lowers the peak of stage s.
 
-    Zero where that frees nothing; see :meth:`Workload.memory_bytes`."""
+    Zero if that frees nothing; see :meth:`Workload.memory_bytes`."""
     in_flight = np.array(workload.in_flight)[:, None]
     freed = (in_flight - 1) * workload.saved_bytes - in_flight * workload.input_bytes
     recomputes = np.array([s in workload.recomputing for s in range(workload.num_stages)])
@@ -35,8 +35,8 @@ def bytes_freed(workload: Workload) -> Numbers:
 
 
 def bytes_held(workload: Workload, recompute: str) -> Numbers:
-    """(S, L + 1, L + 1): what stage s holds at the least with the layers from b to e, at
-    ``[s, b, e]``.
+    """(S, L + 1, L + 1): the least bytes that stage s holds with the layers from b to e, at ``[s,
+    b, e]``.
 
     Args:
         workload: the layers and stages.
@@ -55,18 +55,18 @@ def bytes_held(workload: Workload, recompute: str) -> Numbers:
 
 
 class Recomputation:
-    """What each stage recomputes, for each range of layers.
+    """The recomputation of each stage, for each range of layers.
 
     Args:
         workload: the layers and stages.
         recompute: ``"none"``, ``"full"`` or ``"auto"``.
-        longest_seconds: a range that takes a stage longer for a microbatch is of no interest, and
-            counts as one that does not fit.
+        longest_seconds: a range that takes a stage longer for a microbatch counts as one that does
+            not fit.
 
     Attributes:
-        seconds: (S, L + 1, L + 1), what stage s recomputes with the layers from b to e, at
-            ``[s, b, e]``; infinite where it has no room for them. With ``"auto"`` at least this,
-            and exactly this once the range has been settled.
+        seconds: (S, L + 1, L + 1), the seconds that stage s recomputes with the layers from b to e,
+            at ``[s, b, e]``; infinite if they do not fit. With ``"auto"`` a lower bound, which is
+            exact once the range has been settled.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Recomputation:
     def settle(self, cuts: Sequence[Counts]) -> bool:
         """Makes :attr:`seconds` exact for the ranges of these cuts, by their counts.
 
-        Returns whether any of it was less before."""
+        Returns whether any value was lower before."""
         if not cuts:
             return False
         stages, begins, ends = self._ranges(cuts)
@@ -131,19 +131,19 @@ class Recomputation:
         return [counts for counts, stages in zip(cuts, unfit, strict=True) if not stages]
 
     def _ranges(self, cuts: Sequence[Counts]) -> tuple[NDArray[np.intp], ...]:
-        """Where the cuts' ranges are in :attr:`seconds`: (cuts, S)."""
+        """The indices of the cuts' ranges in :attr:`seconds`: (cuts, S)."""
         counts = np.array(cuts, dtype=np.intp)
         ends = counts.cumsum(axis=1)
         return np.arange(counts.shape[1]), ends - counts, ends
 
     def fewest(self, stage: int, begin: int, end: int) -> tuple[int, ...] | None:
-        """The layers that a stage recomputes for a range if they are to be as few as possible;
-        ``None`` where there is no choice.
+        """The layers that a stage recomputes for a range if they are as few as possible; ``None``
+        if there is no choice.
         """
         if self._recompute != "auto" or self._lacking[stage, begin, end] == 0:
             return None
         seconds = self._workload.forward[stage, begin:end]
-        # All seconds together weigh less than one layer.
+        # The weight of all seconds together is less than that of one layer.
         return self._cover(stage, begin, end, 1.0 + seconds / (1.0 + 2.0 * seconds.sum()))
 
     def _settle(self, where: tuple[int, int, int]) -> bool:
@@ -162,8 +162,8 @@ class Recomputation:
         return tuple(begin + index for index in chosen)
 
     def _bound(self, stage: int) -> None:
-        """A lower bound for all ranges of a stage: the layers that free most for their time, and of
-        the last one only as much as is needed.
+        """A lower bound for all ranges of a stage: the layers that free most for their time, and
+        only the needed fraction of the last one.
         """
         begins, ends = np.nonzero((self._lacking[stage] > 0) & np.isfinite(self.seconds[stage]))
         if not len(begins):
@@ -181,8 +181,8 @@ def lightest_cover(gains: Numbers, weights: Numbers, needed: float) -> list[int]
     """The items with the least sum of weights whose gains add up to at least ``needed``.
 
     Goes through the items and keeps the Pareto front of (weight, gain) (Nemhauser and Ullmann,
-    Discrete dynamic programming and capital allocation, Management Science 1969); what can't get
-    there any more, or not at less weight than is known to be enough, is left out.
+    Discrete dynamic programming and capital allocation, Management Science 1969); items that can no
+    longer reach ``needed``, or not at less weight than a known solution, are dropped.
 
     Args:
         gains: of each item, at least 0; all of them together are enough.
@@ -191,13 +191,13 @@ def lightest_cover(gains: Numbers, weights: Numbers, needed: float) -> list[int]
     """
     order = _best_first(gains, weights).tolist()
     left = float(gains.sum())
-    # All that is not yet enough, by weight: (weight, gain, items).
+    # Partial solutions that are not yet enough, by weight: (weight, gain, items).
     front: list[tuple[float, float, int]] = [(0.0, 0.0, 0)]
     enough, best = math.inf, (1 << len(order)) - 1
     for number, item in enumerate(order):
         gain, weight = float(gains[item]), float(weights[item])
         left -= gain
-        # What is to come has no better ratio than the next.
+        # No later item has a better ratio than the next one.
         following = order[number + 1] if number + 1 < len(order) else None
         ratio = math.inf if following is None else float(weights[following] / gains[following])
         longer: list[tuple[float, float, int]] = []
@@ -210,7 +210,7 @@ def lightest_cover(gains: Numbers, weights: Numbers, needed: float) -> list[int]
             if g >= needed:
                 enough, best = w, items
                 break
-            # The last of rounding is forgiven: a sum in another order is another sum.
+            # Tolerates rounding: sums in different orders differ.
             if g > furthest and g + left * _ROUNDING >= needed:
                 furthest = g
                 if w + (needed - g) * ratio < enough:

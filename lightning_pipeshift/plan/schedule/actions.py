@@ -17,18 +17,18 @@ from lightning_pipeshift.errors import ScheduleError
 
 
 class Kind(enum.Enum):
-    """What an action does: an arrow on the left receives, one on the right sends, none computes.
+    """The kind of an action: an arrow on the left receives, one on the right sends, none computes.
 
     A receive is *posted* by its action and awaited by the compute action that needs it. A send only
     waits until earlier sends have been received.
     """
 
     FORWARD = "F"
-    """Run the forward. Away from stage 0, waits for its RECEIVE_PAYLOAD."""
+    """Run the forward. Except on stage 0, waits for its RECEIVE_PAYLOAD."""
     BACKWARD = "B"
-    """Run the backward. Away from the last stage, waits for its RECEIVE_GRADIENT."""
+    """Run the backward. Except on the last stage, waits for its RECEIVE_GRADIENT."""
     RECOMPUTE = "R"
-    """Run forwards again whose saved tensors were released, for the backward that follows. Does not
+    """Recompute the forwards whose saved tensors were dropped, for the next backward. Does not
     wait: it fills the time in which a stage waits for a gradient."""
     RECEIVE_PAYLOAD = ">F"
     """Post the receive of a payload from the previous stage; pairs with that stage's
@@ -143,7 +143,7 @@ _TEXT: Final = re.compile(r"(>?[A-Z])([0-9]+)(>?)")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that a stage does for one microbatch: ``F3``, ``>B0``, ``F3>``."""
+    """One operation of a stage for one microbatch: ``F3``, ``>B0``, ``F3>``."""
 
     kind: Kind
     microbatch: int
@@ -162,7 +162,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The inverse of ``str``. Raises ScheduleError for what is no action."""
+        """The inverse of ``str``. Raises ScheduleError for a text that is no action."""
         match = _TEXT.fullmatch(text)
         mark = match[1] + match[3] if match else ""
         kind = next((kind for kind in Kind if kind.value == mark), None)
@@ -206,7 +206,7 @@ Schedule = tuple[Row, ...]
 
 
 def parse_row(text: str) -> Row:
-    """``"F0 F1 B0"`` as actions. Raises ScheduleError for what is no action."""
+    """``"F0 F1 B0"`` as actions. Raises ScheduleError for a text that is no action."""
     return tuple(Action.parse(word) for word in text.split())
 
 

@@ -1,4 +1,4 @@
-"""Proves, before a schedule runs, that it does everything once, and neither deadlocks nor leaks.
+"""Proves, before a schedule runs, that it runs every action once, and neither deadlocks nor leaks.
 
 A wrong schedule would hang a cluster, or train on part of the batch. So every schedule is checked,
 including those made by PipeShift: the check takes milliseconds. The error message draws the whole
@@ -40,7 +40,7 @@ def check(schedule: Schedule) -> None:
 def grid(schedule: Schedule, stage: int, index: int) -> str:
     """The schedule, a stage per line and the columns aligned, with an arrow under one action.
 
-    ``index`` may be one past the row's end, where an action is missing.
+    ``index`` may be one past the row's end, if an action is missing.
     """
     texts = [[str(action) for action in row] for row in schedule]
     width = max(len(text) for row in texts for text in row)
@@ -74,7 +74,7 @@ def _check_compute(schedule: Schedule) -> None:
             recompute = Action(Kind.RECOMPUTE, microbatch)
             in_order = [needed[0], *[recompute] * (recompute in places), *needed[1:]]
             if recompute in places and not trains:
-                what = f"does {recompute}, but there is no backward that it is for"
+                what = f"does {recompute}, but has no backward that needs it"
                 _fail(schedule, stage, places[recompute], what)
             for first, second in pairwise(in_order):
                 if places[first] > places[second]:
@@ -145,13 +145,16 @@ def _check_reaches_end(schedule: Schedule) -> None:
         if reached[stage] < len(row):
             action = row[reached[stage]]
             receive = action.receive_needed(stage, len(schedule))
-            assert receive is not None, "only what needs a receive can wait"
+            assert receive is not None, "only an action that needs a receive can wait"
             send = f"{receive.pair()} of stage {receive.neighbour(stage)}"
             waits.append((stage, reached[stage], f"{action} of stage {stage} waits for {send}"))
     if waits:
         stage, index, _ = waits[0]
         _fail(
-            schedule, stage, index, "never gets on, a deadlock: " + ", ".join(w for *_, w in waits)
+            schedule,
+            stage,
+            index,
+            "makes no progress, a deadlock: " + ", ".join(w for *_, w in waits),
         )
 
 

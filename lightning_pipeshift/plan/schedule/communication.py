@@ -37,8 +37,7 @@ def with_communication(schedule: Schedule) -> Schedule:
 
 def _lowered(row: Row, stage: int, num_stages: int) -> Row:
     receives = [action.receive_needed(stage, num_stages) for action in row]
-    # The first action has none before it, so its receive stands at the row's start, before the
-    # second's.
+    # No action precedes the first one, so its receive is at the row's start, before the second's.
     lowered: list[Action | None] = receives[:1]
     for action, next_receive in zip(row, [*receives, None][1:], strict=True):
         send = action.send_caused(stage, num_stages)

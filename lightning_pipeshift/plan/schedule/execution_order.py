@@ -11,7 +11,7 @@ def execution_order(schedule: Schedule) -> list[tuple[int, int]]:
     """An order in which the actions can happen, as (stage, index in the stage's row).
 
     Posting a receive and sending never block; a compute action waits until the neighbour's matching
-    send has happened. Where the schedule deadlocks, the order ends there: it is shorter than the
+    send has happened. If the schedule deadlocks, the order ends there: it is shorter than the
     schedule.
     """
     num_stages = len(schedule)

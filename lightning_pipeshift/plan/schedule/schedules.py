@@ -1,7 +1,7 @@
 """Schedules: the compute actions of each stage, in order.
 
 A schedule is a pure function of the numbers of stages and of microbatches. It has compute actions
-only: the sends and receives follow from them (``lowering``), and the times follow from the costs
+only: the sends and receives follow from them (``communication``), and the times from the costs
 (``simulator``).
 
 In every schedule a stage runs its backwards in ASCENDING microbatch order. Gradients accumulate in
@@ -19,7 +19,7 @@ from lightning_pipeshift.files import shortened
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row, Schedule
 
 MOST_MICROBATCHES: Final = 10_000
-"""More than any batch is cut into; what is simulated grows with their number."""
+"""More than any batch is split into; the cost of a simulation grows with their number."""
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
@@ -50,14 +50,14 @@ def one_forward_one_backward(num_stages: int, num_microbatches: int) -> Schedule
         stage 1   F0 F1 B0 F2 B1 F3 B2 B3
         stage 2   F0 B0 F1 B1 F2 B2 F3 B3
 
-    Stage s has at most ``num_stages - s`` microbatches in flight, however many there are: that is
-    what it is for.
+    Stage s has at most ``num_stages - s`` microbatches in flight, regardless of their number: this
+    is the purpose of the schedule.
     """
     return _in_turn(num_stages, num_microbatches, lambda stages_left: stages_left)
 
 
 def eager_one_forward_one_backward(num_stages: int, num_microbatches: int) -> Schedule:
-    """1F1B whose forwards run ahead, so that no stage waits for a message on its way.
+    """1F1B whose forwards run ahead, so that no stage waits for a message in transit.
 
     Zhuang et al., On Optimizing the Communication of Model Parallelism, MLSys 2023, section 4.
 
@@ -68,9 +68,9 @@ def eager_one_forward_one_backward(num_stages: int, num_microbatches: int) -> Sc
         stage 2   F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
 
     In 1F1B a stage starts the forward that its successor waits for when the backward that the
-    successor has just sent arrives: every message's time on its way, and every delay of a neighbour
-    is waited for. Here, one more forward for each boundary behind a stage is under way. The price
-    is memory: stage s has up to ``2 (num_stages - s) - 1`` microbatches in flight.
+    successor has just sent arrives: the stage waits for the transit time of every message, and for
+    every delay of a neighbour. Here, one more forward is in flight for each boundary after a stage.
+    The price is memory: stage s has up to ``2 (num_stages - s) - 1`` microbatches in flight.
     """
     return _in_turn(num_stages, num_microbatches, lambda stages_left: 2 * stages_left - 1)
 
@@ -92,17 +92,17 @@ def _in_turn(num_stages: int, num_microbatches: int, in_flight: Callable[[int], 
 
 
 def with_recomputation(schedule: Schedule, stages: Collection[int]) -> Schedule:
-    """The schedule with an ``R`` in front of each backward of ``stages``.
+    """The schedule with an ``R`` before each backward of ``stages``.
 
     ::
 
         stage 0   F0 F1 R0 B0 R1 B1
         stage 1   F0 B0 F1 B1
 
-    The recomputation runs while the stage waits for the gradient, and costs nothing where that
-    takes as long (NUDT, "distributed parallel training method and system for heterogeneous
-    computing clusters": recomputation in idle time). A backward that follows directly after its own
-    forward has none: nothing would be held for shorter.
+    The recomputation runs while the stage waits for the gradient, and costs nothing if that takes
+    at least as long (NUDT, "distributed parallel training method and system for heterogeneous
+    computing clusters": recomputation in idle time). A backward directly after its own forward has
+    none: it would not shorten the time for which memory is held.
     """
     return tuple(
         _recomputing(row) if stage in stages else row for stage, row in enumerate(schedule)
@@ -121,8 +121,8 @@ def _recomputing(row: Row) -> Row:
 
 @lru_cache(maxsize=256)
 def recomputing_stages(name: str, num_stages: int, num_microbatches: int) -> frozenset[int]:
-    """The stages of a schedule on which letting go of saved tensors frees memory: those that do not
-    run each backward directly after its forward.
+    """The stages of a schedule on which dropping saved tensors frees memory: those that do not run
+    each backward directly after its forward.
     """
     schedule = schedule_named(name)(num_stages, num_microbatches)
     everywhere = with_recomputation(schedule, range(num_stages))

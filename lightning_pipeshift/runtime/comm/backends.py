@@ -51,7 +51,7 @@ def store_of_this_start(
         world_size: the number of ranks.
         address: that of the store.
         port: likewise.
-        timeout: how long to wait for the others.
+        timeout: how long to wait for the other ranks.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
@@ -68,15 +68,15 @@ def store_of_this_start(
             name = _agreed_name(store, rank, world_size, timeout)
             return dist.PrefixStore(f"pipeshift/{name}", store)
         except dist.DistNetworkError:
-            # This may have been the store of an earlier start of rank 0, which has just ended.
+            # This store may be that of an earlier start of rank 0, which has just ended.
             if rank == 0 or time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
 
 
 def _agreed_name(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """A new name from rank 0. It answers every request for the name, and waits until every rank has
-    confirmed it: old requests of dead ranks are never confirmed.
+    """Returns a new name from rank 0. Rank 0 answers every request for the name, and waits until
+    every rank has acknowledged it; old requests of dead ranks are never acknowledged.
     """
     name = uuid.uuid4().hex
     if rank:
@@ -96,7 +96,7 @@ def _agreed_name(store: dist.Store, rank: int, world_size: int, timeout: timedel
                 waiting.discard(other)
         if time.monotonic() > deadline:
             raise StageFailedError(
-                f"Rank(s) {', '.join(map(str, sorted(waiting)))} did not come within"
+                f"Rank(s) {', '.join(map(str, sorted(waiting)))} did not connect within"
                 f" {timeout.total_seconds():g} s. Look at what these processes printed."
             )
         time.sleep(0.01)
@@ -104,7 +104,7 @@ def _agreed_name(store: dist.Store, rank: int, world_size: int, timeout: timedel
 
 
 def device_of(device: torch.device) -> Device:
-    """The description of this rank's device for other ranks."""
+    """Returns the description of this rank's device for other ranks."""
     # Containers on one host share the boot id and have different network namespaces; cloned
     # machines share the name.
     marks = [socket.gethostname()]
@@ -119,8 +119,8 @@ def device_of(device: torch.device) -> Device:
 
 
 def payload_backend(device: torch.device, asked: str | None, watched: Watched) -> str:
-    """NCCL if every rank has its own GPU and all are of the same vendor, otherwise gloo by way of
-    the host. Every rank calls this.
+    """Returns ``"nccl"`` if every rank has its own GPU and all GPUs are of the same vendor,
+    otherwise ``"gloo"``, which copies through host memory. Every rank calls this.
 
     Args:
         device: this rank's device.
@@ -136,7 +136,7 @@ def payload_backend(device: torch.device, asked: str | None, watched: Watched) -
     mixed = len({is_hip for _, is_hip in devices}) > 1
     if (shared or mixed) and asked is None:
         log.info(
-            "PipeShift: stages share a device or vendors differ, so payloads go through host"
+            "PipeShift: stages share a device, or their vendors differ, so payloads go through host"
             " memory."
         )
     return "gloo" if shared or mixed else "nccl"

@@ -2,8 +2,9 @@
 
 Payloads and their gradients travel in two directions between neighbours. On gloo, one group carries
 everything and tags keep the tensors apart. NCCL has no tags and matches by order, and an operation
-that waits would block the ones behind it; so each direction between two neighbours has its own
-communicator, on which both ends proceed in microbatch order. Everything else goes by a lane.
+that waits would block those after it; so each direction between two neighbours has its own
+communicator, on which both ends proceed in microbatch order. Everything else is sent through a
+lane.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from lightning_pipeshift.runtime.comm.waits import complete
 
 
 class Direction(enum.IntEnum):
-    """Which way a tensor travels between neighbours."""
+    """The direction in which a tensor travels between neighbours."""
 
     PAYLOAD = 0
     GRADIENT = 1
@@ -56,8 +57,8 @@ class Layout:
     """How the tensors of one payload, or their gradients, lie in memory.
 
     The receiver knows the shape without a message, but not the order in which kernels lay out the
-    dimensions. So the sender sends the strides once, in front of the first payload of a kind, and
-    values arrive with the layout they had.
+    dimensions. So the sender sends the strides once, before the first payload of a kind, and values
+    arrive with the layout they had.
     """
 
     __slots__ = ("_header", "strides")
@@ -68,13 +69,13 @@ class Layout:
 
     @property
     def is_new(self) -> bool:
-        """Whether no strides have been received, and no receive of them is posted."""
+        """Whether the strides have neither been received nor their receive posted."""
         return self.strides is None and self._header is None
 
     def expect(
         self, header: Tensor, work: Any, watched: Watched, peer: int, specs: Sequence[TensorSpec]
     ) -> None:
-        """Takes the layout from a message whose receive is posted."""
+        """Reads the layout from a message whose receive is posted."""
         self._header = (header, work, watched, peer, specs)
 
     def known(self) -> list[tuple[int, ...]]:
@@ -211,12 +212,12 @@ class Channels(Lane):
         self._bulk_sockets = groups.bulk_sockets
         self.num_done = 0
         """How many actions this stage has completed."""
-        # Collectives that have begun and may be under way still.
+        # Collectives that have started and may not be complete yet.
         self._under_way: list[Any] = []
 
     @property
     def backend(self) -> str:
-        """What carries payloads: ``"gloo"`` or ``"nccl"``."""
+        """The backend that carries payloads: ``"gloo"`` or ``"nccl"``."""
         return "gloo" if self._devices is None else self._devices.backend
 
     def open_lines(self) -> None:
@@ -247,7 +248,7 @@ class Channels(Lane):
         the same stage and direction.
 
         Args:
-            number: which of several lanes; they don't wait for each other.
+            number: the lane's number; different lanes do not wait for each other.
         """
         return Lane(self.ranks, self.stage, self._bulk, self.watched, number)
 
@@ -324,7 +325,7 @@ class Channels(Lane):
         direction: Direction,
         layout: Layout | None = None,
     ) -> list[Receipt]:
-        """Posts the receives of what the neighbour sends in ``direction``."""
+        """Posts the receives of the tensors that the neighbour sends in ``direction``."""
         layout = layout or Layout()
         source = self.stage - 1 if direction is Direction.PAYLOAD else self.stage + 1
         peer = self.ranks[source]
@@ -366,8 +367,8 @@ class Channels(Lane):
     # --- single tensors ---
 
     def send_on_device(self, tensor: Tensor, to: int, purpose: Purpose = Purpose.SHARED) -> None:
-        """Sends one tensor to any stage, from device to device where payloads go so: in the group
-        that the two stages have for a purpose. What runs on the device after this may change the
+        """Sends one tensor to any stage, in the group that the two stages have for a purpose; from
+        device to device if payloads are sent so. Kernels queued after this call may change the
         tensor.
         """
         if self._devices is None:
@@ -383,8 +384,8 @@ class Channels(Lane):
     def receive_on_device(
         self, like: Tensor, source: int, purpose: Purpose = Purpose.SHARED
     ) -> Tensor:
-        """The tensor that stage ``source`` sends with :meth:`send_on_device`, of the shape and type
-        of ``like``; on this stage's device.
+        """Returns the tensor that stage ``source`` sends with :meth:`send_on_device`, of the shape
+        and type of ``like``, on this stage's device.
         """
         if self._devices is None:
             return self.receive_tensor(like, source).to(self.device)
@@ -411,7 +412,7 @@ class Channels(Lane):
     # --- all stages together ---
 
     def share_object(self, obj: Any, source: int, posted: PostedObject | None = None) -> Any:
-        """Every stage calls this; every stage gets what ``source`` passed.
+        """Every stage calls this; every stage gets the object of ``source``.
 
         Args:
             obj: picklable; only that of ``source`` counts.
@@ -427,8 +428,8 @@ class Channels(Lane):
         return obj
 
     def gather_objects(self, obj: Any) -> list[Any] | None:
-        """Every stage calls this; stage 0 gets what each passed, in stage order, and the others
-        ``None``.
+        """Every stage calls this; stage 0 gets the objects of all stages, in stage order, all
+        others ``None``.
         """
         if self.stage:
             self.send_object(obj, 0)
@@ -473,12 +474,12 @@ def _tag(direction: Direction, number: int) -> int:
 
 
 def _header(specs: Sequence[TensorSpec], device: torch.device) -> Tensor:
-    """Room for the strides of tensors."""
+    """An empty tensor for the strides of tensors."""
     return torch.empty(sum(len(spec.shape) for spec in specs), dtype=torch.int64, device=device)
 
 
 def _flat(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """The numbers of a tensor as a vector: in the order of its memory where that has neither gaps
+    """The elements of a tensor as a vector: in the order of its memory where that has neither gaps
     nor overlaps, else in the order of its dimensions.
 
     Args:
@@ -517,7 +518,7 @@ def _as_it_was(flat: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -
 def _require_value(tensor: Tensor) -> None:
     if isinstance(tensor, Placeholder):
         raise LayerError(
-            f"A value to be sent was made of one that this stage does not have ({tensor!r})."
+            f"A value to be sent was computed from one that this stage does not have ({tensor!r})."
             " The step runs code again (in its backward) that depends on another stage's layers:"
             " put that code into one module and name it in `configure_layers()`."
         )

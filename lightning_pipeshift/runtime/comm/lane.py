@@ -1,7 +1,8 @@
-"""A lane sends objects, and tensors by way of the CPU, between any two members of a process group.
+"""A lane sends objects, and tensors through host memory, between any two members of a process
+group.
 
-Payloads go by the channels; everything else (results, plans, parts of checkpoints, layers that
-move) goes by a lane.
+Payloads are sent through the channels; everything else (results, plans, parts of checkpoints,
+layers that move) is sent through a lane.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Watched = Callable[[int | None], AbstractContextManager[None]]
 # around them, which take longer than the sending.
 Line = tuple[Any, int]
 
-# How often a rank that waits for a collective looks whether the run has failed.
+# How often a rank that waits for a collective checks whether the run has failed.
 _LOOKS_EVERY = timedelta(seconds=0.5)
 
 _FIRST_TAG = 1 << 20
@@ -40,10 +41,10 @@ _INLINE_BYTES = 4096
 
 
 def finish(work: Any, watched: Watched) -> None:
-    """Waits for a collective of gloo's.
+    """Waits for a collective of gloo.
 
-    gloo may lose a collective whose connections are shut down meanwhile, and a loss is not told: so
-    the wait is in short pieces, and ``watched`` is asked between them.
+    gloo may lose a collective whose connections are shut down meanwhile, and reports nothing. So
+    this waits in short intervals, and calls ``watched`` between them.
     """
     while True:
         with watched(None):
@@ -56,11 +57,12 @@ def finish(work: Any, watched: Watched) -> None:
 
 
 def gathered(obj: Any, group: Any, watched: Watched) -> list[Any]:
-    """Every member of a group calls this, and gets what each passed, in the order of the members.
+    """Returns the object that each member of a group passed, in the order of the members. Every
+    member calls this.
 
     Args:
         obj: picklable.
-        group: one of gloo.
+        group: a gloo group.
         watched: the context to communicate in.
     """
     data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
@@ -83,13 +85,13 @@ def gathered(obj: Any, group: Any, watched: Watched) -> list[Any]:
 
 @dataclass
 class Sent:
-    """A send under way; it keeps the tensor alive.
+    """A send in progress; keeps the tensor alive.
 
     Args:
         watched: the context to communicate in.
-        peer: the rank that it goes to.
-        works: what has been posted.
-        posted: where a thread posts it: complete when it has.
+        peer: the rank that it is sent to.
+        works: the posted operations.
+        posted: if a thread posts the operations, a future that is complete when they are posted.
     """
 
     watched: Watched
@@ -206,7 +208,7 @@ class Lane:
         return pickle.loads(data.numpy().tobytes())
 
     def send_tensor(self, tensor: Tensor, to: int) -> None:
-        """Sends one tensor to stage ``to`` by way of the CPU, and waits until its memory may be
+        """Sends one tensor to stage ``to`` through host memory, and waits until its memory may be
         reused.
         """
         flat = (
@@ -264,7 +266,7 @@ class Lane:
             complete(self.control.recv([buffer], self._members[source], tag))
 
     def settle(self) -> None:
-        """Waits for the sends of objects that are still under way."""
+        """Waits for the sends of objects that are not complete yet."""
         sends, self._object_sends = self._object_sends, []
         for sent in sends:
             sent.wait()

@@ -41,7 +41,7 @@ def connect_all(
         world_size: the number of ranks.
         address: that of the run's first host, as the ranks were told.
         port: that of the store, by which a rank finds which of its addresses leads there.
-        timeout: how long to wait for the others.
+        timeout: how long to wait for the other ranks.
 
     Raises:
         StageFailedError: another rank cannot be reached.
@@ -67,7 +67,7 @@ def connect_all(
             except OSError as error:
                 raise StageFailedError(
                     f"Rank {rank} cannot reach rank {other} at {where[0]}, port {where[1]}:"
-                    f" {error}. Every rank needs a way to every other one; if these are the"
+                    f" {error}. Every rank must be able to reach every other rank; if these are the"
                     " addresses of the wrong network, set GLOO_SOCKET_IFNAME to the name of the"
                     " right interface on each host."
                 ) from error
@@ -89,7 +89,7 @@ def connect_all(
             said, other = b"", -1
             with suppress(OSError):
                 said, other = _HELLO.unpack(_exactly(connection, _HELLO.size))
-            # Others may knock at any port of a host.
+            # Other programs may connect to any port of a host.
             if secrets.compare_digest(said, token) and rank < other < world_size:
                 found[other] = connection
             else:
@@ -124,7 +124,7 @@ def _own_address(rank: int, address: str, port: int) -> str:
         return found
     family, _, _, _, resolved = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # No packet is sent: this only chooses the way.
+        # No packet is sent: this only chooses the route.
         probe.connect(resolved)
         return str(probe.getsockname()[0])
 

@@ -5,7 +5,7 @@ Three things concern all of them together:
 - A group costs a communicator on the device, and a stream of it. Where the same ranks already have
   one for the same purpose it is used again, and one that no plan needs any more is destroyed.
 - NCCL's streams come from torch's pool of 32 streams of high priority, and nothing else of this
-  package's does: a copy on a side stream never queues behind a receive that waits for another rank.
+  package's does: a copy on a side stream never queues after a receive that waits for another rank.
 - After a failure, kernels of NCCL wait for ever, and all that runs on the device waits behind them:
   a `loss.cpu()`, the destruction of a group. Aborting a communicator first tells its kernels to
   leave (``ncclCommAbort`` sets a flag), and then frees memory, which waits for every kernel on the
@@ -48,8 +48,8 @@ _ERROR_HANDLING: Final = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Purpose(Enum):
-    """What a group is for. NCCL has no tags and matches by order, so what may be under way at the
-    same time has a group of its own.
+    """The purpose of a group. NCCL has no tags and matches by order, so operations that may be in
+    progress at the same time have a group each.
     """
 
     PAYLOAD = "payloads, from a stage to the next"
@@ -83,19 +83,19 @@ class ProcessGroups:
         self.device = device
         self.watched = watched
         self.sockets: Opened = frozenset()
-        """Those that the backend itself has opened while it connected: aborting closes them."""
+        """The sockets that the backend opened while it connected: aborting closes them."""
         self._timeout = group_timeout(timeout)
         self._groups: dict[tuple[Purpose, Ranks], Any] = {}
         self._lock = threading.Lock()
         self._aborts: list[threading.Thread] | None = None
 
     def want(self, purpose: Purpose, sets: Iterable[Iterable[int]]) -> None:
-        """Makes the groups of a purpose that are missing, and destroys those that are not wanted
-        any more. Every rank of the job calls this with the same sets, member or not, when nothing
-        is under way in the groups of that purpose.
+        """Makes the missing groups of a purpose, and destroys those that are no longer needed.
+        Every rank of the job calls this with the same sets, member or not, when no operation is in
+        progress in the groups of that purpose.
 
         Args:
-            purpose: what they are for.
+            purpose: that of the groups.
             sets: the ranks of each group.
         """
         # In one order on all ranks: both are collective.
@@ -124,12 +124,12 @@ class ProcessGroups:
         return self._groups[purpose, tuple(sorted(ranks))]
 
     def line(self, purpose: Purpose, rank: int, to: int) -> Line:
-        """The group of this rank and another one, and the place of the other in it."""
+        """The group of this rank and another one, and the other rank's index in it."""
         return self.group(purpose, (rank, to)), int(to > rank)
 
     @contextmanager
     def connecting(self) -> Iterator[None]:
-        """Context of the first operations in groups, in which the backend opens connections."""
+        """Context of the first operations in groups, during which the backend opens connections."""
         before = open_sockets()
         yield
         self.sockets |= open_sockets() - before
@@ -137,8 +137,8 @@ class ProcessGroups:
     # --- a failure ---
 
     def error(self) -> str | None:
-        """What is wrong with a group's connections on the devices, in words; ``None`` where nothing
-        is. Any thread may call this.
+        """Describes an error of a group's connections between devices; ``None`` if there is none.
+        Any thread may call this.
         """
         for (purpose, ranks), group in list(self._groups.items()):
             found = _error_of(group, self.device) if self.backend == "nccl" else None
@@ -146,13 +146,13 @@ class ProcessGroups:
                 return (
                     f"reports an error of NCCL ({found}) between the ranks"
                     f" {', '.join(map(str, ranks))}, in the group for {purpose.value}. The"
-                    " variable NCCL_DEBUG=WARN lets NCCL print what it has met"
+                    " variable NCCL_DEBUG=WARN lets NCCL print the cause"
                 )
         return None
 
     def abort(self) -> None:
-        """Begins to end everything that is under way on the device, in all groups at once, and
-        returns at once. Any thread may call this, several times.
+        """Starts to abort everything in progress on the device, in all groups at once, and returns
+        at once. Any thread may call this, several times.
         """
         with self._lock:
             if self._aborts is not None:
@@ -187,7 +187,7 @@ class ProcessGroups:
             forget_all_groups()
         else:
             warnings.warn(
-                "PipeShift: communicators of this rank's GPU did not end within"
+                "PipeShift: communicators of this rank's GPU did not abort within"
                 f" {_PATIENCE_SECONDS:g} s after a failure, so this process cannot train again."
                 " Start a new one.",
                 stacklevel=2,
@@ -195,9 +195,9 @@ class ProcessGroups:
 
 
 def group_timeout(timeout: timedelta | None) -> timedelta:
-    """How long an operation of a group may take: at least gloo's default, of which NCCL's is a
-    third. A rank that stalls is alive, so a user who is impatient at the start is not taken to be
-    so later on.
+    """Returns the timeout of a group's operations: at least gloo's default; NCCL's own default is a
+    third of that. A rank that stalls is alive, so a short timeout that the user sets for the start
+    does not apply later.
     """
     default: timedelta = dist.default_pg_timeout
     return default if timeout is None else max(timeout, default)
@@ -205,9 +205,9 @@ def group_timeout(timeout: timedelta | None) -> timedelta:
 
 @contextmanager
 def nccl_environment() -> Iterator[None]:
-    """Context in which groups of NCCL's are made: torch's watchdog is not to end this process when
-    an operation fails, or has waited for long, whatever for. Heartbeats tell who is alive, and
-    errors are looked for (:meth:`ProcessGroups.error`). The user's variable is restored.
+    """Context in which NCCL groups are made: torch's watchdog must not end this process when an
+    operation fails or takes long, for whatever reason. Heartbeats tell which ranks are alive, and
+    :meth:`ProcessGroups.error` checks for errors. The user's variable is restored.
     """
     before = os.environ.get(_ERROR_HANDLING)
     if hasattr(getattr(dist, "ProcessGroupNCCL", None), "get_error"):
@@ -221,7 +221,7 @@ def nccl_environment() -> Iterator[None]:
 
 
 def _quietly(abort: Callable[[], None]) -> None:
-    # An error here has no reader: the run has failed already, with its reason.
+    # Nobody reads an error here: the run has failed already, with its reason.
     with suppress(Exception):
         abort()
 
@@ -230,11 +230,11 @@ def _quietly(abort: Callable[[], None]) -> None:
 
 
 def nccl_options(timeout: timedelta, purpose: Purpose) -> Any:
-    """The options of a group of NCCL's.
+    """Returns the options of an NCCL group.
 
     Args:
         timeout: that of its operations.
-        purpose: what it is for.
+        purpose: that of the group.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     set_options_timeout(options, timeout)
@@ -245,8 +245,8 @@ def nccl_options(timeout: timedelta, purpose: Purpose) -> Any:
 
 
 def _backend_of(group: Any, device: torch.device) -> Any:
-    """What carries a group's operations on a device; ``None`` where this rank is no member, or gloo
-    carries them.
+    """The backend object that runs a group's operations on a device; ``None`` if this rank is no
+    member, or if that is gloo.
     """
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return None
@@ -254,13 +254,13 @@ def _backend_of(group: Any, device: torch.device) -> Any:
         backend = backend_of(group, device)
     except RuntimeError:
         return None
-    # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch puts one around each that cannot abort.
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch wraps each group in one that cannot abort.
     backend = getattr(backend, "wrapped_pg", backend)
     return None if backend.name() == "gloo" else backend
 
 
 def _abort_of(group: Any, device: torch.device) -> Callable[[], None] | None:
-    """What aborts a group's operations on a device; ``None`` where nothing has to.
+    """Returns a function that aborts a group's operations on a device; ``None`` if none is needed.
 
     Raises:
         ConfigurationError: this torch has no way to abort them.
@@ -279,7 +279,7 @@ def _abort_of(group: Any, device: torch.device) -> Callable[[], None] | None:
 
 
 def _error_of(group: Any, device: torch.device) -> str | None:
-    """The name of the error that torch's watchdog has found in a group, if it has."""
+    """The name of the error that torch's watchdog has found in a group, or ``None``."""
     backend = _backend_of(group, device)
     get_error = getattr(backend, "get_error", None)
     name = "SUCCESS" if get_error is None else str(get_error().name)

@@ -1,4 +1,4 @@
-"""The few messages between virtual machines besides gradients. There is no central rank."""
+"""The few messages between virtual machines other than gradients. There is no central rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Replicas:
     messages with each other directly.
 
     Args:
-        topology: the place of each rank.
+        topology: the position of each rank.
         rank: this rank.
         world: connections between all ranks.
         machine: connections between the stages of this rank's virtual machine.

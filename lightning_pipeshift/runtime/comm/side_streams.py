@@ -1,7 +1,7 @@
-"""Streams beside that of the compute, one for each kind of work.
+"""Streams that run concurrently with the compute stream, one for each kind of work.
 
-Torch hands out 32 streams of a GPU in turn: whoever takes a new one for each plan or each copy soon
-has one that other work waits on.
+Torch hands out the same 32 streams of a GPU in turn: code that takes a new one for each plan or
+copy soon gets one on which other work waits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 @cache
 def side_stream(device: torch.device, work: str) -> Any:
-    """The stream of a GPU for a kind of work; always the same one in a process.
+    """Returns the stream of a GPU for a kind of work; always the same one in a process.
 
     Args:
         device: the GPU.

@@ -19,7 +19,8 @@ from typing import Any, Final
 _PATIENCE_SECONDS: Final = 1.0
 
 Opened = frozenset[tuple[int, int]]
-"""Sockets by file descriptor and inode: the descriptor alone may be that of another file by now."""
+"""Sockets by file descriptor and inode; the descriptor alone may meanwhile belong to another file.
+"""
 
 
 def open_sockets() -> Opened:
@@ -62,7 +63,7 @@ def ends_soon(work: Any) -> bool:
 
 
 def keep_for_ever(group: Any) -> None:
-    """Prevents the destruction of a process group, which would wait for its operations under way.
+    """Prevents the destruction of a process group, which would wait for its operations in progress.
     The group's threads end with the process.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

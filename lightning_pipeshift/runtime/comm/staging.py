@@ -9,20 +9,20 @@ from lightning_pipeshift.model.saved.large_pages import ask_for_large_pages
 
 
 def room_for(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An uninitialised tensor in host memory."""
+    """Returns an uninitialised tensor in host memory."""
     tensor = torch.empty(shape, dtype=dtype)
     ask_for_large_pages(tensor)
     return tensor
 
 
 class Staging:
-    """Copies of tensors in host memory, which is reused for the next copies."""
+    """Copies of tensors in host memory; the memory is reused for later copies."""
 
     def __init__(self) -> None:
         self._rooms: dict[str, Tensor] = {}
 
     def copy(self, key: str, tensor: Tensor) -> Tensor:
-        """A contiguous copy of a tensor. It is valid until the next copy with the same key."""
+        """Returns a contiguous copy of a tensor, valid until the next copy with the same key."""
         room = self._rooms.get(key)
         if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
             room = self._rooms[key] = room_for(tuple(tensor.shape), tensor.dtype)

@@ -1,4 +1,4 @@
-"""Threads that wait for other ranks, beside the one that computes.
+"""Threads that wait for other ranks, concurrently with the compute thread.
 
 Unlike those of ``concurrent.futures``, they do not keep a process alive after its run has failed.
 """
@@ -19,8 +19,8 @@ Work = SimpleQueue[tuple[Callable[[], Any], "Future[Any]"] | None]
 
 
 def _on_this_device(function: Callable[[], T]) -> Callable[[], T]:
-    """The function, on the GPU that is the current one here: a thread begins on the first GPU, and
-    would create a context of some hundred megabytes there.
+    """Wraps a function so that it runs with the current GPU of the calling thread: a new thread
+    starts with the first GPU, and would create a context of some hundred megabytes there.
     """
     if not torch.cuda.is_initialized():
         return function
@@ -34,7 +34,7 @@ def _on_this_device(function: Callable[[], T]) -> Callable[[], T]:
 
 
 class Threads:
-    """A pool with as many threads as there are calls under way.
+    """A pool with one thread for each call in progress.
 
     Args:
         name: the prefix of the threads' names.
@@ -61,7 +61,7 @@ class Threads:
         return future
 
     def close(self) -> None:
-        """Lets every thread end when it has nothing left to do."""
+        """Lets every thread end when it has no call left to make."""
         for _ in range(self._count):
             self._work.put(None)
         self._count = 0
@@ -104,7 +104,7 @@ class InOrder:
         return future
 
     def close(self) -> None:
-        """Lets the thread end when it has nothing left to do."""
+        """Lets the thread end when it has no call left to make."""
         if self._thread is not None:
             self._work.put(None)
 

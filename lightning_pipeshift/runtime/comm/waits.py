@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_pipeshift.compat.gloo_private import abort_wait
 
-# What each thread waits for.
+# The operation that each thread waits for.
 _under_way: dict[int, Any] = {}
 
 
@@ -28,12 +28,12 @@ def complete(work: Any) -> None:
     _under_way[thread] = work
     try:
         if not work.wait():
-            raise RuntimeError("the wait was ended, as the run has failed")
+            raise RuntimeError("the wait was ended because the run has failed")
     finally:
         del _under_way[thread]
 
 
 def interrupt_waits() -> None:
-    """Ends all waits of :func:`complete` that are under way; those with gloo, on Linux."""
+    """Ends all waits of :func:`complete` that are in progress, if they use gloo on Linux."""
     for work in list(_under_way.values()):
         abort_wait(work)

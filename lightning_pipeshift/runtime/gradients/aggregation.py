@@ -1,9 +1,9 @@
 """Sums the gradients of every layer over its owners in the virtual machines.
 
-A layer's sum begins when the last microbatch's backward has passed the layer, and goes on behind
-the backwards of the layers in front of it. Whether a parameter has a gradient at all is known on
-the hosts, and is sent from host to host: for flags among the gradients a rank would wait, layer by
-layer, until its GPU has summed them.
+A layer's sum starts when the last microbatch's backward has passed the layer, and overlaps with the
+backwards of the earlier layers. Whether a parameter has a gradient at all is known on the hosts,
+and is sent from host to host: if it were a flag in the gradient buffers, a rank would have to wait,
+layer by layer, until its GPU has summed them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_pipeshift.runtime.comm.threads import InOrder
 
 
 class Sum(Protocol):
-    """A sum under way."""
+    """A sum in progress."""
 
     def wait(self) -> None:
         """Returns when the sum is complete."""
@@ -47,9 +47,10 @@ class GradientGroup:
     Args:
         number: identifies the group; the same on every rank.
         parameters: in the same order on every owner.
-        places: their places among all parameters of the model.
+        places: their indices among all parameters of the model.
         members: the ranks of the owners, one for each virtual machine.
-        is_hooked: whether the gradients are whole as soon as the last backward made them.
+        is_hooked: whether the gradients are complete as soon as the last backward has computed
+            them.
     """
 
     number: int
@@ -61,7 +62,7 @@ class GradientGroup:
     _sums: list[tuple[list[nn.Parameter], Tensor, Sum]] = field(default_factory=list)
     _buffers: dict[torch.dtype, Tensor] = field(default_factory=dict)
     _present: set[int] = field(default_factory=set)
-    """The places of the parameters that had a gradient when the sum began."""
+    """The indices of the parameters that had a gradient when the sum started."""
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -69,10 +70,10 @@ class GradientGroup:
         return [parameter for parameter in self.parameters if parameter.requires_grad]
 
     def start(self, start_sum: StartSum, device: torch.device, staging: InOrder) -> None:
-        """Begins to sum the gradients that exist.
+        """Starts to sum the gradients that exist.
 
         Args:
-            start_sum: begins a sum.
+            start_sum: starts a sum.
             device: where the sum is made.
             staging: waits for gradients of a GPU that are summed in host memory.
         """
@@ -123,7 +124,7 @@ class GradientGroup:
         self._sums = []
 
     def let_go(self, num_owners: Sequence[float]) -> None:
-        """Takes the gradients off parameters for which no virtual machine had one.
+        """Removes the gradients of parameters for which no virtual machine had one.
 
         Args:
             num_owners: how many had one, for each parameter of the model.
@@ -134,7 +135,7 @@ class GradientGroup:
 
     @property
     def is_started(self) -> bool:
-        """Whether a sum is under way."""
+        """Whether a sum is in progress."""
         return bool(self._sums)
 
 
@@ -144,7 +145,7 @@ class Aggregation:
     Args:
         groups: one for each layer that this rank owns, in call order.
         start_sum: begins a sum.
-        agree: sums a vector over all ranks, by way of the hosts.
+        agree: sums a vector over all ranks, in host memory.
         num_parameters: how many the model has.
         device: where the sums are made.
         in_order: whether sums have to begin in the same order on all ranks; that order is then the
@@ -175,14 +176,14 @@ class Aggregation:
         self._handles: dict[int, Any] = {}
 
     def close(self) -> None:
-        """Takes the hooks off the parameters."""
+        """Removes the hooks of the parameters."""
         self._staging.close()
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
 
     def arm(self) -> None:
-        """From here on, the step's last backward on this stage runs."""
+        """Called before the step's last backward on this stage."""
         self._is_armed = True
         self._ready.clear()
         for index, group in enumerate(self._groups):
@@ -212,10 +213,11 @@ class Aggregation:
                 self._groups[index].start(self._start_sum, self._device, self._staging)
 
     def finish(self) -> None:
-        """Begins what has not begun (a layer that no gradient reached), and waits for all sums.
+        """Starts the sums that have not started (of layers that no gradient reached), and waits for
+        all sums.
 
         Every rank calls this, and it returns when all have their sums: no rank takes its optimizer
-        step before. (On a GPU they are submitted then, and what follows is ordered behind them.)
+        step before. (On a GPU the sums are queued then, and later work runs after them.)
         """
         self._is_armed = False
         with torch.no_grad():
@@ -240,7 +242,7 @@ def _behind(event: Any, begin: Callable[[], Sum]) -> Sum:
 
 @dataclass
 class _Staged:
-    """A sum that a thread begins."""
+    """A sum that a thread starts."""
 
     begun: Future[Sum]
 

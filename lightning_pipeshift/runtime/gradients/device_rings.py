@@ -30,7 +30,7 @@ class DeviceSum:
         self._event = event
 
     def wait(self) -> None:
-        """Makes all work that is queued from here on run after the sum."""
+        """Makes all work that is queued from now on run after the sum."""
         torch.cuda.current_stream().wait_event(self._event)
 
 
@@ -70,7 +70,7 @@ class DeviceRings:
                     dist.P2POp(dist.isend, outgoing, downstream, group),
                     dist.P2POp(dist.irecv, incoming, upstream, group),
                 ]
-                # Every member leaves out the same empty chunks.
+                # Every member skips the same empty chunks.
                 transfers = [transfer for transfer in transfers if len(transfer.tensor)]
                 for work in dist.batch_isend_irecv(transfers) if transfers else []:
                     work.wait()

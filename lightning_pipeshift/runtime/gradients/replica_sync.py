@@ -1,4 +1,6 @@
-"""Which parameters correspond across the virtual machines, and how they get the same values."""
+"""Finds the parameters that correspond across the virtual machines, and gives them the same
+values.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ def holder_ranks(use: ParameterUse, placement: Placement, topology: Topology) ->
 def pairs_that_share(
     uses: Sequence[ParameterUse], placement: Placement, topology: Topology
 ) -> list[tuple[int, int]]:
-    """The pairs of ranks between which gradients of shared parameters travel: from each holder to
-    the next, which adds its own, and from the last one, which has the sum, to the others.
+    """The pairs of ranks between which gradients of shared parameters are sent: from each holder to
+    the next, which adds its own, and from the last one, which has the sum, to all holders.
     """
     return [
         pair
@@ -57,8 +59,8 @@ def gradient_groups(
             own.setdefault(use.layers[0], []).append(place)
     groups = []
     # First in the list, so last in the order of backwards: their gradients are summed over the
-    # stages before they are summed over the virtual machines, which is at the step's end. Behind
-    # the layers, they would keep all of these waiting where sums have to begin in one order.
+    # stages before they are summed over the virtual machines, which is at the step's end. In any
+    # other position, the layers would wait for them where sums have to start in one order.
     for number, use in enumerate(uses):
         if use.is_shared:
             last = [ranks[-1] for ranks in holder_ranks(use, placement, topology)]
@@ -89,9 +91,9 @@ def match_replicas(
 
     Args:
         replicas: the virtual machines.
-        placement: who owns what.
+        placement: the owners of the layers.
         layers: the layers, in call order; their state other than parameters is matched.
-        outside: the modules around them by name; their own buffers are matched.
+        outside: the modules that contain them, by name; their own buffers are matched.
         uses: the parameters to match.
     """
     world, topology = replicas.world, replicas.topology

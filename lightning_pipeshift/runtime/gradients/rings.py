@@ -33,7 +33,7 @@ _TAGS_PER_PIECE = 4
 
 
 class RingSum:
-    """A sum under way."""
+    """A sum in progress."""
 
     def __init__(self, pieces: list[Future[None]]) -> None:
         self._pieces = pieces
@@ -63,15 +63,15 @@ class Rings:
         self._sockets = groups.sockets
         self._rank = rank
         self.watched = watched
-        # One for every piece under way: with fewer threads, two members that have begun rings in
-        # different orders could wait for each other. A waiting thread costs only its stack.
+        # One for every piece in progress: with fewer threads, two members that have started rings
+        # in different orders could wait for each other. A waiting thread costs only its stack.
         self._threads = Threads("ring")
 
     def start(self, number: int, members: Sequence[int], buffer: Tensor) -> RingSum:
         """Sums a vector over the members of a ring, in place, without waiting.
 
         Args:
-            number: distinguishes rings that are under way at the same time; 0 to 8191.
+            number: distinguishes rings that run at the same time; 0 to 8191.
             members: the ranks, in the same order on each; this rank is one of them.
             buffer: a contiguous vector on the CPU, of the same length and type on every member. Its
                 values are undefined until the sum has been waited for.
@@ -86,7 +86,7 @@ class Rings:
         return RingSum(pieces)
 
     def close(self) -> None:
-        """Closes the connections: the sums under way end with an error, here and at the peers."""
+        """Closes the connections: sums in progress end with an error, here and at the peers."""
         shut_down(self._sockets)
         self._threads.close()
 
@@ -127,8 +127,8 @@ class Rings:
                 coming = receive_partial(step + 1)
             finish(arriving, upstream)
             chunks[received_at(step, place, count)] += partial_sum
-        # Each member has the complete sum of one chunk; these go round the ring. A chunk that is
-        # overwritten now was sent on `count - 1` steps ago.
+        # Each member has the complete sum of one chunk; these are now passed around the ring. A
+        # chunk that is overwritten now was sent on `count - 1` steps ago.
         for step in range(count - 1, 2 * count - 2):
             finish(sent[step - count + 1], downstream)
             arriving = receive(step, chunks[received_at(step, place, count)])
@@ -139,23 +139,23 @@ class Rings:
 
 
 def chunks_of(buffer: Tensor, count: int) -> list[Tensor]:
-    """A vector in as many chunks as a ring has members, the longer ones first."""
+    """Splits a vector into as many chunks as a ring has members, the longer ones first."""
     sizes = [len(range(chunk, len(buffer), count)) for chunk in range(count)]
     return list(buffer.split(sizes))
 
 
 def sent_at(step: int, place: int, count: int) -> int:
-    """Which chunk a member sends on in a step. There are ``2 (count - 1)`` steps: first the partial
-    sums go round the ring, and then the complete ones.
+    """Returns the chunk that a member sends in a step. There are ``2 (count - 1)`` steps: first the
+    partial sums are passed around the ring, and then the complete ones.
 
     Args:
         step: from 0.
-        place: the member's.
+        place: the member's index.
         count: how many members there are.
     """
     return (place - step) % count
 
 
 def received_at(step: int, place: int, count: int) -> int:
-    """Which chunk a member receives: see :func:`sent_at`."""
+    """Returns the chunk that a member receives in a step: see :func:`sent_at`."""
     return sent_at(step, place - 1, count)

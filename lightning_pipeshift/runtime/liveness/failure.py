@@ -1,7 +1,7 @@
 """Ends the run on every rank when one fails, with the first failure's reason.
 
-A rank that fails announces the reason to all others, and a rank that is gone is noticed by those
-that no longer hear it (see :mod:`~lightning_pipeshift.runtime.liveness.peers`). Either way each
+A rank that fails announces the reason to all others, and the others notice a rank that is gone as
+they no longer hear it (see :mod:`~lightning_pipeshift.runtime.liveness.peers`). Either way each
 rank shuts down the connections on which its own code may be waiting: that raises an error there at
 once, which is replaced by the reason.
 """
@@ -27,11 +27,11 @@ from lightning_pipeshift.runtime.liveness.peers import Peers
 from lightning_pipeshift.runtime.liveness.stalls import StallWatch, activity, write_stacks
 
 HEARTBEAT_SECONDS: Final = 10.0
-"""After how many seconds of silence a rank is gone, unless the user says otherwise."""
+"""The default number of seconds of silence after which a rank is gone."""
 
-# How long after a failure a rank's own thread may take to notice it, before the process is ended.
+# How long after a failure a rank's own thread may take to notice it, before its process is ended.
 _GRACE_SECONDS: Final = 10.0
-# How long after another rank's error this rank may go on by itself.
+# How long after another rank's error this rank may continue.
 _RESPITE_SECONDS: Final = 1.0
 _MOST_CHARACTERS: Final = 6000
 
@@ -44,7 +44,7 @@ class FailureBoard:
         mesh: connects it with the others, see
             :func:`~lightning_pipeshift.runtime.comm.mesh.connect_all`.
         timeout: after how many seconds of silence a rank is gone.
-        name_of: a rank's place in words.
+        name_of: a rank's name in words.
     """
 
     def __init__(
@@ -61,15 +61,15 @@ class FailureBoard:
         """Called in a thread when another rank has failed: shuts down the connections on which this
         rank may wait."""
         self.give_up: Callable[[], None] = lambda: None
-        """Called in a thread when a rank is gone: shuts down the connections on which only those
-        ranks go on after a failure that are still there."""
+        """Called in a thread when a rank is gone: shuts down the connections on which only the
+        remaining ranks would communicate after a failure."""
         self.trouble: Callable[[], str | None] = lambda: None
-        """Called in a thread about every second: what is wrong with this rank's connections on its
-        device, in words that follow its name; ``None`` where nothing is."""
+        """Called in a thread about every second: describes an error of this rank's connections on
+        its device, in words that follow its name; ``None`` if there is none."""
         self.lost_at: float | None = None
-        """Since when any rank has been gone, by ``time.monotonic``."""
+        """The time since which any rank has been gone, by ``time.monotonic``."""
         self.is_running = True
-        """Whether a run is under way: outside of runs, the process is left alone."""
+        """Whether a run is in progress: outside of runs, the process is not ended."""
         self._rank = rank
         self._timeout = timeout
         self._lock = threading.Lock()
@@ -80,7 +80,7 @@ class FailureBoard:
         self._entry: dict[str, Any] | None = None
         self._is_known = threading.Event()
         self._known_at = 0.0
-        # Whether this rank's own connections have been shut down for it.
+        # Whether this rank's own connections have been shut down because of it.
         self._is_over = False
         self._has_noticed = False
         # The error that ended this rank, if it was raised in a thread.
@@ -100,7 +100,7 @@ class FailureBoard:
 
     @property
     def own_name(self) -> str:
-        """This rank's place, at the beginning of a sentence."""
+        """This rank's name, at the beginning of a sentence."""
         return _capitalised(self.name_of(self._rank))
 
     @property
@@ -129,7 +129,9 @@ class FailureBoard:
         return self._note({"by": self._rank, "reason": reason})
 
     def publish_beside(self, error: BaseException) -> None:
-        """:meth:`publish` for a thread. This rank's next communication raises the error."""
+        """As :meth:`publish`, called in a thread. This rank's next communication raises the
+        error.
+        """
         self._failure = error
         self.publish(self.own_name, error)
 
@@ -138,7 +140,7 @@ class FailureBoard:
         return error is self._failure
 
     def _note(self, entry: dict[str, Any]) -> bool:
-        """Takes a failure down and passes it on, if it is the first."""
+        """Records a failure and sends it to the other ranks, if it is the first."""
         with self._lock:
             if self._entry is not None:
                 return False
@@ -149,13 +151,13 @@ class FailureBoard:
         return True
 
     def pause(self) -> None:
-        """Ends a run in order: from here on, a rank whose process ends has not failed."""
+        """Ends a run in order: from now on, a rank whose process ends has not failed."""
         self.is_running = False
         if self._peers is not None:
             self._peers.pause()
 
     def resume(self) -> None:
-        """Begins another run of the same ranks."""
+        """Starts another run of the same ranks."""
         self.is_running = True
         self._owner = threading.get_ident()
         if self._peers is not None:
@@ -164,7 +166,7 @@ class FailureBoard:
     def watch_for_stalls(
         self, count: Callable[[], int], timeout: float, stacks: Path | None
     ) -> None:
-        """Lets the first rank say which rank is waited for, when nothing goes on.
+        """Makes the first rank print which rank the others wait for, when there is no progress.
 
         Args:
             count: returns how many actions this rank has completed; called in a thread.
@@ -176,7 +178,7 @@ class FailureBoard:
             self._stalls = StallWatch(timeout, self.name_of, print_at_once)
 
     def close(self) -> None:
-        """Ends the connections, behind what is announced."""
+        """Ends the connections, after sending the announcements."""
         self._is_closed = True
         if self._peers is not None:
             self._peers.close()
@@ -187,7 +189,7 @@ class FailureBoard:
         if self._stacks is not None:
             with suppress(OSError):
                 write_stacks(self._stacks, self._rank)
-        # A mistake in a message must not end the thread: this rank would count as gone.
+        # A malformed message must not end the thread: this rank would count as gone.
         with suppress(Exception):
             return json.dumps(self.activity())
         return ""
@@ -208,15 +210,15 @@ class FailureBoard:
             self._note({"by": None, "reason": f"{self.own_name} {trouble}."})
 
     def _hear(self, entry: dict[str, Any]) -> None:
-        # Not at once: where all ranks find the same mistake, each is to raise the error itself.
+        # With a delay: if all ranks find the same mistake, each should raise the error itself.
         self._note(entry)
 
     def _lose(self, ranks: list[int], how: str) -> None:
         names = [self.name_of(rank) for rank in ranks]
         if self._peers is not None:
-            # A process that was stopped goes on, hears that it counts as gone, and ends in order.
-            # One that is stuck does not notice a launcher's SIGTERM either, for which Python has a
-            # handler, and a launcher waits longer.
+            # A process that was stopped continues, learns that it counts as gone, and ends in
+            # order. One that is stuck does not react to a launcher's SIGTERM either, for which
+            # Python has a handler, and a launcher waits longer.
             self._peers.resume_processes(ranks)
             self._peers.end_processes(ranks, _GRACE_SECONDS / 2)
         verb = "" if how.startswith("ended") else "is " if len(ranks) == 1 else "are "
@@ -230,17 +232,17 @@ class FailureBoard:
         self._is_over = True
         others = self._peers.neighbours - set(ranks) if self._peers is not None else set()
         if self.is_running and all(rank > self._rank for rank in others):
-            # Once on each host, and at once: a launcher may end this process before it has come to
-            # raising the error.
+            # Once on each host, and at once: a launcher may end this process before it raises the
+            # error.
             print_at_once(reason)
         self._end_waits()
 
     def _tick(self, peers: Peers) -> None:
-        """Ends this process, where its own thread does not notice that the run is over: it may
-        never come back from what it does.
+        """Ends this process if its own thread does not notice that the run is over: its current
+        call may never return.
         """
         if self._is_over:
-            # Also of other threads, which may have begun to wait since the last time.
+            # Also of other threads, which may have started to wait since the last time.
             interrupt_waits()
         if not self.is_running or self._has_noticed:
             return
@@ -276,8 +278,8 @@ class FailureBoard:
         """The first failure's reason, if it was another rank's.
 
         Args:
-            patience: how many seconds to wait for it; by default until each rank must have been
-                heard.
+            patience: how many seconds to wait for it; by default as long as the heartbeats of all
+                ranks may take.
         """
         if self._peers is None:
             return None
@@ -295,8 +297,8 @@ class FailureBoard:
             peer: the rank at the other end; ``None`` where there are several.
 
         Raises:
-            StageFailedError: another rank failed, or ended without a word.
-            BaseException: what a thread of this rank has failed with.
+            StageFailedError: another rank failed, or ended without an error message.
+            BaseException: the error of a thread of this rank.
         """
         if self._failure is not None:
             raise self._failure
@@ -326,7 +328,7 @@ class FailureBoard:
                 self.waits = None
 
     def activity(self) -> dict[str, Any]:
-        """What this rank's own thread does (see
+        """The activity of this rank's own thread (see
         :func:`~lightning_pipeshift.runtime.liveness.stalls.activity`), and the rank that it waits
         for: -1 for several, ``None`` if it does not wait.
         """

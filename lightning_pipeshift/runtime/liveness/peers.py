@@ -1,11 +1,11 @@
-"""Tells within seconds that another rank is gone: a connection between every two ranks, on which
-each says every second that it is alive.
+"""Detects within seconds that another rank is gone, by heartbeats on a connection between every two
+ranks.
 
-The connections that training uses cannot tell: they are silent while stages compute, and the kernel
-takes about 15 minutes to give up a connection to a host that does not answer (tcp(7),
-``tcp_retries2``). A thread sends and reads here, so a rank counts as gone where its process has
-ended, is stopped, keeps Python's lock for too long, or cannot be reached. A rank whose Python runs
-and whose step does not go on is alive: see :mod:`~lightning_pipeshift.runtime.liveness.stalls`.
+The connections that training uses cannot detect it: they are silent while stages compute, and the
+kernel takes about 15 minutes to give up a connection to a host that does not answer (tcp(7),
+``tcp_retries2``). A thread sends and reads here, so a rank counts as gone if its process has ended,
+is stopped, keeps Python's lock for too long, or cannot be reached. A rank whose Python runs but
+whose step makes no progress is alive: see :mod:`~lightning_pipeshift.runtime.liveness.stalls`.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from lightning_pipeshift.runtime.comm.sockets import Opened
 _HEADER: Final = struct.Struct("!BI")
 _BEAT: Final = struct.Struct("!dQ")
 _MOST_BYTES: Final = 1 << 20
-# A beat is left out where the connection does not even take the earlier ones.
+# A heartbeat is skipped if the connection has not even sent the earlier ones.
 _MOST_UNSENT_BYTES: Final = 1 << 12
 _POLL_SECONDS: Final = 0.05
 
 
 class Kind(IntEnum):
-    """What a message says."""
+    """The kind of a message."""
 
     BEAT = 0
     """The sender is alive."""
     FAILURE = 1
-    """The run has failed, and why."""
+    """The run has failed, and the reason."""
     QUESTION = 2
-    """Asks what the receiver does at present."""
+    """Asks for the receiver's current activity."""
     ANSWER = 3
-    """What the sender does."""
+    """The sender's current activity."""
     PAUSES = 4
     """The sender's run is over: its process may end without having failed."""
     RESUMES = 5
-    """The sender begins another run."""
+    """The sender starts another run."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class _Peer:
     unread: bytearray = field(default_factory=bytearray)
     unsent: bytearray = field(default_factory=bytearray)
     hears_after: float = 0.0
-    """How long the peer has not heard this rank, as it said last."""
+    """For how long the peer has not heard this rank, according to its last message."""
     count: int = 0
     is_open: bool = True
     is_paused: bool = False
@@ -78,9 +78,9 @@ class Peers:
     Args:
         mesh: taken over.
         timeout: after how many seconds of silence a rank is gone.
-        on_failure: called in the thread, with what another rank has announced.
+        on_failure: called in the thread, with another rank's announcement.
         on_lost: called in the thread, with the ranks that are gone and how that was noticed.
-        describe: returns what this rank does at present; called in the thread.
+        describe: returns this rank's current activity; called in the thread.
         count: returns the number of actions that this rank has completed.
         on_tick: called in the thread about every second, with this object.
     """
@@ -97,14 +97,14 @@ class Peers:
     ) -> None:
         self.timeout = timeout
         self.answers: dict[int, str] = {}
-        """What the other ranks answered to :meth:`ask`, by rank."""
+        """The other ranks' answers to :meth:`ask`, by rank."""
         self._interval = min(1.0, timeout / 10)
         self._on_failure, self._on_lost, self._on_tick = on_failure, on_lost, on_tick
         self._describe, self._count = describe, count
         now = time.monotonic()
         self._awake_since = now
         self._processes = mesh.processes
-        # By when the processes of ranks must have ended.
+        # The time by which the processes of ranks must have ended.
         self._deadlines: dict[int, float] = {}
         self._peers = {
             rank: _Peer(rank, connection, now)
@@ -137,23 +137,25 @@ class Peers:
         self._send_to(self._peers.values(), Kind.FAILURE, json.dumps(entry).encode())
 
     def ask(self) -> None:
-        """Asks all other ranks what they do; the answers arrive in :attr:`answers`."""
+        """Asks all other ranks for their current activity; the answers arrive in
+        :attr:`answers`.
+        """
         self.answers.clear()
         self._send_to(self._peers.values(), Kind.QUESTION, b"")
 
     @property
     def counts(self) -> dict[int, int]:
-        """The number of actions that each rank that is there had completed when it spoke last."""
+        """The number of actions that each connected rank had completed at its last message."""
         return {peer.rank: peer.count for peer in self._peers.values() if peer.is_open}
 
     def pause(self) -> None:
-        """Tells the others that this rank's run is over."""
+        """Tells the other ranks that this rank's run is over."""
         if not self._is_paused:
             self._is_paused, self._runs = True, self._runs + 1
             self._send_to(self._peers.values(), Kind.PAUSES, b"")
 
     def resume(self) -> None:
-        """Tells the others that this rank begins another run."""
+        """Tells the other ranks that this rank starts another run."""
         self._is_paused = False
         self._send_to(self._peers.values(), Kind.RESUMES, b"")
 
@@ -163,11 +165,11 @@ class Peers:
         return set(self._processes)
 
     def close(self, patience: float = 2.0) -> None:
-        """Says that this rank's run is over, and ends the thread, after the processes that
-        :meth:`end_processes` was to end.
+        """Announces that this rank's run is over, and ends the thread, after the processes that
+        :meth:`end_processes` had to end.
 
         Args:
-            patience: for how many seconds at most it tries to deliver what is still unsent.
+            patience: for how many seconds at most it tries to deliver unsent messages.
         """
         if self._is_closing.is_set():
             return
@@ -186,7 +188,7 @@ class Peers:
         _ALL.discard(self)
 
     def resume_processes(self, ranks: Iterable[int]) -> None:
-        """Lets stopped processes go on, of those ranks that are on this host."""
+        """Continues stopped processes of those ranks that are on this host."""
         self._signal(ranks, "SIGCONT")
 
     def end_processes(self, ranks: Iterable[int], patience: float) -> None:
@@ -194,7 +196,7 @@ class Peers:
 
         Args:
             ranks: of which the processes are to end.
-            patience: for how many seconds at most they may go on.
+            patience: for how many seconds at most they may continue.
         """
         deadline = time.monotonic() + patience
         self._deadlines.update((rank, deadline) for rank in self._processes.keys() & set(ranks))
@@ -207,10 +209,10 @@ class Peers:
                     signal.pidfd_send_signal(self._processes[rank], getattr(signal, name))
 
     def forget(self) -> None:
-        """Closes what is open: at the end of the thread, and in a process that was forked, whose
-        copies would keep a connection open after its rank has died.
+        """Closes all connections: at the end of the thread, and in a forked process, whose copies
+        would keep a connection open after its rank has died.
         """
-        # Without the lock: in a forked process, the thread that may have held it does not exist.
+        # Without the lock: the thread that may hold it does not exist in a forked process.
         self._selector.close()
         for each in (*(peer.connection for peer in self._peers.values()), *self._waking):
             each.close()
@@ -239,8 +241,8 @@ class Peers:
                 wait = min(max(0.0, beats_at - time.monotonic()), self._interval)
                 ready = self._selector.select(wait)
                 now = time.monotonic()
-                # This process itself was stopped, or did not get to run: then the others were not
-                # silent, it has not listened.
+                # This process itself was stopped, or was not scheduled: the other ranks were not
+                # silent, but this one has not listened.
                 was_away = now - woke > self._interval + self.timeout / 3
                 woke = now
                 for key, events in ready:
@@ -291,9 +293,9 @@ class Peers:
             except BlockingIOError:
                 pass
             except OSError:
-                # The end of the connection is noticed by reading, behind the last message.
+                # The end of the connection is noticed by reading, after the last message.
                 peer.unsent.clear()
-            # What is left goes with the next beat, or at once where there is room for it.
+            # The rest is sent with the next heartbeat, or at once if the socket's buffer has space.
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
             self._selector.modify(peer.connection, events, peer)
 
@@ -323,8 +325,8 @@ class Peers:
             self._shut(peer)
 
     def _look_for_ended(self) -> None:
-        """A rank whose connection is closed is gone, unless its run and all runs that this rank has
-        begun are over for it.
+        """Marks ranks whose connection is closed as gone, unless their run, and all runs that this
+        rank has started, are over for them.
         """
         for peer in self._peers.values():
             if peer.is_open or peer.is_lost:
@@ -357,11 +359,11 @@ class Peers:
             peer.connection.close()
 
     def _look_for_lost(self, now: float) -> None:
-        """A rank is gone where one direction is silent: if packets are lost on one way only, the
-        rank at the other end still speaks, and says that it does not hear this one.
+        """Marks ranks as gone if one direction is silent: if packets are lost in one direction
+        only, the rank at the other end still sends, and reports that it does not hear this one.
         """
 
-        # What others say of a time in which this process was stopped is no sign of lost packets.
+        # Reports about a time in which this process was stopped are no sign of lost packets.
         listens = now - self._awake_since > self.timeout
 
         def silence(peer: _Peer) -> float:
@@ -370,18 +372,18 @@ class Peers:
         around = [peer for peer in self._peers.values() if peer.is_open and not peer.is_lost]
         if not any(silence(peer) > self.timeout for peer in around):
             return
-        # A host's ranks become silent together, but for the rhythm of their beats.
+        # The ranks of a host become silent together, except for the timing of their heartbeats.
         lost = [peer for peer in around if silence(peer) > self.timeout - 3 * self._interval]
         longest = max(map(silence, lost))
         for peer in lost:
-            # It stays connected: what is announced reaches it if it comes back.
+            # It stays connected: announcements reach it if it continues.
             peer.is_lost = True
         self._on_lost([peer.rank for peer in lost], _SILENT.format(longest, self.timeout))
 
 
 _CLOSED: Final = (
-    "ended without a word (killed, out of memory, or its host is gone): its connection closed. Look"
-    " at the end of that rank's own output"
+    "ended without an error message (killed, out of memory, or its host is gone): its connection "
+    "closed. Look at the end of that rank's own output"
 )
 _ENDED: Final = "ended between two runs: its connection closed"
 _SILENT: Final = (
@@ -389,7 +391,7 @@ _SILENT: Final = (
     " reached, or the process is stopped, or one call in it keeps Python's lock"
 )
 
-# A forked process inherits the connections of all.
+# A forked process inherits the connections of all ranks.
 _ALL: Final[weakref.WeakSet[Peers]] = weakref.WeakSet()
 
 

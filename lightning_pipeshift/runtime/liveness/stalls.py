@@ -1,9 +1,9 @@
-"""Says which rank is waited for, when nothing has gone on for a while.
+"""Reports which rank the others wait for, when there has been no progress for a while.
 
 A rank whose Python runs is alive (see :mod:`~lightning_pipeshift.runtime.liveness.peers`), whatever
 its own thread does: an endless loop in user code, a file system that hangs, a batch that takes
-minutes to make. That is told, and nothing is ended. What each rank does is read from its stack, so
-that the steps themselves pay nothing for it.
+minutes to make. This is reported, and nothing is ended. The activity of each rank is read from its
+stack, so that the steps themselves have no overhead.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from lightning_pipeshift.plan.schedule.actions import Action
 from lightning_pipeshift.runtime.step.stage import Stage
 
 STALL_SECONDS: Final = 60.0
-"""After how many seconds in which no rank has completed an action a message is due."""
+"""The number of seconds without a completed action on any rank after which a message is printed."""
 
 STACKS: Final = "PIPESHIFT_STACKS"
-"""The environment variable with which every rank writes its stacks to a file then."""
+"""The environment variable that makes every rank write its stacks to a file at a stall."""
 
-# How long the first rank waits for the others' answers.
+# How long the first rank waits for the other ranks' answers.
 _PATIENCE_SECONDS: Final = 3.0
 _LIBRARIES: Final = tuple(
     {
@@ -46,8 +46,8 @@ _OURS: Final = str(PACKAGE) + os.sep
 
 
 def activity(thread: int) -> dict[str, Any]:
-    """What a thread of this process does: the action and the layer that it is at, and the line of
-    the user's code, each ``None`` where there is none.
+    """The current activity of a thread of this process: the action, the layer, and the line of the
+    user's code, each ``None`` if there is none.
 
     Args:
         thread: its number.
@@ -73,11 +73,11 @@ def activity(thread: int) -> dict[str, Any]:
 
 
 def print_stacks_on_a_signal() -> None:
-    """Lets this process print the stacks of all threads when it gets SIGUSR2, whatever it is stuck
-    in, unless the user's code handles that signal.
+    """Makes this process print the stacks of all threads when it gets SIGUSR2, even while it is
+    stuck, unless the user's code handles that signal.
     """
     if hasattr(signal, "SIGUSR2") and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
-        # Where stderr is no file, there is nowhere to print from inside a signal handler.
+        # If stderr is no file, a signal handler cannot print to it.
         with suppress(AttributeError, OSError, ValueError):
             faulthandler.register(signal.SIGUSR2, all_threads=True)
 
@@ -92,11 +92,11 @@ def write_stacks(folder: Path, rank: int) -> None:
 
 
 class StallWatch:
-    """On the first rank: notices that no rank completes anything.
+    """Detects on the first rank that no rank completes anything.
 
     Args:
         timeout: seconds; 0: never.
-        name_of: a rank's place in words.
+        name_of: a rank's name in words.
         say: takes the message.
     """
 
@@ -122,16 +122,16 @@ class StallWatch:
 
         Args:
             counts: the completed actions of each rank.
-            answers: returns what the ranks have answered, by rank: an :func:`activity` with the
-                rank that they wait for, if they wait (``"waits"``), and for how long they have
-                done so (``"seconds"``), as JSON.
-            ask: asks for it.
+            answers: returns the answers of the ranks, by rank: an :func:`activity` with the rank
+                that they wait for, if they wait (``"waits"``), and for how long they have waited
+                (``"seconds"``), as JSON.
+            ask: asks for the answers.
             now: the time.
         """
         total = sum(counts.values())
         if total != self._total:
             if self._has_said:
-                self._say(f"it goes on, after {now - self._since:.0f} s.")
+                self._say(f"progress resumes, after {now - self._since:.0f} s.")
             self._total, self._since = total, now
             self._asked_at, self._has_said = None, False
         elif not self._timeout or self._has_said or now - self._since < self._timeout:
@@ -147,7 +147,7 @@ class StallWatch:
                 self._say(self.message(found, now - self._since))
 
     def message(self, found: Mapping[int, Mapping[str, Any]], seconds: float) -> str:
-        """Names the ranks that all others wait for."""
+        """Returns a message that names the ranks that all others wait for."""
         waited_for = {rank: one for rank, one in found.items() if one["waits"] is None}
         text = f"no rank has completed anything for {seconds:.0f} s. "
         if not waited_for:
@@ -168,7 +168,7 @@ class StallWatch:
 
 
 _ADVICE: Final = (
-    "The run goes on as soon as that does. With the environment variable PIPESHIFT_STACKS=1, every"
-    " rank writes its stacks to a file then, and `kill -USR2` lets a process print its own;"
-    " `stall_timeout` says after how many seconds."
+    "The run continues as soon as that rank does. With the environment variable "
+    "PIPESHIFT_STACKS=1, every rank then writes its stacks to a file, and `kill -USR2` makes a "
+    "process print its own; `stall_timeout` is the time until this message, in seconds."
 )

@@ -1,1 +1,1 @@
-"""Saved tensors in other memory: the host's, or another device's."""
+"""Offloading of saved tensors to the host's memory or to another device."""

@@ -3,7 +3,7 @@
 CN114880130B, after MPress (HPCA 2023), step 5: a table of every moved tensor and of every device's
 memory. The store is called before and after each layer saves tensors. It evicts the tensors that
 the plan names as soon as their layer is done, and prefetches them, in the order in which backwards
-need them, as soon as there is room.
+need them, as soon as memory is free.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _PATIENCE_SECONDS: Final = 20.0
 _PATIENCE_ACTIONS: Final = 5.0
 _PAUSE_SECONDS: Final = 1e-3
 """How long to wait for memory that the plan reserves for another stage: at least so many seconds,
-and so many times this stage's longest action so far; and how often to check."""
+or so many times this stage's longest action so far; and how often to check."""
 
 _MARGIN: Final = 1.1
-"""By which factor the recommended budget increase exceeds the lacking bytes."""
+"""The factor by which the recommended budget increase exceeds the missing bytes."""
 
 
 class _Is(enum.Enum):
@@ -72,19 +72,19 @@ class _Entry:
         self.num_bytes = block.num_bytes
         self.state = _Is.HERE
         self.num_sent = 0
-        """How often the block has been sent away: the end of an outdated copy is recognised by its
-        lower number."""
+        """How often the block has been offloaded; an outdated copy is recognised by its lower
+        number."""
         self.parcel: OffloadedBlock | None = None
         self.coming: Ticket | None = None
         self.memory: Tensor | None = None
         self.has_come = False
-        """Whether the block was away, and has come back or is coming."""
+        """Whether the block was offloaded, and has been fetched back or is being fetched."""
         self.is_gone = False
 
     @property
     def need(self) -> tuple[int, int, int]:
-        """A sort key, by when backwards need the block: the first microbatch first, and in it the
-        last layer first."""
+        """A sort key for the order in which backwards need the blocks: the first microbatch first,
+        and in it the last layer first."""
         return self.microbatch, -self.layer, -place_in_forward(self.number)
 
 
@@ -111,11 +111,11 @@ class StagePolicy:
 
     Args:
         budget_bytes: for saved tensors in the device's memory; infinite for no budget.
-        places: the places of tensors that leave, by layer and number.
-        spare: the place for other tensors when the budget would be exceeded otherwise; ``None`` for
-            no such place.
+        places: the offload targets of tensors, by layer and number.
+        spare: the target for other tensors if the budget would be exceeded otherwise; ``None`` for
+            no such target.
         expected_bytes: the bytes that each layer is expected to save for a microbatch.
-        fills_budget: whether tensors come back as early as the budget allows, or no earlier than
+        fills_budget: whether to prefetch tensors as early as the budget allows, or no earlier than
             two layers before they are needed.
         names: of the layers.
         where: this stage, in words.
@@ -146,11 +146,11 @@ class ActivationStore(ActionListener):
         self._say = say
         self.lock: AbstractContextManager[Any] = threading.RLock()
         self._here_bytes = 0
-        # Those of other stages, which are kept here for them.
+        # Bytes that this stage keeps for other stages.
         self._lent_bytes = 0
-        # Reserved for what the layer under way is about to save.
+        # Bytes reserved for the tensors that the current layer is about to save.
         self._promised_bytes = 0
-        # Bytes that some thread waits for: no block may come back into that room.
+        # Bytes that a thread waits for: no block may be fetched into that memory.
         self._awaited_bytes = 0
         self._expected = dict(orders.expected_bytes)
         self._measured: set[int] = set()
@@ -158,13 +158,13 @@ class ActivationStore(ActionListener):
         self._leaving: deque[_Entry] = deque()
         self._coming: list[_Entry] = []
         self._new: list[_Entry] = []
-        # Blocks with a further name, and that name.
+        # Blocks that have a second name, and that name.
         self._also: list[tuple[_Entry, tuple[int, int]]] = []
         # Dropped blocks: any thread may drop one at any time, so this needs no lock.
         self._dropped: deque[_Entry] = deque()
         self._row: Row = ()
         self._position = 0
-        # The last layer that has begun in the action under way.
+        # The last layer that has started in the current action.
         self._layer = -1
         self._forwards: list[int] = []
         self._backward_at: dict[int, int] = {}
@@ -175,7 +175,7 @@ class ActivationStore(ActionListener):
         self._longest_seconds = 0.0
 
     def follow(self, orders: StagePolicy) -> None:
-        """Takes the settings of another plan; no copy may be under way."""
+        """Applies the settings of another plan; no copy may be in progress."""
         self._orders = orders
         self._expected = {**orders.expected_bytes, **self._expected}
 
@@ -213,10 +213,10 @@ class ActivationStore(ActionListener):
             self._position = 0
 
     def begin_action(self, place: int, action: Action) -> None:
-        """Called when the stage begins the action at a place of its row."""
+        """Called when the stage starts an action, given the action's index in its row."""
         with self.lock:
             self._position, self._layer = place, -1
-            # Blocks that a backward has recomputed are not moved out.
+            # Blocks that a backward has recomputed are not offloaded.
             self._new.clear()
             self._also.clear()
             self._begun = time.monotonic()
@@ -225,13 +225,13 @@ class ActivationStore(ActionListener):
         self.advance()
 
     def end_action(self, action: Action) -> None:
-        """Called when the action is over."""
+        """Called when the action has ended."""
         with self.lock:
             self._bury()
             self._promised_bytes = 0
             self._longest_seconds = max(self._longest_seconds, time.monotonic() - self._begun)
             if action.kind is Kind.FORWARD:
-                # Blocks saved by code behind the last layer.
+                # Blocks saved by code after the last layer.
                 self._send_new()
                 saved = sum(
                     entry.num_bytes
@@ -246,17 +246,17 @@ class ActivationStore(ActionListener):
     # --- layers ---
 
     def before_layer(self, layer: int) -> None:
-        """Called before a layer runs: reserves memory for what it saves."""
+        """Called before a layer runs: reserves memory for the tensors it saves."""
         with self.lock:
             self._layer = layer
         self.make_room(self._expected.get(layer, 0), layer)
 
     def after_layer(self, layer: int) -> None:
-        """Called after a layer has run: begins to move out what it saved, as the plan says."""
+        """Called after a layer has run: starts to offload the tensors it saved, as planned."""
         with self.lock:
             self._promised_bytes = 0
             saved = sum(entry.num_bytes for entry in self._new if entry.number < FRONT)
-            # A measured size replaces a guessed one.
+            # A measured size replaces an estimated one.
             known = self._expected[layer] if layer in self._measured else 0
             self._expected[layer] = max(known, saved)
             self._measured.add(layer)
@@ -265,7 +265,7 @@ class ActivationStore(ActionListener):
         self.advance()
 
     def _send_new(self) -> None:
-        """Begins to move out those of the newly saved blocks that the plan moves."""
+        """Starts to offload those of the newly saved blocks that the plan offloads."""
         new = [(entry, (entry.layer, entry.number)) for entry in self._new] + self._also
         self._new.clear()
         self._also.clear()
@@ -275,9 +275,9 @@ class ActivationStore(ActionListener):
             if places and is_here and not self._sent(entry, places):
                 self._say_once(
                     "room",
-                    f"{self._orders.where} keeps tensors of layer {self._name(entry.layer)!r} that"
-                    " were to be moved: there is no room for them where they were to go. Raise"
-                    " `host_budget`, or the budget of the stages that have room.",
+                    f"{self._orders.where} keeps tensors of layer {self._name(entry.layer)!r} "
+                    "that were to be offloaded: there is no free memory at their targets. Raise "
+                    "`host_budget`, or the budget of the stages with free memory.",
                 )
 
     def add(self, block: Block) -> None:
@@ -291,20 +291,20 @@ class ActivationStore(ActionListener):
             self._promised_bytes = max(0, self._promised_bytes - entry.num_bytes)
 
     def also(self, block: Block, layer: int, number: int) -> None:
-        """Gives a block a further name: it moves if the plan moves either of the two."""
+        """Gives a block a second name: it is offloaded if the plan offloads either of the two."""
         if isinstance(block.place, _Entry):
             self._also.append((block.place, (layer, number)))
 
     def drop(self, place: object) -> None:
-        """Drops a block that is not needed any more, given its ``place`` attribute."""
+        """Drops a block that is no longer needed, given its ``place`` attribute."""
         if isinstance(place, _Entry):
             self._dropped.append(place)
 
     def lend(self, num_bytes: int) -> None:
-        """Counts bytes that another stage puts here, or, negative, takes back.
+        """Counts bytes that another stage offloads to this one; negative when it fetches them back.
 
         Raises:
-            BudgetError: this stage still has no room for them after a while.
+            BudgetError: this stage has no free memory for them before a timeout.
         """
         begun = time.monotonic()
         while num_bytes > 0:
@@ -325,11 +325,11 @@ class ActivationStore(ActionListener):
         self._count(0)
 
     def hold(self, num_bytes: int) -> None:
-        """Counts bytes that are held and cannot be moved, as a payload that was sent on; negative
-        when they are released.
+        """Counts bytes that cannot be offloaded, such as a payload that was sent on; negative when
+        they are freed.
 
         Raises:
-            BudgetError: there is no room for it.
+            BudgetError: they exceed the budget.
         """
         if num_bytes > 0:
             self._take_room(num_bytes, "what is sent on", None, partial(self._count, num_bytes))
@@ -340,7 +340,7 @@ class ActivationStore(ActionListener):
     # --- there and back ---
 
     def make_room(self, num_bytes: int, layer: int) -> None:
-        """Waits until so many more bytes fit in the budget, and reserves them for a layer.
+        """Waits until ``num_bytes`` more fit in the budget, and reserves them for a layer.
 
         Args:
             num_bytes: the bytes that the layer is expected to save.
@@ -360,14 +360,14 @@ class ActivationStore(ActionListener):
     def _take_room(
         self, num_bytes: int, who: str, layer: int | None, take: Callable[[], None]
     ) -> None:
-        """Takes so many more bytes of the budget as soon as they fit.
+        """Takes ``num_bytes`` more of the budget as soon as they fit.
 
         Args:
             num_bytes: how many.
-            who: what needs them, in words.
+            who: the user of the memory, in words.
             layer: the layer that needs them, if it is a layer.
-            take: counts them. Called under the lock under which the room was found, so that no
-                other thread takes the same room.
+            take: counts them. Called while the lock is held, so that no other thread takes the same
+                memory.
 
         Raises:
             BudgetError: they can never fit.
@@ -408,11 +408,11 @@ class ActivationStore(ActionListener):
             self.traffic.waited_seconds += time.perf_counter() - begun
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether so many more bytes fit in the budget now."""
+        """Whether ``num_bytes`` more fit in the budget now."""
         return self.held_bytes + num_bytes <= self._orders.budget_bytes
 
     def advance(self) -> None:
-        """Begins to bring back the blocks that are needed next, as far as there is room."""
+        """Starts to prefetch the blocks that are needed next, as far as they fit in the budget."""
         with self.lock:
             self._settle()
             for microbatch in sorted(self._entries):
@@ -430,7 +430,7 @@ class ActivationStore(ActionListener):
                     self._call_back(entry)
 
     def fetch(self, block: Block) -> None:
-        """Brings a block back that is needed now; returns when it is here."""
+        """Fetches a block that is needed now; returns when it is on the device."""
         entry: _Entry = block.place
         with self.lock:
             self._let_stay(entry)
@@ -483,7 +483,7 @@ class ActivationStore(ActionListener):
     def _has_left_meanwhile(self, entry: _Entry, num_sent: int) -> None:
         """Called by the thread that has copied the block."""
         self._has_left(entry, num_sent)
-        # The compute thread may be waiting, so this thread uses the freed room.
+        # The compute thread may be waiting, so this thread uses the freed memory.
         self.advance()
 
     def _call_back(self, entry: _Entry) -> None:
@@ -510,7 +510,7 @@ class ActivationStore(ActionListener):
             entry.memory = entry.coming = entry.parcel = None
 
     def _stay(self, microbatch: int) -> None:
-        """Keeps the blocks of a microbatch that have not left yet."""
+        """Keeps those blocks of a microbatch on the device that have not been offloaded yet."""
         for entry in self._entries.get(microbatch, ()):
             self._let_stay(entry)
 
@@ -520,8 +520,8 @@ class ActivationStore(ActionListener):
             entry.parcel, entry.state = None, _Is.HERE
 
     def _evict(self, lacking: int, layer: int | None) -> bool:
-        """Begins to move out blocks that the plan keeps here, or that have come back early; first
-        the blocks that are needed last.
+        """Starts to evict blocks that the plan keeps here, or that were prefetched early; blocks
+        that are needed last are evicted first.
         """
         spare = [self._orders.spare] if self._orders.spare is not None else []
         here = [e for entries in self._entries.values() for e in entries if e.state is _Is.HERE]
@@ -545,7 +545,9 @@ class ActivationStore(ActionListener):
         return freed > 0
 
     def _is_soon(self, entry: _Entry) -> bool:
-        """Whether with this block no more than two layers' tensors are back and still unused."""
+        """Whether prefetching this block leaves no more than two layers' prefetched tensors
+        unused.
+        """
         back = sum(
             other.num_bytes
             for entries in self._entries.values()
@@ -555,8 +557,8 @@ class ActivationStore(ActionListener):
         return back + entry.num_bytes <= 2 * max(self._expected.values(), default=0)
 
     def _reserve(self, microbatch: int) -> int | None:
-        """The bytes to leave free for forwards that run before a microbatch's backward; ``None`` if
-        it is too early to bring its blocks back.
+        """Returns the bytes to leave free for forwards that run before a microbatch's backward;
+        ``None`` if it is too early to prefetch its blocks.
         """
         at = self._backward_at.get(microbatch)
         if at is None or at < self._position:
@@ -566,8 +568,8 @@ class ActivationStore(ActionListener):
         if coming > 1 or current == Action(Kind.FORWARD, microbatch):
             return None
         if coming and current.kind is Kind.FORWARD:
-            # The forward is under way. Blocks of its earlier layers are already counted, and memory
-            # for the running layer is reserved.
+            # The forward has started. Blocks of its earlier layers are already counted, and memory
+            # for the current layer is reserved.
             return sum(size for layer, size in self._expected.items() if layer > self._layer)
         return coming * self._forward_bytes
 
@@ -579,7 +581,7 @@ class ActivationStore(ActionListener):
         self.traffic.peak_bytes = max(self.traffic.peak_bytes, held)
 
     def _settle(self) -> None:
-        """Updates the table after copies that have ended, and blocks that were dropped."""
+        """Updates the table for copies that are complete and blocks that were dropped."""
         self._bury()
         while self._leaving:
             entry = self._leaving[0]
@@ -615,12 +617,12 @@ class ActivationStore(ActionListener):
     def _error(self, num_bytes: int, lacking: int, who: str) -> BudgetError:
         budget = self._orders.budget_bytes
         return BudgetError(
-            f"The budget for saved tensors on {self._orders.where} is {budget / 1e6:.1f} MB, and"
-            f" {who} would exceed it by {lacking / 1e6:.1f} MB: {self._here_bytes / 1e6:.1f} MB are"
-            f" held here, {self._lent_bytes / 1e6:.1f} MB for other stages, and"
-            f" {num_bytes / 1e6:.1f} MB are to come. A budget that is"
-            f" {_MARGIN * lacking / 1e6:.1f} MB larger would have been enough so far; so would"
-            " smaller microbatches, or more room on the host (`host_budget`)."
+            f"The budget for saved tensors on {self._orders.where} is {budget / 1e6:.1f} MB, and "
+            f"{who} would exceed it by {lacking / 1e6:.1f} MB: {self._here_bytes / 1e6:.1f} MB "
+            f"are in use here, {self._lent_bytes / 1e6:.1f} MB for other stages, and "
+            f"{num_bytes / 1e6:.1f} MB are to come. A budget that is "
+            f"{_MARGIN * lacking / 1e6:.1f} MB larger would have been enough so far; so would "
+            "smaller microbatches, or more host memory (`host_budget`)."
         )
 
     def _say_once(self, what: str, message: str) -> None:

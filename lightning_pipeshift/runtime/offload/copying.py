@@ -1,4 +1,4 @@
-"""Copies between a device's memory and other memory, beside the compute.
+"""Copies between a device's memory and other memory, concurrently with the compute.
 
 On a GPU they run on streams of their own, one for each direction, and events order them with the
 compute; on a CPU, which stands for a device in tests and trains small models, the same copies are
@@ -28,7 +28,7 @@ Done = Callable[[], None]
 
 
 class Ticket(Protocol):
-    """A copy under way."""
+    """A copy in progress."""
 
     def is_done(self) -> bool:
         """Whether the copy is complete."""
@@ -41,7 +41,7 @@ class Copier(Protocol):
     """Makes copies in the order in which they are submitted, in each direction."""
 
     def out(self, work: Callable[[], Any], done: Done) -> Ticket:
-        """Copies from the device when the compute submitted so far is done.
+        """Copies from the device, after the compute submitted so far.
 
         Args:
             work: copies from the device.
@@ -50,15 +50,15 @@ class Copier(Protocol):
         """
 
     def back(self, work: Callable[[], Any], done: Done) -> Ticket:
-        """The same for copies to the device."""
+        """As :meth:`out`, for copies to the device."""
 
     def finish(self) -> None:
-        """Returns when all copies so far are complete; only where they do not hold the memory that
-        they use.
+        """Waits until all copies so far are complete, unless the copies themselves keep their
+        memory alive.
         """
 
     def close(self) -> None:
-        """Closes the copier when the copies under way are complete."""
+        """Closes the copier when the copies in progress are complete."""
 
 
 class _Promise:
@@ -117,9 +117,9 @@ class _Marked:
     """A ticket for work of a stream.
 
     Args:
-        event: recorded behind the work.
+        event: recorded after the work.
         device: the stream's.
-        let_go: called when memory that the work uses may be used for something else.
+        let_go: called when memory that the work uses may be reused.
     """
 
     def __init__(self, event: Any, device: torch.device, let_go: Callable[[], Any]) -> None:
@@ -135,7 +135,7 @@ class _Marked:
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
-        # The compute uses the memory again behind the copy.
+        # The compute reuses the memory after the copy.
         self._let_go()
 
 
@@ -149,8 +149,8 @@ class StreamCopier:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._streams = {name: side_stream(device, name) for name in ("out", "back")}
-        # Copies under way, with all that they read and write: a tensor that nobody refers to any
-        # more (a prefetch that is not wanted after all) would be given to the compute at once.
+        # Copies in progress, with all tensors that they read and write: the allocator would give a
+        # tensor without references (a prefetch that is no longer needed) to the compute at once.
         self._under_way: dict[int, tuple[Any, Callable[[], Any]]] = {}
         self._count = 0
 
@@ -164,7 +164,7 @@ class StreamCopier:
 
     def _submit(self, name: str, work: Callable[[], Any]) -> Ticket:
         stream = self._streams[name]
-        # By then the source has been computed, and the target is no longer in use.
+        # At that point the source has been computed, and the target is no longer in use.
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream), torch.no_grad():
             work()
@@ -196,14 +196,14 @@ def copier_of(
 
 
 def pinned_room(num_bytes: int, finish: Callable[[], None]) -> Tensor:
-    """Pinned host memory, as a vector of bytes, of this size and not more.
+    """Allocates exactly ``num_bytes`` of pinned host memory, as a vector of bytes.
 
     Torch's own allocator rounds pinned memory up to powers of two, and keeps it to the end of the
     process: a budget of 9 GB would take 16.
 
     Args:
         num_bytes: how many, at least 1.
-        finish: called before the memory is released; returns when no copy uses it.
+        finish: called before the memory is freed; returns when no copy uses it.
 
     Raises:
         RuntimeError: so much memory cannot be pinned.
@@ -216,7 +216,7 @@ def pinned_room(num_bytes: int, finish: Callable[[], None]) -> Tensor:
     address = room.data_ptr()
     failure = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
     if failure:
-        # CUDA reports an error once more with the next kernel, which has nothing to do with it.
+        # CUDA reports an error again with the next kernel, which has nothing to do with it.
         with suppress(RuntimeError):
             torch.zeros(1, device="cuda")
         raise RuntimeError(f"CUDA's error {failure} when pinning {num_bytes} bytes")
@@ -230,15 +230,15 @@ def _unpin(address: int, finish: Callable[[], None]) -> None:
 
 
 class BufferPool:
-    """Memory blocks that hold copies, and are used again.
+    """Reusable buffers for copies.
 
     Args:
         device: whose memory.
-        limit_bytes: how much of it may be taken.
-        pinned: whether a GPU is to read and write it beside its compute.
-        finish: returns when no copy uses pinned memory that is to be released.
+        limit_bytes: how much of it may be allocated.
+        pinned: whether a GPU reads and writes it concurrently with its compute.
+        finish: returns when no copy uses pinned memory that is to be freed.
         say: called once with a message if memory cannot be pinned.
-        is_tight: whether used and unused rooms together never exceed the peak of what was in use.
+        is_tight: whether used and unused buffers together never exceed the peak of those in use.
     """
 
     def __init__(
@@ -259,12 +259,12 @@ class BufferPool:
         self._say = say
         self._is_tight = is_tight
         self._lock = threading.Lock()
-        # Unused rooms by their size, and their total size.
+        # Unused buffers by their size, and their total size.
         self._free: dict[int, list[Tensor]] = {}
         self._free_bytes = 0
 
     def claim(self, num_bytes: int) -> bool:
-        """Reserves so many bytes; returns whether that was possible."""
+        """Reserves ``num_bytes``; returns whether that was possible."""
         with self._lock:
             if self.used_bytes + num_bytes > self.limit_bytes:
                 return False
@@ -278,12 +278,12 @@ class BufferPool:
             self.used_bytes -= num_bytes
 
     def take(self, num_bytes: int) -> Tensor:
-        """Reserved room, as a vector of bytes."""
+        """Returns a buffer of reserved memory, as a vector of bytes."""
         with self._lock:
             return self._taken(num_bytes)
 
     def give(self, room: Tensor) -> None:
-        """Frees a room, for later use."""
+        """Returns a buffer to the pool, for reuse."""
         with self._lock:
             self.used_bytes -= room.numel()
             self._free_bytes += room.numel()
@@ -295,14 +295,14 @@ class BufferPool:
             room = unused.pop()
             self._free_bytes -= num_bytes
             return room
-        # Rooms of other sizes are released to make place.
+        # Buffers of other sizes are freed to stay below the limit.
         limit = self.peak_bytes if self._is_tight else self.limit_bytes
         while self._free_bytes and self.used_bytes + self._free_bytes > limit:
             self._give_one_back()
         return self._made(num_bytes)
 
     def clear(self) -> None:
-        """Releases the unused rooms."""
+        """Frees the unused buffers."""
         with self._lock:
             while self._free_bytes:
                 self._give_one_back()
@@ -313,7 +313,7 @@ class BufferPool:
         self._free_bytes -= size
 
     def _drop(self, room: Tensor) -> None:
-        """Called with a room that will not be used again."""
+        """Called with a buffer that will not be reused."""
 
     def _made(self, num_bytes: int) -> Tensor:
         if self._pinned and num_bytes:
@@ -322,9 +322,9 @@ class BufferPool:
             except RuntimeError as error:
                 self._pinned = False
                 self._say(
-                    f"host memory for swapped tensors cannot be pinned ({error}), so swaps are"
-                    " slower, and wait for the compute. Raise the limit of locked memory (`ulimit"
-                    " -l`), or lower `host_budget`."
+                    f"host memory for swapped tensors cannot be pinned ({error}), so swaps are "
+                    "slower, and do not overlap with the compute. Raise the limit of locked "
+                    "memory (`ulimit -l`), or lower `host_budget`."
                 )
         room = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         if self.device.type == "cpu":

@@ -1,8 +1,8 @@
-"""Blocks of saved tensors in the memory of other ranks that have room.
+"""Offloads blocks of saved tensors to the memory of other ranks.
 
 CN114880130B, after MPress (HPCA 2023): a tensor is cut into blocks in proportion to the bandwidth
-of the links to the ranks that take them. A rank on the same host makes room, and this rank copies a
-block there; blocks for other hosts are sent.
+of the links to the ranks that take them. A rank on the same host allocates a buffer, and this rank
+copies a block there; blocks for other hosts are sent.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from lightning_pipeshift.runtime.offload.shared_memory import (
 )
 from lightning_pipeshift.runtime.offload.targets import OffloadedBlock, claim_all
 
-# The lanes of blocks: to the lenders, and back. Requests for a block and the returned blocks go in
-# opposite directions on the second. On the third, lenders answer announcements of blocks.
+# The lanes of blocks: the first to the lenders, the second back. Requests for a block and the
+# returned blocks travel in opposite directions on the second. On the third, lenders answer
+# announcements of blocks.
 _THERE, _BACK, _ROOMS = 1, 2, 3
 
 _CPU = torch.device("cpu")
@@ -51,8 +52,7 @@ class _Put(NamedTuple):
     address: Address | None
     """That of the sending process, if it wants to copy the block there directly."""
     num_asked: int = 0
-    """How many blocks the borrower has asked to be returned or released before it announced this
-    one."""
+    """How many blocks the borrower had asked to be returned or freed when it announced this one."""
 
 
 class Lender:
@@ -60,7 +60,7 @@ class Lender:
 
     Args:
         lanes: makes the lane with a number.
-        device: where to put the blocks.
+        device: where to keep the blocks.
         threads: their threads wait for other stages.
         take_room: called with the bytes of a block that arrives, and, negative, of one that leaves.
         address: that of this process; ``None`` to have every block sent.
@@ -77,17 +77,17 @@ class Lender:
         self._lanes = lanes
         self._device = device
         self._address = address
-        # By borrowing stage: only that stage writes there, one block after the other.
+        # By borrowing stage: only that stage writes there, one block after another.
         self.rooms: dict[int, SharedBufferPool] = {}
         self._threads = threads
         self._take_room = take_room
         self._held: dict[Key, Tensor] = {}
-        # By borrowing stage: how many of its requests have been carried out.
+        # By borrowing stage: how many of its requests are complete.
         self._num_answered: dict[int, float] = {}
         self._changed = threading.Condition()
 
     def serve(self, stage: int) -> None:
-        """From here on, takes the blocks that a stage sends, and returns them on request."""
+        """From now on, receives the blocks that a stage sends, and returns them on request."""
         if stage not in self.rooms:
             self.rooms[stage] = SharedBufferPool(self._device)
             self._num_answered[stage] = 0.0
@@ -104,15 +104,15 @@ class Lender:
         while True:
             put = lane.receive_object(stage)
             if last is not None:
-                # The borrower announces its next block only after opening the last room.
+                # The borrower announces its next block only after opening the last buffer.
                 rooms.was_opened(last)
             if put is None:
                 break
             rooms.is_shared = put.address is not None and put.address == self._address
             room = self._held.get(put.key)
             if room is None:
-                # What the borrower has given back before it announced this block came by another
-                # lane. Until it is released here, there would be more than was promised.
+                # Requests to free blocks, made before this announcement, arrive on another lane.
+                # Until they are carried out, more memory would be in use than was reserved.
                 with self._changed:
                     while self._num_answered[stage] < put.num_asked:
                         self._changed.wait()
@@ -146,7 +146,7 @@ class Lender:
         try:
             self._answer_all(stage)
         finally:
-            # Whatever ends it: no block waits for what never comes.
+            # However this ends, no block may wait for one that never arrives.
             with self._changed:
                 self._num_answered[stage] = math.inf
                 self._changed.notify_all()
@@ -169,13 +169,13 @@ class Lender:
 
 
 def _opening(rooms: SharedBufferPool, room: Tensor) -> Opening | str | None:
-    """The answer to the announcement of a block: how to open its room, or why that is impossible;
-    ``None`` if the two processes are too far apart.
+    """The answer to the announcement of a block: how to open its buffer, or why that is impossible;
+    ``None`` if the two processes cannot share memory.
     """
     try:
         return rooms.opening(room) if rooms.is_shared else None
     except RuntimeError as error:
-        # What the allocator was told (`expandable_segments`), or a container, may forbid it.
+        # The allocator's settings (`expandable_segments`) or a container may forbid it.
         rooms.is_shared = False
         return str(error)
 
@@ -213,9 +213,10 @@ class Borrower:
         self._device = device
         self._address = address
         self._say = say
-        # The lender's rooms that this process has opened, by their numbers.
+        # The lender's buffers that this process has opened, by their numbers.
         self._opened: dict[int, Tensor] = {}
-        # The blocks that have arrived, with their rooms; ``None`` where only the lender knows it.
+        # The blocks that have arrived, with their buffers; ``None`` if only the lender knows the
+        # buffer.
         self._arrived: dict[Key, Tensor | None] = {}
         self._forgotten: set[Key] = set()
         self._num_asked = 0
@@ -226,7 +227,7 @@ class Borrower:
         self.back = InOrder(f"from stage {stage}", on_error)
 
     def claim(self, num_bytes: int) -> bool:
-        """Reserves room at the lender; returns whether that was possible."""
+        """Reserves memory at the lender; returns whether that was possible."""
         with self._changed:
             if self.used_bytes + num_bytes > self.limit_bytes:
                 return False
@@ -269,7 +270,7 @@ class Borrower:
         self.back.submit(partial(self._ask, key, is_wanted=False))
 
     def _room(self, key: Key, num_bytes: int) -> Tensor | None:
-        """Announces a block; returns the room to copy it to, or ``None`` if it is to be sent."""
+        """Announces a block; returns the buffer to copy it to, or ``None`` if it is to be sent."""
         lane = self._lanes(_THERE)
         with self._changed:
             num_asked = self._num_asked
@@ -291,18 +292,18 @@ class Borrower:
             except (OSError, RuntimeError) as error:
                 self._address = None
                 self._say_why(error)
-                # The lender has room for the block already, and finds that room by the key.
+                # The lender has a buffer for the block already, and finds it by the key.
                 return self._room(key, num_bytes)
         return self._opened[opening.number]
 
     def _say_why(self, reason: object) -> None:
         self._say(
-            f"memory of stage {self.stage} cannot be written to directly ({reason}), so what is"
-            " swapped there goes by the network."
+            f"memory of stage {self.stage} cannot be written to directly ({reason}), so blocks "
+            "swapped there are sent over the network."
         )
 
     def take(self, key: Key, block: Tensor) -> None:
-        """Brings a part back, which may still be on its way to the lender."""
+        """Fetches a part back, which may still be on its way to the lender."""
         with self._changed:
             while key not in self._arrived:
                 if self._failure is not None:
@@ -320,10 +321,10 @@ class Borrower:
             copy(block, lane.receive_tensor(block, self.stage), self._device)
 
     def forget(self, key: Key) -> None:
-        """Lets the lender release a part, which may still be on its way there."""
+        """Lets the lender free a part, which may still be on its way there."""
         with self._changed:
             if key not in self._arrived:
-                # The thread that sends it sees this, and does not send it or releases it.
+                # The thread that sends it sees this, and does not send it, or asks to free it.
                 self._forgotten.add(key)
                 return
             del self._arrived[key]
@@ -338,13 +339,13 @@ class Borrower:
         return lane
 
     def close(self) -> None:
-        """Lets the other stage stop serving this one."""
+        """Tells the other stage to stop serving this one."""
         self.there.submit(self._leave)
         self.there.close()
 
     def _leave(self) -> None:
         self._say_goodbye(_THERE)
-        # Only now have all requests for the other lane been submitted.
+        # All requests for the other lane have been submitted only now.
         self.back.submit(partial(self._say_goodbye, _BACK))
         self.back.close()
 
@@ -386,7 +387,7 @@ class _Together:
 
 
 class RemoteTarget:
-    """Ranks with room, each of which takes a part of every block.
+    """Ranks with free memory, each of which takes a part of every block.
 
     Args:
         borrowers: this stage's ends of the lanes to them.
@@ -402,17 +403,19 @@ class RemoteTarget:
         self._split = Swap(0, (0,), tuple(self.borrowers), tuple(shares))
 
     def sizes(self, num_bytes: int) -> list[tuple[Borrower, int]]:
-        """How many of a block's bytes go to each rank."""
+        """The number of a block's bytes for each rank."""
         return [(self.borrowers[stage], size) for stage, size in self._split.parts(num_bytes)]
 
     def put(self, memory: Tensor, done: Done) -> OffloadedBlock | None:
-        """See :class:`Place`."""
+        """See :class:`~lightning_pipeshift.runtime.offload.targets.OffloadTarget`."""
         has_room = claim_all(self.sizes(memory.nbytes))
         return _RemoteBlock(self, memory, done) if has_room else None
 
 
 def _event_now(device: torch.device) -> Any:
-    """An event after the compute so far; ``None`` on a device that computes synchronously."""
+    """An event recorded after the compute so far; ``None`` on a device that computes
+    synchronously.
+    """
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -421,7 +424,7 @@ def _event_now(device: torch.device) -> Any:
 
 
 class _RemoteBlock:
-    """Blocks at other ranks: for each of them a key, and the part's size."""
+    """A block offloaded to other ranks: for each of them a key, and the part's size."""
 
     def __init__(self, place: RemoteTarget, memory: Tensor, done: Done) -> None:
         self._codec = place.codec
@@ -450,7 +453,7 @@ class _RemoteBlock:
         act: Callable[[Borrower, Key, Tensor], None],
         done: Done,
     ) -> Ticket:
-        """Lets a thread for each rank process that rank's part, after the compute so far."""
+        """Runs ``act`` on each rank's part in a thread for that rank, after the compute so far."""
         event = _event_now(whole.device)
 
         def submit(borrower: Borrower, key: Key, block: Tensor, then: Callable[[], None]) -> Any:
@@ -489,7 +492,7 @@ class _RemoteBlock:
                 self._unpack(whole, memory)
             done()
 
-        # By then, earlier uses of this memory are complete.
+        # At that point, earlier uses of this memory are complete.
         return self._each(whole, lambda to: to.back, take, finish)
 
     def _unpack(self, whole: Tensor, memory: Tensor) -> None:

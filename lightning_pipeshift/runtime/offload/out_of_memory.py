@@ -1,4 +1,6 @@
-"""Explains out-of-memory errors: in which layer they occur, and which budget would have helped."""
+"""Explains out-of-memory errors: the layer in which they occur, and the budget that would have
+helped.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,13 @@ def explained(
     budget_bytes: float | None,
     total_bytes: float,
 ) -> BudgetError:
-    """The error for a step that has run out of memory.
+    """Returns the error for a step that has run out of memory.
 
     Args:
         error: torch's.
         where: the stage, in words.
         action: the action that failed, as text of a schedule.
-        current: the pass under way.
+        current: the pass in progress.
         budget_bytes: that of the device, if there is one.
         total_bytes: the device's memory; 0 where that is not known.
     """
@@ -39,7 +41,8 @@ def explained(
     known = budget_bytes if budget_bytes is not None else total_bytes
     advice = "`MemoryCompression(budget=...)` with less than the device has"
     if known:
-        # The failed allocation's size is missing, and what the allocator loses by fragmentation.
+        # The failed allocation's size, and memory that fragmentation wastes in the allocator, are
+        # missing.
         enough = max(known - _MARGIN * lacking, 0.5 * known) if lacking else 0.9 * known
         advice = f"`MemoryCompression(budget={enough / 1e9:.2f}e9)`"
         if budget_bytes is not None:

@@ -1,9 +1,9 @@
-"""Memory of this process that another one on the same host can write to and read from directly.
+"""Memory of this process that another process on the same host can read and write directly.
 
-A tensor that goes to another device of the same host is copied once, by the process that needs the
-room, over the link between the two devices: no message carries it, and no other process takes part.
-On a GPU the memory is shared by CUDA IPC; on a CPU, which stands for a device in tests and trains
-small models, as a file in memory only.
+A tensor that is offloaded to another device of the same host is copied once, by the process that
+needs the memory, over the link between the two devices, without a message or another process. On a
+GPU the memory is shared by CUDA IPC; on a CPU, which stands for a device in tests and trains small
+models, it is a file in memory.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from lightning_pipeshift.runtime.offload.copying import BufferPool
 
 @dataclass(frozen=True)
 class Address:
-    """Where a process is: two with equal addresses can share memory.
+    """The address of a process: two processes with equal addresses can share memory.
 
     Args:
         host: the running system, the user, and the namespace of process numbers.
         devices: the GPUs that the process sees, in its order, by their UUIDs; empty on a CPU. A
-            handle names its GPU by the place in this order.
+            handle names its GPU by its index in this order.
         kind: the kind of device.
     """
 
@@ -41,7 +41,7 @@ class Address:
 
 
 def address_here(device: torch.device) -> Address | None:
-    """This process's address; ``None`` where memory cannot be shared."""
+    """This process's address; ``None`` if memory cannot be shared."""
     if not sys.platform.startswith("linux"):
         return None
     try:
@@ -56,20 +56,21 @@ def _visible() -> tuple[str, ...]:
     found = tuple(str(getattr(each, "uuid", "")) for each in properties)
     if all(found):
         return found
-    # This build does not know them. What selects GPUs selects them on ROCm, too.
+    # This build of torch does not know the UUIDs. The variable that selects GPUs works on ROCm,
+    # too.
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
     return tuple(os.environ.get(name, "all") for name in names)
 
 
 @contextmanager
 def aside(device: torch.device) -> Iterator[None]:
-    """Context in which this thread's work on a GPU, its memory included, has nothing to do with the
-    compute: for threads that serve other ranks.
+    """Context in which this thread's work and allocations on a GPU are independent of the compute:
+    for threads that serve other ranks.
 
-    A thread begins on the stream of the compute. What it submits there waits for all that the
+    A thread starts on the compute stream. Work that it submits there waits for everything the
     compute waits for; that may be another rank's payload, and that rank may wait for this thread.
-    The same holds for memory that another process is given: it waits for what is queued on the
-    stream that was current here, on the one that is current there.
+    The same holds for memory that another process opens: it waits for the work queued on the stream
+    that was current here, on the one that is current there.
     """
     if device.type != "cuda":
         yield
@@ -79,12 +80,12 @@ def aside(device: torch.device) -> Iterator[None]:
 
 
 class Opening(NamedTuple):
-    """A message to another process, with which it opens a room.
+    """A message that tells another process how to open a buffer.
 
     Args:
-        number: identifies the room.
-        handle: opens the room; ``None`` where it has been sent before.
-        gone: numbers of rooms that no longer exist.
+        number: identifies the buffer.
+        handle: opens the buffer; ``None`` if it has been sent before.
+        gone: numbers of buffers that no longer exist.
     """
 
     number: int
@@ -93,7 +94,7 @@ class Opening(NamedTuple):
 
 
 class SharedBufferPool(BufferPool):
-    """Rooms that one other process can open.
+    """Buffers that one other process can open.
 
     Args:
         device: whose memory.
@@ -102,17 +103,17 @@ class SharedBufferPool(BufferPool):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, float("inf"), is_tight=True)
         self.is_shared = False
-        """Whether the other process is going to open the rooms that are made from here on."""
-        # By the address of a room's memory: the number by which the other process knows it, and the
-        # object that keeps it open until then.
+        """Whether the other process opens the buffers that are allocated from now on."""
+        # By the address of a buffer's memory: the number by which the other process knows it, and
+        # the object that keeps the handle valid until the other process has opened it.
         self._numbers: dict[int, int] = {}
         self._files: dict[int, int] = {}
         self._next_number = itertools.count()
         self._gone: list[int] = []
 
     def opening(self, room: Tensor) -> Opening | None:
-        """The message with which the other process opens a room; ``None`` if the room cannot be
-        shared. Call it :func:`aside` from the compute.
+        """The message with which the other process opens a buffer; ``None`` if the buffer cannot be
+        shared. Call it in :func:`aside`.
 
         Raises:
             RuntimeError: the GPU's memory cannot be shared.
@@ -152,7 +153,7 @@ class SharedBufferPool(BufferPool):
             return super()._made(num_bytes)
         try:
             file = os.memfd_create("pipeshift")
-        except OSError:  # too many files, say
+        except OSError:  # for example, too many open files
             return super()._made(num_bytes)
         os.ftruncate(file, num_bytes)
         room = _mapped(os.getpid(), file, num_bytes)
@@ -166,8 +167,8 @@ def _mapped(process: int, file: int, num_bytes: int) -> Tensor:
 
 
 def opened(handle: Any, device: torch.device) -> Tensor:
-    """The room that another process's handle refers to, as a vector of bytes. Call it :func:`aside`
-    from the compute.
+    """Returns the buffer that another process's handle refers to, as a vector of bytes. Call it in
+    :func:`aside`.
 
     Args:
         handle: that of its :class:`Opening`.
@@ -181,7 +182,7 @@ def opened(handle: Any, device: torch.device) -> Tensor:
         rebuild, arguments = handle
         room = rebuild(*arguments)
         here, there = device.index or 0, room.device.index or 0
-        # A GPU is no peer of its own.
+        # Peer access exists only between different GPUs.
         if here != there and not torch.cuda.can_device_access_peer(here, there):
             raise RuntimeError(f"{device} cannot reach {room.device}")
         return room

@@ -1,5 +1,5 @@
-"""One stage's memory for saved tensors: its budget, the places they may go to, and other stages'
-blocks that it keeps.
+"""One stage's memory for saved tensors: its budget, its offload targets, and the blocks of other
+stages that it keeps.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RankRoom:
     Args:
         budget_bytes: of its device, for everything.
         host_bytes: of its host, for swapped tensors.
-        host_bandwidth: of the way to the host and back, in bytes per second.
+        host_bandwidth: of copies to the host and back, in bytes per second.
     """
 
     budget_bytes: int
@@ -69,7 +69,7 @@ class RankRoom:
 
 
 class StageMemory:
-    """One stage's part in memory compression.
+    """Manages memory compression on one stage.
 
     Args:
         wishes: the user's settings.
@@ -137,8 +137,8 @@ class StageMemory:
         return self.room
 
     def _bandwidth(self) -> float:
-        """The bandwidth to the host and back, the lower of the two, with copies in both directions
-        at once: so it is in a step. All ranks of a host measure at the same time.
+        """Measures the bandwidth to the host and back, the lower of the two, with copies in both
+        directions at once, as in a step. All ranks of a host measure at the same time.
         """
         size = int(min(_TRIED_BYTES, self._host.limit_bytes // 2))
         rooms = [self._host.take(size) for _ in range(2) if size and self._host.claim(size)]
@@ -177,7 +177,7 @@ class StageMemory:
         static_bytes: Mapping[int, float],
         expected_bytes: Mapping[int, int],
     ) -> None:
-        """Follows a plan from here on. Every stage calls this, with the same plan.
+        """Applies a plan from now on. Every stage calls this, with the same plan.
 
         Args:
             plan: the plan.
@@ -219,7 +219,9 @@ class StageMemory:
     def _ways(
         self, swap: Swap, host: OffloadTarget, spare: OffloadTarget | None
     ) -> tuple[OffloadTarget, ...]:
-        """The places for a swap's tensors, in order: each is used if those before it are full."""
+        """The offload targets for a swap's tensors, in order: each is used if those before it are
+        full.
+        """
         if not swap.stages:
             return (host,)
         for stage in swap.stages:
@@ -251,7 +253,9 @@ class StageMemory:
         }
 
     def close(self) -> None:
-        """Called at the end of the run: frees the memory, and ends the lending between stages."""
+        """Called at the end of the run: frees the memory, and ends the offloading between
+        stages.
+        """
         for borrower in self._borrowers.values():
             borrower.close()
         self._borrowers.clear()

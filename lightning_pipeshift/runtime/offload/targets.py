@@ -1,8 +1,8 @@
-"""Places for saved tensors that are not on their device: here the host, or GPUs that this process
-copies to. Places on other ranks are in :mod:`lending`.
+"""Offload targets for saved tensors: here the host, or GPUs that this process copies to. Targets on
+other ranks are in :mod:`lending`.
 
 CN114880130B, after MPress (HPCA 2023): a tensor is cut into blocks in proportion to the bandwidth
-of the links to the devices that take it, and a table has the place of each block.
+of the links to the devices that take it, and a table has the location of each block.
 """
 
 from __future__ import annotations
@@ -21,46 +21,47 @@ from lightning_pipeshift.runtime.offload.copying import BufferPool, Copier, Done
 
 
 class OffloadedBlock(Protocol):
-    """A block at another place, or on its way there."""
+    """A block at its offload target, or on its way there."""
 
     leaving: Ticket
 
     def fetch(self, memory: Tensor, done: Done) -> Ticket:
-        """Begins to bring it back.
+        """Starts to fetch the block.
 
         Args:
-            memory: where to put it.
+            memory: the buffer to fetch it into.
             done: see :class:`~lightning_pipeshift.runtime.offload.copying.Copier`.
         """
 
     def forget(self) -> None:
-        """Releases the block at its place; copies under way may still complete."""
+        """Frees the block at its target; copies in progress may still complete."""
 
 
 class OffloadTarget(Protocol):
-    """Takes blocks."""
+    """A place in memory that blocks can be offloaded to."""
 
     def put(self, memory: Tensor, done: Done) -> OffloadedBlock | None:
-        """Begins to take a block; ``None`` where there is no room.
+        """Starts to offload a block; returns ``None`` if there is no free memory.
 
         Args:
-            memory: the block, as a vector. The caller must not write to it until it has left.
+            memory: the block, as a vector. The caller must not write to it until it has been
+                copied.
             done: see :class:`~lightning_pipeshift.runtime.offload.copying.Copier`.
         """
 
 
 class _Claimable(Protocol):
-    """Has room that can be reserved."""
+    """Memory that can be reserved."""
 
     def claim(self, num_bytes: int) -> bool:
-        """Reserves so many bytes; returns whether that was possible."""
+        """Reserves ``num_bytes``; returns whether that was possible."""
 
     def unclaim(self, num_bytes: int) -> None:
         """Undoes :meth:`claim`."""
 
 
 def claim_all(parts: Sequence[tuple[_Claimable, int]]) -> bool:
-    """Reserves room for all parts of a block, or for none; returns whether it did."""
+    """Reserves memory for all parts of a block, or for none; returns whether it did."""
     for index, (room, size) in enumerate(parts):
         if not room.claim(size):
             for other, claimed in parts[:index]:
@@ -70,10 +71,10 @@ def claim_all(parts: Sequence[tuple[_Claimable, int]]) -> bool:
 
 
 class LocalTarget:
-    """Memory that this process can copy to: the host's, or that of GPUs beside its own.
+    """Memory that this process can copy to: the host's, or that of other GPUs.
 
     Args:
-        rooms: each takes a part of every block.
+        rooms: buffer pools, each of which takes a part of every block.
         shares: the relative sizes of these parts.
         copier: makes the copies.
         codec: compresses blocks for the transfer.
@@ -92,7 +93,7 @@ class LocalTarget:
         self._split = Swap(0, (0,), tuple(range(len(self.rooms))), tuple(shares))
 
     def sizes(self, num_bytes: int) -> list[tuple[BufferPool, int]]:
-        """How many of a block's bytes go to which rooms."""
+        """The number of a block's bytes for each buffer pool."""
         return [(self.rooms[index], size) for index, size in self._split.parts(num_bytes)]
 
     def put(self, memory: Tensor, done: Done) -> OffloadedBlock | None:
@@ -125,7 +126,7 @@ class _LocalBlock:
                 room.copy_(block, non_blocking=True)
                 self._rooms.append((rooms, room))
                 claimed[id(rooms)] -= size
-        # The encoded block is smaller than the reserved room.
+        # The encoded block is smaller than the reserved buffer.
         for rooms in place.rooms:
             rooms.unclaim(claimed.get(id(rooms), 0))
 
@@ -155,7 +156,7 @@ class _LocalBlock:
 
     def forget(self) -> None:
         """See :class:`OffloadedBlock`."""
-        # Queued behind the copies that use these rooms.
+        # Queued after the copies that use these buffers.
         self._place.copier.out(self._give_back, _nothing)
 
     def _give_back(self) -> None:

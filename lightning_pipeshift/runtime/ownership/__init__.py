@@ -1,1 +1,1 @@
-"""Who holds which tensors, and how layers move to other owners."""
+"""Which stage holds which tensors, and how layers move to other owners."""

@@ -80,7 +80,8 @@ class Holdings:
         self._aliases: dict[int, list[Tensor]] | None = None
         # By memory: the original's name.
         self._copies: dict[int, str] | None = None
-        # The fewest elements of a parameter or buffer, by whether it is of a floating type.
+        # The smallest number of elements of a parameter or buffer, by whether it is of a floating
+        # type.
         self._smallest = {
             is_float: min(
                 (
@@ -93,7 +94,7 @@ class Holdings:
             )
             for is_float in (True, False)
         }
-        # By identity of a parameter held elsewhere: the gradient that user code sees.
+        # By identity of a parameter held on another stage: the gradient that user code sees.
         self._shown: dict[int, Tensor] = {}
         self.place(stage_of)
         self._fresh: dict[int, tuple[nn.Parameter, Tensor]] = {}
@@ -204,16 +205,20 @@ class Holdings:
         return self._aliases.get(storage_key_of(tensor), [])
 
     def copied(self, tensor: Tensor) -> str | None:
-        """The parameter or buffer of which user code keeps a copy with this tensor's memory."""
+        """The name of the parameter or buffer of which user code keeps a copy in this tensor's
+        memory, or ``None``.
+        """
         storage = tensor.untyped_storage()
-        # Averages of all kinds mix in counters and weights in every step: they are too small.
+        # Averages of all kinds mix in counters and weights in every step: these are too small to be
+        # copies.
         num_elements = storage.nbytes() // tensor.element_size()
         if num_elements < self._smallest[tensor.is_floating_point()]:
             return None
         memory = storage_key(storage)
         if self._copies is not None and memory not in self._copies:
             return None
-        # Searched once in a step, and again for a memory that another tensor may have by now.
+        # Searched once in a step, and again for memory that may have been reused for another
+        # tensor.
         self._copies = {
             storage_key_of(copy): name for copy, name in self._found_copies() if not copy.is_meta
         }
@@ -246,7 +251,8 @@ class Holdings:
 
     def _let_go_of_copies(self) -> None:
         """Drops the copies that user code made while the whole model was here, except copies of
-        what this stage holds: values computed from copies are computed where the originals are.
+        tensors that this stage holds: values computed from copies are computed on the stages of the
+        originals.
         """
         for tensor, name in self._found_copies():
             if tensor.is_meta or self.stage in self.stages_of([name]) or self.is_held(tensor):
@@ -254,11 +260,11 @@ class Holdings:
             try:
                 swap(tensor, Elsewhere.like(tensor, [name]))
             except RuntimeError as error:
-                log.warning("PipeShift: a copy of %s stays on this stage: %s", name, error)
+                log.warning("PipeShift: a copy of %s remains on this stage: %s", name, error)
 
     def pass_copies_on(self, stage_of: Sequence[int]) -> None:
         """Sends the copies of parameters that user code keeps to the stages that will hold these
-        parameters, and drops them elsewhere. Every stage calls this.
+        parameters, and drops them on all others. Every stage calls this.
 
         Args:
             stage_of: the new stage of each layer.
@@ -278,14 +284,14 @@ class Holdings:
                 elif what.lives_with and stages and self.stage not in stages and not tensor.is_meta:
                     swap(tensor, Elsewhere.like(tensor, what.lives_with))
 
-    # --- where the values are ---
+    # --- where the values are stored ---
 
     def obtain(self, deferred: DeferredInit) -> None:
         """Gets the values that this stage is to hold and lacks: from a stage that has them from an
-        earlier run, or by making them. Every stage calls this.
+        earlier run, or by initialising them. Every stage calls this.
 
         Raises:
-            LayerError: no stage has them, and how to make them is not known.
+            LayerError: no stage has them, and it is not known how to initialise them.
         """
         with torch.no_grad(), flat_weights_forgotten(self.root):
             self._fetch(deferred)
@@ -316,9 +322,9 @@ class Holdings:
             if not sources:
                 name = self.uses[number].name if number < len(parameters) else "a layer's buffer"
                 raise LayerError(
-                    f"No stage has the values of {name}: it is on the meta device everywhere, and"
-                    " was not made in `configure_model`. Make the whole model there, or give every"
-                    " parameter values in `__init__`."
+                    f"No stage has the values of {name}: it is on the meta device everywhere, and "
+                    "was not created in `configure_model`. Make the whole model there, or give "
+                    "every parameter values in `__init__`."
                 )
             for to in targets:
                 self._pass(number, sources[0], to)
@@ -350,7 +356,9 @@ class Holdings:
             take_other_state(layer, dict(channels.receive_values(source)))
 
     def settle(self, optimizers: Iterable[Optimizer], final: bool, deferred: DeferredInit) -> None:
-        """Moves what is held to this stage's device; with ``final``, releases the rest."""
+        """Moves the tensors that this stage holds to its device; with ``final``, frees the
+        others.
+        """
         device = self.channels.device
         names = {id(use.parameter): use.name for use in self.uses}
         names |= {id(buffer): name for name, buffer in self.root.named_buffers()}
@@ -379,7 +387,7 @@ class Holdings:
             release(tensor, name)
         except RuntimeError as error:
             # Torch refuses while there is a weak reference to the tensor. That only costs memory.
-            log.warning("PipeShift: a tensor of another stage stays here: %s", error)
+            log.warning("PipeShift: a tensor of another stage remains here: %s", error)
 
     def make_whole(self) -> None:
         """Gives every stage the whole model again, on the CPU, one tensor at a time. Every stage
@@ -401,7 +409,9 @@ class Holdings:
         self.to_cpu()
 
     def to_cpu(self) -> None:
-        """Moves what is held to the CPU, and stops tracking which stage holds which tensor."""
+        """Moves the tensors that this stage holds to the CPU, and stops tracking which stage holds
+        which tensor.
+        """
         set_owner_lookup(None)
         self._aliases = self._copies = None
         for slot in slots_of(self.root):
@@ -428,11 +438,11 @@ class Holdings:
     # --- gradients ---
 
     def put_gradient_aside(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Takes a parameter's gradient from before the step, if it arrives during the step."""
+        """Saves a parameter's gradient from before the step, if it arrives during the step."""
         self._aside.append((parameter, gradient))
 
     def set_gradients_aside(self, keep: bool) -> None:
-        """Makes room for a step's gradients.
+        """Saves the present gradients, so that the step's own start empty.
 
         Args:
             keep: whether the present gradients are still needed.
@@ -448,12 +458,13 @@ class Holdings:
     def collect_gradients(
         self, correction: float, sum_over_replicas: Callable[[], None] | None, joins: bool
     ) -> None:
-        """Takes the step's gradients, and restores those from before the step.
+        """Saves the step's gradients, and restores those from before the step.
+
 
         Shared parameters get the sum over all stages. Every stage calls this.
 
         Args:
-            correction: a factor; 0 where the whole step has no weight, so that no gradient remains.
+            correction: a factor; 0 if the whole step has no weight, so that no gradient remains.
             sum_over_replicas: sums the gradients over the virtual machines, that of a shared
                 parameter on its last holder.
             joins: whether the sum over the virtual machines covers all steps since the last
@@ -509,10 +520,10 @@ class Holdings:
             self.hide_gradients()
 
     def show_gradients(self) -> None:
-        """Gives parameters that are held elsewhere a gradient whose values are elsewhere as well.
+        """Gives parameters that are held on other stages a placeholder as their gradient.
 
         User code that reads gradients must not see ``None`` for those of other stages: it would,
-        for example, compute a wrong sum. Optimizers must not see these gradients.
+        for example, compute a wrong sum. Optimizers must not see these placeholders.
         """
         if self.channels.num_stages == 1:
             return
@@ -558,7 +569,7 @@ class Holdings:
         self.shared.sums.clear()
 
     def _pass_shared_around(self) -> None:
-        """Gives every holder of a shared parameter the last one's gradient."""
+        """Sends the last holder's gradient of a shared parameter to every holder."""
         for use in self.shared.uses:
             if not use.parameter.requires_grad:
                 continue
@@ -587,7 +598,7 @@ class Holdings:
         stage calls this.
 
         Args:
-            parameters: those to include; the others have norm 0.
+            parameters: those to include; all others have norm 0.
             norm_type: the order of the norm.
 
         Returns:
@@ -621,8 +632,8 @@ class Holdings:
 
 
 def optimizer_to_device(optimizer: Optimizer, device: torch.device, deferred: DeferredInit) -> None:
-    """Moves an optimizer's state, and makes what is deferred. Step counters are on the CPU, unless
-    a kernel of the optimizer reads them (``fused`` and ``capturable``).
+    """Moves an optimizer's state, and initialises deferred tensors. Step counters are on the CPU,
+    unless a kernel of the optimizer reads them (``fused`` and ``capturable``).
     """
     kernel_counts = {
         parameter

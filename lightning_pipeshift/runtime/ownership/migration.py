@@ -7,10 +7,10 @@ connections of their own, while both stages compute. In a synchronous schedule:
 2. As soon as a stage has taken its optimizer step, it sends the weights: the stages before it are
    still at their last backwards.
 3. The new owner owns the layer from the next step on: a gate waits only for the weights of its own
-   layer, and they arrive in the order in which they are needed. The old owner first compares what
-   it has sent with the present values, as user code may have run in between.
+   layer, and they arrive in the order in which they are needed. The old owner first compares the
+   values it has sent with the present ones, as user code may have run in between.
 4. Optimizer states, which the patent does not mention, and gradients that are being accumulated are
-   not needed before the end of that step: they travel behind its compute. The old owner releases
+   not needed before the end of that step: they are sent during its compute. The old owner frees
    nothing before the new owner has acknowledged that it has everything.
 """
 
@@ -57,7 +57,7 @@ class _News(enum.Enum):
 
 @dataclass
 class _Parcel:
-    """A parameter, or a layer's state other than parameters, on its way.
+    """A parameter, or a layer's other state, that is being sent to its new owner.
 
     Args:
         layers: those that need it at the new owner, in call order.
@@ -79,7 +79,7 @@ class _Parcel:
 
 
 class _Parcels(NamedTuple):
-    """The parcels that leave a stage, by target, and those that arrive, by source; in the order in
+    """The tensors that leave a stage, by target, and those that arrive, by source; in the order in
     which they are needed.
     """
 
@@ -95,7 +95,7 @@ class Migration:
     :meth:`finish` as it ends.
 
     Args:
-        holdings: what the stage holds.
+        holdings: the stage's tensors.
         stage_of: the new stage of each layer.
         optimizers: the same ones on every stage.
         threads: their threads wait for other stages.
@@ -206,7 +206,7 @@ class Migration:
         self._holdings.channels.bulk(_ANSWERS).receive_object(to)
 
     def _copied(self, parcel: _Parcel) -> Tensor:
-        """A copy of a parameter's present value."""
+        """Returns a copy of a parameter's present value."""
         assert parcel.parameter is not None
         copied: Tensor = self._room(parcel.parameter)
         return copied.copy_(parcel.parameter.detach())
@@ -265,7 +265,7 @@ class Migration:
         self.exposed_seconds += time.perf_counter() - begin
 
     def start(self) -> None:
-        """Begins to send the weights. Called when they are those of the next step, unless user code
+        """Starts to send the weights. Called when they are those of the next step, unless user code
         changes them.
         """
         if self._work is not None:
@@ -286,13 +286,13 @@ class Migration:
         ]
 
     def _mark(self) -> None:
-        """Marks the work queued so far as that whose results threads may read."""
+        """Records the end of the work queued so far, whose results threads may then read."""
         if self._stream is not None:
             self._is_ready = torch.cuda.Event()
             self._is_ready.record()
 
     def cut_over(self, keeps_gradients: bool) -> None:
-        """Makes the new owners own their layers from here on.
+        """Makes the new owners own their layers from now on.
 
         Args:
             keeps_gradients: whether gradients from before the step are still needed.
@@ -303,7 +303,7 @@ class Migration:
 
     def _cut_over(self, keeps_gradients: bool) -> None:
         holdings, parcels = self._holdings, self._prepared.result()
-        # The step may use the copies from its first line on.
+        # The step may use the copies from its first line.
         holdings.pass_copies_on(self._stage_of)
         holdings.place(self._stage_of)
         for parcel in (parcel for leaving in parcels.outgoing.values() for parcel in leaving):
@@ -336,7 +336,7 @@ class Migration:
         if parameter.grad is not None and keeps_gradients:
             parcel.state[_GRADIENT] = parameter.grad
         if self._holdings.stage not in self._holdings.holders_of(parameter):
-            # The gradient is on its way from here on.
+            # From now on the gradient is on its way.
             parameter.grad = None
 
     def abandon(self) -> None:
@@ -345,7 +345,7 @@ class Migration:
         self._is_settled.set()
 
     def cancel(self) -> None:
-        """Cancels the move on all stages, and returns when no transfer is under way."""
+        """Cancels the move on all stages, and returns when no transfer is in progress."""
         self.abandon()
         for work in self._work or ():
             work.result()
@@ -367,7 +367,8 @@ class Migration:
                         take_other_state(module, parcel.values)
 
     def finish(self, deferred: DeferredInit) -> None:
-        """Returns when everything has arrived, here and at the new owners; releases what has left.
+        """Waits until everything has arrived, here and at the new owners; then frees the tensors
+        that have moved away.
 
         Args:
             deferred: see :meth:`Holdings.settle`.

@@ -1,4 +1,6 @@
-"""Plans that replace the one in force: first wanted, then prepared during a step, then in force."""
+"""Replaces the plan in force: another plan is first requested, then prepared during a step, then in
+force.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,12 @@ class _Prepared(NamedTuple):
 
 
 class Changes:
-    """One rank's part in changes of the plan.
+    """Changes of the plan on one rank.
 
     Args:
         vm: its virtual machine.
         follower: has the layers that steps call.
-        threads: where to wait for others.
+        threads: where to wait for other ranks.
     """
 
     def __init__(self, vm: int, follower: TraceCache, threads: Threads) -> None:
@@ -41,14 +43,14 @@ class Changes:
         self.wanted: Plan | None = None
         """The plan that the next step is to prepare."""
         self.migration: Migration | None = None
-        """The layers that change their owners in the step under way."""
+        """The move of layers to new owners that the current step carries out."""
         self.seconds = 0.0
         """How long this stage has waited because of the last change."""
 
     @property
     def last(self) -> Plan | None:
-        """The plan that will be in force when all requested changes are done; ``None`` where that
-        is the present one.
+        """The plan that will be in force after all requested changes; ``None`` if that is the
+        present one.
         """
         if self.wanted is not None:
             return self.wanted
@@ -62,7 +64,7 @@ class Changes:
     # --- a step, in the order of the calls ---
 
     def objection(self) -> str:
-        """Why the wanted plan is impossible, in words; empty where it is possible."""
+        """The reason why the requested plan is impossible, in words; empty if it is possible."""
         if self.wanted is None:
             return ""
         try:
@@ -73,7 +75,7 @@ class Changes:
         return ""
 
     def cut_over(self, keeps_gradients: bool) -> Plan | None:
-        """The plan that is in force from here on, if it differs from the present one.
+        """Returns the plan that is in force from now on, if it differs from the present one.
 
         Args:
             keeps_gradients: whether gradients from before the step are still needed.
@@ -85,7 +87,7 @@ class Changes:
         return plan
 
     def prepare(self, holdings: Holdings, optimizers: Sequence[Optimizer]) -> None:
-        """Begins the preparations that are possible while the old plan is in force."""
+        """Starts the preparations that are possible while the old plan is in force."""
         plan, self.wanted = self.wanted, None
         if plan is None:
             return
@@ -94,7 +96,7 @@ class Changes:
         self._prepared = _Prepared(plan, Migration(holdings, stage_of, optimizers, self._threads))
 
     def finish(self, deferred: DeferredInit) -> bool:
-        """Waits until all layers have arrived; returns whether any were on their way."""
+        """Waits until all layers have arrived; returns whether any were moving."""
         if self.migration is None:
             return False
         self.migration.finish(deferred)
@@ -103,19 +105,19 @@ class Changes:
         return True
 
     def weights_are_final(self) -> None:
-        """Called when the weights are those with which the next step begins."""
+        """Called when the weights are those with which the next step starts."""
         if self._prepared is not None:
             self._prepared.migration.start()
 
-    # --- changes that are given up ---
+    # --- changes that are cancelled ---
 
     def abandon(self) -> None:
-        """Gives all changes up: see :meth:`Migration.abandon`."""
+        """Cancels all changes: see :meth:`Migration.abandon`."""
         if self._prepared is not None:
             self._prepared.migration.abandon()
 
     def cancel(self) -> None:
-        """Gives all changes up on all stages, and waits for transfers under way."""
+        """Cancels all changes on all stages, and waits for transfers in progress."""
         if self._prepared is not None:
             self._prepared.migration.cancel()
             self._prepared = None

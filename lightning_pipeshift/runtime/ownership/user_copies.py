@@ -1,4 +1,4 @@
-"""Tensors that user code keeps outside the model: averages and copies of parameters, and the like.
+"""Tensors that user code keeps outside the model: averages and copies of parameters, for example.
 
 They are found by walking through the attributes of the LightningModule and of the callbacks. Every
 stage keeps the same tensors under the same paths, as it runs the same code; which of them have
@@ -38,7 +38,7 @@ _FRAMEWORKS = ("lightning.", "pytorch_lightning.", "torch.", "lightning_pipeshif
 
 
 class Node(NamedTuple):
-    """Something that user code keeps: a tensor, or an object with tensors in it."""
+    """A value that user code keeps: a tensor, or an object that contains tensors."""
 
     path: str
     value: Any
@@ -50,7 +50,7 @@ def walk(path: str, value: Any, seen: set[int], depth: int = _DEPTH) -> Iterator
 
     Args:
         path: the value's name.
-        value: what to look through.
+        value: the value to search.
         seen: identities of objects to leave out; those found are added.
         depth: how many containers and plain objects deep to look; modules don't count.
     """
@@ -96,7 +96,7 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def kept_by_user(root: nn.Module, known: Collection[int]) -> Iterator[Node]:
-    """What the LightningModule and the callbacks keep.
+    """Yields the values that the LightningModule and the callbacks keep.
 
     Args:
         root: the LightningModule.
@@ -115,7 +115,7 @@ def kept_by_user(root: nn.Module, known: Collection[int]) -> Iterator[Node]:
 
 
 class CopyFinder:
-    """Finds which parameters and buffers of a model an object is a copy of, by names and shapes.
+    """Finds the parameters and buffers of which an object is a copy, by names and shapes.
 
     Args:
         root: the LightningModule.
@@ -146,7 +146,7 @@ class CopyFinder:
                     self._by_shapes.setdefault(shapes, []).append(prefix)
 
     def of(self, value: Any) -> list[tuple[Tensor, str]]:
-        """The tensors in a copy, each with the name of its original; none if it is no copy, or if
+        """The tensors in a copy, each with the name of its original; empty if it is no copy, or if
         several modules may be its original.
         """
         if isinstance(value, nn.Module):
@@ -194,8 +194,8 @@ class CopyFinder:
         return [(item, prefix + name) for item, (name, _) in zip(value, named, strict=True)]
 
     def _only(self, prefixes: list[str]) -> str | None:
-        """The outermost of modules of which each is the only content of the next; ``None`` where
-        they are not nested in this way.
+        """The outermost of modules of which each is the only content of the next; ``None`` if they
+        are not nested in this way.
         """
         prefixes = list(dict.fromkeys(prefixes))
         if not prefixes:
@@ -221,7 +221,7 @@ def _signature(module: nn.Module) -> tuple[tuple[str, torch.Size], ...]:
 
 
 class Lacking(NamedTuple):
-    """A tensor without values on some stage."""
+    """A tensor whose values some stage lacks."""
 
     lives_with: frozenset[str]
     shape: tuple[int, ...]
@@ -329,7 +329,6 @@ def with_values(tree: Any, value_of: Mapping[int, Tensor]) -> Any:
 def nowhere(paths: Sequence[str]) -> str:
     """The error message for values in a checkpoint that no stage has."""
     return (
-        f"No stage has the values of {some_of(paths)}: each is made of parameters that are on"
-        " different stages. Keep one value for each parameter, beside it, and put them together"
-        " after the run."
+        f"No stage has the values of {some_of(paths)}: each is computed from parameters on "
+        "different stages. Keep one value for each parameter, and combine them after the run."
     )

@@ -1,1 +1,1 @@
-"""Plans of a run: from measurements at its start, and again while it goes on."""
+"""Plans of a run: from measurements at its start, and again while it runs."""

@@ -1,4 +1,4 @@
-"""Makes the plan of a run from the user's settings and the measured figures."""
+"""Makes the plan of a run from the user's settings and the measurements."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from lightning_pipeshift.plan.partition.local_search import best_cut
 from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
 
 _PATIENCE: Final = 1.1
-"""How much slower a step may be for the sake of cutting between blocks."""
+"""The factor by which a step may be slower in exchange for cutting between blocks."""
 
 
 @dataclass(frozen=True)
 class Watch:
-    """When layers change their owners without a request.
+    """When to change the owners of layers without a request.
 
     Args:
-        min_gain: by which fraction a step has to get shorter.
+        min_gain: the fraction by which a step has to get shorter.
         patience: for how many consecutive steps the gain has to be found.
     """
 
@@ -57,7 +57,8 @@ class Settings(Options):
     Args:
         seed: the seed of all random streams.
         only_measures: whether the only purpose of the run is to measure it.
-        watch: when layers change their owners without a request, besides after ``profile_steps``.
+        watch: when to change the owners of layers without a request, in addition to after
+            ``profile_steps``.
         memory: settings for saved tensors.
     """
 
@@ -83,8 +84,8 @@ class Settings(Options):
         return self.plan is None and self.partition == "auto"
 
     def let_free(self, plan: Plan) -> Settings:
-        """The same settings, with PipeShift choosing the owners, to look for a better plan with the
-        same schedule and microbatches.
+        """Returns the same settings, but with the owners chosen by PipeShift: for the search for a
+        better plan with the same schedule and microbatches.
         """
         return replace(
             self,
@@ -100,12 +101,12 @@ class Settings(Options):
             return self.plan.microbatches
         if isinstance(self.microbatches, int):
             return self.microbatches
-        # Enough that filling and draining the pipeline costs a fifth at most, while slices are
-        # still large enough to compute efficiently.
+        # Enough that filling and draining the pipeline costs a fifth at most, while slices remain
+        # large enough to compute efficiently.
         return 4 * max(stages_per_vm) if max(stages_per_vm) > 1 else 1
 
     def leaves_steps_whole(self, stages_per_vm: Sequence[int]) -> bool:
-        """Whether a single device has nothing to do besides the user's own steps."""
+        """Whether a single device runs the user's steps without additions."""
         return (
             self.num_microbatches(stages_per_vm) == 1
             and self.recompute != "full"
@@ -126,9 +127,9 @@ class Settings(Options):
                 )
             if any(self.plan.swaps) and self.memory is None:
                 raise PlanError(
-                    "The plan moves saved tensors (its field 'swaps'), and nothing in this run"
-                    " does. Add `MemoryCompression(...)` to the Trainer's `plugins`, or remove the"
-                    " field from the plan."
+                    "The plan moves saved tensors (its field 'swaps'), but this run has no "
+                    "plugin that does so. Add `MemoryCompression(...)` to the Trainer's "
+                    "`plugins`, or remove the field from the plan."
                 )
         else:
             resolve(self.partition, num_layers=len(gates), stages_per_vm=stages_per_vm)
@@ -136,7 +137,8 @@ class Settings(Options):
     def aggregation(
         self, backend: str, num_owner_sets: int, placement: Placement
     ) -> tuple[str, str]:
-        """``"ring"`` or ``"allreduce"``: how gradients are summed over virtual machines; and why.
+        """Returns how gradients are summed over virtual machines, ``"ring"`` or ``"allreduce"``,
+        and the reason.
 
         Args:
             backend: that of the devices.
@@ -165,7 +167,7 @@ def make_plan(
     current: Plan | None = None,
     idle: Collection[int] = (),
 ) -> Plan:
-    """The plan for a model on the given virtual machines.
+    """Returns the plan for a model on the given virtual machines.
 
     Args:
         settings: the user's settings.
@@ -269,8 +271,8 @@ def _candidates(
 def _chosen_cut(
     settings: Settings, profile: Profile, workload: Workload, start: Sequence[Cut]
 ) -> Cut:
-    """The best cut at worthwhile boundaries, unless a cut elsewhere is faster by more than the cost
-    that the figures do not include (more tensors to send, more to clone).
+    """The best cut at worthwhile boundaries, unless a cut at another boundary is faster by more
+    than the cost that the model does not include (more tensors to send, more to clone).
     """
     anywhere = best_cut(workload, settings.recompute, start)
     allowed = worthwhile_cuts(profile.payload_bytes, workload.num_stages, profile.possible_cuts)
@@ -313,7 +315,7 @@ def stages_without_work(
         why = f"the `{source}` that you gave has none of the layers that a step calls for it"
         what = f"Change the `{source}`, or use fewer devices"
     else:
-        why = "by what is known of layers, devices and links, no step would be shorter with it"
+        why = "by the measurements, using it would not make a step shorter"
         what = "Use fewer devices, or `partition='uniform'` to compare"
     names = ", ".join(map(topology.name_of, without))
     return f"{names} has nothing to compute: {why}. {what}."
@@ -326,17 +328,17 @@ def _stages(stages_per_vm: Sequence[int]) -> str:
 
 
 def check_order(flow: Flow, placement: Placement, vm: int, gates: Sequence[Gate]) -> None:
-    """Raises LayerError where a step calls a layer with what a later stage has computed."""
+    """Raises LayerError if a step calls a layer with a value that a later stage has computed."""
     for call in flow.calls:
         stage = placement.stage_of(vm, call.layer)
         for value in sorted(call.needs):
             other = placement.stage_of(vm, value.layer) if value.layer >= 0 else 0
             if other > stage:
                 raise LayerError(
-                    f"The layer {gates[call.layer].name!r} (stage {stage}) is called with what"
-                    f" {gates[value.layer].name!r} (stage {other}) has computed; values do not"
-                    " travel back. Either the step calls a layer several times, with others in"
-                    " between, or it calls the layers in another order than the one that the plan"
-                    " was made for. Choose a `partition` that has both in one stage, or call the"
-                    " layers in one order in training and evaluation."
+                    f"The layer {gates[call.layer].name!r} (stage {stage}) is called with a value "
+                    f"that {gates[value.layer].name!r} (stage {other}) has computed; values are "
+                    "not sent backwards. Either the step calls a layer several times, with "
+                    "others in between, or it calls the layers in another order than the one "
+                    "that the plan was made for. Choose a `partition` that has both in one "
+                    "stage, or call the layers in one order in training and evaluation."
                 )

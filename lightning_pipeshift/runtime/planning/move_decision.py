@@ -1,4 +1,4 @@
-"""Decides whether layers are to change their owners, from what has been measured."""
+"""Decides whether layers should change their owners, from measurements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_pipeshift.plan.offload.planner import Compression
 from lightning_pipeshift.runtime.planning.make_plan import Settings, make_plan
 
 MIN_GAIN: Final = 0.05
-"""By how much a step has to get shorter for layers to change their owners."""
+"""The fraction by which a step has to get shorter for layers to change their owners."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Decision:
         plan: as a document.
         is_new: whether it differs from the plan in force.
         message: a message to the user; empty for none.
-        expected_gain: how many times as fast a step is expected to be.
+        expected_gain: the expected speedup of a step.
         took: seconds of a step at the time of the decision.
     """
 
@@ -42,12 +42,12 @@ class Decision:
 
 @dataclass(frozen=True)
 class Window:
-    """What was measured in some consecutive steps.
+    """The measurements of some consecutive steps.
 
     Args:
         num_steps: the number of steps.
         took: seconds of the median step.
-        middle: the medians of all figures.
+        middle: the medians of all measurements.
         extremes: their low quantiles, and their high ones. A short disturbance is not in both.
         steps_left: over how many steps a change can pay off.
     """
@@ -63,20 +63,20 @@ class Decider:
     """Decides on the first rank whether the plan changes.
 
     Args:
-        settings: what the user asked for.
+        settings: the user's settings.
         topology: the virtual machines.
     """
 
     def __init__(self, settings: Settings, topology: Topology) -> None:
         self._settings = settings
         self._topology = topology
-        # By virtual machine and layer, the stages that decisions have taken it from.
+        # By virtual machine and layer, the stages from which decisions have moved it away.
         self._left: dict[tuple[int, int], set[int]] = {}
-        # How many decisions took an earlier one back, and how often in a row another plan was found
-        # to be worth it: a device whose speed swings does not make layers swing.
+        # How many decisions reversed an earlier one, and how often in a row another plan was
+        # better: layers must not move back and forth with a device whose speed varies.
         self._num_reversals = 0
         self._insistence = 0
-        # Whether the user's policy has been called with the measured figures.
+        # Whether the user's policy has been called with the measurements.
         self._has_asked = False
 
     def decide(self, plan: Plan, window: Window) -> Decision:
@@ -84,14 +84,14 @@ class Decider:
 
         Args:
             plan: the plan in force.
-            window: what was measured under it.
+            window: the measurements made under it.
         """
         kept = replace(plan, prediction=window.middle.prediction(plan))
         stays = Decision(kept.to_json(), False, "")
         try:
             best = self._best(kept, window)
         except (PlanError, BudgetError) as error:
-            # The run goes on as it is: it has fitted so far.
+            # The run continues with its plan: that has fitted so far.
             return replace(stays, message=f"the plan stays: {error}")
         self._insistence = self._insistence + 1 if best is not None else 0
         if best is None:
@@ -110,7 +110,7 @@ class Decider:
         return _changed(kept, best, window)
 
     def _best(self, plan: Plan, window: Window) -> Plan | None:
-        """A better plan; ``None`` where there is none."""
+        """Returns a better plan, or ``None``."""
         settings, measured = self._settings, window.middle
         watch = settings.watch
         if watch is not None:
@@ -127,7 +127,7 @@ class Decider:
             # Only once: the policy's answer may depend on measured figures, which fluctuate.
             self._has_asked = True
             return best
-        # Over what is left of the run, the move included.
+        # Over the remaining steps of the run, the cost of the move included.
         left = window.steps_left
         cost = measured.move_seconds(plan, best) / left if left else math.inf
         promised = now.step_seconds / (then.step_seconds + cost) - 1
@@ -136,8 +136,8 @@ class Decider:
 
 
 def follows_policy(settings: Settings, measured: Measured, plan: Plan) -> bool:
-    """Whether all saved tensors go where a policy of the user's wants them. More of them may be
-    known than when the plan was made: those that code between the layers saves."""
+    """Whether all saved tensors go where a user's policy wants them. More of them may be known than
+    when the plan was made: those saved by code between the layers."""
     if settings.memory is None:
         return True
     profile, cluster = measured.profile, measured.cluster
@@ -153,7 +153,7 @@ def follows_policy(settings: Settings, measured: Measured, plan: Plan) -> bool:
 
 
 def _always(old: Plan, new: Plan, window: Window) -> bool:
-    """Whether a plan was better by the low figures and by the high ones."""
+    """Whether a plan was better by the low quantiles and by the high ones."""
     return all(
         measured.prediction(new).step_seconds < measured.prediction(old).step_seconds
         for measured in window.extremes

@@ -1,9 +1,9 @@
 """Measures devices, and the links between them, at the start of a run.
 
-Users need not describe their machines: a fraction of a second of matrix products, a look at the
+Users need not describe their machines: a fraction of a second of matrix products, the size of the
 memory and a few megabytes over each link give a cluster to plan for. Short measurements are noisy,
-and the order and grouping of devices depend on them; so close figures are made equal, and two equal
-machines don't look different because one of them was interrupted.
+and the order and grouping of devices depend on them; so similar values are made equal, and two
+equal machines don't look different because one of them was interrupted.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.process_groups import Purpose
 
 SAME_SPEED: Final = 0.75
-"""Devices of one kind at this part of the fastest's rate, or above, count as equally fast."""
+"""Devices of one kind whose rate is at least this fraction of the fastest's count as equally fast.
+"""
 
 SAME_BANDWIDTH: Final = 1 / 1.5
 SAME_LATENCY: Final = 1 / 3
 """The same for links. Measurements of two processes on one busy host vary by nearly that much."""
 
 UNSTEADY: Final = 3.0
-"""A median of at least this many times the best means that something else ran."""
+"""A median of at least this many times the best means that another program ran."""
 
 SLOW: Final = 0.5
-"""Below this part of its kind's median rate, a device is worth a note."""
+"""A device below this fraction of its kind's median rate is reported."""
 
 _SLICES_SECONDS = 0.06
 _FEWEST_SLICES, _MOST_SLICES = 3, 64
@@ -58,7 +59,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one rank has measured of its own device.
+    """One rank's measurements of its own device.
 
     Args:
         device: its host and kind.
@@ -89,7 +90,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the ranks have measured together.
+    """The measurements of all ranks.
 
     Args:
         cluster: the devices and their links. A device's speed is relative to the fastest of its
@@ -130,7 +131,7 @@ def time_slices(device: torch.device) -> list[float]:
             else:
                 begun = time.perf_counter()
                 torch.mm(matrix, matrix, out=product)
-                product[0, 0].item()  # waits for devices that compute behind the program's back
+                product[0, 0].item()  # waits for devices that compute asynchronously
                 found.append(time.perf_counter() - begun)
     return found
 
@@ -149,7 +150,7 @@ def probe(
     slow here as in training. Tensors travel between the devices as payloads do.
 
     Args:
-        world: connections between all ranks; nothing else is under way in them.
+        world: connections between all ranks; no other operation is in progress on them.
         device: this rank's.
         here: its host and kind.
         report: called with messages about the progress, if it takes longer than a second.
@@ -158,9 +159,9 @@ def probe(
     _together(world)
     seconds = sorted(slices(device))
     if device.type == "cuda":
-        # What the computation has left in torch's cache is free.
+        # The computation's memory in torch's cache is free.
         torch.cuda.empty_cache()
-    # Ranks that share a device: so is what the others have left.
+    # For ranks that share a device, so is that of the other ranks.
     _together(world)
     memory_bytes, free_bytes = _memory(device)
     mine = Found(
@@ -185,11 +186,11 @@ def probe(
     return assess(found, links)
 
 
-# --- conclusions from the figures ---
+# --- conclusions from the measurements ---
 
 
 def assess(found: Sequence[Found], links: Mapping[Pair, Link]) -> Measured:
-    """Puts all ranks' figures together.
+    """Combines the measurements of all ranks.
 
     Args:
         found: by rank.
@@ -212,7 +213,7 @@ def assess(found: Sequence[Found], links: Mapping[Pair, Link]) -> Measured:
     devices = []
     for each, speed in zip(found, speeds, strict=True):
         sharers = pools[each.pool]
-        # The minimum: ranks that share a pool see slightly different sizes, as they look at
+        # The minimum: ranks that share a pool see slightly different sizes, as they measure at
         # different times.
         memory_bytes = min(found[rank].memory_bytes for rank in sharers) // len(sharers)
         free_bytes = min(found[rank].free_bytes for rank in sharers) // len(sharers)
@@ -238,7 +239,7 @@ def _ranks_by(names: Sequence[str]) -> dict[str, list[int]]:
 
 def levelled(values: Sequence[float], ratio: float) -> list[float]:
     """Replaces each value by the highest of its level. A level reaches from the highest value that
-    has no level yet down to ``ratio`` of it: interruptions can only lower a figure.
+    has no level yet down to ``ratio`` of it: interruptions can only lower a value.
     """
     level: dict[float, float] = {}
     top = 0.0
@@ -250,7 +251,7 @@ def levelled(values: Sequence[float], ratio: float) -> list[float]:
 
 
 def _cluster(devices: tuple[Device, ...], measured: Mapping[Pair, Link]) -> Cluster:
-    """A cluster that lists only the links that differ from the usual ones."""
+    """Returns a cluster that lists only the links that differ from the usual ones."""
     hosts = host_names([device.host for device in devices])
     devices = tuple(replace(device, host=host) for device, host in zip(devices, hosts, strict=True))
     links: dict[Pair, Link] = {}
@@ -309,7 +310,7 @@ def _notes(
             )
 
 
-# --- what a rank computes on, and its memory ---
+# --- the processor and the memory of a rank ---
 
 
 def _processor(device: torch.device, here: Device) -> str:
@@ -457,8 +458,8 @@ def _measure_links(
 
 
 def _measure_link(world: Channels, other: int) -> Link:
-    """Measures a link while the other rank runs :func:`_echo`: half of the time there and back, as
-    a payload uses one direction and its gradient the other.
+    """Measures a link while the other rank runs :func:`_echo`: half of the round-trip time, as a
+    payload uses one direction and its gradient the other.
     """
 
     def one_way(num_bytes: int, times: int) -> list[float]:
@@ -509,12 +510,12 @@ def _echo(world: Channels, other: int) -> None:
 
 
 def _together(world: Channels) -> None:
-    """Returns when every rank has called this."""
+    """Waits until every rank has called this."""
     world.sum(torch.zeros(1))
 
 
 def _gather(world: Channels, mine: Any) -> list[Any]:
-    """What each rank passed, in their order. Every rank calls this."""
+    """Returns the value that each rank passed, in the order of ranks. Every rank calls this."""
     everything = world.gather_objects(mine)
     world.settle()
     found: list[Any] = world.share_object(everything, 0)

@@ -1,7 +1,7 @@
-"""Measures the run on one rank, and gathers the figures of all ranks on the first.
+"""Measures the run on one rank, and gathers the measurements of all ranks on the first.
 
-Training itself is measured: a guess before its first step, then the layers' own times in its first
-steps (NUDT: the first samples are used for training and for the profile at once).
+Training itself is measured: an estimate before its first step, then the layers' own times in its
+first steps (NUDT: the first samples are used for training and for the profile at once).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _BACKWARDS: Final = (Kind.RECEIVE_GRADIENT, Kind.BACKWARD, Kind.SEND_GRADIENT)
 
 
 class Profiler:
-    """One rank's figures.
+    """One rank's measurements.
 
     Args:
         device: the rank's.
@@ -67,7 +67,7 @@ class Profiler:
         """Whether no more measurements are needed."""
 
     def take_guesses(self, guesses: dict[int, Figures]) -> None:
-        """Takes the figures of a stopwatch from before training."""
+        """Takes the estimates that a stopwatch made before training."""
         self._guesses = guesses
 
     def timers(self, num_microbatches: int) -> dict[int, Timer]:
@@ -99,28 +99,28 @@ class Profiler:
             self.begin_anew()
 
     def begin_anew(self, for_good: bool = False) -> None:
-        """Forgets all measurements, as circumstances have changed, but not the number of steps.
+        """Discards all measurements, as circumstances have changed, but not the number of steps.
 
         Args:
-            for_good: whether to measure nothing from here on.
+            for_good: whether to measure nothing from now on.
         """
         self.is_over = for_good
         self.next_window()
         self._begun = self._ended = None
 
     def next_window(self) -> None:
-        """Forgets all measurements, and goes on measuring without a break."""
+        """Discards all measurements, and continues to measure without a break."""
         self.timer.forget()
         self._outside, self._steps = Samples(), Samples()
 
     @property
     def step_seconds(self) -> float | None:
-        """The median time from one step's begin to the next one's."""
+        """The median time from the start of one step to the start of the next."""
         return self._steps.quantile(0.5) if len(self._steps) else None
 
     @property
     def num_measured(self) -> int:
-        """How many steps have been measured so."""
+        """The number of measured steps."""
         return len(self._steps)
 
     # --- results ---
@@ -131,7 +131,7 @@ class Profiler:
         gates: Sequence[Gate],
         optimizers: Iterable[Optimizer],
     ) -> RankFigures:
-        """The figures of this rank: for each quantity, the median of its measurements.
+        """Returns the measurements of this rank: for each quantity, the median of its measurements.
 
         Args:
             layers: those that its stage owns.
@@ -172,8 +172,8 @@ class Profiler:
         )
 
     def _observed_inputs(self) -> dict[int, int]:
-        """Bytes of the layers' inputs, and of what the code around them saves: both are kept even
-        where a layer is recomputed.
+        """Bytes of the layers' inputs, and of the tensors saved by the code around them: both are
+        kept even if a layer is recomputed.
         """
         return {
             layer: num_bytes
@@ -240,7 +240,7 @@ def layers_of(
     Args:
         gates: in call order.
         trace: of one microbatch.
-        optimizers: the size of their future state is guessed from their kind.
+        optimizers: the size of their future state is estimated from their kind.
     """
     copies = max(map(_copies, optimizers), default=0)
     possible = possible_cuts(trace.flow, len(gates))
@@ -274,8 +274,8 @@ def _copies(optimizer: Optimizer) -> int:
 
 
 def gather_figures(mine: T, replicas: Replicas) -> list[T] | None:
-    """All ranks' figures, by rank, on the rank that decides; ``None`` on the others. Every rank
-    calls this.
+    """Returns the measurements of all ranks, by rank, on the rank that decides; ``None`` on the
+    others. Every rank calls this.
     """
     world = replicas.world
     found = world.gather_objects(mine)

@@ -1,8 +1,8 @@
 """Plans a run at its first batch, and once more when its first steps have been measured.
 
 NUDT, "distributed parallel training method and system for heterogeneous computing clusters", trains
-on the first samples to measure every layer, and on the others under the plan made from these
-measurements. Here training does not stop in between: the second plan takes over at a step's
+on the first samples to measure every layer, and on the remaining ones under the plan made from
+these measurements. Here training does not stop in between: the second plan takes over at a step's
 boundary, by changes of owners.
 """
 
@@ -36,11 +36,11 @@ from lightning_pipeshift.runtime.planning.probe import host_memory, probe
 from lightning_pipeshift.runtime.planning.profiling import Profiler, gather_figures, layers_of
 
 _EXTREMES: Final = (0.1, 0.9)
-"""The quantiles that nearly all measurements of a quantity lie between."""
+"""The quantiles between which nearly all measurements of a quantity lie."""
 
 
 class Replanning:
-    """One rank's part in planning.
+    """Planning on one rank.
 
     Args:
         settings: the user's settings.
@@ -49,7 +49,7 @@ class Replanning:
         device: the same device, as torch names it.
         news: messages that the user sees after the step.
         say: shows a message to the user at once.
-        threads: the first rank looks for a better plan in one of them, while training goes on.
+        threads: the first rank looks for a better plan in one of them, while training continues.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Replanning:
         threads: Threads,
     ) -> None:
         self.profiler = Profiler(device, is_last=replicas.is_last_stage)
-        # On the first rank: all figures, as soon as there are any.
+        # On the first rank: the measurements of all ranks, as soon as there are any.
         self.measured: Measured | None = None
         self._cluster = Cluster((Device(here.host, here.kind),) * replicas.topology.num_ranks)
         self._settings = settings
@@ -73,7 +73,7 @@ class Replanning:
         self._news = news
         self._say = say
         self._threads = threads
-        # On the first rank: the decision being made, and the plan in force when that began.
+        # On the first rank: the decision being made, and the plan in force when that started.
         self._thought: tuple[Future[Decision], Plan] | None = None
         self._decider = Decider(settings, replicas.topology)
         # Whether the first rank is making a decision.
@@ -85,13 +85,13 @@ class Replanning:
         self.is_measured = False
         """Whether the first steps have been measured."""
         self.steps_left = math.inf
-        """Over how many steps a change can pay off."""
+        """The number of steps over which a change can pay off."""
         self.decisions: list[dict[str, float]] = []
         """The expected and the measured speedups of changes of the plan."""
 
     @property
     def measures(self) -> bool:
-        """Whether anything depends on what is measured."""
+        """Whether anything depends on measurements."""
         settings = self._settings
         is_pipeline = max(self._replicas.topology.stages_per_vm) > 1
         may_change = settings.is_free or settings.watch is not None
@@ -123,7 +123,7 @@ class Replanning:
         Args:
             gates: of the layers, in call order.
             trace: of a microbatch.
-            guesses: the figures of a stopwatch.
+            guesses: the estimates of a stopwatch.
             optimizers: those of the run.
             samples: their number in a microbatch.
             held_bytes: the device memory that the model takes now.
@@ -133,7 +133,7 @@ class Replanning:
         """
         if self.measures and trains:
             probed = probe(self._replicas.world, self._device, self._here, self._say)
-            # The probe numbers devices by their place in the connections, which may differ from
+            # The probe numbers devices by their index in the connections, which may differ from
             # their rank.
             self._cluster = probed.cluster.renumbered(self._replicas.world.ranks)
             self._news.extend(probed.notes)
@@ -187,8 +187,8 @@ class Replanning:
         return Plan.from_json(text)
 
     def require_room(self, plan: Plan) -> None:
-        """Raises PlanError where a stage would have too little memory by the measured figures, if
-        there are any. Every rank calls this.
+        """Raises PlanError if a stage would have too little memory according to the measurements,
+        if there are any. Every rank calls this.
         """
         problem = ""
         if self.measured is not None and self.is_measured:
@@ -209,7 +209,7 @@ class Replanning:
     def after_step(
         self, plan: Plan, own: Iterable[int], gates: Sequence[Gate], optimizers: Sequence[Optimizer]
     ) -> None:
-        """Lets the first rank begin a decision when enough has been measured. Every rank calls
+        """Makes the first rank start a decision when enough has been measured. Every rank calls
         this, with the same plan.
 
         Args:
@@ -248,7 +248,7 @@ class Replanning:
             self.profiler.next_window()
 
     def announce(self, plan: Plan) -> Decision:
-        """Gives all ranks the first rank's decision. Every rank calls this, when the first one
+        """Returns the first rank's decision on all ranks. Every rank calls this, when the first one
         :attr:`has_decided`.
 
         Args:
@@ -259,7 +259,7 @@ class Replanning:
             (thought, before), self._thought = self._thought, None
             decision = thought.result()
             if not before.is_like(plan):
-                # Layers have changed their owners by a request in the meantime.
+                # Layers have changed their owners on request in the meantime.
                 decision = Decision(plan.to_json(), False, "")
         found: Decision = self._replicas.world.share_object(decision, source=0)
         self._is_thinking = False

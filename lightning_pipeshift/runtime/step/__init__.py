@@ -1,1 +1,1 @@
-"""One rank's part of a step."""
+"""The steps of one rank."""

@@ -1,4 +1,4 @@
-"""Finds out when the stages of a virtual machine see different batches."""
+"""Detects that the stages of a virtual machine see different batches."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def require_same_batch(batch: Any, batch_idx: int, channels: Channels) -> None:
         odd = [stage for stage, value in enumerate(sums) if value != sums[0]]
         raise BatchError(
             f"The stages of a virtual machine see different batches: at batch {batch_idx}, stage"
-            f" {', '.join(map(str, odd))} got another one than stage 0. All stages must see the"
+            f" {', '.join(map(str, odd))} got a different one from stage 0. All stages must see the"
             " same data in the same order. Look for a sampler or data set that depends on the"
             " rank, on the time, on unseeded randomness, or on the order of files in a folder."
         )
@@ -95,8 +95,8 @@ def require_same_lengths_over_replicas(length: float, replicas: Replicas) -> Non
     if len(set(lengths)) > 1:
         each = ", ".join(f"virtual machine {vm} has {n}" for vm, n in enumerate(lengths))
         raise BatchError(
-            f"The virtual machines have different numbers of training batches: {each}. All of them"
-            " have to take part in every step: let the data's length be the same on every rank."
+            f"The virtual machines have different numbers of training batches: {each}. All of "
+            "them must run every step: make the data's length the same on every rank."
         )
 
 
@@ -109,9 +109,9 @@ def require_data_for_all(lengths: Sequence[float], what: str, replicas: Replicas
     for number, counts in enumerate(zip(*replicas.gather(list(lengths)), strict=True)):
         if not all(counts) and any(counts):
             raise BatchError(
-                f"The {what} data (dataloader {number}) are too few to be shared out:"
-                f" virtual machine {counts.index(0)} gets nothing of them. Use at least"
-                f" {replicas.count} samples, or fewer virtual machines."
+                f"The {what} data (dataloader {number}) are too few for all virtual machines: "
+                f"virtual machine {counts.index(0)} gets none of them. Use at least "
+                f"{replicas.count} samples, or fewer virtual machines."
             )
 
 

@@ -1,9 +1,10 @@
-"""How another process requests moves from a run and reads the run's status: files in a folder.
+"""Lets another process request moves from a run and read the run's status, through files in a
+folder.
 
 Files, because they need no port and no password beyond the folder's permissions, and work wherever
-the folder is mounted. The first rank reads and writes them, in a thread beside the steps; the other
-ranks learn of a request from a sum over all ranks that each step computes anyway. Whatever is in
-the folder, the run goes on: a request is a small file of the run's own user.
+the folder is mounted. The first rank reads and writes them, in a thread concurrently with the
+steps; the other ranks learn of a request from a sum over all ranks that each step computes anyway.
+Whatever is in the folder, the run continues: a request is a small file of the run's own user.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _REQUEST, _ANSWER = "request", "answer"
 _POLL_SECONDS: Final = 0.2
 _MOST_BYTES: Final = 64 << 10
 _MOST_IDS: Final = 1000
-# A file system that does not answer does not keep a run from ending.
+# A run ends even if a file system does not answer.
 _CLOSE_SECONDS: Final = 5.0
 _STATUS_SECONDS: Final = 1.0
 
@@ -89,11 +90,11 @@ class ControlFiles:
         self._requests: SimpleQueue[Request] = SimpleQueue()
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
-        # Requests that were read, and are not read again where they could not be removed.
+        # Requests that were read; they are not read again if they could not be removed.
         self._known: set[str] = set()
 
     def open(self, folder: Path, describe: Callable[[], dict[str, Any]]) -> None:
-        """Begins to look for requests, and to write the run's status.
+        """Starts to look for requests, and to write the run's status.
 
         Args:
             folder: the run's own.
@@ -115,7 +116,7 @@ class ControlFiles:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops answering requests. The status goes with the run."""
+        """Stops answering requests, and removes the status."""
         if self._thread is None:
             return
         self._is_over.set()
@@ -128,7 +129,7 @@ class ControlFiles:
         return not self._requests.empty()
 
     def take_requests(self) -> list[Request]:
-        """Takes the requests that wait for an answer, oldest first."""
+        """Returns the requests that wait for an answer, oldest first."""
         return [self._requests.get() for _ in range(self._requests.qsize())]
 
     def answer(self, request: Request, answer: Answer) -> None:
@@ -147,7 +148,7 @@ class ControlFiles:
                     shown = time.monotonic()
                     self._write_status()
         with suppress(OSError):
-            # What came since then: who asked waits.
+            # Requests that arrived since then: their senders wait for an answer.
             self._read_requests()
         for request in self.take_requests():
             self.answer(request, Answer(False, "nothing moves: the run has ended"))
@@ -185,12 +186,12 @@ def moves_of(path: Path) -> tuple[Move, ...]:
     except FileNotFoundError:
         raise PlanError("it is gone") from None
     except OSError as error:
-        raise PlanError(f"it is not read: {error}") from None
+        raise PlanError(f"it cannot be read: {error}") from None
     except ValueError as error:
-        raise PlanError(f"it is no JSON: {error}") from None
+        raise PlanError(f"it is not valid JSON: {error}") from None
     entries = content.get("moves") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:
-        raise PlanError("there is no list of moves in it")
+        raise PlanError("it contains no list of moves")
     moves = []
     for number, entry in enumerate(entries):
         fields = Fields(entry, f"move {number}", ("layer", "stage"), ("virtual_machine",), "")

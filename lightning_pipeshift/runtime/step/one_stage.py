@@ -1,11 +1,11 @@
-"""The steps of one device by itself: the user's own, run where Lightning runs them.
+"""The steps of a single device: the user's own, run where Lightning runs them.
 
 There is nothing to send, to split or to merge. So the forward runs in Lightning's ``training_step``
-and the backward in its ``backward``, with everything that belongs to these: what ``training_step``
-logs and returns, an overridden ``backward``, an optimizer that calls its closure several times.
-Only two parts of a pipeline remain: the random streams of the layers, and the order in which
-gradients of shared parameters are summed. With them, the results equal those on any number of
-stages.
+and the backward in its ``backward``, with everything that belongs to these: the values that
+``training_step`` logs and returns, an overridden ``backward``, an optimizer that calls its closure
+several times. Only two parts of a pipeline remain: the random streams of the layers, and the order
+in which gradients of shared parameters are summed. With them, the results equal those on any number
+of stages.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class OneStage:
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether a training step's forward has run, and not yet its backward."""
+        """Whether a training step's forward has run, and its backward has not yet."""
         return self._pass is not None
 
     def forward(
@@ -57,8 +57,8 @@ class OneStage:
 
         Args:
             step: runs it on a module and the batch.
-            batch: the whole batch, or whatever Lightning passes to the step instead.
-            key: what the step's random streams depend on.
+            batch: the whole batch, or the arguments that Lightning passes to the step instead.
+            key: determines the step's random streams.
             holdings: the model's parameters.
             num_layers: how many layers the model has.
 

@@ -1,4 +1,4 @@
-"""One rank's part of a pipeline: follows the user's step, plans, and runs its stage."""
+"""One rank's part of a pipeline: traces the user's step, plans, and runs its stage."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ _AHEAD = 4
 
 
 class Accumulation(NamedTuple):
-    """A step's place among the steps between two optimizer steps.
+    """A step's position among the steps between two optimizer steps.
 
     Args:
         has_begun: whether this step's gradients are added to those of earlier steps.
@@ -148,14 +148,14 @@ class Pipeline:
         replicas: the virtual machines.
         rings: this rank's part in their rings, where there are several.
         groups: the groups for sums over them.
-        settings: the user's settings.
+        settings: the user's options.
         here: this rank's device.
         deferred: makes the tensors of the model that are on the meta device.
         ignored: names of attributes that belong to the framework.
         say: shows a message to the user at once.
         outside: requests from other processes; used on the first rank only.
         fail_beside: called in a thread that fails.
-        profile: a context around what the name says.
+        profile: makes a context for the profiler, given the name of an action.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class Pipeline:
         self.num_steps_done = 0
         """How many batches of the run are done."""
         self.step_seconds: float | None = None
-        """The seconds between the begins of the last two steps."""
+        """The seconds between the starts of the last two steps."""
         self._begun: float | None = None
         # Whether this rank requests the end of the run, and whether all ranks know that one does.
         self.asks_to_end = False
@@ -280,7 +280,7 @@ class Pipeline:
         """The plan in force."""
         if self._plan is None:
             raise PlanError(
-                "There is no plan yet: it is made when the first batch comes. Read"
+                "There is no plan yet: it is made at the first batch. Read"
                 " `trainer.strategy.plan` from `on_train_batch_end` on, or after the run."
             )
         return self._plan
@@ -292,8 +292,8 @@ class Pipeline:
 
     @property
     def traces(self) -> list[Trace]:
-        """The traces of the steps that have been followed, in that order; empty where no step had
-        to be followed.
+        """The traces of the steps that have been traced, in that order; empty if no step had to be
+        traced.
         """
         return self._follower.traces()
 
@@ -320,8 +320,8 @@ class Pipeline:
         """Makes the plan on the first batch, and prepares this stage for it.
 
         The sanity check before training makes a provisional plan from the calls of validation; the
-        first training batch makes the final one, and only then does a stage release what it does
-        not own.
+        first training batch makes the final one, and only then does a stage free the layers that it
+        does not own.
         """
         if self._plan is not None and (self._is_final or not final):
             return
@@ -334,9 +334,9 @@ class Pipeline:
             trace = follower.first(key, step, batch, module_signature(self.root), stopwatch)
         called: set[int] | None = None
         if trains and trace.flow.calls and not trace.is_drawn:
-            # Otherwise a layer that was not called now may be called in the next step.
+            # Otherwise a layer that was not called now might be called in the next step.
             called = {call.layer for call in trace.flow.calls}
-        # Layers that no step calls (a copy, a head that is switched off) are no work.
+        # Layers that no step calls (a copy, a head that is switched off) need no compute.
         idle = set(range(len(follower.gates))) - called if called is not None else set()
         if stopwatch is not None:
             stopwatch.figures |= dict.fromkeys(idle, Figures(0.0))
@@ -352,10 +352,10 @@ class Pipeline:
             self.memory if trains else None,
             idle,
         )
-        # Parameters used outside of layers in the sanity check stay so: every stage holds them.
+        # Parameters used outside of layers in the sanity check remain so: every stage holds them.
         touched = {key: trace.touched.get(key, set()) for key in self._touched | trace.touched}
         named = {n: touched[id(p)] for n, p in self.root.named_parameters() if id(p) in touched}
-        # Every rank followed its own batch; the result of rank 0 counts.
+        # Every rank traced its own batch; the result of rank 0 counts.
         named, called = self.replicas.world.share_object((named, called), source=0)
         touched = {id(p): named[n] for n, p in self.root.named_parameters() if n in named}
         plan.require_layers([gate.name for gate in follower.gates])
@@ -395,7 +395,7 @@ class Pipeline:
         self._said_of_work = said
 
     def _held_bytes(self) -> int:
-        """What the model takes of this device's memory."""
+        """The bytes of the model in this device's memory."""
         held = {
             address_of(tensor): tensor
             for tensor in [*self.root.parameters(), *self.root.buffers()]
@@ -405,8 +405,8 @@ class Pipeline:
 
     @property
     def plan_in_call_order(self) -> Plan:
-        """The plan in force, its layers in the order in which they are called. Where no step was
-        followed, that order is known when one has run.
+        """The plan in force, with its layers in the order in which they are called. If no step was
+        traced, that order is known after one has run.
         """
         plan, names = self.plan, [gate.name for gate in self._follower.gates]
         called = list(dict.fromkeys(self.order))
@@ -430,8 +430,8 @@ class Pipeline:
         plan, between the same steps.
 
         Raises:
-            PlanError: it is for another model, other virtual machines, or another way to train:
-                only the owners of layers and the recomputation can change.
+            PlanError: it is for another model, other virtual machines, or other settings of
+                training: only the owners of layers and the recomputation can change.
         """
         now = self.plan
         plan.require_layers([gate.name for gate in self._follower.gates])
@@ -439,9 +439,9 @@ class Pipeline:
         allowed = (now.schedule, now.microbatches, tuple(map(len, now.placement.counts)))
         if found != allowed:
             raise PlanError(
-                "Only who owns what and what is recomputed can change while training runs: the new"
-                f" plan has (schedule, microbatches, stages of each virtual machine) {found}, the"
-                f" one in force {allowed}. Start a run with the new plan instead."
+                "Only the owners of layers and the recomputation can change during training: the "
+                f"new plan has (schedule, microbatches, stages of each virtual machine) {found}, "
+                f"the one in force {allowed}. Start a run with the new plan instead."
             )
         self.changes.wanted = plan
 
@@ -480,8 +480,8 @@ class Pipeline:
             )
 
     def match_replicas(self, parameters_too: bool) -> None:
-        """Gives all virtual machines the values of the first one: the state of layers other than
-        parameters (running statistics), and optionally the parameters. Every rank calls this.
+        """Copies the values of the first virtual machine to all others: the state of layers other
+        than parameters (running statistics), and optionally the parameters. Every rank calls this.
         """
         if self.replicas.count == 1 or self.holdings is None:
             return
@@ -525,13 +525,13 @@ class Pipeline:
     @property
     def exposed_seconds(self) -> float:
         """How long the last step has waited for gradients of other virtual machines, in seconds,
-        with nothing left to compute.
+        after its own compute.
         """
         return self._aggregation.exposed_seconds if self._aggregation is not None else 0.0
 
     @property
     def _follows(self) -> bool:
-        """Whether steps have to be followed before they run. A single stage runs them as they are,
+        """Whether steps have to be traced before they run. A single stage runs them directly,
         unless they are measured.
         """
         return self.replicas.topology.num_ranks > 1 or self.planning.measures
@@ -558,19 +558,19 @@ class Pipeline:
                 )
             self._touched.setdefault(id(use.parameter), set()).update(layers)
 
-    # --- one device by itself ---
+    # --- a single device ---
 
     @property
     def is_by_itself(self) -> bool:
-        """Whether this is the only device, and its steps are not followed."""
+        """Whether this is the only device, and its steps are not traced."""
         return not self._follows
 
     def begins_plain_step(
         self, batch: Any, step: UserStep, step_number: int, optimizers: Sequence[Optimizer]
     ) -> bool:
-        """Whether the coming training step is the user's own, without additions: on one device,
-        where the batch is not cut, nothing is measured, and no layer runs again or moves. Makes the
-        plan on the first batch, as the plan decides whether layers run again.
+        """Whether the coming training step is the user's own, without additions: on one device, if
+        the batch is not split, nothing is measured, and no layer is recomputed or moves. Makes the
+        plan on the first batch, as the plan decides about recomputation.
 
         Args:
             batch: as for :meth:`training_step`, as are the others.
@@ -609,7 +609,7 @@ class Pipeline:
         Args:
             batch: as for :meth:`evaluation_step`, as are the others.
             step: runs the user's step.
-            purpose: which of the user's steps, and of which dataloader.
+            purpose: the kind of the user's step, and its dataloader.
             step_number: counts its batches.
             final: whether a plan that is made now is final.
         """
@@ -644,7 +644,8 @@ class Pipeline:
         is_last_batch: bool,
         accumulation: Accumulation,
     ) -> Report:
-        """Runs a whole training step, forwards and backwards, and sets its gradients aside.
+        """Runs a whole training step, forwards and backwards, and saves its gradients for
+        :meth:`Strategy.backward`.
 
         Args:
             batch: the virtual machine's batch.
@@ -659,7 +660,7 @@ class Pipeline:
             accumulation: how gradients of this step and of earlier ones are accumulated.
         """
         self._note_begin()
-        # The objects sent in the last step have been received by now: this hardly waits.
+        # The objects sent in the last step have been received by now, so this hardly waits.
         self.channels.settle()
         votes = self._begin_votes()
         self._check_batch(batch, batch_idx)
@@ -821,8 +822,8 @@ class Pipeline:
 
     def _share_state(self, report: Report, microbatches: Sequence[Microbatch]) -> None:
         """Gives all stages the state that user code keeps on its modules: that of the last stage,
-        which runs all of the user code; and, for tensors that it has written values of one stage
-        to, that stage's values. Every stage calls this.
+        which runs all of the user code; and, for tensors into which it has written another stage's
+        values, that stage's values. Every stage calls this.
         """
         written: dict[tuple[str, str], int] = {}
         for microbatch in microbatches:
@@ -848,7 +849,7 @@ class Pipeline:
                     tensor.copy_(values)
 
     def _open_mail(self) -> None:
-        """Carries out requests from outside, and decisions of the first rank."""
+        """Carries out requests from other processes, and decisions of the first rank."""
         has_decided = self.planning.has_decided
         asked = (self._outside.take_requests(), has_decided)
         requests, has_decided = self.replicas.world.share_object(asked, source=0)
@@ -879,7 +880,7 @@ class Pipeline:
         self._report_under_way = Fetch((list(losses.outcomes), self._changes_since()))
 
     def _changes_since(self) -> dict[tuple[str, str], Any]:
-        """What user code has changed on the last stage since this was called last."""
+        """The changes of user code on the last stage since the last call."""
         if self.channels.num_stages == 1:
             return {}
         changes = self._tail.changes()
@@ -913,7 +914,9 @@ class Pipeline:
         return self._denominators
 
     def _agree(self, outcome: Outcome) -> Denominators:
-        """On the last stage, once in a run: agrees on denominators with other virtual machines."""
+        """Agrees with the other virtual machines on denominators: on the last stage, once in a
+        run.
+        """
         assert self._denominators is not None
         weight = None if outcome.weight is None else float(outcome.weight)
         weights = [w for w in self.replicas.exchange(weight) if w]
@@ -950,7 +953,7 @@ class Pipeline:
 
     @property
     def recorder(self) -> LogRecorder:
-        """What stands in for the LightningModule's ``log`` while a step runs."""
+        """The object that replaces the LightningModule's ``log`` while a step runs."""
         return self._recorder
 
     # --- evaluation ---
@@ -965,16 +968,16 @@ class Pipeline:
         final: bool,
         wants_result: bool,
     ) -> Trace | None:
-        """Runs this stage's part of a forward-only step. Its report is fetched by
+        """Runs this stage's part of a forward-only step. Its report is returned by
         :meth:`fetch_reports`.
 
-        A stage does not wait for the later ones: while they work on this batch it goes on to the
-        next. Until the reports are fetched, only the result of the user's step is kept, in host
+        A stage does not wait for the later ones: while they work on this batch it continues with
+        the next. Until the reports are fetched, only the result of the user's step is kept, in host
         memory, and only if ``wants_result``.
         """
         self._check_batch(batch, batch_idx)
         key = self._key(purpose, step_number, 0)
-        # Optimizer state from an earlier training stays where it is.
+        # Optimizer state from an earlier training remains on its stage.
         self._settle(key, step, batch, (), final)
         microbatch = self._microbatch(key, step, batch, module_signature(self.root), 1)
         if not self._pending:
@@ -1000,8 +1003,8 @@ class Pipeline:
         return microbatch.trace
 
     def fetch_reports(self) -> list[Report]:
-        """The reports of all evaluation steps since the last time, on every stage; waits for the
-        last stage.
+        """Returns the reports of all evaluation steps since the last call, on every stage; waits
+        for the last stage.
         """
         pending, self._pending = self._pending, []
         self._result_under_way = Fetch(None)

@@ -8,7 +8,9 @@ from lightning_pipeshift.runtime.step.pipeline import Pipeline
 
 
 def status_of(pipeline: Pipeline) -> dict[str, Any]:
-    """The status as known on the first rank; called in a thread beside the steps."""
+    """Returns the status as known on the first rank; called in a thread, concurrently with the
+    steps.
+    """
     status: dict[str, Any] = {
         "step": pipeline.num_steps_done,
         "step_seconds": pipeline.step_seconds,
@@ -17,7 +19,7 @@ def status_of(pipeline: Pipeline) -> dict[str, Any]:
     }
     if not pipeline.has_plan:
         return status
-    # Each is a value; a step may replace it meanwhile by another one.
+    # Each is an immutable value; a step may replace it meanwhile by another one.
     plan, planning = pipeline.plan, pipeline.planning
     measured = planning.measured if planning.is_measured else None
     expected = measured.prediction(plan) if measured is not None else None

@@ -56,9 +56,9 @@ def merge_reports(reports: list[Report], vm: int) -> Report:
     ends = {report.is_last_batch for report in reports}
     if len(ends) > 1:
         raise BatchError(
-            "The virtual machines see different numbers of batches: for virtual machine"
-            f" {[report.is_last_batch for report in reports].index(True)} the epoch ends, and for"
-            " others it goes on. Give all of them the same number of batches."
+            "The virtual machines see different numbers of batches: for virtual machine "
+            f"{[report.is_last_batch for report in reports].index(True)} the epoch ends, and for "
+            "others it continues. Give all of them the same number of batches."
         )
     sizes, counted = [r.size for r in reports], [r.counted for r in reports]
     losses = [(r.loss, r.counted) for r in reports if r.loss is not None]

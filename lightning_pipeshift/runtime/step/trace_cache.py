@@ -1,4 +1,4 @@
-"""Follows the user's steps, once for each kind of step and shape of batch."""
+"""Traces the user's steps, once for each kind of step and shape of batch."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from lightning_pipeshift.runtime.step.checksum import checksum
 from lightning_pipeshift.runtime.step.stage import UserStep
 
 _MOST_TRACES = 256
-# How many microbatches are followed to find the place of layers that steps skip by chance.
+# How many microbatches are traced to find the position of layers that steps skip at random.
 _MOST_DRAWS = 16
 
 Key = tuple[int | str, ...]
 
 
 class TraceCache:
-    """The flows of one model's steps.
+    """The traces of one model's steps.
 
     Args:
         root: the LightningModule.
         gates: one for each layer, installed.
         switch: the gates' switch.
-        streams: the random generators; following draws the same numbers as running.
+        streams: the random generators; tracing draws the same numbers as running.
         device: the stage's device.
     """
 
@@ -53,10 +53,10 @@ class TraceCache:
         self._traces: OrderedDict[Hashable, Trace] = OrderedDict()
 
     def trace(self, key: Key, step: UserStep, batch: Any, state: Hashable) -> tuple[Trace, bool]:
-        """The flow of a step on a batch like this one, and whether it is a new one.
+        """Returns the trace of a step on a batch like this one, and whether it is new.
 
         Args:
-            key: what the microbatch's random streams depend on; its second entry names the step.
+            key: determines the microbatch's random streams; its second entry names the step.
             step: runs the user's step on a module and the batch.
             batch: one microbatch.
             state: the LightningModule's ``module_signature``, the same for a whole step.
@@ -75,18 +75,20 @@ class TraceCache:
         return fresh, True
 
     def traces(self) -> list[Trace]:
-        """The flows that are known."""
+        """The traces that are known."""
         return list(self._traces.values())
 
     def first(
         self, key: Key, step: UserStep, batch: Any, state: Hashable, stopwatch: Stopwatch | None
     ) -> Trace:
-        """The flow of the first step of a run. Sorts the gates by when it calls their layers."""
+        """Returns the trace of the first step of a run. Sorts the gates by the order in which it
+        calls their layers.
+        """
         signature: tuple[Hashable, ...] = (key[1], batch_signature(batch), state)
         trace = self.follow(key, step, batch, stopwatch)
         flows = [trace.flow]
         while trace.is_drawn and len(flows) < _MOST_DRAWS:
-            # Other microbatches show the place of layers that this one skips by chance.
+            # Other microbatches show the position of layers that this one skips at random.
             called = {call.layer for flow in flows for call in flow.calls}
             if len(called) == len(self.gates):
                 break
@@ -110,7 +112,7 @@ class TraceCache:
     def follow(
         self, key: Key, step: UserStep, batch: Any, stopwatch: Stopwatch | None = None
     ) -> Trace:
-        """Follows a step on a batch anew."""
+        """Traces a step on a batch, without the cache."""
 
         def run(root: nn.Module) -> Any:
             return step(root, batch)
@@ -124,7 +126,7 @@ class TraceCache:
             trace = record(
                 run, self._root, self.gates, self._switch, self._device, stopwatch, begin, watched
             )
-            # Which layers are called may depend on what is drawn between them.
+            # The layers that are called may depend on random numbers drawn between them.
             trace.is_drawn |= watched.has_drawn
             trace.draws_on_host = watched.has_drawn or self._streams.has_drawn_on_host()
         return trace

@@ -90,7 +90,7 @@ def table(trace: Trace, model: nn.Module) -> list[str]:
 
 
 def payloads(trace: Trace, model: nn.Module) -> list[str]:
-    """What crosses each boundary, from the one in front of the first layer to the one behind the
+    """The values that cross each boundary, from the one before the first layer to the one after the
     last.
     """
     names = list(find_layers(model))

@@ -1,4 +1,4 @@
-"""What is made smaller on its way comes back: the same bits, or within the bound that is stated."""
+"""Compressed tensors are decoded to the same bits, or within the documented bound."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def assert_same_bits(found: Tensor, expected: Tensor) -> None:
 
 
 def there_and_back(codec: Codec, flat: Tensor) -> Tensor:
-    """What comes back when the parts have travelled, and nothing is left of them here."""
+    """The decoded tensor after its parts were transferred, and nothing of the original remains."""
     encoded = codec.encode(flat)
     for part in encoded.parts:
         assert part.is_contiguous()

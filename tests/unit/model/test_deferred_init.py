@@ -266,7 +266,7 @@ def test_the_object_stays_the_same_when_it_gets_its_values() -> None:
 
 def test_what_nobody_knows_is_an_error() -> None:
     deferred = DeferredInit()
-    with pytest.raises(LayerError, match=r"shape \(3,\) is on the meta device, and how"):
+    with pytest.raises(LayerError, match=r"shape \(3,\) is on the meta device, and it"):
         deferred.values(torch.empty(3, device="meta"))
 
 

@@ -212,7 +212,10 @@ def test_a_parameter_of_this_stage_cannot_follow(known: Known) -> None:
     mine = nn.Parameter(torch.ones(3, 4))
     known.held = [mine]
     for target in (mine, mine.data, mine.detach().view(-1)):
-        with pytest.raises(LayerError, match=r"`add_` writes what is made of 'a'"), torch.no_grad():
+        with (
+            pytest.raises(LayerError, match=r"`add_` writes a value computed from 'a'"),
+            torch.no_grad(),
+        ):
             target.add_(elsewhere().detach().view(target.shape))
     assert torch.equal(mine.detach(), torch.ones(3, 4))
 
@@ -290,7 +293,9 @@ def test_a_copy_of_this_stage_does_not_meet_what_is_elsewhere(known: Known) -> N
         lambda: elsewhere() @ copied.t(),
         lambda: torch._foreach_add_([other, copied], [elsewhere(), elsewhere()]),
     ):
-        with pytest.raises(LayerError, match="takes a copy of 'here', and what is made of 'a'"):
+        with pytest.raises(
+            LayerError, match="takes a copy of 'here', and a value computed from 'a'"
+        ):
             compute()
     known.copies[_memory(copied)] = "b"
     assert lives_with(elsewhere() + copied) == {"a"}

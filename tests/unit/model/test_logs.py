@@ -8,7 +8,7 @@ from tests.unit.model.following import CPU
 
 
 def recorded(*steps):
-    """What each microbatch logged, given a function for each."""
+    """The logs of each microbatch, given a function for each."""
     recorder = LogRecorder(nn.Module())
     logged = []
     for step in steps:

@@ -15,7 +15,7 @@ FIRST, SECOND = Value(0, 0, 0), Value(1, 0, 0)
 
 
 def sources(tensor: Any) -> set[Value]:
-    """What a placeholder was made from."""
+    """The values from which a placeholder was computed."""
     return tensor.origin.values
 
 

@@ -1,5 +1,5 @@
-"""What autograd saves: counted once, let go of and brought back as the same bits, and torch's own
-error where somebody has written to it.
+"""Tensors saved by autograd: counted once, dropped and restored with the same bits; and torch's own
+error if one has been written to.
 """
 
 from __future__ import annotations

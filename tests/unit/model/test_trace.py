@@ -598,7 +598,7 @@ class ChangesItsInput(nn.Module):
 
 
 ERRORS = [
-    (leaks_by_a_list, "inside of the layer 'block' is used outside.*Let the layer return it"),
+    (leaks_by_a_list, "inside of the layer 'block' is used outside.*Return it from the layer"),
     (leaks_into_another_layer, "inside of the layer 'block' is used outside"),
     (leaks_into_a_log, "inside of the layer 'block' is used outside"),
     (leaks_into_the_result, "inside of the layer 'block' is used outside"),

@@ -42,7 +42,7 @@ def test_sound(rows):
         (("F0 B0 R0",), "stage 0 does B0 before R0"),
         (("R0 F0 B0",), "stage 0 does R0 before F0"),
         (("F0 R0 R0 B0",), "stage 0 does R0 again"),
-        (("F0 R0",), "stage 0 does R0, but there is no backward"),
+        (("F0 R0",), "stage 0 does R0, but has no backward"),
         # Pairs.
         (("F0", ">F0 F0"), "stage 1 does >F0, but stage 0 never does F0>"),
         (("F0 F0>", "F0"), "stage 0 does F0>, but stage 1 never does >F0"),

@@ -190,8 +190,8 @@ def between(entry):
     ("text", "message"),
     [
         ("", "the cluster is null; it must be an object with devices, links"),
-        ("{", "the cluster is no YAML document"),
-        ("devices: 2024-02-31", "the cluster is no YAML document"),
+        ("{", "the cluster is not a YAML document"),
+        ("devices: 2024-02-31", "the cluster is not a YAML document"),
         ("links: {}", "the cluster has no field 'devices'; add it$"),
         ("devices: []", "field 'devices' is .*; it must be a list of at least 1 device"),
         ("devices: 2024-02-28", "field 'devices' is datetime.*; it must be a list"),
@@ -308,7 +308,11 @@ def edit(value: Any, place: str, new: Any) -> Any:
     ("place", "new", "message"),
     [
         ("version", 2, "field 'version' is 2; this PipeShift reads version 1"),
-        ("version", ..., "the profile has no field 'version'; add it, or measure the profile anew"),
+        (
+            "version",
+            ...,
+            "the profile has no field 'version'; add it, or measure the profile again",
+        ),
         ("layers", ..., "the profile has no field 'layers'"),
         ("layers", [], "a profile of 0 layers"),
         ("layer", 1, "unknown field 'layer'; allowed: version, layers"),
@@ -344,7 +348,9 @@ def test_a_wrong_profile_is_named(place, new, message, tmp_path):
 def test_a_profile_that_is_no_json(tmp_path):
     path = tmp_path / "profile.json"
     path.write_text('{"version": 1,')
-    with pytest.raises(PlanError, match=r"the profile is no JSON document: .*; take an undamaged"):
+    with pytest.raises(
+        PlanError, match=r"the profile is not a JSON document: .*; take an undamaged"
+    ):
         load_profile(path)
     path.write_text("[1]")
     with pytest.raises(PlanError, match=r"the profile is \[1\]; it must be an object with version"):
@@ -362,7 +368,7 @@ def test_a_file_that_cannot_be_read(load, tmp_path):
 
 def test_what_is_no_plain_value_is_refused(tmp_path):
     """A cluster may come from anybody: reading it must not run anything."""
-    with pytest.raises(PlanError, match="no YAML document"):
+    with pytest.raises(PlanError, match="not a YAML document"):
         loaded("devices: !!python/object/apply:os.system ['true']", tmp_path)
 
 
@@ -417,7 +423,7 @@ def test_a_saved_profile_has_its_tensors(tmp_path):
         (
             "/0/dtype",
             ...,
-            r"tensors\[0\] has no field 'dtype'; add it, or measure the profile anew",
+            r"tensors\[0\] has no field 'dtype'; add it, or measure the profile again",
         ),
         ("/0/size", 5, r"layers\[1\]: tensors\[0\] has an unknown field 'size'; allowed: number"),
         ("/2/num_bytes", 0.5, r"tensors\[2\]: field 'num_bytes' is 0.5; it must be a whole number"),
@@ -454,8 +460,8 @@ MANY_REFERENCES = "".join(f"- &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n i
         ("devices: &a [*a]", "the entry &a contains itself"),
         ("devices: &a\n  - &b {<<: *a}", "the entry &a contains itself"),
         ("- &a0 [1]\n" + MANY_REFERENCES, "more than 100,000 entries"),
-        ("[" * 5000, "more than 20 lists in one another"),
-        ("{a: " * 5000, "more than 20 lists in one another"),
+        ("[" * 5000, "more than 20 nested lists"),
+        ("{a: " * 5000, "more than 20 nested lists"),
         ("x" * (1 << 21), "has more than 1,048,576 bytes"),
         (f"[{'a,' * 500_000}]", "more than 100,000 entries"),
         (f"devices: [{DEVICE}, count: 0x{'f' * 10_000}}}]", "a very long int"),
@@ -476,8 +482,8 @@ def test_anchors_are_allowed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[" * 100_000, "too many lists or objects inside one another"),
-        ("9" * 5000, "no JSON document"),
+        ("[" * 100_000, "too deeply nested lists or objects"),
+        ("9" * 5000, "not a JSON document"),
         ('{"version": ' + "9" * 4000 + "}", "reads version"),
     ],
 )
@@ -493,5 +499,5 @@ def test_a_document_that_json_does_not_take(
 def test_a_pipe_is_no_document(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for load in (load_cluster, load_profile, Plan.load):
-        with pytest.raises(PlanError, match="is no regular file"):
+        with pytest.raises(PlanError, match="is not a regular file"):
             load(tmp_path / "pipe")

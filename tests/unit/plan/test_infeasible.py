@@ -20,8 +20,9 @@ def message(given, recompute="auto"):
 def test_it_says_which_stage_lacks_how_much():
     given = workload([1, 1, 1, 1], static=2.5 * GB, room=[5 * GB, 4.2 * GB])
     assert message(given).startswith(
-        "No plan fits in memory with recompute='auto'. In the cut that comes nearest, [2, 2]"
-        " layers, stage 1 lacks 800.00 MB (it would hold 5.00 GB, of 4.20 GB). What would fit: "
+        "No plan fits in memory with recompute='auto'. In the cut that is nearest to fitting,"
+        " [2, 2] layers,"
+        " stage 1 lacks 800.00 MB (it would hold 5.00 GB, of 4.20 GB). What would fit: "
     )
 
 

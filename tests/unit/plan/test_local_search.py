@@ -39,7 +39,7 @@ def test_equal_layers_that_come_out_even_are_split_evenly(schedule, num_stages):
 
 
 def ratio(given, recompute):
-    """What brute force finds over what the search does; ``None`` where nothing fits."""
+    """The ratio of the search's result to that of brute force; ``None`` if nothing fits."""
     cuts = all_cuts(given, recompute)
     if not cuts:
         with pytest.raises(PlanError, match="No plan fits in memory"):

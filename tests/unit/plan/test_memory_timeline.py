@@ -275,7 +275,7 @@ def test_rates_and_seconds_of_links():
 
 
 def held(trace: StageTrace, moments: np.ndarray) -> np.ndarray:
-    """What is held at each moment."""
+    """The bytes held at each moment."""
     steps = np.append(0.0, trace.held_bytes)
     return steps[np.searchsorted(trace.times, moments, side="right")]
 

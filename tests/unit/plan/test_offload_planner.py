@@ -363,7 +363,7 @@ def test_keep_all():
     found = given.compressed([BOUNDLESS] * 2, KeepAll())
     assert (found.swaps, found.cut.recompute) == ((), frozenset())
     # However little room there is.
-    with pytest.raises(BudgetError, match=r"stage 0 has 11\.54 MB, and would hold 12\.59 MB"):
+    with pytest.raises(BudgetError, match=r"stage 0 has 11\.54 MB, and needs 12\.59 MB"):
         given.compressed([Room(MB * 11, math.inf)] * 2, KeepAll())
 
 
@@ -424,7 +424,7 @@ def test_a_policy_is_obeyed_and_the_planner_does_the_rest(seed):
 
 
 def test_the_planner_does_its_part_where_a_policy_says_something():
-    """What is kept stays, and other tensors go instead of it."""
+    """Tensors that the policy keeps are not moved; others are moved instead."""
     given = case([[2, 2], [2, 2], [4], [4]], [2, 2], host=1000)
     rooms = [Room(MB * 13, math.inf), BOUNDLESS]
     assert given.footprint().peak_bytes[0] == MB * 16
@@ -596,7 +596,7 @@ def test_a_policy_that_asks_for_a_way_that_there_is_not(choice, counts, words):
 
 
 def test_sizes_are_those_of_the_microbatches_to_come():
-    """What was measured of microbatches half as large."""
+    """The measurements are of microbatches half as large."""
     given = case([[4, 2], [6]], [1, 1])
     larger = replace(given.workload, saved_bytes=2 * given.workload.saved_bytes)
     assert [r.num_bytes for r in _records(replace(given, workload=larger))] == [
@@ -637,9 +637,9 @@ def test_recompute_full():
 @pytest.mark.parametrize(
     ("static", "host", "words"),
     [
-        (1, 0, r"4\.20 MB, and would hold 9\.44 MB .* 1\.05 MB of it for weights.*smaller micro"),
+        (1, 0, r"4\.20 MB, and needs 9\.44 MB .* 1\.05 MB of it for weights.*smaller micro"),
         (5, 0, r"13\.64 MB .* 5\.25 MB of it for weights.*so would more stages"),
-        (1, 0, "or more room on the host"),
+        (1, 0, "or more host memory"),
     ],
 )
 def test_nothing_fits(static, host, words):

@@ -149,8 +149,8 @@ def test_a_document_has_a_layer_per_line():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "no JSON document"),
-        (plan().to_json()[:-20], "no JSON document"),
+        ("", "not a JSON document"),
+        (plan().to_json()[:-20], "not a JSON document"),
         ("[]", r"the plan is \[\]; it must be an object"),
         ("{}", "the plan has no field 'version'"),
         (edited(version=99), "'version' is 99; this PipeShift reads version 1"),
@@ -278,11 +278,11 @@ def test_a_document_says_of_swaps_what_there_is_to_say():
         ({"swaps": ((Swap(-1, (0,)),), ())}, "of layer -1: there are the layers 0 to 3"),
         (
             {"swaps": ((Swap(2, (1, 0)),), ()), "recompute": ((2,), ())},
-            r"virtual machine 0 has tensors \[1, 0\] of layer 2: the layer is recomputed; let it",
+            r"virtual machine 0 has tensors \[1, 0\] of layer 2: the layer is recomputed; ",
         ),
         (
             {"swaps": ((Swap(2, (0, 1)), Swap(2, (3, 1), (0,))), ())},
-            r"tensors \[3, 1\] of layer 2 on stages \[0\]: a tensor goes to one place",
+            r"tensors \[3, 1\] of layer 2 on stages \[0\]: a tensor has one target",
         ),
         (
             {"swaps": ((Swap(0, (0,), (1, 2)),), ())},

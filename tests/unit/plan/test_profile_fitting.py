@@ -1,4 +1,4 @@
-"""What the ranks measured becomes a profile, and speeds."""
+"""The ranks' measurements are fitted to a profile, and speeds."""
 
 import pytest
 

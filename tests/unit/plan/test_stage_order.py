@@ -130,7 +130,7 @@ def test_within_two_percent_the_ranks_own_order_is_kept():
 
 
 def costs(seed, num_ranks):
-    """What a step takes under an order: each pair of neighbours and each place has its price."""
+    """The step time of an order: each pair of neighbours and each position has a cost."""
     chance = random.Random(seed)
     places = [[chance.random() for _ in range(num_ranks)] for _ in range(num_ranks)]
     pairs = [[chance.random() for _ in range(num_ranks)] for _ in range(num_ranks)]

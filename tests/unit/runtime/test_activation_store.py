@@ -106,7 +106,7 @@ class Ledger:
 
     @property
     def living_bytes(self) -> int:
-        """What there is now."""
+        """The bytes in use now."""
         return sum(size for storage, size in self._storages.values() if not storage.expired())
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def test_a_stage_that_is_killed(way: str) -> None:
     outcomes = run_ranks(wait_for_the_last_stage, 3, way, "kill", expect_failure=True)
     for outcome in outcomes[:-1]:
         assert outcome.error_type == StageFailedError.__name__, outcome
-        assert "ended without a word" in outcome.message
+        assert "ended without an error message" in outcome.message
 
 
 def die_within_a_message(dead: int) -> None:
@@ -80,7 +80,7 @@ def test_who_waits_for_the_rest_of_a_message_is_told(dead: int) -> None:
     for _ in range(3):
         outcomes = run_ranks(die_within_a_message, 2, dead, expect_failure=True)
         assert outcomes[1 - dead].error_type == StageFailedError.__name__, outcomes
-        assert "ended without a word" in outcomes[1 - dead].message
+        assert "ended without an error message" in outcomes[1 - dead].message
 
 
 def publish_and_read() -> tuple[bool, object]:

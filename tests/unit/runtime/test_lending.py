@@ -135,7 +135,7 @@ class Guest:
         return parcel
 
     def held(self, house: int) -> int:
-        """What another rank holds now."""
+        """The bytes that another rank holds now."""
         self.channels.send_object("how much?", house)
         self.channels.settle()
         found: int = self.channels.receive_object(house)

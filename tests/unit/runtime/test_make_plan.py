@@ -1,4 +1,4 @@
-"""What `partition="auto"` makes of measured layers."""
+"""The cuts of `partition="auto"` for measured layers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_block_is_cut_where_whole_blocks_would_be_much_slower() -> None:
     [
         ("auto", (2, 2), range(4), None),
         ("auto", (2, 2), [1, 2], None),
-        ("auto", (4, 0), range(4), "stage 1 (rank 0) has nothing to compute: by what is known"),
+        ("auto", (4, 0), range(4), "stage 1 (rank 0) has nothing to compute: by the measurements"),
         ("auto", (4, 0), [2], "a step calls 1 layers, and there are 2 stages. Name smaller layers"),
         ([0, 4], (0, 4), range(4), "stage 0 (rank 1) has nothing to compute: the `partition`"),
         ([2, 2], (2, 2), [2, 3], "Change the `partition`, or use fewer devices"),

@@ -163,4 +163,4 @@ def test_what_does_not_fit_by_what_was_measured_moves() -> None:
 def test_where_nothing_fits_the_run_goes_on() -> None:
     decision = mindful(Planned()).decide(plan(), window(saving(10**6, 10**6)))
     assert not decision.is_new
-    assert "the plan stays: Nothing keeps the memory budget" in decision.message
+    assert "the plan stays: No plan keeps the memory budget" in decision.message

@@ -31,7 +31,7 @@ FOR_EVER = 1e6
 
 
 class Rank:
-    """What one rank hears of the others.
+    """The messages that one rank gets from others.
 
     Args:
         ends: its ends of the connections, by rank.
@@ -90,7 +90,7 @@ def test_a_process_that_ends_without_a_word_is_lost_at_once() -> None:
     for rank in made:
         assert rank.is_told.wait(PATIENCE)
         assert [lost for lost, _ in rank.lost] == [[2]]
-        assert "ended without a word" in rank.lost[0][1]
+        assert "ended without an error message" in rank.lost[0][1]
         rank.peers.close()
 
 

@@ -192,7 +192,9 @@ def test_a_cluster_says_where_links_differ():
 
 
 def test_a_cluster_has_the_names_that_people_give_hosts():
-    """What else tells them apart, as clones and containers share names, means nothing to users."""
+    """Other properties that distinguish hosts, as clones and containers share names, are not shown
+    to users.
+    """
     cluster = cluster_of(["lab/1/7", "lab/1/7", "lab/2/7", "gpu/3/7"], {})
     assert [device.host for device in cluster.devices] == ["lab", "lab", "lab (2)", "gpu"]
 
@@ -255,7 +257,7 @@ def test_no_nic_is_shared_in_a_round(hosts):
 
 
 def limits(tmp_path, own, files):
-    """What is read of control groups, given as the kernel shows them."""
+    """The limits that are read from control groups, given as the kernel shows them."""
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -279,7 +281,7 @@ def test_a_container_with_control_groups_of_its_own(tmp_path):
 
 
 def test_a_container_in_version_1(tmp_path):
-    """What is mounted is the container's, and its name is the host's for it."""
+    """The mounted group is the container's, and its name is the host's name for it."""
     found = limits(
         tmp_path,
         "9:cpu:/docker/abc\n4:memory:/docker/abc\n0::/\n",
@@ -360,7 +362,7 @@ def measure(hosts: str, threads: tuple[int, ...] = ()) -> tuple[Measured, bool, 
 
 
 def check(results: list[tuple[Measured, bool, list[str]]]) -> Measured:
-    """What holds of any machine's figures."""
+    """Checks that hold for any machine's measurements."""
     measured = results[0][0]
     assert all(each == measured for each, _, _ in results)
     assert all(untouched for _, untouched, _ in results)

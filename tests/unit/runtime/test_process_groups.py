@@ -207,7 +207,7 @@ def test_the_thread_that_hears_of_a_failure_does_not_wait(monkeypatch: pytest.Mo
     monkeypatch.setattr(process_groups, "_abort_of", lambda *_: never.wait)
     groups.abort()
     monkeypatch.setattr(process_groups, "_PATIENCE_SECONDS", 0.0)
-    with pytest.warns(UserWarning, match="did not end within 0 s after a failure"):
+    with pytest.warns(UserWarning, match="did not abort within 0 s after a failure"):
         groups.end_all()
     never.set()
 

@@ -155,6 +155,6 @@ def dies_in_the_middle() -> None:
 
 
 def test_a_member_that_dies_in_the_middle_of_a_sum() -> None:
-    with pytest.raises(RanksFailed, match="Rank 1 ended without a word") as caught:
+    with pytest.raises(RanksFailed, match="Rank 1 ended without an error message") as caught:
         run_ranks(dies_in_the_middle, 3)
     assert not [o for o in caught.value.outcomes if o.error_type == "Killed"]

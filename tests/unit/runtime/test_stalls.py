@@ -70,7 +70,7 @@ def test_a_rank_that_does_not_wait_is_waited_for() -> None:
     )
     assert "the backward of microbatch 3, in the layer 'h.5', train.py:53 in forward" in text
     watched.look(6, 200.0)
-    assert watched.said[1:] == ["it goes on, after 200 s."]
+    assert watched.said[1:] == ["progress resumes, after 200 s."]
     for second in range(201, 262):
         watched.look(6, float(second))
     assert watched.num_asked == 2

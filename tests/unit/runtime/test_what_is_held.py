@@ -1,4 +1,4 @@
-"""What a stage holds of what travels between stages: no more than it has use for."""
+"""The payloads that a stage holds: no more than it needs."""
 
 from __future__ import annotations
 
