@@ -3,9 +3,9 @@ restores them.
 
 Autograd holds a :class:`Saved` instead of each tensor. Tensors that share memory share a
 :class:`Block`: a tensor and its views are counted once and moved together. Another module decides
-where a block is (see ``runtime/offload/activation_store.py``); this one guarantees, for every decision, that the
-backward gets the same bits, and that torch's own error is raised if a tensor has been written to
-since it was saved.
+where a block is (see ``runtime/offload/activation_store.py``); this one guarantees, for every
+decision, that the backward gets the same bits, and that torch's own error is raised if a tensor has
+been written to since it was saved.
 """
 
 from __future__ import annotations
