@@ -71,8 +71,8 @@ def train(how: str, layer: int, partition: list[int], watched: bool = True) -> i
 
 
 CASES = [
-    ("nan", 0, f"what the layer 'layers.0' returns, {HERE} 0", 0),
-    ("nan", 3, f"what the layer 'layers.3' returns, {HERE} 1", 1),
+    ("nan", 0, f"the result of the layer 'layers.0', {HERE} 0", 0),
+    ("nan", 3, f"the result of the layer 'layers.3', {HERE} 1", 1),
     ("between", 9, f"the arguments of the layer 'layers.1', {HERE} 0", 0),
     ("loss", 9, f"The loss is inf, {HERE} 1. No layer has returned NaN", 1),
     ("backward", 1, "In the backward of microbatch 1 of step 2 on stage 0: Function", 0),
@@ -97,7 +97,7 @@ def test_on_one_stage(how: str, layer: int, words: str, stage: int) -> None:
 
 def test_infinite_values_are_told_and_go_on(caplog: pytest.LogCaptureFixture) -> None:
     assert train("infinite", 1, [4]) == 4
-    assert f"what the layer 'layers.1' returns, {HERE} 0" in caplog.text
+    assert f"the result of the layer 'layers.1', {HERE} 0" in caplog.text
 
 
 def test_without_it_nothing_is_looked_at() -> None:

@@ -59,7 +59,7 @@ class Costs:
             for value in getattr(self, field.name):
                 if not (math.isfinite(value) and value >= 0):
                     raise PlanError(
-                        f"costs contain {value} in {field.name}; seconds are finite and at least 0"
+                        f"costs with {value} among {field.name}; seconds are finite and at least 0"
                     )
 
     @property

@@ -331,7 +331,7 @@ def edit(value: Any, place: str, new: Any) -> Any:
         ("kinds/NVIDIA A100", 3, r"kinds\['NVIDIA A100'\] is 3; it must be an object with forw"),
         ("kinds/NVIDIA A100/forward", [1], r"kinds\['NVIDIA A100'\]: a profile of 1 forwards and"),
         ("kinds/NVIDIA A100/forward", [1, "2"], "field 'forward' is .*; .* a list of numbers"),
-        ("kinds/NVIDIA A100/forward", [1, -2], r"kinds\['NVIDIA A100'\]: .*-2.0 among forward"),
+        ("kinds/NVIDIA A100/forward", [1, -2], r"kinds\['NVIDIA A100'\]: .*-2.0 in forward"),
         ("kinds/NVIDIA A100/tail_forward", -2, "field 'tail_forward' is -2; it must be finite"),
         ("samples", 10**400, "at most 308 digits"),
     ],

@@ -586,8 +586,8 @@ def test_a_layer_of_which_something_is_fixed_is_not_recomputed(other):
 @pytest.mark.parametrize(
     ("choice", "counts", "words"),
     [
-        (Choice.HOST, [1, 1], r"tensor 1 of layer 'l0'.*no way.*stage 0.*host_seconds"),
-        (Choice.DEVICE, [2], r"tensor 1 of layer 'l0'.*no way.*stage 0.*device_seconds"),
+        (Choice.HOST, [1, 1], r"tensor 1 of layer 'l0'.*no connection.*stage 0.*host_seconds"),
+        (Choice.DEVICE, [2], r"tensor 1 of layer 'l0'.*no connection.*stage 0.*device_seconds"),
     ],
 )
 def test_a_policy_that_asks_for_a_way_that_there_is_not(choice, counts, words):

@@ -214,11 +214,14 @@ def test_a_plan_for_this_model():
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        (["wte", "h.0", "h.1", "h.2", "head"], "missing in it 'h.2'; unexpected in it none"),
-        (["wte", "h.0", "head"], "missing in it none; unexpected in it 'h.1'"),
-        (["emb", "h.0", "h.1", "head"], "missing in it 'emb'; unexpected in it 'wte'"),
+        (
+            ["wte", "h.0", "h.1", "h.2", "head"],
+            "missing in the plan 'h.2'; unexpected in the plan none",
+        ),
+        (["wte", "h.0", "head"], "missing in the plan none; unexpected in the plan 'h.1'"),
+        (["emb", "h.0", "h.1", "head"], "missing in the plan 'emb'; unexpected in the plan 'wte'"),
         (["wte", "h.1", "h.0", "head"], "another order: layer 1 is 'h.0' in the plan, 'h.1' in"),
-        ([f"block.{i}" for i in range(30)], "'block.7' and 22 more; unexpected in it 'wte'"),
+        ([f"block.{i}" for i in range(30)], "'block.7' and 22 more; unexpected in the plan 'wte'"),
     ],
 )
 def test_a_plan_for_another_model(names, words):

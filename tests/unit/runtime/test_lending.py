@@ -46,7 +46,7 @@ def nothing() -> None:
     pass
 
 
-@pytest.fixture(params=["by the network", "directly"], autouse=True)
+@pytest.fixture(params=["over the network", "directly"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Whether blocks are sent, or put into memory of the other process; of the ranks to come."""
     found: str = request.param

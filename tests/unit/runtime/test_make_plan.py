@@ -85,7 +85,9 @@ def test_values_do_not_travel_back() -> None:
     check_order(again, Placement(((2, 1),)), 0, gates)
     # As two views of a batch are.
     check_order(replace(again, calls=(*calls[:2], Call(0, 1, (), none))), ONE_EACH, 0, gates)
-    with pytest.raises(LayerError, match=r"'a' \(stage 0\) is called with what 'b' \(stage 1\)"):
+    with pytest.raises(
+        LayerError, match=r"'a' \(stage 0\) is called with a value that 'b' \(stage 1\)"
+    ):
         check_order(again, ONE_EACH, 0, gates)
 
 
