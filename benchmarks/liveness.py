@@ -38,21 +38,21 @@ GIVE_UP_SECONDS = 120.0
 
 # The function whose call is the moment, how many calls come before it, and the kind of run.
 MOMENTS: dict[str, tuple[str, int, str]] = {
-    "start": ("connected.ConnectedStrategy._connect", 0, "pipeline"),
-    "plan": ("runtime.replanning.Replanning.first_plan", 0, "plans"),
-    "forward": ("model.stage_pass.StagePass.run", 20, "pipeline"),
-    "backward": ("model.stage_pass.StagePass.backward", 20, "pipeline"),
-    "rings": ("runtime.rings.Rings.start", 20, "replicas"),
-    "move": ("runtime.migration.Migration.start", 0, "moves"),
-    "swap": ("runtime.lending.Borrower.send", 5, "swaps"),
+    "start": ("lightning.connected.ConnectedStrategy._connect", 0, "pipeline"),
+    "plan": ("runtime.planning.replanning.Replanning.first_plan", 0, "plans"),
+    "forward": ("model.execution.stage_pass.StagePass.run", 20, "pipeline"),
+    "backward": ("model.execution.stage_pass.StagePass.backward", 20, "pipeline"),
+    "rings": ("runtime.gradients.rings.Rings.start", 20, "replicas"),
+    "move": ("runtime.ownership.migration.Migration.start", 0, "moves"),
+    "swap": ("runtime.offload.lending.Borrower.send", 5, "swaps"),
     "checkpoint": (
-        "checkpointing.CheckpointingStrategy.save_checkpoint",
+        "lightning.checkpointing.CheckpointingStrategy.save_checkpoint",
         0,
         "saves",
     ),
-    "validation": ("runtime.pipeline.Pipeline.evaluation_step", 2, "validates"),
-    "async save": ("runtime.sharded.Writing.finish", 0, "async"),
-    "teardown": ("strategy.PipeShiftStrategy.teardown", 0, "pipeline"),
+    "validation": ("runtime.step.pipeline.Pipeline.evaluation_step", 2, "validates"),
+    "async save": ("checkpoint.sharded.Writing.finish", 0, "async"),
+    "teardown": ("lightning.strategy.PipeShiftStrategy.teardown", 0, "pipeline"),
     "between runs": ("benchmarks.liveness.between_runs", 0, "twice"),
 }
 FAULTS = ("cable", "in", "out", "killed", "stopped", "stuck")
