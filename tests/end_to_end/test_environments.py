@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lightning_pipeshift.testing.workers import free_port
-from tests.harness import LIMIT_SECONDS, ROOT
+from tests.harness import TIMEOUT_SECONDS, ROOT
 
 NODES, PER_NODE = 2, 2
 # The first has to be found by its name.
@@ -188,7 +188,7 @@ def test_four_stages_on_two_nodes(
             )
         )
     try:
-        outputs = [process.communicate(timeout=LIMIT_SECONDS)[0] for process in running]
+        outputs = [process.communicate(timeout=TIMEOUT_SECONDS)[0] for process in running]
     finally:
         for process in running:
             process.kill()
