@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lightning_pipeshift.testing.workers import free_port
-from tests.harness import TIMEOUT_SECONDS, ROOT
+from tests.harness import ROOT, TIMEOUT_SECONDS
 
 NODES, PER_NODE = 2, 2
 # The first has to be found by its name.
