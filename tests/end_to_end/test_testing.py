@@ -472,7 +472,7 @@ def test_how_a_report_prints() -> None:
         'File "a.py", line 0 in f',
         "loss 'loss' from step 1 on by 2.0e-07 of its largest value, on ranks 0, 1",
         "buffer 'mean' cannot be compared (missing, of another shape, or not a number), on rank 1",
-        "blocks.0 … blocks.2 (3 layers) Block 0.3 kB - 64 B: 2 x 8 float32 from add after it",
+        "blocks.0 … blocks.2 (3 layers) Block 0.3 kB - 64 B: 2 x 8 float32 from add behind it",
         "head Linear 20 B 1 ms -",
         "spare Linear 20 B - not called by the step",
         "behind blocks.0 mean, 2 x add [branches on values]",
