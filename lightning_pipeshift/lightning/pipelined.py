@@ -57,16 +57,21 @@ class PipelinedStrategy(ConnectedStrategy):
         """
         return self._require_pipeline().planning.predicted(plan)
 
-    def adopt(self, plan: Plan) -> None:
+    def adopt(self, plan: Plan, from_microbatch: int = 0) -> None:
         """Puts another plan in force: the next step prepares it, and still runs under the old one.
         Layers change their owners, and all results remain the same. Every rank calls this, with the
         same plan, between the same steps (for example in ``on_train_batch_end``).
 
+        Args:
+            plan: the plan.
+            from_microbatch: the microbatch of the step after the next from which on it is in force.
+                Earlier microbatches of that step run on the old owners, forward and backward.
+
         Raises:
             PlanError: it is for another model, or would change more than the owners of layers and
-                the recomputation.
+                the recomputation; or there is no such microbatch, or only whole steps can change.
         """
-        self._require_pipeline().adopt(plan)
+        self._require_pipeline().adopt(plan, from_microbatch)
 
     def migrate(self, *moves: Move) -> None:
         """Makes layers change their owners: the next step prepares that, and still runs under the

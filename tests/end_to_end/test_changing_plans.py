@@ -43,10 +43,18 @@ from tests.models import NUM_CLASSES, NUM_FEATURES, ZOO, points
 
 
 class Adopts(L.Callback):
-    """Adopts placements between steps: by the number of the batch after which they are wanted."""
+    """Adopts placements between steps: by the number of the batch after which they are wanted.
 
-    def __init__(self, cuts: Mapping[int, Sequence[Sequence[int]]]) -> None:
+    Args:
+        cuts: the placements.
+        firsts: the microbatch from which on each is in force; one after the other.
+    """
+
+    def __init__(
+        self, cuts: Mapping[int, Sequence[Sequence[int]]], firsts: Sequence[int] = (0,)
+    ) -> None:
         self.cuts = dict(cuts)
+        self.firsts = itertools.cycle(firsts)
         self.seen: list[tuple[int, ...]] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, *others: Any) -> None:
@@ -54,7 +62,7 @@ class Adopts(L.Callback):
         self.seen.append(strategy.plan.placement.counts[strategy.virtual_machine])
         if idx in self.cuts:
             placement = Placement(tuple(map(tuple, self.cuts[idx])))
-            strategy.adopt(strategy.plan.with_placement(placement))
+            strategy.adopt(strategy.plan.with_placement(placement), next(self.firsts))
 
 
 class Block(nn.Module):
@@ -137,11 +145,13 @@ def train(
     accumulate: int,
     folder: str | None,
     touches: bool = False,
+    firsts: Sequence[int] = (0,),
+    schedule: str = "1f1b",
 ) -> dict[str, Any]:
     """Trains on all ranks; what is left behind."""
     L.seed_everything(5, verbose=False)
     module = built(lambda: Trains(optimizer))
-    adopts = Adopts(cuts)
+    adopts = Adopts(cuts, firsts)
     callbacks: list[L.Callback] = [adopts, *([Touches()] if touches else [])]
     if folder is not None:
         callbacks.append(ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1))
@@ -152,6 +162,7 @@ def train(
                 "partition": partition,
                 "microbatches": 4,
                 "recompute": recompute,
+                "schedule": schedule,
                 "virtual_machines": virtual_machines,
             },
         },
@@ -207,12 +218,17 @@ def test_random_moves_change_no_bit(
     cuts = drawn(seed, stages)
     ranks = sum(stages)
     runs = []
-    for name, wanted, recompute in (("stays", {}, "none"), ("moves", cuts, "full")):
+    schedule = "gpipe" if seed % 2 else "1f1b"
+    for name, wanted, recompute, more in (
+        ("stays", {}, "none", ()),
+        ("moves", cuts, "full", ()),
+        ("moves within steps", cuts, "none", (False, (2, 1, 3, 2), schedule)),
+    ):
         given = (wanted, optimizer, partition, recompute, machines, accumulate)
-        runs.append(run_ranks(train, ranks, *given, str(tmp_path / name)))
-    stays, moves = runs
+        runs.append(run_ranks(train, ranks, *given, str(tmp_path / name), *more))
+    stays, moves, within = runs
     assert len(set(moves[0]["seen"])) > 1, "something has to move"
-    for rank, (one, other) in enumerate(zip(stays, moves, strict=True)):
+    for rank, (one, other) in enumerate(zip(stays * 2, moves + within, strict=True)):
         # Who holds what optimizer state is what has changed; the checkpoints have all of it.
         problems = differences(
             {k: one[k] for k in ("parameters", "loss")},
@@ -222,12 +238,61 @@ def test_random_moves_change_no_bit(
         )
         assert not problems, f"rank {rank}: {problems[:5]}"
     files = sorted(path.name for path in (tmp_path / "stays").iterdir())
-    assert files == sorted(path.name for path in (tmp_path / "moves").iterdir())
     assert files
-    for name in files:
-        saved = [torch.load(tmp_path / run / name) for run in ("stays", "moves")]
-        for key in ("state_dict", "optimizer_states", "lr_schedulers", "pipeshift"):
-            assert not differences(saved[0][key], saved[1][key], 0, 0), (name, key)
+    for run in ("moves", "moves within steps"):
+        assert files == sorted(path.name for path in (tmp_path / run).iterdir())
+        for name in files:
+            saved = [torch.load(tmp_path / of / name) for of in ("stays", run)]
+            for key in ("state_dict", "optimizer_states", "lr_schedulers", "pipeshift"):
+                assert not differences(saved[0][key], saved[1][key], 0, 0), (run, name, key)
+
+
+class CountsCalls(L.Callback):
+    """How often each block has run here, forward and backward, in each batch."""
+
+    def __init__(self) -> None:
+        self.counts: list[list[tuple[int, int]]] = []
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.now = [[0, 0] for _ in module.blocks]
+        for number, block in enumerate(module.blocks):
+            block.dropout.register_forward_hook(partial(self.count, number))
+
+    def count(self, number: int, module: Any, args: Any, output: Any) -> None:
+        self.now[number][0] += 1
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(partial(self.count_backward, number))
+
+    def count_backward(self, number: int, gradient: Any) -> None:
+        self.now[number][1] += 1
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.counts.append([(forwards, backwards) for forwards, backwards in self.now])
+        self.now[:] = [[0, 0] for _ in self.now]
+
+
+def counted(schedule: str) -> list[list[tuple[int, int]]]:
+    counts = CountsCalls()
+    trainer = quiet_trainer(
+        {"devices": 2, "pipeshift": {"partition": [3, 4], "microbatches": 4, "schedule": schedule}},
+        max_epochs=1,
+        callbacks=[Adopts({1: [[2, 5]], 3: [[4, 3]]}, firsts=(1, 3)), counts],
+    )
+    trainer.fit(built(lambda: Trains("adam")), DataLoader(points(6).dataset, batch_size=8))
+    return counts.counts
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_one_step_runs_on_two_owners(schedule: str) -> None:
+    """Layer 2 (block 1) is on stage 0, from microbatch 1 of step 3 on stage 1, and from microbatch
+    3 of step 5 on stage 0 again, as layer 3 is then.
+    """
+    first, second = run_ranks(counted, 2, schedule)
+    on_first = [[step[block] for step in first[1:]] for block in (1, 2)]
+    on_second = [[step[block] for step in second[1:]] for block in (1, 2)]
+    none, one, three, all_four = (0, 0), (1, 1), (3, 3), (4, 4)
+    assert on_first == [[all_four, all_four, one, none, one], [none, none, none, none, one]]
+    assert on_second == [[none, none, three, all_four, three], [all_four] * 4 + [three]]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -300,10 +365,14 @@ def adopt_nonsense() -> list[str]:
                 replace(plan, placement=Placement(((1, 2, 2),))),
                 replace(plan, layers=others),
             ):
-                try:
-                    strategy.adopt(wrong)
-                except PlanError as error:
-                    self.errors.append(str(error))
+                self.refused(strategy, wrong, 0)
+            self.refused(strategy, plan, 8)
+
+        def refused(self, strategy: Any, plan: Any, first: int) -> None:
+            try:
+                strategy.adopt(plan, from_microbatch=first)
+            except PlanError as error:
+                self.errors.append(str(error))
 
     asks = Asks()
     trainer = quiet_trainer(
@@ -314,11 +383,12 @@ def adopt_nonsense() -> list[str]:
 
 
 def test_a_plan_that_would_change_what_is_computed_is_refused_and_training_goes_on() -> None:
-    microbatches, stages, names, counts = run_ranks(adopt_nonsense, 2)[0]
+    microbatches, stages, names, first, counts = run_ranks(adopt_nonsense, 2)[0]
     assert "('1f1b', 7, (2,))" in microbatches
     assert "one in force ('1f1b', 8, (2,))" in microbatches
     assert "(3,)" in stages
     assert "made for another model" in names
+    assert "a plan from microbatch 8 on; a step has the microbatches 0 to 7" in first
     assert counts == "((2, 3),)"
 
 

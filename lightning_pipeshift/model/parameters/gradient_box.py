@@ -89,11 +89,17 @@ class SharedParameters:
         uses: the shared parameters that this stage holds.
         others: the other parameters that it holds. Code between layers may use them too, if it is
             not traced.
+        sums: gradients that have been collected already.
     """
 
-    def __init__(self, uses: list[ParameterUse], others: Iterable[ParameterUse] = ()) -> None:
+    def __init__(
+        self,
+        uses: list[ParameterUse],
+        others: Iterable[ParameterUse] = (),
+        sums: Sums | None = None,
+    ) -> None:
         self.uses = uses
-        self.sums: Sums = {}
+        self.sums: Sums = {} if sums is None else sums
         """By a parameter's name and the number of the segment."""
         self._names = {id(use.parameter): use.name for use in [*uses, *others]}
         self._by_layer: dict[int, list[ParameterUse]] = {}

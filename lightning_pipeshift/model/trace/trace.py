@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_pipeshift.model.execution.trees import Rebuild
 from lightning_pipeshift.plan.inputs.flow import Flow, TensorSpec, Value, renumbered
+from lightning_pipeshift.plan.inputs.placement import Placement
 
 Payload = list[tuple[Value, TensorSpec]]
 Place = tuple[str, str]
@@ -137,6 +138,8 @@ class Trace:
     _specs: dict[Value, TensorSpec] = field(default_factory=dict)
     layouts: dict[Any, Any] = field(default_factory=dict)
     """The memory layouts of payloads and gradients that neighbours have sent each other."""
+    checked: Placement | None = None
+    """The placement for which the order of the calls was checked last."""
 
     @classmethod
     def empty(cls) -> Trace:

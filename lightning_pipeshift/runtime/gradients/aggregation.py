@@ -9,7 +9,7 @@ layer by layer, until its GPU has summed them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -182,14 +182,19 @@ class Aggregation:
             handle.remove()
         self._handles.clear()
 
-    def arm(self) -> None:
-        """Called before the step's last backward on this stage."""
+    def arm(self, late: Collection[int] = ()) -> None:
+        """Called before the step's last backward on this stage.
+
+        Args:
+            late: identities of parameters whose gradients are not complete after it.
+        """
         self._is_armed = True
         self._ready.clear()
         for index, group in enumerate(self._groups):
             trained = group.trained
             group._missing = len(trained)
-            for parameter in trained if group.is_hooked else ():
+            is_late = any(id(parameter) in late for parameter in trained)
+            for parameter in trained if group.is_hooked and not is_late else ():
                 if id(parameter) not in self._handles:
                     hook = parameter.register_post_accumulate_grad_hook(_Noticed(self, index))
                     self._handles[id(parameter)] = hook

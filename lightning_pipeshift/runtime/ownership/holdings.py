@@ -15,6 +15,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.transfer import to_host
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.model.parameters.elsewhere import Elsewhere, set_owner_lookup, swap
-from lightning_pipeshift.model.parameters.gradient_box import SharedParameters
+from lightning_pipeshift.model.parameters.gradient_box import SharedParameters, Sums
 from lightning_pipeshift.model.parameters.uses import (
     ParameterUse,
     flat_weights_forgotten,
@@ -46,6 +47,9 @@ from lightning_pipeshift.runtime.ownership.user_copies import (
 )
 
 log = logging.getLogger(__name__)
+
+# In place of a segment's number, for gradients that are of no segment: they are added last.
+_OWN = sys.maxsize
 
 
 class Holdings:
@@ -96,21 +100,41 @@ class Holdings:
         }
         # By identity of a parameter held on another stage: the gradient that user code sees.
         self._shown: dict[int, Tensor] = {}
+        self._holders: dict[int, list[int]] = {}
+        self._had_gradients: dict[int, list[int]] = {}
+        self._parts: list[Sums] = []
+        self.held: list[ParameterUse] = []
+        self.shared = SharedParameters([])
         self.place(stage_of)
         self._fresh: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
         self._replaces = False
 
-    def place(self, stage_of: Sequence[int]) -> None:
-        """Sets the stage of each layer, without moving anything."""
+    def place(self, stage_of: Sequence[int], keeps_old: bool = False) -> None:
+        """Sets the stage of each layer, without moving anything.
+
+        Args:
+            stage_of: the stage of each layer.
+            keeps_old: whether the stage also goes on using what it holds now, until it is placed
+                again: microbatches that run under the old placement need it.
+        """
+        before = self._holders
         self.layers = list(zip(self._modules, stage_of, strict=True))
         # The stages that hold a parameter, lowest first, by the parameter's identity.
         self._holders = {
             id(use.parameter): holders
             for use, holders in zip(self.uses, self.all_holders(stage_of), strict=False)
         }
-        self.held = [use for use in self.uses if self.stage in self.holders_of(use.parameter)]
-        self.shared = SharedParameters([use for use in self.held if use.is_shared], self.held)
+        if keeps_old:
+            self._had_gradients = {
+                place: sorted({*holders, *before[place]})
+                for place, holders in self._holders.items()
+            }
+        using = self._had_gradients if keeps_old else self._holders
+        self.held = [use for use in self.uses if self.stage in using[id(use.parameter)]]
+        self.shared = SharedParameters(
+            [use for use in self.held if use.is_shared], self.held, self.shared.sums
+        )
         number_of = {id(use.parameter): number for number, use in enumerate(self.uses)}
         # Under all names, those of tied parameters too.
         self._use_named = {
@@ -262,17 +286,20 @@ class Holdings:
             except RuntimeError as error:
                 log.warning("PipeShift: a copy of %s remains on this stage: %s", name, error)
 
-    def pass_copies_on(self, stage_of: Sequence[int]) -> None:
+    def pass_copies_on(self, stage_of: Sequence[int]) -> bool:
         """Sends the copies of parameters that user code keeps to the stages that will hold these
         parameters, and drops them on all others. Every stage calls this.
 
         Args:
             stage_of: the new stage of each layer.
+
+        Returns:
+            whether there are any; the same on every stage.
         """
         kept = self._kept()
         found = exchange(self.channels, kept, lambda names: self.stages_of(names, stage_of))
         if not found.asked:
-            return
+            return False
         with torch.no_grad(), self._changing_kept():
             for path, what in found.asked.items():
                 tensor = kept.get(path)
@@ -283,6 +310,7 @@ class Holdings:
                     hold(tensor, found.received[path])
                 elif what.lives_with and stages and self.stage not in stages and not tensor.is_meta:
                     swap(tensor, Elsewhere.like(tensor, what.lives_with))
+        return True
 
     # --- where the values are stored ---
 
@@ -449,6 +477,7 @@ class Holdings:
         """
         self._aside = []
         self._aliases = self._copies = None
+        self._parts = []
         self.shared.sums.clear()
         for use in self.held:
             if use.parameter.grad is not None and keep:
@@ -484,8 +513,10 @@ class Holdings:
             if gradient is not None and correction:
                 fresh = gradient if correction == 1.0 else gradient.mul_(correction)
                 self._fresh[id(use.parameter)] = (use.parameter, fresh)
+        held = {id(use.parameter) for use in self.held}
         for parameter, gradient in self._aside:
-            parameter.grad = gradient
+            if id(parameter) in held:
+                parameter.grad = gradient
         self._aside = []
 
     @torch.no_grad()
@@ -547,6 +578,57 @@ class Holdings:
             if id(use.parameter) not in held:
                 use.parameter.grad = None
 
+    def end_part(self) -> None:
+        """Ends a part of the step: microbatches whose gradients of shared parameters are added up
+        before those of the next part. Every stage calls this after the same backwards.
+        """
+        for use in self.shared.uses:
+            if use.parameter.grad is not None:
+                self.shared.sums[use.name, _OWN] = use.parameter.grad
+                use.parameter.grad = None
+        self._parts.append(dict(self.shared.sums))
+        self.shared.sums.clear()
+
+    def _sum_parts(self) -> None:
+        """As :meth:`_sum_shared`, after a step in which segments changed their stages: the last
+        holder gets the gradients of all segments and parts, and adds them up in the order in which
+        one stage would have done.
+        """
+        for use in self.uses:
+            if not (use.is_shared and use.parameter.requires_grad):
+                continue
+            last = self.holders_of(use.parameter)[-1]
+            found: dict[int, list[tuple[int, Tensor]]] = {}
+            mine = {
+                (segment, number): gradient
+                for number, sums in enumerate(self._parts)
+                for (name, segment), gradient in sums.items()
+                if name == use.name
+            }
+            for source in self._had_gradients[id(use.parameter)]:
+                if source == last == self.stage:
+                    received = mine
+                elif source == self.stage:
+                    self.channels.send_values(mine, last)
+                    continue
+                elif last == self.stage:
+                    received = {
+                        place: gradient.to(self.device)
+                        for place, gradient in self.channels.receive_values(source)
+                    }
+                else:
+                    continue
+                for (segment, number), gradient in received.items():
+                    found.setdefault(segment, []).append((number, gradient))
+            if last != self.stage:
+                continue
+            of_segments = [
+                _total(gradient for _, gradient in sorted(found[segment], key=_number))
+                for segment in sorted(found)
+            ]
+            use.parameter.grad = _total(of_segments).clone() if of_segments else None
+        self._parts = []
+
     def _sum_shared(self) -> None:
         """Adds up the segments' gradients in their order, from stage to stage; the last holder has
         the sum.
@@ -554,6 +636,9 @@ class Holdings:
         A running sum in one fixed order has the same bits however the segments are spread over
         stages.
         """
+        if self._parts:
+            self._sum_parts()
+            return
         self.shared.add_own(self.held)
         for use in self.shared.uses:
             if not use.parameter.requires_grad:
@@ -629,6 +714,16 @@ class Holdings:
             gradient = use.parameter.grad
             flags[number] = gradient is not None and not gradient.is_meta
         return [bool(flag) for flag in self.channels.sum(flags)]
+
+
+def _number(part: tuple[int, Tensor]) -> int:
+    return part[0]
+
+
+def _total(gradients: Iterable[Tensor]) -> Tensor:
+    """The sum, from the first to the last."""
+    first, *others = gradients
+    return reduce(torch.add, others, first)
 
 
 def optimizer_to_device(optimizer: Optimizer, device: torch.device, deferred: DeferredInit) -> None:

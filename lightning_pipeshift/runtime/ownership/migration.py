@@ -6,12 +6,15 @@ connections of their own, while both stages compute. In a synchronous schedule:
 1. The move is prepared during a whole step: the targets of all tensors, and memory for them.
 2. As soon as a stage has taken its optimizer step, it sends the weights: the stages before it are
    still at their last backwards.
-3. The new owner owns the layer from the next step on: a gate waits only for the weights of its own
-   layer, and they arrive in the order in which they are needed. The old owner first compares the
-   values it has sent with the present ones, as user code may have run in between.
-4. Optimizer states, which the patent does not mention, and gradients that are being accumulated are
-   not needed before the end of that step: they are sent during its compute. The old owner frees
-   nothing before the new owner has acknowledged that it has everything.
+3. The new owner owns the layer from the cut-over microbatch of the next step on, the first one
+   unless another is asked for. Earlier microbatches run on the old owner, forward and backward. A
+   gate of the new owner waits only for the weights of its own layer, and they arrive in the order
+   in which they are needed. After its last forward the old owner compares the values it has sent
+   with the present ones, as user code may have run in between.
+4. Optimizer states, which the patent does not mention, and gradients are not needed before the end
+   of that step: they are sent when the old owner's last backward is over. The new owner adds its
+   own microbatches' gradients to them one by one, so the sum has the same bits as without a move.
+   The old owner frees nothing before the new owner has acknowledged that it has everything.
 """
 
 from __future__ import annotations
@@ -37,11 +40,15 @@ from lightning_pipeshift.model.parameters.uses import (
     other_state,
     take_other_state,
 )
+from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.runtime.comm.side_streams import side_stream
 from lightning_pipeshift.runtime.comm.staging import room_for
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
+from lightning_pipeshift.runtime.step.listeners import ActionListener
 
+# The gradient from before the step, and that of the old owner's microbatches.
+_EARLIER = (-1, "gradient of earlier steps")
 _GRADIENT = (-1, "gradient")
 # The lane of the new owners' acknowledgements: two stages may each get layers of the other.
 _ANSWERS = 4
@@ -64,8 +71,10 @@ class _Parcel:
         parameter: the parameter; ``None`` for a layer's other state.
         values: for a parameter, the copy that the old owner has sent, or the memory that the new
             owner receives it into; otherwise the layer's state, by name.
-        state: needed by the new owner at the end of the step: the gradient and the optimizer state,
+        state: needed by the new owner at the end of the step: gradients and the optimizer state,
             each under the optimizer's index and a name.
+        fresh: at the new owner, the gradients of its microbatches, as long as the old owner's are
+            not there.
         is_early: whether the parameter may have changed since ``values`` was sent.
         has_arrived: done when ``values`` has arrived.
     """
@@ -74,6 +83,7 @@ class _Parcel:
     parameter: nn.Parameter | None
     values: Any = None
     state: dict[tuple[int, Any], Any] = field(default_factory=dict)
+    fresh: list[Tensor] = field(default_factory=list)
     is_early: bool = False
     has_arrived: Future[None] = field(default_factory=Future)
 
@@ -87,18 +97,19 @@ class _Parcels(NamedTuple):
     incoming: dict[int, list[_Parcel]]
 
 
-class Migration:
+class Migration(ActionListener):
     """One stage's part in a change of owners.
 
     Every stage of the virtual machine makes one, at the beginning of the same step, and calls its
-    methods in their order: :meth:`start`, :meth:`cut_over` as the next step begins, and
-    :meth:`finish` as it ends.
+    methods in their order: :meth:`start`, :meth:`begin` as the next step begins, and
+    :meth:`finish` as it ends. In between it listens to the stage's actions.
 
     Args:
         holdings: the stage's tensors.
         stage_of: the new stage of each layer.
         optimizers: the same ones on every stage.
         threads: their threads wait for other stages.
+        deferred: see :meth:`Holdings.settle`.
     """
 
     def __init__(
@@ -107,19 +118,24 @@ class Migration:
         stage_of: Sequence[int],
         optimizers: Sequence[Optimizer],
         threads: Threads,
+        deferred: DeferredInit,
     ) -> None:
         self._holdings = holdings
         self._stage_of = list(stage_of)
         self._optimizers = optimizers
         self._threads = threads
+        self._deferred = deferred
         self._device = holdings.channels.device
         self._stream: Any = None
         self._is_ready: Any = None
         if self._device.type == "cuda":
             self._stream = side_stream(self._device, "moves")
-        # Set when the new owner owns the layers, or the move is cancelled.
+        self._first = 0
+        # Set when the old owner's last forward is over, or the move is cancelled.
         self._is_settled = threading.Event()
-        self._is_cancelled = False
+        # Set when its last backward is over.
+        self._is_complete = threading.Event()
+        self._has_begun = self._is_cancelled = self._is_freed = False
         self._work: list[Future[None]] | None = None
         self._awaited: dict[int, list[_Parcel]] = {}
         self.exposed_seconds = 0.0
@@ -184,6 +200,8 @@ class Migration:
                 lane.send_object(_News.EARLY, to)
                 lane.send_tensor(parcel.values, to)
         self._is_settled.wait()
+        if self._is_cancelled and self._has_begun:
+            return
         lane.send_object(_News.CANCELLED if self._is_cancelled else _News.SETTLED, to)
         if self._is_cancelled:
             lane.settle()
@@ -200,6 +218,10 @@ class Migration:
                     if is_same:
                         continue
                 lane.send_tensor(parameter, to)
+        self._is_complete.wait()
+        if self._is_cancelled:
+            return
+        with torch.no_grad(), self._beside():
             for parcel in parameters:
                 lane.send_values(parcel.state, to)
         lane.settle()
@@ -291,22 +313,29 @@ class Migration:
             self._is_ready = torch.cuda.Event()
             self._is_ready.record()
 
-    def cut_over(self, keeps_gradients: bool) -> None:
-        """Makes the new owners own their layers from now on.
+    def begin(self, keeps_gradients: bool, first: int) -> int:
+        """Begins the step in which the layers change their owners.
 
         Args:
             keeps_gradients: whether gradients from before the step are still needed.
+            first: the microbatch of the step from which on the new owners are to own their layers.
+
+        Returns:
+            that microbatch: 0 instead of ``first`` if user code keeps copies of parameters, which
+            microbatches of both owners could change.
         """
         self.start()
         with self._exposed():
-            self._cut_over(keeps_gradients)
+            self._begin(keeps_gradients, first)
+        return self._first
 
-    def _cut_over(self, keeps_gradients: bool) -> None:
-        holdings, parcels = self._holdings, self._prepared.result()
+    def _begin(self, keeps_gradients: bool, first: int) -> None:
+        holdings = self._holdings
         # The step may use the copies from its first line.
-        holdings.pass_copies_on(self._stage_of)
-        holdings.place(self._stage_of)
-        for parcel in (parcel for leaving in parcels.outgoing.values() for parcel in leaving):
+        has_copies = holdings.pass_copies_on(self._stage_of)
+        self._first = 0 if has_copies else first
+        holdings.place(self._stage_of, keeps_old=self._first > 0)
+        for parcel in self._leaving():
             self._pack(parcel, keeps_gradients)
         with torch.no_grad(), flat_weights_forgotten(holdings.root):
             for parcel in self._arriving():
@@ -316,17 +345,20 @@ class Migration:
                     parcel.parameter.grad = None
                 for layer in parcel.layers:
                     self._awaited.setdefault(layer, []).append(parcel)
-        self._mark()
-        self._is_settled.set()
+        self._has_begun = True
+        if not self._first:
+            self._settle()
+            self._complete()
 
     def _arriving(self) -> list[_Parcel]:
         return [p for coming in self._prepared.result().incoming.values() for p in coming]
 
+    def _leaving(self) -> list[_Parcel]:
+        return [p for leaving in self._prepared.result().outgoing.values() for p in leaving]
+
     def _pack(self, parcel: _Parcel, keeps_gradients: bool) -> None:
         parameter = parcel.parameter
         if parameter is None:
-            module, _ = self._holdings.layers[parcel.layers[0]]
-            parcel.values = other_state(module)
             return
         parcel.state = {
             (index, name): value
@@ -334,15 +366,74 @@ class Migration:
             for name, value in optimizer.state.get(parameter, {}).items()
         }
         if parameter.grad is not None and keeps_gradients:
-            parcel.state[_GRADIENT] = parameter.grad
+            parcel.state[_EARLIER] = parameter.grad
         if self._holdings.stage not in self._holdings.holders_of(parameter):
             # From now on the gradient is on its way.
             parameter.grad = None
 
+    # --- in a step whose first microbatches run on the old owners ---
+
+    @property
+    def moving(self) -> set[int]:
+        """The layers whose stage changes; before the step begins."""
+        now = [stage for _, stage in self._holdings.layers]
+        return {layer for layer, stage in enumerate(self._stage_of) if stage != now[layer]}
+
+    @property
+    def late(self) -> set[int]:
+        """The identities of parameters whose gradients are not complete after the last backward."""
+        if not self._first:
+            return set()
+        return {id(parcel.parameter) for parcel in self._arriving()}
+
+    def end_action(self, action: Action) -> None:
+        """See :class:`ActionListener`."""
+        last = self._first - 1
+        if action.kind is Kind.FORWARD and action.microbatch == last:
+            self._settle()
+        elif action.kind is Kind.BACKWARD and action.microbatch >= last >= 0:
+            self._holdings.end_part()
+            if action.microbatch == last:
+                self._complete()
+            self._take_gradients_apart()
+            if not self._is_freed and all(work.done() for work in self._work or ()):
+                self._free()
+
+    def _settle(self) -> None:
+        """The old owners have run all their forwards."""
+        for parcel in self._leaving():
+            if parcel.parameter is None:
+                module, _ = self._holdings.layers[parcel.layers[0]]
+                parcel.values = other_state(module)
+        self._mark()
+        self._is_settled.set()
+
+    def _complete(self) -> None:
+        """The old owners have run all their backwards."""
+        for parcel in self._leaving() if self._first else ():
+            parameter = parcel.parameter
+            if parameter is not None and parameter.grad is not None:
+                parcel.state[_GRADIENT], parameter.grad = parameter.grad, None
+        self._mark()
+        self._is_complete.set()
+
+    def _take_gradients_apart(self) -> None:
+        """Keeps the gradients of the new owner's microbatches, each by itself: those of the old
+        owner's come first in the sum.
+        """
+        for parcel in self._arriving() if not self._is_freed else ():
+            parameter = parcel.parameter
+            if parameter is not None and parameter.grad is not None:
+                parcel.fresh.append(parameter.grad)
+                parameter.grad = None
+
     def abandon(self) -> None:
-        """Cancels the move: no layer changes its owner. Values already sent are discarded."""
+        """Cancels the move: no layer changes its owner, and values already sent are discarded. Once
+        the step has begun, the run is at its end, and nothing more is sent.
+        """
         self._is_cancelled = True
         self._is_settled.set()
+        self._is_complete.set()
 
     def cancel(self) -> None:
         """Cancels the move on all stages, and returns when no transfer is in progress."""
@@ -366,12 +457,9 @@ class Migration:
                     with torch.no_grad(), flat_weights_forgotten(module):
                         take_other_state(module, parcel.values)
 
-    def finish(self, deferred: DeferredInit) -> None:
+    def finish(self) -> None:
         """Waits until everything has arrived, here and at the new owners; then frees the tensors
         that have moved away.
-
-        Args:
-            deferred: see :meth:`Holdings.settle`.
 
         Raises:
             StageFailedError: another stage ended before that.
@@ -380,20 +468,34 @@ class Migration:
             # A layer that this step has not called.
             self.await_layer(layer)
         with self._exposed():
-            self._finish(deferred)
+            for work in self._work or ():
+                work.result()
+            if not self._is_freed:
+                self._free()
 
-    def _finish(self, deferred: DeferredInit) -> None:
-        for work in self._work or ():
-            work.result()
+    def _free(self) -> None:
+        """Unpacks what has arrived, and frees what has moved away."""
+        self._is_freed = True
         for parcel in self._arriving():
-            for (index, name), value in parcel.state.items():
-                assert parcel.parameter is not None
-                if (index, name) != _GRADIENT:
-                    self._optimizers[index].state[parcel.parameter][name] = value
-                else:
-                    gradient: Tensor = value.to(self._device)
-                    self._holdings.put_gradient_aside(parcel.parameter, gradient)
-        self._holdings.settle(self._optimizers, final=True, deferred=deferred)
+            if parcel.parameter is not None:
+                self._unpack(parcel, parcel.parameter)
+        if self._first:
+            self._holdings.place(self._stage_of)
+        self._holdings.settle(self._optimizers, final=True, deferred=self._deferred)
+
+    def _unpack(self, parcel: _Parcel, parameter: nn.Parameter) -> None:
+        earlier = parcel.state.pop(_EARLIER, None)
+        if earlier is not None:
+            self._holdings.put_gradient_aside(parameter, earlier.to(self._device))
+        total = parcel.state.pop(_GRADIENT, None)
+        if total is not None:
+            total = total.to(self._device)
+        for gradient in parcel.fresh:
+            total = gradient if total is None else total + gradient
+        if total is not None:
+            parameter.grad = total
+        for (index, name), value in parcel.state.items():
+            self._optimizers[index].state[parameter][name] = value
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

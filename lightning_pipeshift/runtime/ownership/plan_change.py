@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
+from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
@@ -19,10 +20,17 @@ from lightning_pipeshift.runtime.planning.make_plan import check_order
 from lightning_pipeshift.runtime.step.trace_cache import TraceCache
 
 
+class CutOver(NamedTuple):
+    """A plan, and the microbatch of a step from which on it is in force."""
+
+    plan: Plan
+    first: int
+
+
 class _Prepared(NamedTuple):
     """A plan that will be in force with the next step, and the layers on their way for it."""
 
-    plan: Plan
+    wanted: CutOver
     migration: Migration
 
 
@@ -33,15 +41,19 @@ class Changes:
         vm: its virtual machine.
         follower: has the layers that steps call.
         threads: where to wait for other ranks.
+        deferred: makes the tensors that are on the meta device.
     """
 
-    def __init__(self, vm: int, follower: TraceCache, threads: Threads) -> None:
+    def __init__(
+        self, vm: int, follower: TraceCache, threads: Threads, deferred: DeferredInit
+    ) -> None:
         self._vm = vm
+        self._deferred = deferred
         self._follower = follower
         self._threads = threads
         self._prepared: _Prepared | None = None
-        self.wanted: Plan | None = None
-        """The plan that the next step is to prepare."""
+        self.wanted: CutOver | None = None
+        """The plan that the next step is to prepare, and the step after it to put in force."""
         self.migration: Migration | None = None
         """The move of layers to new owners that the current step carries out."""
         self.seconds = 0.0
@@ -53,8 +65,8 @@ class Changes:
         present one.
         """
         if self.wanted is not None:
-            return self.wanted
-        return self._prepared.plan if self._prepared is not None else None
+            return self.wanted.plan
+        return self._prepared.wanted.plan if self._prepared is not None else None
 
     @property
     def is_prepared(self) -> bool:
@@ -68,38 +80,46 @@ class Changes:
         if self.wanted is None:
             return ""
         try:
+            placement = self.wanted.plan.placement
             for trace in self._follower.traces():
-                check_order(trace.flow, self.wanted.placement, self._vm, self._follower.gates)
+                check_order(trace.flow, placement, self._vm, self._follower.gates)
         except LayerError as error:
             return str(error)
         return ""
 
-    def cut_over(self, keeps_gradients: bool) -> Plan | None:
-        """Returns the plan that is in force from now on, if it differs from the present one.
+    def cut_over(self, keeps_gradients: bool, traces: Sequence[Trace | None]) -> CutOver | None:
+        """The plan that comes into force with this step, if it differs from the present one.
 
         Args:
             keeps_gradients: whether gradients from before the step are still needed.
+            traces: those of the step's microbatches.
         """
         if self._prepared is None:
             return None
-        (plan, self.migration), self._prepared = self._prepared, None
-        self.migration.cut_over(keeps_gradients)
-        return plan
+        ((plan, first), self.migration), self._prepared = self._prepared, None
+        # State that user code writes between layers reaches the other stages at the end of the
+        # step only, so all microbatches need the same owner.
+        written = {layer for trace in traces if trace is not None for layer in trace.state.values()}
+        if written & self.migration.moving:
+            first = 0
+        first = self.migration.begin(keeps_gradients, min(first, len(traces)))
+        return CutOver(plan, first)
 
     def prepare(self, holdings: Holdings, optimizers: Sequence[Optimizer]) -> None:
         """Starts the preparations that are possible while the old plan is in force."""
-        plan, self.wanted = self.wanted, None
-        if plan is None:
+        wanted, self.wanted = self.wanted, None
+        if wanted is None:
             return
-        placement = plan.placement
+        placement = wanted.plan.placement
         stage_of = [placement.stage_of(self._vm, layer) for layer in range(placement.num_layers)]
-        self._prepared = _Prepared(plan, Migration(holdings, stage_of, optimizers, self._threads))
+        migration = Migration(holdings, stage_of, optimizers, self._threads, self._deferred)
+        self._prepared = _Prepared(wanted, migration)
 
-    def finish(self, deferred: DeferredInit) -> bool:
+    def finish(self) -> bool:
         """Waits until all layers have arrived; returns whether any were moving."""
         if self.migration is None:
             return False
-        self.migration.finish(deferred)
+        self.migration.finish()
         self.seconds = self.migration.exposed_seconds
         self.migration = None
         return True
@@ -115,6 +135,8 @@ class Changes:
         """Cancels all changes: see :meth:`Migration.abandon`."""
         if self._prepared is not None:
             self._prepared.migration.abandon()
+        if self.migration is not None:
+            self.migration.abandon()
 
     def cancel(self) -> None:
         """Cancels all changes on all stages, and waits for transfers in progress."""

@@ -70,7 +70,7 @@ from lightning_pipeshift.runtime.gradients.replica_sync import (
 from lightning_pipeshift.runtime.gradients.rings import Rings
 from lightning_pipeshift.runtime.offload.stage_memory import StageMemory
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
-from lightning_pipeshift.runtime.ownership.plan_change import Changes
+from lightning_pipeshift.runtime.ownership.plan_change import Changes, CutOver
 from lightning_pipeshift.runtime.planning.make_plan import (
     Settings,
     check_order,
@@ -218,7 +218,7 @@ class Pipeline:
         self._follower = TraceCache(root, gates, self._switch, self.streams, channels.device)
         self.one_stage = OneStage(root, self._switch, self.streams, channels.device)
         """Runs the steps of a single device: see :meth:`plain_training_step`."""
-        self.changes = Changes(self.vm, self._follower, self._threads)
+        self.changes = Changes(self.vm, self._follower, self._threads, deferred)
         self._recorder = LogRecorder(root)
         self._tail = TailState(self._modules_outside_layers(), ignored)
         self._metrics = BatchMetrics(root)
@@ -425,9 +425,13 @@ class Pipeline:
         """The plan that will be in force when all requested changes are done."""
         return self.changes.last or self.plan
 
-    def adopt(self, plan: Plan) -> None:
+    def adopt(self, plan: Plan, from_microbatch: int = 0) -> None:
         """Puts another plan in force after the next step. Every rank calls this, with the same
         plan, between the same steps.
+
+        Args:
+            plan: the plan.
+            from_microbatch: the first microbatch of that step which runs under the new plan.
 
         Raises:
             PlanError: it is for another model, other virtual machines, or other settings of
@@ -443,7 +447,17 @@ class Pipeline:
                 f"new plan has (schedule, microbatches, stages of each virtual machine) {found}, "
                 f"the one in force {allowed}. Start a run with the new plan instead."
             )
-        self.changes.wanted = plan
+        if not 0 <= from_microbatch < plan.microbatches:
+            raise PlanError(
+                f"a plan from microbatch {from_microbatch} on; a step has the microbatches 0 to "
+                f"{plan.microbatches - 1}"
+            )
+        if from_microbatch and self.memory is not None:
+            raise PlanError(
+                f"a plan from microbatch {from_microbatch} on, and a memory budget, which holds "
+                "for whole steps: use from_microbatch=0, or train without MemoryCompression"
+            )
+        self.changes.wanted = CutOver(plan, from_microbatch)
 
     def migrate(self, moves: Iterable[Move]) -> None:
         """Makes layers change their owners after the next step. Every rank calls this, with the
@@ -457,10 +471,11 @@ class Pipeline:
         self.planning.require_room(plan)
         self.adopt(plan)
 
-    def _change_plan(self, plan: Plan) -> None:
+    def _change_plan(self, plan: Plan, first: int) -> None:
         assert self.holdings is not None
         assert self._ownership is not None
-        self._ownership = self._ownership.moved(plan.placement, self._num_microbatches_done)
+        begin = self._num_microbatches_done + first
+        self._ownership = self._ownership.moved(plan.placement, begin)
         self._plan = plan
         self._follow_with_memory()
         self._connect_sharers(self.holdings.uses, plan.placement)
@@ -541,7 +556,6 @@ class Pipeline:
             return None
         trace, is_new = self._follower.trace(key, step, batch, state)
         if is_new:
-            check_order(trace.flow, self.plan.placement, self.vm, self._follower.gates)
             self._note_touched(trace)
         return trace
 
@@ -668,8 +682,12 @@ class Pipeline:
         keys = [self._key("train", step_number, number) for number in range(len(slices))]
         self._settle(keys[0], step, slices[0][0], optimizers, final=True, trains=True)
         assert self.holdings is not None
-        self._cut_over(keeps_gradients, optimizers)
-        microbatches = self._microbatches(keys, slices, step)
+        state = module_signature(self.root)
+        traces = [
+            self._trace(key, step, part, state) for key, (part, _) in zip(keys, slices, strict=True)
+        ]
+        self._cut_over(keeps_gradients, optimizers, traces)
+        microbatches = self._microbatches(keys, slices, traces)
         sums = self._aggregation if not accumulation.goes_on else None
         losses = self._losses(microbatches, loss_scale)
         todo = self._step(step, microbatches, losses, sums, accumulation, wants_result)
@@ -721,16 +739,21 @@ class Pipeline:
 
     # --- training: the plan's changes ---
 
-    def _cut_over(self, keeps_gradients: bool, optimizers: Sequence[Optimizer]) -> None:
+    def _cut_over(
+        self,
+        keeps_gradients: bool,
+        optimizers: Sequence[Optimizer],
+        traces: Sequence[Trace | None],
+    ) -> None:
         """Puts a plan in force whose layers have arrived, and begins to prepare the next."""
         assert self.holdings is not None
-        plan = self.changes.cut_over(keeps_gradients)
-        if plan is not None:
-            self._change_plan(plan)
+        begins = self.changes.cut_over(keeps_gradients, traces)
+        if begins is not None:
+            self._change_plan(*begins)
         self.changes.prepare(self.holdings, optimizers)
 
     def _finish_change(self) -> None:
-        if self.changes.finish(self._deferred):
+        if self.changes.finish():
             self._say_who_has_no_work()
             # Times under the old plan, and of this step, do not hold for the new plan.
             profiler = self.planning.profiler
@@ -747,17 +770,16 @@ class Pipeline:
         self,
         keys: Sequence[Key],
         slices: Sequence[tuple[Any, int]],
-        step: UserStep,
+        traces: Sequence[Trace | None],
     ) -> list[Microbatch]:
         again = self.plan.recomputing_stages(self.vm)
         # Where the schedule has no recompute action, a layer runs again in the middle of the
         # backward; that saves memory only if a store manages each saved tensor.
         is_mine = self.channels.stage in again or self.memory is not None
         recompute = self.plan.recomputed(self.vm) if is_mine else frozenset()
-        state = module_signature(self.root)
         return [
-            self._microbatch(key, step, part, state, size, recompute)
-            for key, (part, size) in zip(keys, slices, strict=True)
+            self._microbatch(key, part, trace, size, recompute)
+            for key, (part, size), trace in zip(keys, slices, traces, strict=True)
         ]
 
     def _losses(self, microbatches: Sequence[Microbatch], loss_scale: float | Tensor) -> Losses:
@@ -789,11 +811,15 @@ class Pipeline:
             shared=self.holdings.shared,
             losses=losses,
             after_last_forward=reports if self.is_last else None,
-            before_last_backward=sums.arm if sums is not None and begins_sums else None,
+            before_last_backward=(
+                partial(sums.arm, migration.late if migration is not None else ())
+                if sums is not None and begins_sums
+                else None
+            ),
             timers=profiler.timers(len(microbatches)) if is_measured else {},
             observer=profiler.observer if is_measured and not profiler.num_steps else None,
             store=self.memory.store if self.memory is not None else None,
-            before_layer=migration.await_layer if migration is not None else None,
+            migration=migration,
         )
 
     def _run(self, step: Step) -> None:
@@ -933,16 +959,17 @@ class Pipeline:
     def _microbatch(
         self,
         key: Key,
-        step: UserStep,
         part: Any,
-        state: Hashable,
+        trace: Trace | None,
         size: int,
         recompute: frozenset[int] = frozenset(),
     ) -> Microbatch:
         assert self._ownership is not None
-        number = self._num_microbatches_done + int(key[3])
-        layers = self._ownership.layers_of(self.vm, self.channels.stage, number)
-        trace = self._trace(key, step, part, state)
+        placement = self._ownership.placement(self._num_microbatches_done + int(key[3]))
+        if trace is not None and trace.checked is not placement:
+            check_order(trace.flow, placement, self.vm, self._follower.gates)
+            trace.checked = placement
+        layers = placement.layers_of(self.vm, self.channels.stage)
         return Microbatch(part, size, trace, layers, key, recompute)
 
     def _row(
@@ -979,7 +1006,8 @@ class Pipeline:
         key = self._key(purpose, step_number, 0)
         # Optimizer state from an earlier training remains on its stage.
         self._settle(key, step, batch, (), final)
-        microbatch = self._microbatch(key, step, batch, module_signature(self.root), 1)
+        trace = self._trace(key, step, batch, module_signature(self.root))
+        microbatch = self._microbatch(key, batch, trace, 1)
         if not self._pending:
             self._tail.remember()
         assert self.holdings is not None

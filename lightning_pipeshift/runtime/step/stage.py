@@ -37,6 +37,7 @@ from lightning_pipeshift.runtime.comm.channels import Channels, Direction, Layou
 from lightning_pipeshift.runtime.comm.lane import Sent
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore
 from lightning_pipeshift.runtime.offload.out_of_memory import explained
+from lightning_pipeshift.runtime.ownership.migration import Migration
 from lightning_pipeshift.runtime.step.listeners import ActionListener, ActionTimes
 from lightning_pipeshift.runtime.step.losses import Losses
 
@@ -91,8 +92,7 @@ class Step:
         timers: measure the layers of some microbatches, by number.
         observer: records what the first microbatch's layers save, if that is needed.
         store: keeps what layers save within a budget, if there is one.
-        before_layer: called with the number of each of the stage's layers before it runs, if layers
-            may still be arriving from other stages.
+        migration: the layers that change their owners in this step, if any do.
     """
 
     function: UserStep
@@ -104,7 +104,7 @@ class Step:
     timers: Mapping[int, Timer] = field(default_factory=dict)
     observer: Observer | None = None
     store: ActivationStore | None = None
-    before_layer: Callable[[int], None] | None = None
+    migration: Migration | None = None
     order: list[int] = field(default_factory=list, init=False)
     """The layers in the order in which the last forward called them; only if the step is not
     followed.
@@ -115,8 +115,8 @@ class Step:
     @property
     def listeners(self) -> list[ActionListener]:
         """Those who take an interest in the step's actions, the outermost first."""
-        found: list[ActionListener] = [] if self.store is None else [self.store]
-        return [*found, ActionTimes(self.timers)] if self.timers else found
+        times = ActionTimes(self.timers) if self.timers else None
+        return [found for found in (self.migration, self.store, times) if found is not None]
 
     @property
     def looks_at_saved(self) -> bool:
@@ -309,7 +309,7 @@ class Stage:
             memory=step.store,
             observer=step.observer if held.number == 0 else None,
             resident=self._resident,
-            before_layer=step.before_layer,
+            before_layer=step.migration.await_layer if step.migration is not None else None,
             resolve_state=self._resolve_state,
             finite=finite_check(microbatch.key, self._channels.stage),
         )
