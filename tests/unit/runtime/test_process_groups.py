@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -165,7 +165,7 @@ def test_side_streams_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         for _ in range(40):
             streams |= set(StreamCopier(gpu)._streams.values())
-            streams.add(Migration(holdings, [], [], threads)._stream)
+            streams.add(Migration(holdings, [], [], threads, cast(Any, None))._stream)
     finally:
         side_streams.side_stream.cache_clear()
     assert len(streams) == 3
