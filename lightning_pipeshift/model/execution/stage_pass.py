@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.finite import FiniteCheck
 from lightning_pipeshift.model.execution.timing import Timer
-from lightning_pipeshift.model.execution.trees import flatten, map_leaves
+from lightning_pipeshift.model.execution.trees import are_values, flatten, map_leaves
 from lightning_pipeshift.model.gates.gate import Gate, StageDone
 from lightning_pipeshift.model.gates.side_outputs import Report
 from lightning_pipeshift.model.parameters.gradient_box import GradientBox, SharedParameters
@@ -148,9 +148,9 @@ class StagePass(Watcher):
         """Values present on this stage, by their current names."""
         self._names: dict[Value, Value] = {}
         """By the name in a placeholder, the value's current name."""
-        self._wanted: set[Value] = set()
-        self._sources: dict[Value, list[Value]] = {}
-        """By the first name of a needed value, its later names that are needed."""
+        self._wanted: Set[Value] = frozenset()
+        self._sources: Set[Value] = frozenset()
+        """The first names of needed values that have a later name."""
         self._kept: dict[Value, Tensor] = {}
         self._checkpointed: dict[Value, Tensor] = {}
         """Values that the model's own activation checkpointing needs when it recomputes."""
@@ -175,11 +175,7 @@ class StagePass(Watcher):
         )
         if self.trace is not None:
             if not self.is_last:
-                self._wanted = {value for value, _ in self.trace.payload(self.layers.stop)}
-            for value in self._wanted:
-                root = self.trace.root(value)
-                if root != value:
-                    self._sources.setdefault(root, []).append(value)
+                self._wanted, self._sources = self.trace.needed(self.layers.stop)
             for value, tensor in self.received.items():
                 self._receive(self.trace, value, tensor)
         if not self._runs_user_code:
@@ -540,7 +536,8 @@ class StagePass(Watcher):
                 self.leave_scope()
             output, self._reports = self._skip(self.trace, position)
         else:
-            args, kwargs = map_leaves(self.value_of, (args, kwargs))
+            if not (are_values(args) and are_values(kwargs.values())):
+                args, kwargs = map_leaves(self.value_of, (args, kwargs))
             output = self._run(gate, position, args, kwargs)
         self._enter_gap()
         return output
@@ -605,7 +602,10 @@ class StagePass(Watcher):
         output = self._call(gate, position, args, kwargs)
         if gate.reports is not None:
             self._reports = gate.reports.take()
-        leaves, _ = flatten((output, self._reports), opens_objects=True)
+        if self._reports or not are_values((output,)):
+            leaves, _ = flatten((output, self._reports), opens_objects=True)
+        else:
+            leaves = [output]
         if self.finite is not None:
             self.finite.after_layer(gate.name, leaves, (args, kwargs))
         if self.memory is not None:

@@ -10,14 +10,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from lightning_pipeshift.compat.torch_private import pytree
 
 Rebuild = Callable[[list[Any]], Any]
+
+_PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 def flatten(
@@ -31,40 +34,72 @@ def flatten(
         is_leaf: returns whether to treat a node as a leaf, whatever it contains.
         opens_objects: whether objects of any class with tensors as attributes are opened too.
     """
-    if isinstance(tree, Tensor):
-        return [tree], _only
-    outer, spec = pytree.tree_flatten(tree, is_leaf)
-    parts: list[tuple[int, Rebuild | None]] = []
     leaves: list[Any] = []
-    for leaf in outer:
-        fields = _fields(leaf)
-        if fields is None and opens_objects:
-            fields = _attributes(leaf)
-        if fields is None:
-            parts.append((1, None))
-            leaves.append(leaf)
-        else:
-            inner, rebuild_inner = flatten(fields, is_leaf, opens_objects)
-            parts.append((len(inner), _rebuilder(leaf, rebuild_inner)))
-            leaves.extend(inner)
-
-    num_leaves = len(leaves)
+    node = _open(tree, leaves, is_leaf, opens_objects)
 
     def rebuild(values: list[Any]) -> Any:
-        assert len(values) == num_leaves
-        outer_values, position = [], 0
-        for count, rebuild_part in parts:
-            part = values[position : position + count]
-            outer_values.append(part[0] if rebuild_part is None else rebuild_part(part))
-            position += count
-        return pytree.tree_unflatten(outer_values, spec)
+        assert len(values) == len(leaves)
+        return values[0] if node is None else _built(node, iter(values))
 
     return leaves, rebuild
 
 
-def _only(values: list[Any]) -> Any:
-    (value,) = values
-    return value
+class _Node(NamedTuple):
+    """How to build a structure: a function of its parts, and how to build these; ``None`` stands
+    for a leaf.
+    """
+
+    make: Callable[[list[Any]], Any]
+    parts: list[_Node | None]
+
+
+def _open(
+    tree: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None, opens_objects: bool
+) -> _Node | None:
+    """Appends a structure's leaves to a list; returns how to build the structure again."""
+    kind: Any = type(tree)
+    parts: Any = ()
+    make: Any = None
+    if not isinstance(tree, Tensor) and not (is_leaf is not None and is_leaf(tree)):
+        # Faster than pytree, which is written in Python; every layer's inputs and outputs pass.
+        if kind is tuple or kind is list:
+            parts, make = tree, kind
+        elif kind is dict:
+            parts, make = tree.values(), partial(_dict_of, tuple(tree))
+        elif kind not in _PLAIN:
+            parts, make = _opened(tree, opens_objects)
+    if make is None:
+        leaves.append(tree)
+        return None
+    return _Node(make, [_open(part, leaves, is_leaf, opens_objects) for part in parts])
+
+
+def _opened(tree: Any, opens_objects: bool) -> tuple[Any, Any]:
+    """The parts of a structure that is no tuple, list or dict, and how to build it of others."""
+    parts, spec = pytree.tree_flatten(tree, lambda part: part is not tree)
+    if not (len(parts) == 1 and parts[0] is tree):
+        return parts, partial(pytree.tree_unflatten, treespec=spec)
+    fields = _fields(tree)
+    if fields is None and opens_objects:
+        fields = _attributes(tree)
+    return ([fields], partial(_with_fields, tree)) if fields is not None else (None, None)
+
+
+def _built(node: _Node, leaves: Iterator[Any]) -> Any:
+    return node.make(
+        [next(leaves) if part is None else _built(part, leaves) for part in node.parts]
+    )
+
+
+def _dict_of(keys: tuple[Any, ...], values: list[Any]) -> dict[Any, Any]:
+    return dict(zip(keys, values, strict=True))
+
+
+def are_values(trees: Iterable[Any]) -> bool:
+    """Whether all of these are tensors of torch's own class, numbers, texts or ``None``: the usual
+    case, in which there is nothing to open and nothing to replace.
+    """
+    return all(type(tree) is Tensor or type(tree) in _PLAIN for tree in trees)
 
 
 def structure_of(tree: Any) -> str:
@@ -101,17 +136,15 @@ def _attributes(leaf: Any) -> dict[str, Any] | None:
     return dict(attributes) if any(isinstance(x, Tensor) for x in attributes.values()) else None
 
 
-def _rebuilder(original: Any, rebuild_fields: Rebuild) -> Rebuild:
-    def rebuild(values: list[Any]) -> Any:
-        fields = rebuild_fields(values)
-        # Copying and then setting fields also works for frozen classes, and for those with their
-        # own __init__.
-        fresh = copy.copy(original)
-        if isinstance(fresh, UserDict):
-            fresh.data = fields
-        else:
-            for name, value in fields.items():
-                object.__setattr__(fresh, name, value)
-        return fresh
-
-    return rebuild
+def _with_fields(original: Any, values: list[dict[str, Any]]) -> Any:
+    """A copy of an object with other fields. Copying it and then setting the fields also works for
+    frozen classes, and for those with their own ``__init__``.
+    """
+    (fields,) = values
+    fresh = copy.copy(original)
+    if isinstance(fresh, UserDict):
+        fresh.data = fields
+    else:
+        for name, value in fields.items():
+            object.__setattr__(fresh, name, value)
+    return fresh

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -143,9 +142,12 @@ class Elsewhere(Tensor):
     ) -> Any:
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             return _set_data(*args)
+        # Torch's own code still refers to what it writes to, until the function ends.
+        written: list[_Written] = []
+        _writes.under_way.append(written)
         try:
-            with _writing(), without_torch_function_of_subclasses():
-                return func(*args, **(kwargs or {}))
+            with without_torch_function_of_subclasses():
+                result = func(*args, **(kwargs or {}))
         except PipeShiftError:
             raise
         except RuntimeError as error:
@@ -155,6 +157,12 @@ class Elsewhere(Tensor):
             leaves = pytree.tree_leaves((args, kwargs))
             absent = [leaf for leaf in leaves if isinstance(leaf, Elsewhere)]
             raise _reading(getattr(func, "__name__", str(func)), absent) from error
+        finally:
+            _writes.under_way.pop()
+        for tensor, lives_with, function in written:
+            if not isinstance(tensor, Elsewhere):
+                _send_away(tensor, lives_with, function)
+        return result
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -379,30 +387,18 @@ def _device() -> torch.device:
 # --- writing to tensors of this stage ---
 
 
+_Written = tuple[Tensor, frozenset[str], str]
+"""A tensor of this stage, the home of what was written to it, and the function that did."""
+
+
 class _Writing(threading.local):
     """The tensors that the active torch functions have written to, innermost last."""
 
     def __init__(self) -> None:
-        self.under_way: list[list[tuple[Tensor, frozenset[str], str]]] = []
+        self.under_way: list[list[_Written]] = []
 
 
 _writes = _Writing()
-
-
-@contextmanager
-def _writing() -> Iterator[None]:
-    """Context of one torch function. The tensors it has written to become ``Elsewhere`` when it
-    ends: before that, torch itself still refers to them.
-    """
-    written: list[tuple[Tensor, frozenset[str], str]] = []
-    _writes.under_way.append(written)
-    try:
-        yield
-    finally:
-        _writes.under_way.pop()
-    for tensor, lives_with, function in written:
-        if not isinstance(tensor, Elsewhere):
-            _send_away(tensor, lives_with, function)
 
 
 def _note_writing(tensor: Tensor, lives_with: frozenset[str], func: Any) -> None:

@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.torch_private import pytree
+from lightning_pipeshift.compat.torch_private import (
+    parameters_of,
+    pytree,
+    without_torch_function_of_subclasses,
+)
 from lightning_pipeshift.model.execution.trees import flatten
 
 
@@ -35,5 +39,10 @@ def module_signature(root: nn.Module) -> Hashable:
 
     A callback that freezes or unfreezes layers changes it, as gradients then flow differently.
     """
-    learning = tuple(parameter.requires_grad for parameter in root.parameters())
+    with without_torch_function_of_subclasses():
+        learning = tuple(
+            parameter is not None and parameter.requires_grad
+            for module in root.modules()
+            for parameter in parameters_of(module).values()
+        )
     return learning, root.training, torch.is_grad_enabled()

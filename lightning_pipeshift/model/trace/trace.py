@@ -4,7 +4,7 @@ step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -133,6 +133,7 @@ class Trace:
     draws_on_host: bool = False
     events: list[int] = field(default_factory=list)
     _payloads: dict[int, Payload] = field(default_factory=dict)
+    _needed: dict[int, tuple[Set[Value], Set[Value]]] = field(default_factory=dict)
     _gradients: dict[int, Payload] = field(default_factory=dict)
     _parts: dict[tuple[int, int], Part] = field(default_factory=dict)
     _specs: dict[Value, TensorSpec] = field(default_factory=dict)
@@ -152,6 +153,16 @@ class Trace:
             values = self.flow.payload(boundary)
             self._payloads[boundary] = [(value, self.spec(value)) for value in values]
         return self._payloads[boundary]
+
+    def needed(self, boundary: int) -> tuple[Set[Value], Set[Value]]:
+        """The values that cross the boundary before a layer, and the first names of those of them
+        that were written to.
+        """
+        if boundary not in self._needed:
+            values = frozenset(value for value, _ in self.payload(boundary))
+            written = {value for value in values if self.root(value) != value}
+            self._needed[boundary] = values, frozenset(map(self.root, written))
+        return self._needed[boundary]
 
     def gradients(self, boundary: int) -> Payload:
         """The values of the payload whose gradients come back."""

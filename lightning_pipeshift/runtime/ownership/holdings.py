@@ -22,7 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipeshift.compat.torch_private import buffers_of, storage_key, storage_key_of
+from lightning_pipeshift.compat.torch_private import (
+    buffers_of,
+    storage_key,
+    storage_key_of,
+    without_torch_function_of_subclasses,
+)
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.transfer import to_host
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
@@ -556,27 +561,25 @@ class Holdings:
         User code that reads gradients must not see ``None`` for those of other stages: it would,
         for example, compute a wrong sum. Optimizers must not see these placeholders.
         """
-        if self.channels.num_stages == 1:
-            return
-        held = {id(use.parameter) for use in self.held}
-        for use in self.uses:
-            parameter = use.parameter
-            is_shown = isinstance(parameter, Elsewhere) and parameter.requires_grad
-            if id(parameter) in held or not is_shown:
-                continue
-            shown = self._shown.get(id(parameter))
-            if shown is None or (shown.shape, shown.dtype) != (parameter.shape, parameter.dtype):
-                shown = self._shown[id(parameter)] = torch.empty_like(parameter).detach()
-            parameter.grad = shown
+        with without_torch_function_of_subclasses():
+            for parameter in self._lacking():
+                if not (isinstance(parameter, Elsewhere) and parameter.requires_grad):
+                    continue
+                shown, like = self._shown.get(id(parameter)), (parameter.shape, parameter.dtype)
+                if shown is None or (shown.shape, shown.dtype) != like:
+                    shown = self._shown[id(parameter)] = torch.empty_like(parameter).detach()
+                parameter.grad = shown
 
     def hide_gradients(self) -> None:
         """Undoes :meth:`show_gradients`."""
-        if self.channels.num_stages == 1:
-            return
+        with without_torch_function_of_subclasses():
+            for parameter in self._lacking():
+                parameter.grad = None
+
+    def _lacking(self) -> list[nn.Parameter]:
+        """The parameters that other stages hold, and this one does not."""
         held = {id(use.parameter) for use in self.held}
-        for use in self.uses:
-            if id(use.parameter) not in held:
-                use.parameter.grad = None
+        return [use.parameter for use in self.uses if id(use.parameter) not in held]
 
     def end_part(self) -> None:
         """Ends a part of the step: microbatches whose gradients of shared parameters are added up
