@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.errors import NotFiniteError
+from lightning_pipeshift.model.execution.layer_listener import LayerListener
 from lightning_pipeshift.model.execution.trees import flatten
+from lightning_pipeshift.model.gates.gate import Gate
 from lightning_pipeshift.model.trace.placeholder import Placeholder
 
 log = logging.getLogger(__name__)
 
 
-class FiniteCheck:
+class FiniteCheck(LayerListener):
     """Checks the arguments and the results of the layers of one microbatch on one stage.
 
     NaN is an error. Infinite values need not be one (masked scores are infinite), so the first
@@ -36,32 +38,31 @@ class FiniteCheck:
         self._place = place
         self._first_infinite: str | None = None
 
-    def before_layer(self, name: str, arguments: Any) -> None:
+    def enter(self, gate: Gate, arguments: Any) -> None:
         """Raises NotFiniteError if an argument of a layer is NaN."""
         leaves, _ = flatten(arguments, opens_objects=True)
         if _has(torch.isnan, leaves):
             raise NotFiniteError(
-                f"NaN first appears in the arguments of the layer {name!r}, in {self._place}: in"
-                " the batch, or in the code before this layer."
+                f"NaN first appears in the arguments of the layer {gate.name!r}, in {self._place}:"
+                " in the batch, or in the code before this layer."
             )
 
-    def after_layer(self, name: str, leaves: Iterable[Any], arguments: Any) -> None:
+    def leave(self, gate: Gate, arguments: Any, results: Sequence[Any]) -> None:
         """Raises NotFiniteError if a layer returns NaN without NaN in its arguments."""
-        leaves = list(leaves)
-        if _has(torch.isnan, leaves):
+        if _has(torch.isnan, results):
             given, _ = flatten(arguments, opens_objects=True)
             cause = " It was given infinite values." if _has(torch.isinf, given) else ""
             raise NotFiniteError(
-                f"NaN first appears in the result of the layer {name!r}, in {self._place}.{cause}"
-                f"{self._infinite}"
+                f"NaN first appears in the result of the layer {gate.name!r}, in {self._place}."
+                f"{cause}{self._infinite}"
             )
-        if self._first_infinite is None and _has(torch.isinf, leaves):
+        if self._first_infinite is None and _has(torch.isinf, results):
             given, _ = flatten(arguments, opens_objects=True)
             if not _has(torch.isinf, given):
-                self._first_infinite = name
+                self._first_infinite = gate.name
                 log.warning(
                     "PipeShift: infinite values first appear in the result of the layer %r, in %s.",
-                    name,
+                    gate.name,
                     self._place,
                 )
 

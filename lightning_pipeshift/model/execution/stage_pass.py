@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.execution.finite import FiniteCheck
-from lightning_pipeshift.model.execution.timing import Timer
+from lightning_pipeshift.model.execution.layer_listener import LayerListener
 from lightning_pipeshift.model.execution.trees import are_values, flatten, map_leaves
 from lightning_pipeshift.model.gates.gate import Gate, StageDone
 from lightning_pipeshift.model.gates.side_outputs import Report
@@ -59,12 +58,22 @@ _OF_TRACKED: dict[str, Callable[[], Any]] = {
 }
 
 
-class _Where:
+class _Where(LayerListener):
     """The position of a pass. An object of its own, because the graph refers to it: a reference to
     the pass, which keeps the graph alive, would be a cycle.
     """
 
     layer = ""
+
+    def leave(self, gate: Gate, arguments: Any, results: Sequence[Any]) -> None:
+        """See :class:`LayerListener`. Records it when a backward reaches the layer."""
+
+        def enter(_: Any) -> None:
+            self.layer = gate.name
+
+        for result in results:
+            if isinstance(result, Tensor) and result.grad_fn is not None:
+                result.grad_fn.register_prehook(enter)
 
 
 class Memory(Protocol):
@@ -94,12 +103,11 @@ class StagePass(Watcher):
         key: determines the random streams of this microbatch.
         shared: the shared parameters held here.
         recompute: the layers that drop their saved tensors and are recomputed before the backward.
-        timer: measures the layers, if needed.
         table: the saved tensors of the layers.
         memory: enforces their budget, if there is one.
         observer: records the saved tensors of the layers, if needed.
         resident: addresses of the model's own tensors, if saved tensors are counted or recorded.
-        before_layer: called with the number of a layer that is about to run.
+        listeners: are told of the layers that run; the last one is the closest to them.
         outgoing: the values for the next stage, protected from in-place writes of user code.
         edges: where the gradients of these values enter this stage's graph; ``None`` for values
             without a gradient.
@@ -107,7 +115,6 @@ class StagePass(Watcher):
         result: the value that the step returned, on the last stage.
         resolve_state: replaces placeholders that user code has kept by values.
         order: the layers in the order of their calls.
-        finite: checks the arguments and the results of layers for NaN; ``None``: no check.
     """
 
     trace: Trace | None
@@ -119,19 +126,17 @@ class StagePass(Watcher):
     key: tuple[int | str, ...]
     shared: SharedParameters
     recompute: frozenset[int] = frozenset()
-    timer: Timer | None = None
     table: SavedTable = field(default_factory=SavedTable)
     memory: Memory | None = None
     observer: Observer | None = None
     resident: Set[int] = frozenset()
-    before_layer: Callable[[int], None] | None = None
+    listeners: Sequence[LayerListener] = ()
     outgoing: dict[Value, Tensor] = field(default_factory=dict)
     edges: dict[Value, Any] = field(default_factory=dict)
     boxes: dict[Value, GradientBox] = field(default_factory=dict)
     result: Any = None
     resolve_state: Callable[[Callable[[Any], Any]], None] | None = None
     order: list[int] = field(default_factory=list)
-    finite: FiniteCheck | None = None
 
     def __post_init__(self) -> None:
         self._part = self.trace.part(self.layers) if self.trace is not None else None
@@ -160,6 +165,8 @@ class StagePass(Watcher):
         return value.
         """
         self._where = _Where()
+        if self.memory is not None:
+            self.listeners = [*self.listeners, self._where]
         self._saves = BetweenLayers(self.table, self.observer, self.resident)
         self._mode = Operations(self)
         self._mark = object()
@@ -167,9 +174,7 @@ class StagePass(Watcher):
         self._looks_at_layers = not (
             self.trace is None
             and self.memory is None
-            and self.timer is None
-            and self.before_layer is None
-            and self.finite is None
+            and not self.listeners
             and not self.recompute
             and not self._looks_at_saved
         )
@@ -593,12 +598,9 @@ class StagePass(Watcher):
         return leaf
 
     def _run(self, gate: Gate, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.before_layer is not None:
-            self.before_layer(gate.index)
         self._enter(gate, position)
-        if self.finite is not None:
-            self.finite.before_layer(gate.name, (args, kwargs))
-        begin = self.timer.now() if self.timer is not None else None
+        for listener in self.listeners:
+            listener.enter(gate, (args, kwargs))
         output = self._call(gate, position, args, kwargs)
         if gate.reports is not None:
             self._reports = gate.reports.take()
@@ -606,13 +608,8 @@ class StagePass(Watcher):
             leaves, _ = flatten((output, self._reports), opens_objects=True)
         else:
             leaves = [output]
-        if self.finite is not None:
-            self.finite.after_layer(gate.name, leaves, (args, kwargs))
-        if self.memory is not None:
-            self._note_backward(gate.name, leaves)
-        if self.timer is not None:
-            self.timer.add("forward", gate.index, begin, self.timer.now())
-            self.timer.watch_backward(gate.index, leaves)
+        for listener in reversed(self.listeners):
+            listener.leave(gate, (args, kwargs), leaves)
         for leaf in leaves:
             if isinstance(leaf, Placeholder):
                 raise LayerError(
@@ -648,18 +645,6 @@ class StagePass(Watcher):
         """Called when a layer ends."""
         self.shared.leave_layer()
         self.leave_scope()
-
-    def _note_backward(self, name: str, leaves: Sequence[Any]) -> None:
-        """Records it when a backward reaches the layer."""
-
-        where = self._where
-
-        def enter(_: Any) -> None:
-            where.layer = name
-
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.grad_fn.register_prehook(enter)
 
     def _call(
         self, gate: Gate, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]

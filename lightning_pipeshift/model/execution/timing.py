@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from lightning_pipeshift.model.execution.layer_listener import LayerListener
+from lightning_pipeshift.model.gates.gate import Gate
 
 _MOST_SAMPLES = 512
 
@@ -86,7 +89,7 @@ class Samples:
         return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
-class Timer:
+class Timer(LayerListener):
     """The times of one stage's layers and actions.
 
     Args:
@@ -99,6 +102,7 @@ class Timer:
         # Marked intervals that have not been read yet.
         self._marked: list[tuple[tuple[str, int], Any, Any]] = []
         self._entered: list[tuple[int, Any]] = []
+        self._begin: Any = None
 
     def now(self) -> Any:
         """The moment at which the device reaches this point."""
@@ -116,18 +120,25 @@ class Timer:
         """
         self._marked.append(((what, number), begin, end))
 
-    def watch_backward(self, layer: int, outputs: Iterable[Any]) -> None:
-        """Marks the moment at which a backward reaches the first of a layer's outputs."""
+    def enter(self, gate: Gate, arguments: Any) -> None:
+        """See :class:`LayerListener`."""
+        self._begin = self.now()
+
+    def leave(self, gate: Gate, arguments: Any, results: Sequence[Any]) -> None:
+        """See :class:`LayerListener`. Also marks the moment at which a backward reaches the first
+        of the results.
+        """
+        self.add("forward", gate.index, self._begin, self.now())
         has_entered: list[bool] = []
 
         def enter(_: Any) -> None:
             if not has_entered:
                 has_entered.append(True)
-                self._entered.append((layer, self._marker.now()))
+                self._entered.append((gate.index, self.now()))
 
-        for output in outputs:
-            if isinstance(output, Tensor) and output.grad_fn is not None:
-                output.grad_fn.register_prehook(enter)
+        for result in results:
+            if isinstance(result, Tensor) and result.grad_fn is not None:
+                result.grad_fn.register_prehook(enter)
 
     def end_backward(self, begin: Any) -> None:
         """Called when a backward has ended.

@@ -33,6 +33,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipeshift.model.execution.layer_listener import LayerListener
+from lightning_pipeshift.model.gates.gate import Gate
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.model.parameters.uses import (
     flat_weights_forgotten,
@@ -97,12 +99,12 @@ class _Parcels(NamedTuple):
     incoming: dict[int, list[_Parcel]]
 
 
-class Migration(ActionListener):
+class Migration(ActionListener, LayerListener):
     """One stage's part in a change of owners.
 
     Every stage of the virtual machine makes one, at the beginning of the same step, and calls its
     methods in their order: :meth:`start`, :meth:`begin` as the next step begins, and
-    :meth:`finish` as it ends. In between it listens to the stage's actions.
+    :meth:`finish` as it ends. In between it listens to the stage's actions and layers.
 
     Args:
         holdings: the stage's tensors.
@@ -441,12 +443,15 @@ class Migration(ActionListener):
         for work in self._work or ():
             work.result()
 
-    def await_layer(self, layer: int) -> None:
-        """Returns when a layer has arrived and can run.
+    def enter(self, gate: Gate, arguments: Any) -> None:
+        """See :class:`LayerListener`. Returns when the layer has arrived and can run.
 
         Raises:
             StageFailedError: the old owner ended before it had sent the layer.
         """
+        self._await_layer(gate.index)
+
+    def _await_layer(self, layer: int) -> None:
         if layer not in self._awaited:
             return
         with self._exposed():
@@ -466,7 +471,7 @@ class Migration(ActionListener):
         """
         for layer in list(self._awaited):
             # A layer that this step has not called.
-            self.await_layer(layer)
+            self._await_layer(layer)
         with self._exposed():
             for work in self._work or ():
                 work.result()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeshift.errors import BudgetError, LayerError
-from lightning_pipeshift.model.execution.finite import finite_check
+from lightning_pipeshift.model.execution.finite import FiniteCheck, finite_check
 from lightning_pipeshift.model.execution.stage_pass import StagePass
 from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.model.gates.gate import Switch
@@ -142,6 +142,8 @@ class _InFlight:
     gradient: list[Receipt] = field(default_factory=list)
     """From the next stage."""
     forward: StagePass | None = None
+    finite: FiniteCheck | None = None
+    """Looks for NaN, if that is wanted."""
     outgoing: dict[Value, Tensor] = field(default_factory=dict)
     """The gradients for the previous stage."""
 
@@ -294,6 +296,8 @@ class Stage:
             received = [receipt.wait() for receipt in receipts]
         self._received(Kind.FORWARD, held)
         self._streams.begin(*microbatch.key)
+        held.finite = finite_check(microbatch.key, self._channels.stage)
+        listeners = (step.migration, held.finite, step.timers.get(held.number))
         current = StagePass(
             trace=microbatch.trace,
             layers=microbatch.layers,
@@ -304,14 +308,12 @@ class Stage:
             key=microbatch.key,
             shared=step.shared,
             recompute=microbatch.recompute,
-            timer=step.timers.get(held.number),
             table=self._table(held),
             memory=step.store,
             observer=step.observer if held.number == 0 else None,
             resident=self._resident,
-            before_layer=step.migration.await_layer if step.migration is not None else None,
+            listeners=[found for found in listeners if found is not None],
             resolve_state=self._resolve_state,
-            finite=finite_check(microbatch.key, self._channels.stage),
         )
         self._switch.current = self._under_way = current
         self._recorder.current = current
@@ -328,8 +330,8 @@ class Stage:
         held.forward = current
         step.order = current.order
         if self._is_last:
-            if current.finite is not None and torch.is_grad_enabled():
-                current.finite.loss(current.result)
+            if held.finite is not None and torch.is_grad_enabled():
+                held.finite.loss(current.result)
             step.losses.add(current.result, logs, self._channels.device)
             current.result = None
             if step.after_last_forward is not None and step.losses.is_complete:
@@ -401,7 +403,7 @@ class Stage:
         if is_last_backward and step.before_last_backward is not None:
             step.before_last_backward()
         if roots:
-            self._run_backward(current, roots, gradients, step.timers.get(held.number))
+            self._run_backward(held, current, roots, gradients)
         for value, box in current.boxes.items():
             is_expected = microbatch.trace is None or value in microbatch.trace.flow.differentiable
             if box.gradient is not None and not is_expected:
@@ -452,15 +454,16 @@ class Stage:
         return roots, gradients
 
     def _run_backward(
-        self, current: StagePass, roots: list[Any], gradients: list[Tensor], timer: Timer | None
+        self, held: _InFlight, current: StagePass, roots: list[Any], gradients: list[Tensor]
     ) -> None:
+        timer = held.step.timers.get(held.number)
         self._switch.current = current
         begin = timer.now() if timer is not None else None
         try:
             with self._profile("[PipeShift] backward"):
                 current.backward(roots, gradients)
         except RuntimeError as error:
-            found = current.finite.backward(error) if current.finite is not None else None
+            found = held.finite.backward(error) if held.finite is not None else None
             if found is None:
                 raise
             raise found from error
