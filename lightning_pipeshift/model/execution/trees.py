@@ -36,9 +36,11 @@ def flatten(
     """
     leaves: list[Any] = []
     node = _open(tree, leaves, is_leaf, opens_objects)
+    # Whoever keeps the function does not keep the leaves.
+    num_leaves = len(leaves)
 
     def rebuild(values: list[Any]) -> Any:
-        assert len(values) == len(leaves)
+        assert len(values) == num_leaves
         return values[0] if node is None else _built(node, iter(values))
 
     return leaves, rebuild
