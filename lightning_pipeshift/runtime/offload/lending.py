@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_pipeshift.devices.streams import record_event
 from lightning_pipeshift.model.saved.codec import Codec, Encoded
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
 from lightning_pipeshift.runtime.comm.lane import Lane
@@ -412,17 +413,6 @@ class RemoteTarget:
         return _RemoteBlock(self, memory, done) if has_room else None
 
 
-def _event_now(device: torch.device) -> Any:
-    """An event recorded after the compute so far; ``None`` on a device that computes
-    synchronously.
-    """
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
 class _RemoteBlock:
     """A block offloaded to other ranks: for each of them a key, and the part's size."""
 
@@ -454,12 +444,11 @@ class _RemoteBlock:
         done: Done,
     ) -> Ticket:
         """Runs ``act`` on each rank's part in a thread for that rank, after the compute so far."""
-        event = _event_now(whole.device)
+        is_ready = record_event(whole.device)
 
         def submit(borrower: Borrower, key: Key, block: Tensor, then: Callable[[], None]) -> Any:
             def work() -> None:
-                if event is not None:
-                    event.synchronize()
+                is_ready.synchronize()
                 with aside(block.device):
                     act(borrower, key, block)
                     then()
@@ -506,8 +495,7 @@ class _RemoteBlock:
                 parts.append(again)
                 begin += part.nbytes
             memory.copy_(self._codec.decode(self._encoded.with_parts(tuple(parts))))
-        if memory.device.type == "cuda":
-            torch.cuda.current_stream(memory.device).synchronize()
+        record_event(memory.device).synchronize()
 
     def forget(self) -> None:
         """See :class:`OffloadedBlock`."""

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipeshift.devices.streams import record_event, side_stream
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.model.parameters.uses import (
     flat_weights_forgotten,
@@ -37,7 +38,6 @@ from lightning_pipeshift.model.parameters.uses import (
     other_state,
     take_other_state,
 )
-from lightning_pipeshift.runtime.comm.side_streams import side_stream
 from lightning_pipeshift.runtime.comm.staging import room_for
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
@@ -113,10 +113,8 @@ class Migration:
         self._optimizers = optimizers
         self._threads = threads
         self._device = holdings.channels.device
-        self._stream: Any = None
-        self._is_ready: Any = None
-        if self._device.type == "cuda":
-            self._stream = side_stream(self._device, "moves")
+        # After the work whose results threads may read.
+        self._is_ready = record_event(self._device)
         # Set when the new owner owns the layers, or the move is cancelled.
         self._is_settled = threading.Event()
         self._is_cancelled = False
@@ -165,12 +163,12 @@ class Migration:
 
     # --- in threads ---
 
-    def _beside(self) -> AbstractContextManager[Any]:
-        """Context of copies on the device, ordered after the work at the last :meth:`_mark`."""
-        if self._stream is None:
-            return nullcontext()
-        self._stream.wait_event(self._is_ready)
-        return torch.cuda.stream(self._stream)
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Context of copies beside the compute, after the work at the last :meth:`_mark`."""
+        with side_stream(self._device, "moves"):
+            self._is_ready.wait()
+            yield
 
     def _send(self, to: int, parcels: Sequence[_Parcel]) -> None:
         lane = self._holdings.channels.bulk()
@@ -226,7 +224,7 @@ class Migration:
         parameters = [parcel for parcel in parcels if parcel.parameter is not None]
 
         def take_in(room: Tensor) -> None:
-            if self._stream is None:
+            if room.device.type == "cpu":
                 lane.receive_into(room, source)
             else:
                 room.copy_(lane.receive_tensor(room, source))
@@ -246,8 +244,7 @@ class Migration:
                 }
             elif not (parcel.is_early and lane.receive_object(source)):
                 take_in(parcel.values)
-            if self._stream is not None:
-                self._stream.synchronize()
+            record_event(self._device).synchronize()
             parcel.has_arrived.set_result(None)
         for parcel in parameters:
             parcel.state = dict(lane.receive_values(source))
@@ -287,9 +284,7 @@ class Migration:
 
     def _mark(self) -> None:
         """Records the end of the work queued so far, whose results threads may then read."""
-        if self._stream is not None:
-            self._is_ready = torch.cuda.Event()
-            self._is_ready.record()
+        self._is_ready = record_event(self._device)
 
     def cut_over(self, keeps_gradients: bool) -> None:
         """Makes the new owners own their layers from now on.
