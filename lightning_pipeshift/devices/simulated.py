@@ -38,6 +38,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pipeshift.compat.torch_private import (
     READ_NUMBER,
+    UNIQUE,
     TorchDispatchMode,
     parse_to,
     pytree,
@@ -64,9 +65,9 @@ _READS = frozenset(
         "aten::repeat_interleave",
         "aten::unique_consecutive",
         "aten::unique_dim",
+        UNIQUE,
     }
 )
-_UNIQUE = "aten::_unique"
 # What does not touch the values of the tensors that it is given, and of those that it makes.
 _READS_NOTHING = re.compile("aten::(new_.*|.*_like|set_|resize_)")
 _WRITES_NOTHING = re.compile("aten::(new_)?empty.*|aten::(set_|resize_)")
@@ -482,7 +483,7 @@ class _Operations(TorchDispatchMode):
         by_mask = name == "aten::index" and any(
             isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in args[1]
         )
-        if name in _READS or name.startswith(_UNIQUE) or by_mask:
+        if name in _READS or by_mask:
             self._device.read(name)
         self._device.check(name, tensors)
 
@@ -529,7 +530,8 @@ class _Functions(TorchFunctionMode):
         named = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.device)]
         named += [torch.device(kwargs["device"])] if isinstance(kwargs.get("device"), str) else []
         is_pinned = kwargs.pop("pin_memory", False)
-        if not named and not is_pinned:
+        # This mode may be active twice, in a hook: then the outer one has said where.
+        if (not named and not is_pinned) or device.place is not None:
             return function(*args, **kwargs)
         args = [CPU if isinstance(x, torch.device) else x for x in args]
         if kwargs.get("device") is not None:

@@ -225,7 +225,7 @@ def test_a_structure_is_fetched_at_once_and_as_it_is() -> None:
             "graph": torch.ones(2, requires_grad=True) * 2,
         }
         expected = {name: value.detach().clone() for name, value in there.items()}
-        gpu.take(there.values())
+        gpu.take(*there.values())
         host = torch.tensor(4.0)
         fetch = Fetch({**there, "host": host, "text": "words", "more": [there["scalar"], None]})
         assert not gpu.waits
