@@ -1,5 +1,6 @@
-"""Imports run one way: plan <- compat <- devices <- model <- runtime <- the Lightning-facing top. And they
-leave torch and Lightning as they are, for those who import the package and train without it.
+"""Imports run one way: plan <- compat <- devices <- model <- runtime <- the Lightning-facing top.
+And they leave torch and Lightning as they are, for those who import the package and train without
+it.
 
 The direction is read from the source and not from what is loaded, so that imports inside functions,
 and for type checkers only, count.

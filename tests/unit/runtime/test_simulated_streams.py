@@ -7,12 +7,11 @@ race.
 from __future__ import annotations
 
 import queue
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,24 +20,31 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.devices import cuda
 from lightning_pipeshift.devices.simulated import DataRaceError, SimulatedDevice
-from lightning_pipeshift.devices.streams import on_this_device
 from lightning_pipeshift.model.execution import transfer
 from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.model.execution.transfer import Fetch, to_device, to_host
+from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
+from lightning_pipeshift.model.parameters.uses import parameter_uses
 from lightning_pipeshift.model.saved.codec import codec_named
 from lightning_pipeshift.model.saved.saved_tensors import SavedTable
 from lightning_pipeshift.plan.schedule.actions import Row
+from lightning_pipeshift.runtime.comm.channels import Channels, make_groups
 from lightning_pipeshift.runtime.comm.threads import Threads
-from lightning_pipeshift.runtime.gradients import aggregation
+from lightning_pipeshift.runtime.gradients import aggregation, device_rings
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation, GradientGroup
+from lightning_pipeshift.runtime.gradients.device_rings import DeviceRings
 from lightning_pipeshift.runtime.offload import copying, lending, shared_memory
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore, StagePolicy
 from lightning_pipeshift.runtime.offload.copying import BufferPool, StreamCopier
 from lightning_pipeshift.runtime.offload.lending import Borrower, Lender, RemoteTarget
 from lightning_pipeshift.runtime.offload.shared_memory import Address
 from lightning_pipeshift.runtime.offload.targets import LocalTarget, OffloadTarget
-from tests.harness import LIMIT_SECONDS
+from lightning_pipeshift.runtime.ownership import migration
+from lightning_pipeshift.runtime.ownership.holdings import Holdings
+from lightning_pipeshift.runtime.ownership.migration import Migration
+from tests.harness import LIMIT_SECONDS, run_ranks
 from tests.unit.runtime.forgotten_waits import forget
+from tests.unit.runtime.stages import connect
 from tests.unit.runtime.test_activation_store import ROWS, Stage, layers_of, same, saved_by
 
 CPU = torch.device("cpu")
@@ -92,41 +98,49 @@ def test_times_are_read_when_the_device_has_reached_them() -> None:
 # --- saved tensors that move to the host ---
 
 
-def swap_everything(
+def step_that_offloads(
     device: SimulatedDevice,
     monkeypatch: pytest.MonkeyPatch,
     row: Row,
+    place: OffloadTarget,
     budget: float = 1.3,
-    codec: str | None = None,
+    after_layer: Callable[[ActivationStore], None] = lambda _: None,
+    is_planned: bool = True,
 ) -> list[Tensor]:
-    """The gradients of a stage whose saved tensors all move to pinned memory.
+    """The gradients of a stage whose saved tensors move.
 
     Args:
         device: where it computes.
         monkeypatch: undoes what this changes.
         row: the stage's actions.
+        place: where they move to.
         budget: for saved tensors, in multiples of those of one microbatch.
-        codec: makes them smaller.
+        after_layer: called after each layer.
+        is_planned: whether all of them are to move, or those for which there is no memory.
     """
     # A backward calls these two, and autograd the first from inside of an operation.
     monkeypatch.setattr(SavedTable, "save", device.inside(SavedTable.save))
     monkeypatch.setattr(ActivationStore, "fetch", device.inside(ActivationStore.fetch))
     layers = [layer.to(GPU) for layer in layers_of()]
-    copier = StreamCopier(GPU)
-    rooms = BufferPool(CPU, float("inf"), GPU, copier.finish)
-    host = LocalTarget([rooms], copier, codec=codec_named(codec))
     batch = batches(row)
     blocks = saved_by(layers_of(), batch[0])
-    places: dict[tuple[int, int], Sequence[OffloadTarget]] = {
-        (layer, number): [host] for _, layer, number in blocks
-    }
-    policy = StagePolicy(budget * sum(blocks.values()), places, host)
-    stage = Stage(layers, ActivationStore(policy))
+    names = [(layer, number) for _, layer, number in blocks] if is_planned else []
+    budget_bytes = budget * sum(blocks.values())
+    store = ActivationStore(StagePolicy(budget_bytes, {name: [place] for name in names}, place))
+    stage = Stage(layers, store, after_layer=lambda *_: after_layer(store))
     for _ in range(2):
         gradients = stage.step(row, [one.to(GPU) for one in batch])
+    return [gradient.cpu() for gradient in gradients]
+
+
+@contextmanager
+def host_memory(codec: str | None = None) -> Iterator[OffloadTarget]:
+    """A place for saved tensors in pinned memory."""
+    copier = StreamCopier(GPU)
+    rooms = BufferPool(CPU, float("inf"), GPU, copier.finish)
+    yield LocalTarget([rooms], copier, codec=codec_named(codec))
     copier.close()
     rooms.clear()
-    return [gradient.cpu() for gradient in gradients]
 
 
 def batches(row: Row) -> list[Tensor]:
@@ -140,9 +154,13 @@ def test_swapped_tensors_come_back_as_they_were(
     row: str, codec: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = Stage(layers_of()).step(ROWS[row], batches(ROWS[row]))
-    for seed in range(3):
-        with SimulatedDevice(seed) as device, monkeypatch.context() as patch:
-            found = swap_everything(device, patch, ROWS[row], codec=codec)
+    for seed in range(2):
+        with (
+            monkeypatch.context() as patch,
+            SimulatedDevice(seed) as device,
+            host_memory(codec) as host,
+        ):
+            found = step_that_offloads(device, patch, ROWS[row], host)
         assert same(found, expected)
 
 
@@ -156,23 +174,28 @@ def test_swapped_tensors_come_back_as_they_were(
 )
 def test_swaps_wait(number: int, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forget(monkeypatch, copying, "_submit", method, number)
-    with pytest.raises(DataRaceError), SimulatedDevice() as device:
-        swap_everything(device, monkeypatch, ROWS["middle of 1f1b"])
+    with pytest.raises(DataRaceError), SimulatedDevice() as device, host_memory() as host:
+        step_that_offloads(device, monkeypatch, ROWS["middle of 1f1b"], host)
 
 
 def test_pinned_memory_is_freed_when_nobody_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    def copy_and_unpin() -> None:
+        with SimulatedDevice():
+            copier = StreamCopier(GPU)
+            rooms = BufferPool(CPU, 100, GPU, copier.finish)
+            assert rooms.claim(100)
+            room = rooms.take(100)
+            source = torch.ones(100, dtype=torch.uint8, device=GPU)
+            copier.out(partial(room.copy_, source, non_blocking=True), lambda: None)
+            rooms.give(room)
+            del room
+            copier.close()
+            rooms.clear()
+
+    copy_and_unpin()
     forget(monkeypatch, copying, "finish", "synchronize")
-    with pytest.raises(DataRaceError, match="unpin"), SimulatedDevice():
-        copier = StreamCopier(GPU)
-        rooms = BufferPool(CPU, 100, GPU, copier.finish)
-        assert rooms.claim(100)
-        room = rooms.take(100)
-        source = torch.ones(100, dtype=torch.uint8, device=GPU)
-        copier.out(partial(room.copy_, source, non_blocking=True), lambda: None)
-        rooms.give(room)
-        del room
-        copier.close()
-        rooms.clear()
+    with pytest.raises(DataRaceError, match="unpin"):
+        copy_and_unpin()
 
 
 # --- saved tensors that move to another stage ---
@@ -223,6 +246,7 @@ class Lending:
         monkeypatch: undoes what this changes.
         is_direct: whether blocks are copied to the other stage's memory, or sent.
         take_room: called with the bytes that the lender takes.
+        device: that of the borrower.
     """
 
     def __init__(
@@ -230,6 +254,7 @@ class Lending:
         monkeypatch: pytest.MonkeyPatch,
         is_direct: bool,
         take_room: Callable[[int], None] = lambda _: None,
+        device: torch.device = GPU,
     ) -> None:
         # In one process, a handle is the memory itself.
         monkeypatch.setattr(cuda, "exported", lambda memory: memory)
@@ -240,7 +265,7 @@ class Lending:
         self.threads = Threads("lending", self.errors.append)
         self.lender = Lender(net.of(1), GPU, self.threads, take_room, address)
         self.lender.serve(0)
-        self.borrower = Borrower(1, net.of(0), 1e12, self.errors.append, GPU, address)
+        self.borrower = Borrower(1, net.of(0), 1e12, self.errors.append, device, address)
 
     def close(self) -> None:
         self.borrower.close()
@@ -300,3 +325,230 @@ def test_lending_waits(
     forget(monkeypatch, module, function, "synchronize")
     with pytest.raises(DataRaceError), SimulatedDevice():
         lend(monkeypatch, is_direct, codec)
+
+
+@WAYS
+@pytest.mark.parametrize("row", ROWS)
+def test_swapped_tensors_come_back_from_another_stage(
+    row: str, is_direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The threads that have sent one tensor fetch others: into memory of the compute."""
+    expected = Stage(layers_of()).step(ROWS[row], batches(ROWS[row]))
+    with SimulatedDevice() as device:
+        lending = Lending(monkeypatch, is_direct)
+        place = RemoteTarget({1: lending.borrower})
+        found = step_that_offloads(device, monkeypatch, ROWS[row], place)
+        lending.close()
+    assert same(found, expected)
+
+
+def test_who_makes_room_for_others_waits_for_its_own_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A lender's thread moves tensors to the host that this stage may not have computed yet."""
+    row = ROWS["middle of 1f1b"]
+    expected = Stage(layers_of()).step(row, batches(row))
+    stores: list[ActivationStore] = []
+    with SimulatedDevice() as device, host_memory() as host:
+        lending = Lending(monkeypatch, False, lambda size: stores[0].lend(size), CPU)
+        place = RemoteTarget({1: lending.borrower})
+
+        def lend_a_block(store: ActivationStore) -> None:
+            stores[:] = [store]
+            size = int(store.budget_bytes - store.held_bytes) + 1
+            if store.traffic.num_evicted < 5 and size > 1000:
+                parcel = place.put(torch.zeros(size, dtype=torch.uint8), lambda: None)
+                assert parcel is not None
+                parcel.leaving.wait()
+                parcel.forget()
+
+        found = step_that_offloads(
+            device, monkeypatch, row, host, 3.0, lend_a_block, is_planned=False
+        )
+        assert stores[0].traffic.num_evicted
+        lending.close()
+    assert same(found, expected)
+
+
+# --- sums of gradients ---
+
+
+class Done:
+    def wait(self) -> None: ...
+
+
+def sum_by_host(device: SimulatedDevice) -> list[Tensor]:
+    """Gradients that are summed in host memory, with those of a replica that has the same."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(GPU)
+    layers = [net[0], net[2]]
+    groups = [
+        GradientGroup(n, list(layer.parameters()), [2 * n, 2 * n + 1], [0, 1])
+        for n, layer in enumerate(layers)
+    ]
+
+    def start(number: int, members: Sequence[int], buffer: Tensor) -> Done:
+        buffer.mul_(2)
+        return Done()
+
+    sums = Aggregation(groups, start, lambda x: x, 4, CPU, in_order=False)
+    # A hook of a parameter calls it.
+    vars(sums)["notice"] = device.inside(sums.notice)
+    for _ in range(3):
+        net.zero_grad()
+        sums.arm()
+        net(torch.ones(2, 4, device=GPU)).square().sum().backward()
+        sums.finish()
+    sums.close()
+    return [parameter.grad.cpu() for parameter in net.parameters() if parameter.grad is not None]
+
+
+def test_gradients_are_summed_in_host_memory() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    net(torch.ones(2, 4)).square().sum().backward()
+    with SimulatedDevice() as device:
+        found = sum_by_host(device)
+    assert same(found, [2 * p.grad for p in net.parameters() if p.grad is not None])
+
+
+def test_sums_in_host_memory_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget(monkeypatch, aggregation, "start", "synchronize")
+    with pytest.raises(DataRaceError, match="mul_"), SimulatedDevice() as device:
+        sum_by_host(device)
+
+
+class Transfer(NamedTuple):
+    """Stands in for ``dist.P2POp``."""
+
+    kind: str
+    tensor: Tensor
+    peer: int
+    group: Any
+
+
+class TwoReplicas:
+    """Stands in for ``torch.distributed`` on the first of two ranks whose vectors are equal."""
+
+    P2POp, isend, irecv = Transfer, "send", "receive"
+
+    def __init__(self, vector: Tensor) -> None:
+        first, second = vector.split(len(vector) // 2)
+        # In a ring, the other rank's own part comes first, then a part that is complete.
+        self._parts = [part.to(GPU) for part in (second, 2 * first)]
+        self._coming = iter(self._parts)
+
+    def batch_isend_irecv(self, transfers: Sequence[Transfer]) -> list[Done]:
+        for one in transfers:
+            if one.kind == "send":
+                one.tensor.clone()
+            else:
+                one.tensor.copy_(next(self._coming))
+        return [Done()]
+
+
+def sum_on_device(monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """A vector that is summed on a side stream with an equal one."""
+    monkeypatch.setattr(device_rings, "dist", TwoReplicas(torch.arange(10.0)))
+    groups: Any = SimpleNamespace(device=GPU, group=lambda *_: None)
+    rings = DeviceRings(groups, 0, lambda _: nullcontext())
+    vector = torch.arange(10.0, device=GPU) + 0
+    under_way = rings.start(0, [0, 1], vector)
+    torch.zeros(3, device=GPU)
+    under_way.wait()
+    return vector.mul(1).cpu()
+
+
+def test_gradients_are_summed_on_a_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    with SimulatedDevice():
+        found = sum_on_device(monkeypatch)
+    assert torch.equal(found, 2 * torch.arange(10.0))
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["for the compute", "for the sum"])
+def test_sums_on_a_side_stream_wait(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget(monkeypatch, device_rings, "start", "wait", number)
+    with pytest.raises(DataRaceError), SimulatedDevice():
+        sum_on_device(monkeypatch)
+
+
+# --- layers that move ---
+
+
+class Moving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+        self.second = nn.Linear(8, 4)
+
+
+def train(net: Moving, optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor:
+    batch = torch.arange(12.0).view(3, 4).to(device)
+    output: Tensor = net.second(net.first(batch))
+    output.square().sum().backward()
+    optimizer.step()
+    return output
+
+
+def move_a_layer(forgets: bool) -> Any:
+    """One of two stages: what the new owner of the first layer has in the end, or the races."""
+    by_host, board = connect()
+    ranks = by_host.ranks
+    groups = make_groups(ranks, has_bulk=True)
+    channels = Channels(ranks, by_host.stage, GPU, board.watched, groups)
+    with pytest.MonkeyPatch.context() as patch:
+        if forgets:
+            forget(patch, migration, "_mark", "wait")
+        try:
+            with SimulatedDevice():
+                return _moved(channels)
+        except DataRaceError as error:
+            return str(error)
+
+
+def _moved(channels: Channels) -> Any:
+    net = Moving().to(GPU)
+    layers = [net.first, net.second]
+    optimizer = torch.optim.Adam(net.parameters())
+    # Each stage computes all of it once, so that its device has work to do.
+    train(net, optimizer, GPU)
+    holdings = Holdings(net, parameter_uses(net, layers, {}), layers, [0, 1], channels)
+    holdings.settle([optimizer], final=True, deferred=DeferredInit())
+    errors: list[BaseException] = []
+    move = Migration(holdings, [1, 1], [optimizer], Threads("moves", errors.append))
+    move.start()
+    move.cut_over(keeps_gradients=False)
+    if channels.stage:
+        move.await_layer(0)
+        net.first(torch.ones(3, 4, device=GPU))
+    move.finish(DeferredInit())
+    channels.gather_int(0)
+    assert not errors
+    if not channels.stage:
+        return None
+    state = {
+        f"{n} {name}": value.cpu()
+        for n, parameter in enumerate(net.parameters())
+        for name, value in optimizer.state[parameter].items()
+    }
+    return {name: value.cpu() for name, value in net.state_dict().items()} | state
+
+
+def test_a_layer_moves_beside_the_compute() -> None:
+    _, found = run_ranks(move_a_layer, 2, False)
+    assert not isinstance(found, str), found
+    net = Moving()
+    optimizer = torch.optim.Adam(net.parameters())
+    train(net, optimizer, CPU)
+    net.first(torch.ones(3, 4))
+    for name, value in net.state_dict().items():
+        assert torch.equal(found.pop(name), value), name
+    assert len(found) == 3 * len(list(net.parameters()))
+
+
+def test_a_move_waits_for_the_compute_of_both_stages() -> None:
+    """What is sent has been computed, and the memory for what arrives is no longer in use."""
+    for races in run_ranks(move_a_layer, 2, True):
+        assert "nothing orders" in str(races)
+        assert "'moves'" in races
