@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.devices import cuda
+from lightning_pipeshift.devices.cuda import exported, imported, visible_devices
 from lightning_pipeshift.devices.streams import record_event, side_stream
 from lightning_pipeshift.host import process_space
 from lightning_pipeshift.runtime.offload.copying import BufferPool
@@ -49,7 +49,7 @@ def address_here(device: torch.device) -> Address | None:
         space = process_space()
     except OSError:
         return None
-    devices = () if device.type == "cpu" else cuda.visible_devices()
+    devices = () if device.type == "cpu" else visible_devices()
     return Address(space, devices, device.type)
 
 
@@ -59,7 +59,7 @@ def aside(device: torch.device) -> AbstractContextManager[None]:
 
     A thread starts on the compute stream. Work that it submits there waits for everything the
     compute waits for; that may be another rank's payload, and that rank may wait for this thread.
-    The same holds for memory that another process opens: see :func:`cuda.exported`.
+    The same holds for memory that another process opens: see :func:`exported`.
     """
     return side_stream(device, "other ranks")
 
@@ -115,7 +115,7 @@ class SharedBufferPool(BufferPool):
 
     def _handle(self, room: Tensor) -> Any:
         if self.device.type != "cpu":
-            return cuda.exported(room)
+            return exported(room)
         file = self._files.get(room.data_ptr())
         return None if file is None else (os.getpid(), file, room.numel())
 
@@ -160,7 +160,7 @@ def opened(handle: Any, device: torch.device) -> Tensor:
     Raises:
         OSError, RuntimeError: it cannot be opened from here.
     """
-    return _mapped(*handle) if device.type == "cpu" else cuda.imported(handle, device)
+    return _mapped(*handle) if device.type == "cpu" else imported(handle, device)
 
 
 def copy(target: Tensor, source: Tensor, device: torch.device) -> None:

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-METHODS = ("query", "wait", "synchronize", "elapsed_time")
-
 
 class Forgetful:
     """An event one of whose methods does nothing.
@@ -22,8 +20,11 @@ class Forgetful:
     """
 
     def __init__(self, event: Any, method: str) -> None:
-        for name in METHODS:
-            setattr(self, name, (lambda *_: True) if name == method else getattr(event, name))
+        self._event = event
+        self._method = method
+
+    def __getattr__(self, name: str) -> Any:
+        return (lambda: True) if name == self._method else getattr(self._event, name)
 
 
 def forget(

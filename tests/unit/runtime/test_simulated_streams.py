@@ -18,9 +18,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.devices import cuda
 from lightning_pipeshift.devices.simulated import DataRaceError, SimulatedDevice
-from lightning_pipeshift.model.execution import transfer
+from lightning_pipeshift.model.execution import timing, transfer
 from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.model.execution.transfer import Fetch, to_device, to_host
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
@@ -77,22 +76,32 @@ def test_a_fetch_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         there_and_back()
 
 
-def test_times_are_read_when_the_device_has_reached_them() -> None:
-    with SimulatedDevice():
-        timer = Timer(GPU)
-        weight = torch.ones(3, device=GPU, requires_grad=True)
-        begin = timer.now()
-        output = weight * 2
-        timer.add("forward", 0, begin, timer.now())
-        timer.watch_backward(0, [output])
-        begin = timer.now()
-        output.sum().backward()
-        timer.end_backward(begin)
-        while timer.quantile("backward", 0) is None:
-            timer.read()
-        forward = timer.quantile("forward", 0)
-    assert forward is not None
-    assert forward > 0
+def time_a_layer() -> tuple[float | None, float | None]:
+    """The seconds of a layer's forward and backward, where each operation takes a millisecond."""
+    timer = Timer(GPU)
+    weight = torch.ones(3, device=GPU, requires_grad=True)
+    begin = timer.now()
+    output = weight * 2 * 3
+    timer.add("forward", 0, begin, timer.now())
+    timer.watch_backward(0, [output])
+    begin = timer.now()
+    output.sum().backward()
+    timer.end_backward(begin)
+    while timer.quantile("forward", 0) is None or timer.quantile("backward", 0) is None:
+        timer.read()
+    return timer.quantile("forward", 0), timer.quantile("backward", 0)
+
+
+def test_times_are_read_when_the_device_has_reached_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(4):
+        with SimulatedDevice(seed):
+            forward, backward = time_a_layer()
+        assert forward == pytest.approx(0.002)
+        assert backward is not None
+        assert backward >= 0.002
+    forget(monkeypatch, timing, "now", "query")
+    with pytest.raises(RuntimeError, match="has not reached"), SimulatedDevice(1):
+        time_a_layer()
 
 
 # --- saved tensors that move to the host ---
@@ -257,8 +266,8 @@ class Lending:
         device: torch.device = GPU,
     ) -> None:
         # In one process, a handle is the memory itself.
-        monkeypatch.setattr(cuda, "exported", lambda memory: memory)
-        monkeypatch.setattr(cuda, "imported", lambda handle, _: handle)
+        monkeypatch.setattr(shared_memory, "exported", lambda memory: memory)
+        monkeypatch.setattr(shared_memory, "imported", lambda handle, _: handle)
         address = Address("this process", (), "cuda") if is_direct else None
         self.errors: list[BaseException] = []
         net = Net()
@@ -463,6 +472,23 @@ def test_gradients_are_summed_on_a_side_stream(monkeypatch: pytest.MonkeyPatch) 
     with SimulatedDevice():
         found = sum_on_device(monkeypatch)
     assert torch.equal(found, 2 * torch.arange(10.0))
+
+
+def test_memory_that_is_summed_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer that another one replaces may be freed before its sum is complete."""
+
+    def start_and_forget() -> None:
+        monkeypatch.setattr(device_rings, "dist", TwoReplicas(torch.arange(10.0)))
+        groups: Any = SimpleNamespace(device=GPU, group=lambda *_: None)
+        rings = DeviceRings(groups, 0, lambda _: nullcontext())
+        rings.start(0, [0, 1], torch.arange(10.0, device=GPU))
+        torch.zeros(10, device=GPU)
+
+    with SimulatedDevice():
+        start_and_forget()
+    monkeypatch.setattr(device_rings, "keep_for_stream", lambda _: None)
+    with pytest.raises(DataRaceError), SimulatedDevice():
+        start_and_forget()
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["for the compute", "for the sum"])
