@@ -295,10 +295,11 @@ class SimulatedDevice:
             if place.is_there:
                 self._collect_freed()
             memory = self._memory_of(tensor)
-            memory.stream = self.stream if place.is_there else None
             memory.is_pinned = place.is_pinned
-            is_there = place.is_there
-            memory.history = self._ordering.allocate(self.stream) if is_there else History()
+            if place.is_there:
+                memory.stream, memory.history = self.stream, self._ordering.allocate(self.stream)
+            else:
+                memory.stream, memory.history = None, History()
 
     def has(self, tensor: Any) -> bool:
         """Whether a tensor is on the device."""
@@ -324,7 +325,7 @@ class SimulatedDevice:
         with without_torch_function_of_subclasses():
             key = storage_key_of(tensor)
             memory = self._memory.get(key)
-            if memory is None or memory.reference.expired():
+            if memory is None:
                 memory = _Memory(StorageWeakRef(tensor.untyped_storage()))
                 self._memory[key] = memory
         return memory
@@ -362,7 +363,7 @@ class SimulatedDevice:
         """Where this thread's operations are to put their results, if it is said."""
         return getattr(self._local, "place", None)
 
-    def begin(self, name: str, reads: list[Tensor], writes: list[Tensor], is_there: bool) -> None:
+    def access(self, name: str, reads: list[Tensor], writes: list[Tensor], is_there: bool) -> None:
         """Notes an operation on tensors that exist."""
         timeline = self.stream if is_there else HOST
         with self._lock:
@@ -381,7 +382,7 @@ class SimulatedDevice:
                 begin = int(tensor.storage_offset()) * size
                 yield Region(self._memory_of(tensor).history, begin, begin + length * size)
 
-    def copied(self, name: str, to: list[Tensor], source: list[Tensor], waits: bool) -> None:
+    def copy(self, name: str, to: list[Tensor], source: list[Tensor], waits: bool) -> None:
         """Notes a copy between the host and the device, which are the tensors' places already.
 
         Args:
@@ -393,19 +394,19 @@ class SimulatedDevice:
         from_device = any(map(self.has, source))
         is_beside = all(map(self.is_pinned, to if from_device else source)) and not waits
         if from_device:
-            self.begin(name, source, to, True)
+            self.access(name, source, to, True)
         else:
-            self.begin(name, source if is_beside else [], to, True)
+            self.access(name, source if is_beside else [], to, True)
             if not is_beside:
                 # The values have been put aside when the call returns.
-                self.begin(name, source, [], False)
+                self.access(name, source, [], False)
         # To memory that is not pinned, a copy always waits.
         if waits or (from_device and not is_beside):
             self.note("copy to the host" if from_device else "copy to the device")
             with self._lock:
                 self._wait_for_stream()
 
-    def read(self, name: str) -> None:
+    def wait_for_value(self, name: str) -> None:
         """Notes that the host waits for a value."""
         self.note(name.removeprefix("aten::"))
         with self._lock:
@@ -456,18 +457,18 @@ class _Operations(TorchDispatchMode):
         is_there = any(map(device.has, reads + writes + others))
         if name == "aten::copy_" and device.has(args[0]) != device.has(args[1]):
             waits = not (len(args) > 2 and args[2]) and not kwargs.get("non_blocking")
-            device.copied(name, [args[0]], [args[1]], waits)
+            device.copy(name, [args[0]], [args[1]], waits)
             device.num_done += 1
             return function(*args, **kwargs)
         if place is not None and name == "aten::clone" and place.is_there != is_there:
             result = function(*args, **kwargs)
             device.put(result, place)
-            device.copied(name, [result], [args[0]], place.waits)
+            device.copy(name, [result], [args[0]], place.waits)
             device.num_done += 1
             return result
         goes_there = place.is_there if place is not None and not (reads or writes) else is_there
         device.num_done += goes_there
-        device.begin(name, reads, writes, goes_there)
+        device.access(name, reads, writes, goes_there)
         if is_there:
             self._check(name, args, reads + writes)
         results = function(*args, **kwargs)
@@ -476,7 +477,7 @@ class _Operations(TorchDispatchMode):
             if place is not None or goes_there:
                 device.put(tensor, place if place is not None else _Place(True))
         if made and not _WRITES_NOTHING.fullmatch(name):
-            device.begin(name, [], made, goes_there)
+            device.access(name, [], made, goes_there)
         return results
 
     def _check(self, name: str, args: Any, tensors: list[Tensor]) -> None:
@@ -484,7 +485,7 @@ class _Operations(TorchDispatchMode):
             isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in args[1]
         )
         if name in _READS or by_mask:
-            self._device.read(name)
+            self._device.wait_for_value(name)
         self._device.check(name, tensors)
 
 
@@ -518,9 +519,9 @@ class _Functions(TorchFunctionMode):
             return device.is_pinned(own)
         if function in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
             # No kernel runs for these.
-            device.begin(function.__name__, [own], [], device.has(own))
+            device.access(function.__name__, [own], [], device.has(own))
             if device.has(own):
-                device.read(function.__name__)
+                device.wait_for_value(function.__name__)
         if function is Tensor.cpu:
             return self._moved(own, CPU, waits=True)
         if function is parse_to:
@@ -540,7 +541,7 @@ class _Functions(TorchFunctionMode):
         with device.placing(place):
             result = function(*args, **kwargs)
         if function in (torch.tensor, torch.as_tensor) and place.is_there:
-            device.read("a tensor of numbers")
+            device.wait_for_value("a tensor of numbers")
             device.take(result)
         return result
 
