@@ -22,11 +22,13 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
 from lightning_pipeshift import PipeShiftStrategy
-from lightning_pipeshift.devices import simulated
+from lightning_pipeshift.devices import interception, simulated
 from lightning_pipeshift.devices.simulated import SimulatedDevice
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
+
+_OWN_FILES = (__file__, simulated.__file__, interception.__file__)
 
 
 class Wait(NamedTuple):
@@ -49,7 +51,7 @@ class Wait(NamedTuple):
 def _asked_by() -> tuple[str, str]:
     for frame in reversed(traceback.extract_stack()):
         name = frame.filename
-        if name in (__file__, simulated.__file__) or "/torch/" in name or "/contextlib.py" in name:
+        if name in _OWN_FILES or "/torch/" in name or "/contextlib.py" in name:
             continue
         if "/unittest/" in name or "/lightning_utilities/" in name:
             continue
