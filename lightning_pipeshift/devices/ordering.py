@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 HOST: Final = "the host"
@@ -55,15 +54,8 @@ class Access(NamedTuple):
         return is_inside and (other.writes or not self.writes)
 
 
-@dataclass
-class History:
-    """The accesses to one piece of memory, but for those that later ones cover.
-
-    Args:
-        accesses: in the order in which they were queued.
-    """
-
-    accesses: list[Access] = field(default_factory=list)
+History = list[Access]
+"""The accesses to one piece of memory, but for those that later ones cover."""
 
 
 class Region(NamedTuple):
@@ -94,27 +86,26 @@ class Ordering:
             for history, begin, end in regions:
                 new = Access(timeline, number, begin, end, is_write, what)
                 kept = []
-                for old in history.accesses:
+                for old in history:
                     is_before = clock.get(old.timeline, 0) >= old.number
                     overlaps = old.begin < end and begin < old.end
                     if overlaps and not is_before and (is_write or old.writes):
                         races.append(f"{new}: nothing orders it and {old}")
                     elif not (is_before and old.is_covered_by(new)):
                         kept.append(old)
-                history.accesses = [*kept, new]
+                history[:] = [*kept, new]
         return races
 
     def allocate(self, stream: str) -> History:
         """The history of new memory of a stream: that of all memory that the stream's allocations
         may be given again.
         """
-        return History(
-            [
-                access._replace(begin=0, end=float("inf"), writes=True)
-                for access in self._freed[stream].values()
-                if self._clocks[HOST].get(access.timeline, 0) < access.number
-            ]
-        )
+        known = self._clocks[HOST]
+        return [
+            access._replace(begin=0, end=float("inf"), writes=True)
+            for access in self._freed[stream].values()
+            if known.get(access.timeline, 0) < access.number
+        ]
 
     def free(self, history: History, stream: str, kept_for: Iterable[str]) -> None:
         """Notes that memory is freed: the stream's next allocation may be given it at once.
@@ -125,7 +116,7 @@ class Ordering:
             kept_for: streams that the allocator has been told of: it waits for their work.
         """
         freed = self._freed[stream]
-        for access in history.accesses:
+        for access in history:
             last = freed.get(access.timeline)
             is_later = last is None or last.number < access.number
             if is_later and access.timeline not in kept_for:

@@ -69,7 +69,7 @@ class _Memory:
 
     reference: StorageWeakRef
     stream: str | None = None
-    history: History = field(default_factory=History)
+    history: History = field(default_factory=list)
     is_pinned: bool = False
     kept_for: set[str] = field(default_factory=set)
 
@@ -247,7 +247,7 @@ class SimulatedDevice:
         for tensor in tensors:
             if isinstance(tensor, Tensor) and not tensor.is_meta:
                 self.put(tensor, Place(True))
-                self._memory_of(tensor).history = History()
+                self._memory_of(tensor).history = []
 
     def put(self, tensor: Tensor, place: Place) -> None:
         """Says where a new tensor is."""
@@ -259,7 +259,7 @@ class SimulatedDevice:
             if place.is_there:
                 memory.stream, memory.history = self.stream, self._ordering.allocate(self.stream)
             else:
-                memory.stream, memory.history = None, History()
+                memory.stream, memory.history = None, []
 
     def has(self, tensor: Any) -> bool:
         """Whether a tensor is on the device."""
