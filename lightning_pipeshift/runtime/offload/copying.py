@@ -38,10 +38,17 @@ class Ticket(Protocol):
         """Makes the compute wait until the copy is complete."""
 
 
+class Copy(Ticket, Protocol):
+    """A copy of a :class:`Copier`."""
+
+    def precede(self) -> None:
+        """Makes another copy, whose work calls this, wait until this one is complete."""
+
+
 class Copier(Protocol):
     """Makes copies in the order in which they are submitted, in each direction."""
 
-    def out(self, work: Callable[[], Any], done: Done) -> Ticket:
+    def out(self, work: Callable[[], Any], done: Done) -> Copy:
         """Copies from the device, after the compute submitted so far.
 
         Args:
@@ -50,7 +57,7 @@ class Copier(Protocol):
                 others the caller checks the ticket.
         """
 
-    def back(self, work: Callable[[], Any], done: Done) -> Ticket:
+    def back(self, work: Callable[[], Any], done: Done) -> Copy:
         """As :meth:`out`, for copies to the device."""
 
     def finish(self) -> None:
@@ -74,6 +81,8 @@ class _Promise:
     def wait(self) -> None:
         self._future.result()
 
+    precede = wait
+
 
 class ThreadCopier:
     """Copies by threads.
@@ -86,15 +95,15 @@ class ThreadCopier:
         self._out = InOrder("swap out", on_error)
         self._back = InOrder("swap back", on_error)
 
-    def out(self, work: Callable[[], Any], done: Done) -> Ticket:
+    def out(self, work: Callable[[], Any], done: Done) -> Copy:
         """See :class:`Copier`."""
         return self._submit(self._out, work, done)
 
-    def back(self, work: Callable[[], Any], done: Done) -> Ticket:
+    def back(self, work: Callable[[], Any], done: Done) -> Copy:
         """See :class:`Copier`."""
         return self._submit(self._back, work, done)
 
-    def _submit(self, line: InOrder, work: Callable[[], Any], done: Done) -> Ticket:
+    def _submit(self, line: InOrder, work: Callable[[], Any], done: Done) -> Copy:
         def run() -> None:
             with torch.no_grad():
                 work()
@@ -137,6 +146,9 @@ class _Marked:
         # The compute reuses the memory after the copy.
         self._let_go()
 
+    def precede(self) -> None:
+        self._event.wait()
+
 
 class StreamCopier:
     """Copies on side streams of a GPU, from any thread whose current stream is the compute's.
@@ -152,15 +164,15 @@ class StreamCopier:
         self._under_way: dict[int, tuple[Event, Callable[[], Any]]] = {}
         self._count = 0
 
-    def out(self, work: Callable[[], Any], done: Done) -> Ticket:
+    def out(self, work: Callable[[], Any], done: Done) -> Copy:
         """See :class:`Copier`."""
         return self._submit("out", work)
 
-    def back(self, work: Callable[[], Any], done: Done) -> Ticket:
+    def back(self, work: Callable[[], Any], done: Done) -> Copy:
         """See :class:`Copier`."""
         return self._submit("back", work)
 
-    def _submit(self, name: str, work: Callable[[], Any]) -> Ticket:
+    def _submit(self, name: str, work: Callable[[], Any]) -> Copy:
         # At that point the source has been computed, and the target is no longer in use.
         is_ready = record_event(self._device)
         with side_stream(self._device, name), torch.no_grad():

@@ -207,6 +207,16 @@ def test_pinned_memory_is_freed_when_nobody_copies(monkeypatch: pytest.MonkeyPat
         copy_and_unpin()
 
 
+def test_memory_is_kept_for_a_copy_that_nobody_wants_any_more() -> None:
+    with SimulatedDevice(), host_memory() as host:
+        parcel = host.put(torch.ones(100, device=GPU), lambda: None)
+        assert parcel is not None
+        parcel.leaving.wait()
+        parcel.fetch(torch.empty(100, device=GPU), lambda: None)
+        parcel.forget()
+        torch.zeros(100, device=GPU)
+
+
 # --- saved tensors that move to another stage ---
 
 
