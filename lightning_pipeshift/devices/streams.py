@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -174,11 +174,11 @@ class Accelerator:
     def on_this_device(self, function: Callable[[], T]) -> Callable[[], T]:
         """See :class:`Device`."""
 
-        return partial(self._call, function)
+        def call() -> T:
+            torch.accelerator.set_device_index(self._device)
+            return function()
 
-    def _call(self, function: Callable[[], T]) -> T:
-        torch.accelerator.set_device_index(self._device)
-        return function()
+        return call
 
     def pin(self, memory: Tensor) -> Callable[[], None]:
         """See :class:`Device`."""

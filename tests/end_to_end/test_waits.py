@@ -1,6 +1,7 @@
 """How often a step waits for the device: at most once on each rank, and not at the end of its work.
 
-The device is pretended (``tests/pretended_gpu.py``): the numbers are those of the CPU, bit for bit.
+The device is pretended (``tests/pretended_gpu.py``): the numbers are those of the CPU, bit for bit,
+and the run ends with an error where operations use the same memory and nothing orders them.
 """
 
 from __future__ import annotations
