@@ -28,6 +28,7 @@ from lightning_pipeshift import (
     RecomputeAll,
     SwapAll,
 )
+from lightning_pipeshift.devices.streams import Accelerator
 from tests.features_models import QUIET, OverflowingOnOneStage
 from tests.harness import run_ranks
 from tests.models import points
@@ -276,16 +277,15 @@ def _sleeping(case: Case, module: nn.Module) -> Iterator[None]:
             layer.register_full_backward_pre_hook(lambda *_: _sleep())
         yield
         return
-    entered = torch.cuda.stream
+    entered = Accelerator.side_stream
 
     @contextlib.contextmanager
-    def late(stream: Any) -> Iterator[None]:
-        with entered(stream):
-            if stream is not None:
-                _sleep()
+    def late(device: Accelerator, work: str) -> Iterator[None]:
+        with entered(device, work):
+            _sleep()
             yield
 
-    with mock.patch("torch.cuda.stream", late):
+    with mock.patch.object(Accelerator, "side_stream", late):
         yield
 
 

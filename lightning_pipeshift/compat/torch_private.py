@@ -73,6 +73,8 @@ many forms. ``nn.Module.to`` parses them with this, too."""
 # Operations whose names are not public, as a schema or a torch function mode has them.
 READ_NUMBER: Final = "aten::_local_scalar_dense"
 """Reads the value of a tensor with one element: ``Tensor.item``."""
+UNIQUE: Final = "aten::_unique2"
+"""The operation behind ``torch.unique``, which waits for the values."""
 INDEX_PUT: Final = "aten::_index_put_impl_"
 FOR_EACH: Final = "aten::_foreach_"
 """The beginning of the names of operations on lists of tensors, which optimizers use."""

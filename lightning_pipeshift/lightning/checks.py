@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_pipeshift.compat.lightning_private import datamodule_of
+from lightning_pipeshift.devices.properties import TRAINABLE
 from lightning_pipeshift.errors import ConfigurationError, some_of
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.schedules import MOST_MICROBATCHES
@@ -84,7 +85,7 @@ def check_devices(devices: Iterable[torch.device]) -> None:
     """Raises ConfigurationError for unknown kinds of devices: their generators would not be seeded,
     and their times not be measured.
     """
-    unknown = {device.type for device in devices} - {"cpu", "cuda"}
+    unknown = {device.type for device in devices} - TRAINABLE
     if unknown:
         raise ConfigurationError(
             f"PipeShift runs on CPUs and on GPUs of CUDA or ROCm, but these devices are"

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_pipeshift import PlanError
-from lightning_pipeshift.model.execution.timing import HostMarker
+from lightning_pipeshift.devices import streams
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.runtime.planning import profiling
 from tests.features_models import (
@@ -410,7 +410,7 @@ def sleep(seconds: float) -> None:
 def go_by_sleep() -> None:
     """Lets this process take that clock's word for how long layers and steps take."""
     PRETENDS["sleep"] = True
-    HostMarker.now = lambda self: SLEPT["seconds"]  # type: ignore[method-assign]
+    streams.time = SimpleNamespace(perf_counter=lambda: SLEPT["seconds"])  # type: ignore[assignment,attr-defined]
     # A step without any layers takes a moment, too.
     moments = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: SLEPT["seconds"] + 1e-3 * next(moments))

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeshift import PipeShiftStrategy, StageFailedError
+from lightning_pipeshift.devices.streams import side_stream
 from lightning_pipeshift.lightning import connected
 from lightning_pipeshift.plan.inputs.cluster import Device
 from lightning_pipeshift.runtime.comm.channels import Channels, connect_devices, make_groups
 from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
-from lightning_pipeshift.runtime.comm.side_streams import side_stream
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
 from lightning_pipeshift.runtime.planning.probe import probe
 from tests.end_to_end.test_changing_plans import Adopts, Trains
@@ -210,7 +210,11 @@ def make_a_group() -> tuple[bool, bool, int | None, bool]:
     assert groups.error() is None
     # All streams of the pool from which NCCL's come, and ours.
     theirs = {torch.cuda.Stream(device, priority=-5).cuda_stream for _ in range(64)}
-    ours = {side_stream(device, name).cuda_stream for name in ("out", "back", "moves", "rings")}
+    ours = set()
+    for name in 2 * ("out", "back", "moves", "rings"):
+        with side_stream(device, name):
+            ours.add(torch.cuda.current_stream(device).cuda_stream)
+    ours.discard(torch.cuda.default_stream(device).cuda_stream)
     is_apart = not theirs & ours and len(ours) == 4
     groups.end_all()
     return options.is_high_priority_stream, is_apart, options.config.max_ctas, dist.is_initialized()

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift import MemoryCompression, PipeShiftStrategy, SwapAll
+from lightning_pipeshift.devices.host_memory import pinned_room
 from lightning_pipeshift.model.execution.transfer import Fetch, to_device, to_host
 from lightning_pipeshift.plan.inputs.cluster import Device
 from lightning_pipeshift.runtime.comm.threads import Threads
-from lightning_pipeshift.runtime.offload.copying import StreamCopier, pinned_room
+from lightning_pipeshift.runtime.offload.copying import StreamCopier
 from lightning_pipeshift.runtime.offload.lending import Borrower, Lender, RemoteTarget
 from lightning_pipeshift.runtime.offload.shared_memory import address_here
 from lightning_pipeshift.runtime.planning.probe import probe
@@ -136,7 +137,7 @@ def test_pinned_memory_is_that_of_the_driver_and_is_released() -> None:
     # No power of two, and often: what is not released could not be pinned again.
     num_bytes = 5_000_001
     for number in range(1, 51):
-        room = pinned_room(num_bytes, finish)
+        room = pinned_room(num_bytes, GPU, finish)
         assert room.is_pinned()
         assert room.numel() == num_bytes
         source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=GPU)

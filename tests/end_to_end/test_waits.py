@@ -1,6 +1,7 @@
 """How often a step waits for the device: at most once on each rank, and not at the end of its work.
 
-The device is pretended (``tests/pretended_gpu.py``): the numbers are those of the CPU, bit for bit.
+The device is pretended (``tests/pretended_gpu.py``): the numbers are those of the CPU, bit for bit,
+and the run ends with an error where operations use the same memory and nothing orders them.
 """
 
 from __future__ import annotations
@@ -225,7 +226,7 @@ def test_a_structure_is_fetched_at_once_and_as_it_is() -> None:
             "graph": torch.ones(2, requires_grad=True) * 2,
         }
         expected = {name: value.detach().clone() for name, value in there.items()}
-        gpu.take(there.values())
+        gpu.take(*there.values())
         host = torch.tensor(4.0)
         fetch = Fetch({**there, "host": host, "text": "words", "more": [there["scalar"], None]})
         assert not gpu.waits

@@ -1,5 +1,6 @@
-"""Imports run one way: plan <- compat <- model <- runtime <- the Lightning-facing top. And they
-leave torch and Lightning as they are, for those who import the package and train without it.
+"""Imports run one way: plan <- compat <- devices <- model <- runtime <- the Lightning-facing top.
+And they leave torch and Lightning as they are, for those who import the package and train without
+it.
 
 The direction is read from the source and not from what is loaded, so that imports inside functions,
 and for type checkers only, count.
@@ -15,7 +16,7 @@ from tests.harness import launch_script
 
 PACKAGE = "lightning_pipeshift"
 ROOT = Path(next(iter(lightning_pipeshift.__path__)))
-FLOORS = ("plan", "compat", "model", "runtime")
+FLOORS = ("plan", "compat", "devices", "model", "runtime")
 TOP = len(FLOORS)
 # Modules that are on the top, although the folder that they are in is further below.
 ON_TOP = {("compat", "lightning_private")}
@@ -26,6 +27,7 @@ FOREIGN = {
     1: {"lightning", "pytorch_lightning", "lightning_fabric"},
     2: {"lightning", "pytorch_lightning", "lightning_fabric"},
     3: {"lightning", "pytorch_lightning", "lightning_fabric"},
+    4: {"lightning", "pytorch_lightning", "lightning_fabric"},
 }
 
 
@@ -95,6 +97,9 @@ def test_no_file_imports_upward():
         ("plan/a.py", "from .. import runtime"),
         ("model/a.py", "from lightning_pipeshift.runtime.executor import Executor"),
         ("model/a.py", "from lightning_pipeshift.lightning.strategy import PipeShiftStrategy"),
+        ("devices/a.py", "from lightning_pipeshift.model.gates.gate import Gate"),
+        ("devices/a.py", "import lightning"),
+        ("compat/a.py", "from lightning_pipeshift.devices.streams import side_stream"),
         ("model/a.py", "import lightning"),
         ("runtime/a.py", "from lightning_pipeshift.lightning.callbacks import LayerMigration"),
         ("runtime/a.py", "from pytorch_lightning import Trainer"),
@@ -123,6 +128,8 @@ def test_an_upward_import_is_found(path, source):
         ("model/a.py", "import torch\nfrom lightning_pipeshift.plan import action"),
         ("runtime/a.py", "import torch\nfrom lightning_pipeshift.model.gates.gate import Gate"),
         ("runtime/a.py", "from ..model import gate"),
+        ("model/a.py", "from lightning_pipeshift.devices.streams import side_stream"),
+        ("devices/a.py", "from lightning_pipeshift.compat.torch_private import schema_of"),
         ("model/a.py", "from lightning_pipeshift.compat.torch_private import pytree"),
         ("runtime/a.py", "from lightning_pipeshift.compat.lightning_names import trainer_of"),
         ("compat/torch_private.py", "import torch"),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.compat.torch_private import dispatch_modes_disabled, without_torch_function
+from lightning_pipeshift.devices.streams import synchronize
 from lightning_pipeshift.model.execution.trees import flatten, leaves_of
 from lightning_pipeshift.model.gates.gate import Gate
 from lightning_pipeshift.model.parameters.gradient_box import GradientBox
@@ -171,10 +172,10 @@ class Stopwatch:
                 yield address_of(number)
 
     def _seconds(self, run: Callable[[], Any]) -> tuple[Any, float]:
-        self._wait()
+        synchronize(self._device)
         start = time.perf_counter()
         result = run()
-        self._wait()
+        synchronize(self._device)
         return result, time.perf_counter() - start
 
     def _here(self, slots: Sequence[Slot], trains: bool) -> dict[int, Tensor]:
@@ -209,7 +210,3 @@ class Stopwatch:
         if like.dtype.is_floating_point or like.dtype.is_complex:
             return torch.randn(like.shape, device=self._device).to(like.dtype)
         return torch.zeros(like.shape, dtype=like.dtype, device=self._device)
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)

@@ -10,59 +10,18 @@ On a GPU the marks are events in the stream, read after they have completed: no 
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_pipeshift.devices.streams import Event, elapsed_seconds, record_event
 from lightning_pipeshift.model.execution.layer_listener import LayerListener
 from lightning_pipeshift.model.gates.gate import Gate
 
 _MOST_SAMPLES = 512
-
-
-class Marker(Protocol):
-    """Marks points in time on a device."""
-
-    def now(self) -> Any:
-        """The moment at which the device reaches this point."""
-
-    def seconds(self, begin: Any, end: Any) -> float | None:
-        """The time between two moments; ``None`` while the device has not reached them."""
-
-
-class HostMarker:
-    """Moments of a CPU."""
-
-    def now(self) -> float:
-        """See :class:`Marker`."""
-        return time.perf_counter()
-
-    def seconds(self, begin: float, end: float) -> float | None:
-        """See :class:`Marker`."""
-        return end - begin
-
-
-class CudaMarker:
-    """Moments of a GPU's current stream."""
-
-    def now(self) -> Any:
-        """See :class:`Marker`."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, begin: Any, end: Any) -> float | None:
-        """See :class:`Marker`."""
-        return float(begin.elapsed_time(end)) / 1000 if end.query() else None
-
-
-def marker_of(device: torch.device) -> Marker:
-    """The marker of a device."""
-    return CudaMarker() if device.type == "cuda" else HostMarker()
 
 
 class Samples:
@@ -97,16 +56,16 @@ class Timer(LayerListener):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._marker = marker_of(device)
+        self._device = device
         self._samples: dict[tuple[str, int], Samples] = {}
         # Marked intervals that have not been read yet.
-        self._marked: list[tuple[tuple[str, int], Any, Any]] = []
-        self._entered: list[tuple[int, Any]] = []
-        self._begin: Any = None
+        self._marked: list[tuple[tuple[str, int], Event, Event]] = []
+        self._entered: list[tuple[int, Event]] = []
+        self._begin: Event | None = None
 
-    def now(self) -> Any:
+    def now(self) -> Event:
         """The moment at which the device reaches this point."""
-        return self._marker.now()
+        return record_event(self._device, is_timed=True)
 
     def add(self, what: str, number: int, begin: Any, end: Any) -> None:
         """Adds an interval.
@@ -146,7 +105,7 @@ class Timer(LayerListener):
         Args:
             begin: its start; until it enters a layer it is in the code after the last one.
         """
-        end = self._marker.now()
+        end = self.now()
         moments = [(-1, begin), *self._entered]
         for (layer, start), (_, stop) in zip(moments, [*moments[1:], (-1, end)], strict=True):
             self.add("backward", layer, start, stop)
@@ -157,7 +116,7 @@ class Timer(LayerListener):
         waiting = []
         for entry in self._marked:
             key, begin, end = entry
-            seconds = self._marker.seconds(begin, end)
+            seconds = elapsed_seconds(begin, end)
             if seconds is None:
                 waiting.append(entry)
             else:

@@ -14,6 +14,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeshift.devices.host_memory import pinned_like
+from lightning_pipeshift.devices.streams import record_event
 from lightning_pipeshift.model.execution.trees import flatten, map_leaves
 
 _JOINED_BYTES: Final = 1 << 16
@@ -35,7 +37,6 @@ class Fetch:
         self._leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         # The indices of the leaves that are copied together, and the copies.
         self._copies: list[tuple[list[int], Tensor]] = []
-        self._events: list[Any] = []
         groups: dict[Hashable, list[int]] = {}
         for place, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor) or leaf.device.type == "cpu":
@@ -50,11 +51,10 @@ class Fetch:
                 there = self._leaves[places[0]]
                 if len(places) > 1:
                     there = torch.cat([self._leaves[place].reshape(-1) for place in places])
-                copy = torch.empty_like(there, device="cpu", pin_memory=True)
+                copy = pinned_like(there)
                 self._copies.append((places, copy.copy_(there, non_blocking=True)))
-        for device in {self._leaves[places[0]].device for places, _ in self._copies}:
-            self._events.append(torch.cuda.Event())
-            self._events[-1].record(torch.cuda.current_stream(device))
+        devices = {self._leaves[places[0]].device for places, _ in self._copies}
+        self._events = [record_event(device) for device in devices]
 
     def wait(self) -> Any:
         """The structure in host memory, detached."""

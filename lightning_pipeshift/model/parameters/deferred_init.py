@@ -39,9 +39,9 @@ from lightning_pipeshift.compat.torch_private import (
     version_of,
     without_torch_function,
 )
+from lightning_pipeshift.devices.host_memory import let_go
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.trees import flatten
-from lightning_pipeshift.model.saved.large_pages import let_go
 from lightning_pipeshift.model.trace.schema import written_arguments
 from lightning_pipeshift.model.user_state.random_streams import stream_seed
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeshift.compat.torch_private import NormBase, version_of
+from lightning_pipeshift.devices.streams import initialized_accelerator
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.trees import flatten
 from lightning_pipeshift.model.gates.gate import Gate
@@ -306,8 +307,8 @@ def _never(_: int) -> Tensor:
 def _ambient() -> list[Ambient]:
     """The precision settings that the code around the layer has changed."""
     contexts: list[Ambient] = []
-    kinds = ["cpu"] + (["cuda"] if torch.cuda.is_initialized() else [])
-    for kind in kinds:
+    accelerator = initialized_accelerator()
+    for kind in ["cpu", *([accelerator] if accelerator else [])]:
         is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         contexts.append(partial(torch.autocast, kind, dtype=dtype, enabled=is_on))
     contexts.append(partial(_default_dtype, torch.get_default_dtype()))

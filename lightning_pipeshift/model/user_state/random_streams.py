@@ -34,6 +34,7 @@ from lightning_pipeshift.compat.random_private import (
     python_position,
     seed_in_place,
 )
+from lightning_pipeshift.devices.properties import generators_of
 
 _MASK_32 = (1 << 32) - 1
 _MASK_64 = (1 << 64) - 1
@@ -62,10 +63,7 @@ class RandomStreams:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._generators: list[torch.Generator] = [torch.default_generator]
-        if device.type == "cuda":
-            torch.cuda.init()
-            self._generators.append(torch.cuda.default_generators[device.index or 0])
+        self._generators = generators_of(device)
         # NumPy's global state has 2.5 KB and is slow to read and write; its bit generator is one
         # pointer. So each depth of nesting has its own bit generator, which is swapped in and out.
         self._numpy_generators: list[np.random.MT19937] = []

@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from lightning_pipeshift.devices.properties import device_name
 from lightning_pipeshift.errors import StageFailedError
 from lightning_pipeshift.host import boot_id
 from lightning_pipeshift.plan.inputs.cluster import Device
@@ -111,8 +112,8 @@ def device_of(device: torch.device) -> Device:
     with contextlib.suppress(OSError):
         marks.append(boot_id())
         marks.append(str(os.stat("/proc/self/ns/net").st_ino))
-    if device.type == "cuda":
-        kind = torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        kind = device_name(device)
     else:
         kind = platform.processor() or platform.machine()
     return Device(host="/".join(marks), kind=kind)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipeshift.devices.host_memory import pinned_like
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.transfer import Fetch
 from lightning_pipeshift.model.trace.placeholder import Placeholder, dtype_named, is_dense
@@ -345,7 +346,7 @@ class Channels(Lane):
             flat = torch.empty(numel, dtype=dtype_named(spec.dtype), device=self.device)
             staging = None
             if self._staged:
-                staging = torch.empty_like(flat, device="cpu", pin_memory=True)
+                staging = pinned_like(flat)
             work = None
             if spec.num_bytes:
                 with self.watched(peer):

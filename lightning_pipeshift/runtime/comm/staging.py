@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.model.saved.large_pages import ask_for_large_pages
+from lightning_pipeshift.devices.host_memory import ask_for_large_pages
 
 
 def room_for(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -11,26 +11,11 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-import torch
+from lightning_pipeshift.devices.streams import on_this_device
 
 T = TypeVar("T")
 
 Work = SimpleQueue[tuple[Callable[[], Any], "Future[Any]"] | None]
-
-
-def _on_this_device(function: Callable[[], T]) -> Callable[[], T]:
-    """Wraps a function so that it runs with the current GPU of the calling thread: a new thread
-    starts with the first GPU, and would create a context of some hundred megabytes there.
-    """
-    if not torch.cuda.is_initialized():
-        return function
-    device = torch.cuda.current_device()
-
-    def call() -> T:
-        torch.cuda.set_device(device)
-        return function()
-
-    return call
 
 
 class Threads:
@@ -57,7 +42,7 @@ class Threads:
             threading.Thread(
                 target=self._serve, name=f"{self._name}-{self._count}", daemon=True
             ).start()
-        self._work.put((_on_this_device(function), future))
+        self._work.put((on_this_device(function), future))
         return future
 
     def close(self) -> None:
@@ -100,7 +85,7 @@ class InOrder:
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()
-        self._work.put((_on_this_device(function), future))
+        self._work.put((on_this_device(function), future))
         return future
 
     def close(self) -> None:

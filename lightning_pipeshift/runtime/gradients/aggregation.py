@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_pipeshift.devices.streams import Event, is_asynchronous, record_event
 from lightning_pipeshift.runtime.comm.lane import Watched, finish
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.comm.threads import InOrder
@@ -91,7 +92,7 @@ class GradientGroup:
             buffer = self._buffers.get(dtype)
             if buffer is None or len(buffer) != length:
                 # Gradients of a GPU may be summed in host memory.
-                is_pinned = device != there and there.type == "cuda"
+                is_pinned = device != there and is_asynchronous(there)
                 buffer = torch.empty(length, dtype=dtype, device=device, pin_memory=is_pinned)
                 self._buffers[dtype] = buffer
             joined = buffer if device == there else torch.empty_like(buffer, device=there)
@@ -106,9 +107,7 @@ class GradientGroup:
                 self._sums.append((parameters, buffer, begin()))
                 continue
             buffer.copy_(joined, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            begun = staging.submit(partial(_behind, event, begin))
+            begun = staging.submit(partial(_behind, record_event(there), begin))
             self._sums.append((parameters, buffer, _Staged(begun)))
 
     @torch.no_grad()
@@ -240,7 +239,7 @@ class Aggregation:
             group.let_go(num_owners)
 
 
-def _behind(event: Any, begin: Callable[[], Sum]) -> Sum:
+def _behind(event: Event, begin: Callable[[], Sum]) -> Sum:
     event.synchronize()
     return begin()
 

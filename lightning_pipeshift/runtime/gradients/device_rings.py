@@ -13,25 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipeshift.devices.streams import (
+    Event,
+    keep_for_stream,
+    record_event,
+    side_stream,
+)
 from lightning_pipeshift.runtime.comm.lane import Watched
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
-from lightning_pipeshift.runtime.comm.side_streams import side_stream
 from lightning_pipeshift.runtime.gradients.rings import chunks_of, received_at, sent_at
-
-
-class DeviceSum:
-    """A sum that is queued on another stream.
-
-    Args:
-        event: when it is complete.
-    """
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        """Makes all work that is queued from now on run after the sum."""
-        torch.cuda.current_stream().wait_event(self._event)
 
 
 class DeviceRings:
@@ -47,17 +37,20 @@ class DeviceRings:
         self._groups = groups
         self._rank = rank
         self._watched = watched
-        self._stream = side_stream(groups.device, "rings")
 
-    def start(self, number: int, members: Sequence[int], buffer: Tensor) -> DeviceSum:
-        """Queues the sum of a vector on the GPU, in place, over the members."""
+    def start(self, number: int, members: Sequence[int], buffer: Tensor) -> Event:
+        """Queues the sum of a vector on the GPU, in place, over the members. Returns the event of
+        its end.
+        """
         group = self._groups.group(Purpose.SUMS, members)
         place, count = members.index(self._rank), len(members)
         upstream, downstream = members[place - 1], members[(place + 1) % count]
         chunks = chunks_of(buffer, count)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        buffer.record_stream(self._stream)
-        with torch.cuda.stream(self._stream), self._watched(None):
+        device = self._groups.device
+        is_computed = record_event(device)
+        with side_stream(device, "rings"), self._watched(None):
+            is_computed.wait()
+            keep_for_stream(buffer)
             landing = torch.empty_like(chunks[0])
             for step in range(2 * count - 2):
                 outgoing, chunk = (
@@ -76,4 +69,4 @@ class DeviceRings:
                     work.wait()
                 if sums:
                     chunk += incoming
-            return DeviceSum(self._stream.record_event())
+            return record_event(device)

@@ -1,27 +1,28 @@
 """Copies between a device's memory and other memory, concurrently with the compute.
 
-On a GPU they run on streams of their own, one for each direction, and events order them with the
-compute; on a CPU, which stands for a device in tests and trains small models, the same copies are
-made by a thread for each direction.
+On a GPU they run on side streams, one for each direction, and events order them with the compute;
+on a CPU, which stands for a device in tests and trains small models, the same copies are made by a
+thread for each direction.
 """
 
 from __future__ import annotations
 
-import mmap
-import sys
 import threading
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.model.saved.large_pages import ask_for_large_pages
-from lightning_pipeshift.runtime.comm.side_streams import side_stream
+from lightning_pipeshift.devices.host_memory import ask_for_large_pages, pinned_room
+from lightning_pipeshift.devices.streams import (
+    Event,
+    is_asynchronous,
+    record_event,
+    side_stream,
+)
 from lightning_pipeshift.runtime.comm.threads import InOrder
 
 Done = Callable[[], None]
@@ -37,10 +38,17 @@ class Ticket(Protocol):
         """Makes the compute wait until the copy is complete."""
 
 
+class Copy(Ticket, Protocol):
+    """A copy of a :class:`Copier`."""
+
+    def precede(self) -> None:
+        """Makes another copy, whose work calls this, wait until this one is complete."""
+
+
 class Copier(Protocol):
     """Makes copies in the order in which they are submitted, in each direction."""
 
-    def out(self, work: Callable[[], Any], done: Done) -> Ticket:
+    def out(self, work: Callable[[], Any], done: Done) -> Copy:
         """Copies from the device, after the compute submitted so far.
 
         Args:
@@ -49,7 +57,7 @@ class Copier(Protocol):
                 others the caller checks the ticket.
         """
 
-    def back(self, work: Callable[[], Any], done: Done) -> Ticket:
+    def back(self, work: Callable[[], Any], done: Done) -> Copy:
         """As :meth:`out`, for copies to the device."""
 
     def finish(self) -> None:
@@ -73,6 +81,8 @@ class _Promise:
     def wait(self) -> None:
         self._future.result()
 
+    precede = wait
+
 
 class ThreadCopier:
     """Copies by threads.
@@ -85,15 +95,15 @@ class ThreadCopier:
         self._out = InOrder("swap out", on_error)
         self._back = InOrder("swap back", on_error)
 
-    def out(self, work: Callable[[], Any], done: Done) -> Ticket:
+    def out(self, work: Callable[[], Any], done: Done) -> Copy:
         """See :class:`Copier`."""
         return self._submit(self._out, work, done)
 
-    def back(self, work: Callable[[], Any], done: Done) -> Ticket:
+    def back(self, work: Callable[[], Any], done: Done) -> Copy:
         """See :class:`Copier`."""
         return self._submit(self._back, work, done)
 
-    def _submit(self, line: InOrder, work: Callable[[], Any], done: Done) -> Ticket:
+    def _submit(self, line: InOrder, work: Callable[[], Any], done: Done) -> Copy:
         def run() -> None:
             with torch.no_grad():
                 work()
@@ -118,29 +128,30 @@ class _Marked:
 
     Args:
         event: recorded after the work.
-        device: the stream's.
         let_go: called when memory that the work uses may be reused.
     """
 
-    def __init__(self, event: Any, device: torch.device, let_go: Callable[[], Any]) -> None:
+    def __init__(self, event: Event, let_go: Callable[[], Any]) -> None:
         self._event = event
-        self._device = device
         self._let_go = let_go
 
     def is_done(self) -> bool:
-        is_done = bool(self._event.query())
+        is_done = self._event.query()
         if is_done:
             self._let_go()
         return is_done
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        self._event.wait()
         # The compute reuses the memory after the copy.
         self._let_go()
 
+    def precede(self) -> None:
+        self._event.wait()
+
 
 class StreamCopier:
-    """Copies by streams of a GPU. Copies have to be submitted from the thread that computes.
+    """Copies on side streams of a GPU, from any thread whose current stream is the compute's.
 
     Args:
         device: the GPU.
@@ -148,39 +159,38 @@ class StreamCopier:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams = {name: side_stream(device, name) for name in ("out", "back")}
         # Copies in progress, with all tensors that they read and write: the allocator would give a
         # tensor without references (a prefetch that is no longer needed) to the compute at once.
-        self._under_way: dict[int, tuple[Any, Callable[[], Any]]] = {}
+        self._under_way: dict[int, tuple[Event, Callable[[], Any]]] = {}
         self._count = 0
 
-    def out(self, work: Callable[[], Any], done: Done) -> Ticket:
+    def out(self, work: Callable[[], Any], done: Done) -> Copy:
         """See :class:`Copier`."""
         return self._submit("out", work)
 
-    def back(self, work: Callable[[], Any], done: Done) -> Ticket:
+    def back(self, work: Callable[[], Any], done: Done) -> Copy:
         """See :class:`Copier`."""
         return self._submit("back", work)
 
-    def _submit(self, name: str, work: Callable[[], Any]) -> Ticket:
-        stream = self._streams[name]
+    def _submit(self, name: str, work: Callable[[], Any]) -> Copy:
         # At that point the source has been computed, and the target is no longer in use.
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream), torch.no_grad():
+        is_ready = record_event(self._device)
+        with side_stream(self._device, name), torch.no_grad():
+            is_ready.wait()
             work()
-            event = torch.cuda.Event()
-            event.record(stream)
+            event = record_event(self._device)
         for number, (earlier, _) in list(self._under_way.items()):
             if earlier.query():
                 self._under_way.pop(number, None)
         self._count += 1
         self._under_way[self._count] = event, work
-        return _Marked(event, self._device, partial(self._under_way.pop, self._count, None))
+        return _Marked(event, partial(self._under_way.pop, self._count, None))
 
     def finish(self) -> None:
         """See :class:`Copier`."""
-        for stream in self._streams.values():
-            stream.synchronize()
+        for name in ("out", "back"):
+            with side_stream(self._device, name):
+                record_event(self._device).synchronize()
 
     def close(self) -> None:
         """See :class:`Copier`."""
@@ -192,41 +202,7 @@ def copier_of(
     device: torch.device, on_error: Callable[[BaseException], None] | None = None
 ) -> Copier:
     """The copier for a device."""
-    return StreamCopier(device) if device.type == "cuda" else ThreadCopier(on_error)
-
-
-def pinned_room(num_bytes: int, finish: Callable[[], None]) -> Tensor:
-    """Allocates exactly ``num_bytes`` of pinned host memory, as a vector of bytes.
-
-    Torch's own allocator rounds pinned memory up to powers of two, and keeps it to the end of the
-    process: a budget of 9 GB would take 16.
-
-    Args:
-        num_bytes: how many, at least 1.
-        finish: called before the memory is freed; returns when no copy uses it.
-
-    Raises:
-        RuntimeError: so much memory cannot be pinned.
-    """
-    # Whole pages, as no page can be pinned twice.
-    is_linux = sys.platform == "linux"
-    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if is_linux else {}
-    room = torch.frombuffer(mmap.mmap(-1, num_bytes, **flags), dtype=torch.uint8)
-    ask_for_large_pages(room)
-    address = room.data_ptr()
-    failure = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
-    if failure:
-        # CUDA reports an error again with the next kernel, which has nothing to do with it.
-        with suppress(RuntimeError):
-            torch.zeros(1, device="cuda")
-        raise RuntimeError(f"CUDA's error {failure} when pinning {num_bytes} bytes")
-    weakref.finalize(room, _unpin, address, finish).atexit = False
-    return room
-
-
-def _unpin(address: int, finish: Callable[[], None]) -> None:
-    finish()
-    torch.cuda.cudart().cudaHostUnregister(address)
+    return StreamCopier(device) if is_asynchronous(device) else ThreadCopier(on_error)
 
 
 class BufferPool:
@@ -235,7 +211,8 @@ class BufferPool:
     Args:
         device: whose memory.
         limit_bytes: how much of it may be allocated.
-        pinned: whether a GPU reads and writes it concurrently with its compute.
+        pinned_for: the GPU that reads and writes it concurrently with its compute; ``None`` if none
+            does.
         finish: returns when no copy uses pinned memory that is to be freed.
         say: called once with a message if memory cannot be pinned.
         is_tight: whether used and unused buffers together never exceed the peak of those in use.
@@ -245,7 +222,7 @@ class BufferPool:
         self,
         device: torch.device,
         limit_bytes: float,
-        pinned: bool = False,
+        pinned_for: torch.device | None = None,
         finish: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = lambda _: None,
         is_tight: bool = False,
@@ -254,7 +231,7 @@ class BufferPool:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self.peak_bytes = 0
-        self._pinned = pinned
+        self._pinned_for = pinned_for
         self._finish = finish
         self._say = say
         self._is_tight = is_tight
@@ -316,11 +293,11 @@ class BufferPool:
         """Called with a buffer that will not be reused."""
 
     def _made(self, num_bytes: int) -> Tensor:
-        if self._pinned and num_bytes:
+        if self._pinned_for is not None and num_bytes:
             try:
-                return pinned_room(num_bytes, self._finish)
+                return pinned_room(num_bytes, self._pinned_for, self._finish)
             except RuntimeError as error:
-                self._pinned = False
+                self._pinned_for = None
                 self._say(
                     f"host memory for swapped tensors cannot be pinned ({error}), so swaps are "
                     "slower, and do not overlap with the compute. Raise the limit of locked "

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_pipeshift.devices.streams import record_event
 from lightning_pipeshift.model.saved.codec import Codec, Encoded
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
 from lightning_pipeshift.runtime.comm.lane import Lane
@@ -91,12 +92,8 @@ class Lender:
         if stage not in self.rooms:
             self.rooms[stage] = SharedBufferPool(self._device)
             self._num_answered[stage] = 0.0
-            self._threads.submit(partial(self._aside, self._receive, stage))
-            self._threads.submit(partial(self._aside, self._answer, stage))
-
-    def _aside(self, serve: Callable[[int], None], stage: int) -> None:
-        with aside(self._device):
-            serve(stage)
+            self._threads.submit(partial(self._receive, stage))
+            self._threads.submit(partial(self._answer, stage))
 
     def _receive(self, stage: int) -> None:
         lane, rooms = self._lanes(_THERE), self.rooms[stage]
@@ -116,18 +113,17 @@ class Lender:
                 with self._changed:
                     while self._num_answered[stage] < put.num_asked:
                         self._changed.wait()
+                # On the compute stream: this stage may have to offload tensors that it computes.
                 self._take_room(put.num_bytes)
-                rooms.claim(put.num_bytes)
-                room = rooms.take(put.num_bytes)
-            if put.address is not None:
-                opening = _opening(rooms, room)
-                answers = self._lanes(_ROOMS)
-                answers.send_object(opening, stage)
-                answers.settle()
-                if isinstance(opening, Opening):
-                    last = room
-                    self._hold(put.key, room)
-                    continue
+            with aside(self._device):
+                if room is None:
+                    rooms.claim(put.num_bytes)
+                    room = rooms.take(put.num_bytes)
+                opening = self._opening(put, room, stage)
+            if isinstance(opening, Opening):
+                last = room
+                self._hold(put.key, room)
+                continue
             staging = room
             if room.device.type != "cpu":
                 staging = room_for((put.num_bytes,), torch.uint8)
@@ -136,6 +132,18 @@ class Lender:
                 copy(room, staging, self._device)
             self._hold(put.key, room)
         rooms.clear()
+
+    def _opening(self, put: _Put, room: Tensor, stage: int) -> Opening | str | None:
+        """Answers the announcement of a block, if its sender wants to copy it directly; returns the
+        answer.
+        """
+        if put.address is None:
+            return None
+        opening = _opening(self.rooms[stage], room)
+        answers = self._lanes(_ROOMS)
+        answers.send_object(opening, stage)
+        answers.settle()
+        return opening
 
     def _hold(self, key: Key, room: Tensor) -> None:
         with self._changed:
@@ -160,7 +168,8 @@ class Lender:
                     self._changed.wait()
                 room = self._held.pop(key)
             if is_wanted:
-                lane.send_tensor(room, stage)
+                with aside(self._device):
+                    lane.send_tensor(room, stage)
             rooms.give(room)
             self._take_room(-room.numel())
             with self._changed:
@@ -412,17 +421,6 @@ class RemoteTarget:
         return _RemoteBlock(self, memory, done) if has_room else None
 
 
-def _event_now(device: torch.device) -> Any:
-    """An event recorded after the compute so far; ``None`` on a device that computes
-    synchronously.
-    """
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
 class _RemoteBlock:
     """A block offloaded to other ranks: for each of them a key, and the part's size."""
 
@@ -454,15 +452,15 @@ class _RemoteBlock:
         done: Done,
     ) -> Ticket:
         """Runs ``act`` on each rank's part in a thread for that rank, after the compute so far."""
-        event = _event_now(whole.device)
+        is_ready = record_event(whole.device)
 
         def submit(borrower: Borrower, key: Key, block: Tensor, then: Callable[[], None]) -> Any:
             def work() -> None:
-                if event is not None:
-                    event.synchronize()
+                is_ready.synchronize()
                 with aside(block.device):
                     act(borrower, key, block)
-                    then()
+                # On the compute stream: the store may start to fetch another block.
+                then()
 
             return line(borrower).submit(work)
 
@@ -489,7 +487,8 @@ class _RemoteBlock:
 
         def finish() -> None:
             if self._encoded is not None:
-                self._unpack(whole, memory)
+                with aside(memory.device):
+                    self._unpack(whole, memory)
             done()
 
         # At that point, earlier uses of this memory are complete.
@@ -506,8 +505,7 @@ class _RemoteBlock:
                 parts.append(again)
                 begin += part.nbytes
             memory.copy_(self._codec.decode(self._encoded.with_parts(tuple(parts))))
-        if memory.device.type == "cuda":
-            torch.cuda.current_stream(memory.device).synchronize()
+        record_event(memory.device).synchronize()
 
     def forget(self) -> None:
         """See :class:`OffloadedBlock`."""

@@ -11,16 +11,17 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_pipeshift.devices.cuda import exported, imported, visible_devices
+from lightning_pipeshift.devices.streams import record_event, side_stream
 from lightning_pipeshift.host import process_space
-from lightning_pipeshift.runtime.comm.side_streams import side_stream
 from lightning_pipeshift.runtime.offload.copying import BufferPool
 
 
@@ -48,35 +49,19 @@ def address_here(device: torch.device) -> Address | None:
         space = process_space()
     except OSError:
         return None
-    return Address(space, _visible() if device.type == "cuda" else (), device.type)
+    devices = () if device.type == "cpu" else visible_devices()
+    return Address(space, devices, device.type)
 
 
-def _visible() -> tuple[str, ...]:
-    properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    found = tuple(str(getattr(each, "uuid", "")) for each in properties)
-    if all(found):
-        return found
-    # This build of torch does not know the UUIDs. The variable that selects GPUs works on ROCm,
-    # too.
-    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-    return tuple(os.environ.get(name, "all") for name in names)
-
-
-@contextmanager
-def aside(device: torch.device) -> Iterator[None]:
+def aside(device: torch.device) -> AbstractContextManager[None]:
     """Context in which this thread's work and allocations on a GPU are independent of the compute:
-    for threads that serve other ranks.
+    for work that serves other ranks.
 
     A thread starts on the compute stream. Work that it submits there waits for everything the
     compute waits for; that may be another rank's payload, and that rank may wait for this thread.
-    The same holds for memory that another process opens: it waits for the work queued on the stream
-    that was current here, on the one that is current there.
+    The same holds for memory that another process opens: see :func:`exported`.
     """
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.stream(side_stream(device, "other ranks")):
-        yield
+    return side_stream(device, "other ranks")
 
 
 class Opening(NamedTuple):
@@ -129,10 +114,8 @@ class SharedBufferPool(BufferPool):
         return Opening(number, handle, gone)
 
     def _handle(self, room: Tensor) -> Any:
-        if self.device.type == "cuda":
-            from torch.multiprocessing.reductions import reduce_tensor
-
-            return reduce_tensor(room)
+        if self.device.type != "cpu":
+            return exported(room)
         file = self._files.get(room.data_ptr())
         return None if file is None else (os.getpid(), file, room.numel())
 
@@ -149,7 +132,7 @@ class SharedBufferPool(BufferPool):
             self._gone.append(number)
 
     def _made(self, num_bytes: int) -> Tensor:
-        if self.device.type == "cuda" or not self.is_shared:
+        if self.device.type != "cpu" or not self.is_shared:
             return super()._made(num_bytes)
         try:
             file = os.memfd_create("pipeshift")
@@ -177,16 +160,7 @@ def opened(handle: Any, device: torch.device) -> Tensor:
     Raises:
         OSError, RuntimeError: it cannot be opened from here.
     """
-    if device.type == "cuda":
-        rebuild: Callable[..., Tensor]
-        rebuild, arguments = handle
-        room = rebuild(*arguments)
-        here, there = device.index or 0, room.device.index or 0
-        # Peer access exists only between different GPUs.
-        if here != there and not torch.cuda.can_device_access_peer(here, there):
-            raise RuntimeError(f"{device} cannot reach {room.device}")
-        return room
-    return _mapped(*handle)
+    return _mapped(*handle) if device.type == "cpu" else imported(handle, device)
 
 
 def copy(target: Tensor, source: Tensor, device: torch.device) -> None:
@@ -199,5 +173,4 @@ def copy(target: Tensor, source: Tensor, device: torch.device) -> None:
     """
     with torch.no_grad(), aside(device):
         target.copy_(source, non_blocking=True)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        record_event(device).synchronize()

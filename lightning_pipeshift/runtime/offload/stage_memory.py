@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 
+from lightning_pipeshift.devices.streams import is_asynchronous, synchronize
 from lightning_pipeshift.model.saved.codec import codec_named
 from lightning_pipeshift.plan.cost.memory_model import passing_bytes
 from lightning_pipeshift.plan.document.plan import Plan
@@ -103,8 +104,8 @@ class StageMemory:
         self._say = say
         self._address = address = address_here(device)
         host = torch.device("cpu")
-        is_pinned = device.type == "cuda"
-        self._host = BufferPool(host, 0.0, is_pinned, self._copier.finish, say)
+        pinned_for = device if is_asynchronous(device) else None
+        self._host = BufferPool(host, 0.0, pinned_for, self._copier.finish, say)
         self._lender = Lender(
             channels.bulk,
             device,
@@ -151,7 +152,7 @@ class StageMemory:
         )
         best = float("inf")
         for _ in range(_TRIES):
-            self._synchronize()
+            synchronize(self._channels.device)
             begun = time.perf_counter()
             tickets = [
                 carry(partial(to.copy_, source, non_blocking=True), _nothing)
@@ -159,16 +160,12 @@ class StageMemory:
             ]
             for ticket in tickets:
                 ticket.wait()
-            self._synchronize()
+            synchronize(self._channels.device)
             best = min(best, time.perf_counter() - begun)
         for room in rooms:
             self._host.give(room)
         self._host.peak_bytes = 0
         return size / best
-
-    def _synchronize(self) -> None:
-        if self._channels.device.type == "cuda":
-            torch.cuda.synchronize(self._channels.device)
 
     def follow(
         self,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_pipeshift.model.saved.codec import Codec, Encoded
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
-from lightning_pipeshift.runtime.offload.copying import BufferPool, Copier, Done, Ticket
+from lightning_pipeshift.runtime.offload.copying import BufferPool, Copier, Copy, Done, Ticket
 
 
 class OffloadedBlock(Protocol):
@@ -107,8 +107,8 @@ class _LocalBlock:
         self._place = place
         self._encoded: Encoded | None = None
         self._rooms: list[tuple[BufferPool, Tensor]] = []
-        self._coming: Ticket | None = None
-        self.leaving = place.copier.out(partial(self._leave, memory), done)
+        self._coming: Copy | None = None
+        self.leaving: Ticket = place.copier.out(partial(self._leave, memory), done)
 
     def _leave(self, memory: Tensor) -> None:
         place = self._place
@@ -161,7 +161,7 @@ class _LocalBlock:
 
     def _give_back(self) -> None:
         if self._coming is not None:
-            self._coming.wait()
+            self._coming.precede()
         for rooms, room in self._rooms:
             rooms.give(room)
         self._rooms.clear()

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipeshift.devices.streams import record_event, side_stream
 from lightning_pipeshift.model.execution.layer_listener import LayerListener
 from lightning_pipeshift.model.gates.gate import Gate
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
@@ -43,7 +44,6 @@ from lightning_pipeshift.model.parameters.uses import (
     take_other_state,
 )
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
-from lightning_pipeshift.runtime.comm.side_streams import side_stream
 from lightning_pipeshift.runtime.comm.staging import room_for
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
@@ -128,11 +128,9 @@ class Migration(ActionListener, LayerListener):
         self._threads = threads
         self._deferred = deferred
         self._device = holdings.channels.device
-        self._stream: Any = None
-        self._is_ready: Any = None
-        if self._device.type == "cuda":
-            self._stream = side_stream(self._device, "moves")
         self._first = 0
+        # After the work whose results threads may read.
+        self._is_ready = record_event(self._device)
         # Set when the old owner's last forward is over, or the move is cancelled.
         self._is_settled = threading.Event()
         # Set when its last backward is over.
@@ -183,12 +181,12 @@ class Migration(ActionListener, LayerListener):
 
     # --- in threads ---
 
-    def _beside(self) -> AbstractContextManager[Any]:
-        """Context of copies on the device, ordered after the work at the last :meth:`_mark`."""
-        if self._stream is None:
-            return nullcontext()
-        self._stream.wait_event(self._is_ready)
-        return torch.cuda.stream(self._stream)
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Context of copies beside the compute, after the work at the last :meth:`_mark`."""
+        with side_stream(self._device, "moves"):
+            self._is_ready.wait()
+            yield
 
     def _send(self, to: int, parcels: Sequence[_Parcel]) -> None:
         lane = self._holdings.channels.bulk()
@@ -250,7 +248,7 @@ class Migration(ActionListener, LayerListener):
         parameters = [parcel for parcel in parcels if parcel.parameter is not None]
 
         def take_in(room: Tensor) -> None:
-            if self._stream is None:
+            if room.device.type == "cpu":
                 lane.receive_into(room, source)
             else:
                 room.copy_(lane.receive_tensor(room, source))
@@ -270,8 +268,7 @@ class Migration(ActionListener, LayerListener):
                 }
             elif not (parcel.is_early and lane.receive_object(source)):
                 take_in(parcel.values)
-            if self._stream is not None:
-                self._stream.synchronize()
+            # Copies from memory that is not pinned are complete when they return.
             parcel.has_arrived.set_result(None)
         for parcel in parameters:
             parcel.state = dict(lane.receive_values(source))
@@ -311,9 +308,7 @@ class Migration(ActionListener, LayerListener):
 
     def _mark(self) -> None:
         """Records the end of the work queued so far, whose results threads may then read."""
-        if self._stream is not None:
-            self._is_ready = torch.cuda.Event()
-            self._is_ready.record()
+        self._is_ready = record_event(self._device)
 
     def begin(self, keeps_gradients: bool, first: int) -> int:
         """Begins the step in which the layers change their owners.

@@ -21,6 +21,8 @@ from typing import Any, Final
 import psutil  # type: ignore[import-untyped]
 import torch
 
+from lightning_pipeshift.devices.properties import empty_cache, memory_of, unique_id
+from lightning_pipeshift.devices.streams import record_event
 from lightning_pipeshift.errors import some_of
 from lightning_pipeshift.host import boot_id, host_names
 from lightning_pipeshift.plan.inputs.cluster import FREE, Cluster, Device, Link
@@ -120,19 +122,11 @@ def time_slices(device: torch.device) -> list[float]:
         while len(found) < _FEWEST_SLICES or (
             len(found) < _MOST_SLICES and time.perf_counter() < deadline
         ):
-            if device.type == "cuda":
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                stream = torch.cuda.current_stream(device)
-                start.record(stream)
-                torch.mm(matrix, matrix, out=product)
-                end.record(stream)
-                end.synchronize()
-                found.append(start.elapsed_time(end) / 1000)
-            else:
-                begun = time.perf_counter()
-                torch.mm(matrix, matrix, out=product)
-                product[0, 0].item()  # waits for devices that compute asynchronously
-                found.append(time.perf_counter() - begun)
+            begun = record_event(device, is_timed=True)
+            torch.mm(matrix, matrix, out=product)
+            ended = record_event(device, is_timed=True)
+            ended.synchronize()
+            found.append(begun.elapsed_time(ended) / 1000)
     return found
 
 
@@ -158,9 +152,8 @@ def probe(
     """
     _together(world)
     seconds = sorted(slices(device))
-    if device.type == "cuda":
-        # The computation's memory in torch's cache is free.
-        torch.cuda.empty_cache()
+    # The computation's memory in torch's cache is free.
+    empty_cache(device)
     # For ranks that share a device, so is that of the other ranks.
     _together(world)
     memory_bytes, free_bytes = _memory(device)
@@ -331,17 +324,12 @@ def _processor(device: torch.device, here: Device) -> str:
 
 
 def _pool(device: torch.device, host: str) -> str:
-    if device.type != "cuda":
-        return host
-    return f"{host} {getattr(torch.cuda.get_device_properties(device), 'uuid', device)}"
+    return host if device.type == "cpu" else f"{host} {unique_id(device)}"
 
 
 def _memory(device: torch.device) -> tuple[int, int]:
     """The size of the memory that this rank uses, and its free part, in bytes."""
-    if device.type != "cuda":
-        return host_memory()
-    free, total = torch.cuda.mem_get_info(device)
-    return total, free
+    return host_memory() if device.type == "cpu" else memory_of(device)
 
 
 _CGROUPS = Path("/sys/fs/cgroup")

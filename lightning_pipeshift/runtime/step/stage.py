@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeshift.devices.properties import total_memory
 from lightning_pipeshift.errors import BudgetError, LayerError
 from lightning_pipeshift.model.execution.finite import FiniteCheck, finite_check
 from lightning_pipeshift.model.execution.stage_pass import StagePass
@@ -237,9 +238,7 @@ class Stage:
         self, error: torch.OutOfMemoryError, action: Action, store: ActivationStore | None
     ) -> BudgetError:
         device = self._channels.device
-        total = 0.0
-        if device.type == "cuda":
-            total = torch.cuda.get_device_properties(device).total_memory
+        total = 0.0 if device.type == "cpu" else total_memory(device)
         return explained(
             error,
             f"stage {self._channels.stage}",

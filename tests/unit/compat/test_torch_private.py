@@ -182,11 +182,12 @@ def test_operations_have_these_names() -> None:
     optimizer = torch.optim.SGD([parameter], 0.1, foreach=True)
     with Operations() as mode:
         torch.ones(1).item()
+        torch.ones(1).unique()
         torch.ones(1).to(torch.half)
         optimizer.step()
     assert compat.COPY_TO in mode.seen
     names = [compat.schema_of(func).name for func in mode.seen]
-    assert compat.READ_NUMBER in names
+    assert {compat.READ_NUMBER, compat.UNIQUE} <= set(names)
     assert any(name.startswith(compat.FOR_EACH) for name in names)
     assert compat.schema_of(torch.ops.aten._index_put_impl_.default).name == compat.INDEX_PUT
 

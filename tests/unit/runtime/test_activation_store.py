@@ -29,7 +29,13 @@ from lightning_pipeshift.plan.schedule.schedules import (
 )
 from lightning_pipeshift.runtime.offload import activation_store as store_module
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore, StagePolicy
-from lightning_pipeshift.runtime.offload.copying import BufferPool, Done, ThreadCopier, Ticket
+from lightning_pipeshift.runtime.offload.copying import (
+    BufferPool,
+    Copy,
+    Done,
+    ThreadCopier,
+    Ticket,
+)
 from lightning_pipeshift.runtime.offload.targets import LocalTarget, OffloadedBlock, OffloadTarget
 
 CPU = torch.device("cpu")
@@ -188,10 +194,10 @@ class Copies(ThreadCopier):
 
         return run
 
-    def out(self, work: Callable[[], Any], done: Done) -> Ticket:
+    def out(self, work: Callable[[], Any], done: Done) -> Copy:
         return super().out(self._slowed(work, self._seconds[0]), done if self._tells else nothing)
 
-    def back(self, work: Callable[[], Any], done: Done) -> Ticket:
+    def back(self, work: Callable[[], Any], done: Done) -> Copy:
         return super().back(self._slowed(work, self._seconds[1]), done if self._tells else nothing)
 
     def settle(self) -> None:
@@ -774,7 +780,7 @@ class Held(ThreadCopier):
         self.num_asked = self.num_begun = 0
         self.first, self.others = threading.Event(), threading.Event()
 
-    def out(self, work: Callable[[], Any], done: Done) -> Ticket:
+    def out(self, work: Callable[[], Any], done: Done) -> Copy:
         self.num_asked += 1
         gate = self.first if self.num_asked == 1 else self.others
 

@@ -8,15 +8,15 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
-from contextlib import nullcontext
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_pipeshift.devices.simulated import SimulatedDevice
 from lightning_pipeshift.runtime.offload.copying import (
     BufferPool,
     StreamCopier,
@@ -27,6 +27,7 @@ from lightning_pipeshift.runtime.offload.copying import (
 from tests.harness import LIMIT_SECONDS
 
 CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
 WAYS = ["out", "back"]
 
 
@@ -206,55 +207,29 @@ def test_a_copier_that_has_nothing_to_do_has_no_threads() -> None:
 # --- rooms ---
 
 
-class FakeStream:
-    """Of a GPU that is not there; copies are complete when an event says so."""
-
-    def wait_stream(self, _: Any) -> None: ...
-
-    def wait_event(self, _: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-class FakeEvent:
-    all: ClassVar[list[FakeEvent]] = []
-
-    def __init__(self) -> None:
-        self.is_over = False
-        self.all.append(self)
-
-    def record(self, _: Any) -> None: ...
-
-    def query(self) -> bool:
-        return self.is_over
-
-
 @pytest.mark.parametrize("end", ["the copy ends", "the ticket says so", "the compute waits"])
-def test_memory_of_a_copy_under_way_is_not_freed(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_a_copy_under_way_is_not_freed(end: str) -> None:
     """Nobody wants what is coming back any more, and the stream still writes it."""
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: FakeStream())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: FakeStream())
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    copier = StreamCopier(torch.device("cuda", 0))
-    target = torch.zeros(100)
-    storage = StorageWeakRef(target.untyped_storage())
-    ticket = copier.back(partial(target.copy_, torch.ones(100)), nothing)
-    event = FakeEvent.all[-1]
-    del target
-    copier.out(nothing, nothing)
-    assert not ticket.is_done()
-    assert not storage.expired()
-    if end == "the compute waits":
-        ticket.wait()
-    else:
-        event.is_over = True
-        if end == "the copy ends":
-            copier.out(nothing, nothing)
+    with SimulatedDevice():
+        copier = StreamCopier(GPU)
+        target = torch.zeros(100, device=GPU)
+        storage = StorageWeakRef(target.untyped_storage())
+        source = torch.ones(100).pin_memory()
+        ticket = copier.back(partial(target.copy_, source, non_blocking=True), nothing)
+        del target
+        assert not storage.expired()
+        if end == "the compute waits":
+            ticket.wait()
+        elif end == "the ticket says so":
+            while not ticket.is_done():
+                assert not storage.expired()
         else:
-            assert ticket.is_done()
-    assert storage.expired()
-    copier.close()
+            copier.finish()
+            copier.out(nothing, nothing)
+        assert storage.expired()
+        # Which may get the memory.
+        torch.zeros(100, device=GPU)
+        copier.close()
 
 
 def test_no_more_is_set_aside_than_there_is() -> None:
@@ -440,7 +415,7 @@ def test_where_memory_cannot_be_pinned_other_memory_does_and_it_is_said_once(
 ) -> None:
     driver = Driver(monkeypatch, fails_from)
     said: list[str] = []
-    rooms = BufferPool(CPU, 1000, pinned=True, say=said.append)
+    rooms = BufferPool(CPU, 1000, GPU, say=said.append)
     kept = []
     for number in range(1, 6):
         room = taken(rooms, 100).fill_(number)
@@ -462,7 +437,7 @@ def test_pinned_memory_is_as_large_as_asked_for_and_is_released(
 ) -> None:
     driver = Driver(monkeypatch)
     finished: list[int] = []
-    rooms = BufferPool(CPU, 10_000, True, lambda: finished.append(len(driver.pinned)))
+    rooms = BufferPool(CPU, 10_000, GPU, lambda: finished.append(len(driver.pinned)))
     first, second = taken(rooms, 5000), taken(rooms, 3000)
     # Torch's own allocator would have taken 8192 and 4096.
     assert sorted(driver.pinned.values()) == [3000, 5000]
@@ -488,7 +463,7 @@ def test_memory_is_pinned_only_where_that_is_asked_for(monkeypatch: pytest.Monke
     rooms = BufferPool(CPU, 1000)
     taken(rooms, 100)
     assert driver.num_asked == 0
-    rooms = BufferPool(CPU, 1000, pinned=True)
+    rooms = BufferPool(CPU, 1000, pinned_for=GPU)
     rooms.give(taken(rooms, 100))
     taken(rooms, 100)
     assert driver.num_asked == 1, "what is used again is pinned already"

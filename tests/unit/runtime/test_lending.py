@@ -24,7 +24,6 @@ from lightning_pipeshift.model.saved.saved_tensors import SavedTable
 from lightning_pipeshift.plan.schedule.actions import parse_row
 from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.lane import Lane
-from lightning_pipeshift.runtime.comm.side_streams import side_stream
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.offload import activation_store as store_module
 from lightning_pipeshift.runtime.offload import lending as lending_module
@@ -721,35 +720,6 @@ def test_nothing_is_done_on_the_stream_of_the_compute(way: str) -> None:
         assert wanted <= names
         assert names & {"opening", "opened", "send_tensor"}
         assert [name for name, is_aside in found if not is_aside] == []
-
-
-def test_work_aside_has_one_stream_and_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[torch.device] = []
-    entered: list[Any] = []
-
-    @contextmanager
-    def stream(found: Any) -> Iterator[None]:
-        entered.append(found)
-        yield
-        entered.append("left")
-
-    def make(device: torch.device) -> str:
-        made.append(device)
-        return f"stream {len(made)}"
-
-    monkeypatch.setattr(torch.cuda, "Stream", make)
-    monkeypatch.setattr(torch.cuda, "stream", stream)
-    side_stream.cache_clear()
-    try:
-        for _ in range(2):
-            with beside_module.aside(torch.device("cuda", 1)):
-                pass
-        with beside_module.aside(CPU):
-            pass
-    finally:
-        side_stream.cache_clear()
-    assert made == [torch.device("cuda", 1)]
-    assert entered == ["stream 1", "left"] * 2
 
 
 # --- who can share memory ---

@@ -8,22 +8,20 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_pipeshift import StageFailedError
-from lightning_pipeshift.runtime.comm import process_groups, side_streams
+from lightning_pipeshift.runtime.comm import process_groups
 from lightning_pipeshift.runtime.comm.process_groups import (
     ProcessGroups,
     Purpose,
     group_timeout,
 )
 from lightning_pipeshift.runtime.comm.threads import Threads
-from lightning_pipeshift.runtime.offload.copying import StreamCopier
-from lightning_pipeshift.runtime.ownership.migration import Migration
 from lightning_pipeshift.runtime.step import pipeline, stage
 from tests.end_to_end.test_changing_plans import Trains
 from tests.end_to_end.test_transparency import (
@@ -152,23 +150,6 @@ def test_a_stalled_rank_has_no_less_time_than_with_gloo() -> None:
     assert group_timeout(None) == HALF_AN_HOUR
     assert group_timeout(timedelta(seconds=5)) == HALF_AN_HOUR
     assert group_timeout(timedelta(days=1)) == timedelta(days=1)
-
-
-def test_side_streams_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch has 32: with one for each copier and each move, the next is one that others wait on."""
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: object())
-    side_streams.side_stream.cache_clear()
-    gpu = torch.device("cuda", 0)
-    holdings: Any = SimpleNamespace(channels=SimpleNamespace(device=gpu))
-    threads: Any = SimpleNamespace(submit=lambda _: None)
-    streams = set()
-    try:
-        for _ in range(40):
-            streams |= set(StreamCopier(gpu)._streams.values())
-            streams.add(Migration(holdings, [], [], threads, cast(Any, None))._stream)
-    finally:
-        side_streams.side_stream.cache_clear()
-    assert len(streams) == 3
 
 
 # --- a failure ---

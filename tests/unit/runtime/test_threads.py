@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_pipeshift.devices import streams
 from lightning_pipeshift.runtime.comm.threads import InOrder, Threads
 
 
@@ -16,18 +17,28 @@ def test_a_thread_works_on_the_gpu_of_its_caller(
     """Each thread has a current GPU of its own, and begins with the first."""
     current = threading.local()
     current.gpu = 3
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(current, "gpu", 0))
-    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: setattr(current, "gpu", gpu))
+
+    def index() -> int:
+        return getattr(current, "gpu", 0)
+
+    accelerator = torch.accelerator
+    monkeypatch.setattr(streams, "initialized_accelerator", lambda: "cuda")
+    monkeypatch.setattr(accelerator, "current_device_index", index)
+    monkeypatch.setattr(
+        accelerator, "set_device_index", lambda gpu: setattr(current, "gpu", gpu.index)
+    )
     threads = kind("test")
-    assert threads.submit(torch.cuda.current_device).result() == 3
+    assert threads.submit(index).result() == 3
     current.gpu = 1
-    assert threads.submit(torch.cuda.current_device).result() == 1
+    assert threads.submit(index).result() == 1
     threads.close()
 
 
 def test_nothing_touches_a_gpu_that_is_not_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: pytest.fail("a context was created"))
+    for name in ("current_device_index", "set_device_index"):
+        monkeypatch.setattr(
+            torch.accelerator, name, lambda *_: pytest.fail("a context was created")
+        )
     threads = Threads("test")
     assert threads.submit(lambda: 5).result() == 5
     threads.close()

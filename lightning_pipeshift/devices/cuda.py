@@ -1,0 +1,78 @@
+"""What only CUDA and ROCm have: memory that processes share, peers, and pages that are pinned."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def visible_devices() -> tuple[str, ...]:
+    """The GPUs that this process sees, in its order, by their UUIDs."""
+    properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    found = tuple(str(getattr(each, "uuid", "")) for each in properties)
+    if all(found):
+        return found
+    # This build of torch does not know the UUIDs. The variable that selects GPUs works on ROCm,
+    # too.
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+    return tuple(os.environ.get(name, "all") for name in names)
+
+
+def exported(memory: Tensor) -> Any:
+    """A picklable handle with which another process on this host opens a GPU's memory.
+
+    CUDA ties the current streams of both ends together: the other process's waits for the work that
+    is queued on this one.
+
+    Raises:
+        RuntimeError: the memory cannot be shared.
+    """
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    return reduce_tensor(memory)
+
+
+def imported(handle: Any, device: torch.device) -> Tensor:
+    """Opens another process's memory.
+
+    Args:
+        handle: made by :func:`exported`.
+        device: this process's GPU, which is to read and write the memory.
+
+    Raises:
+        RuntimeError: it cannot be opened, or the GPU does not reach it.
+    """
+    rebuild: Callable[..., Tensor]
+    rebuild, arguments = handle
+    memory = rebuild(*arguments)
+    here, there = device.index or 0, memory.device.index or 0
+    # Peer access exists only between different GPUs.
+    if here != there and not torch.cuda.can_device_access_peer(here, there):
+        raise RuntimeError(f"{device} cannot reach {memory.device}")
+    return memory
+
+
+def pin(memory: Tensor) -> Callable[[], None]:
+    """Pins whole pages of host memory; returns what undoes it.
+
+    Raises:
+        RuntimeError: they cannot be pinned.
+    """
+    address = memory.data_ptr()
+    failure = int(torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, 0))
+    if failure:
+        # CUDA reports an error again with the next kernel, which has nothing to do with it.
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+        raise RuntimeError(f"CUDA's error {failure} when pinning {memory.nbytes} bytes")
+    return partial(_unpin, address)
+
+
+def _unpin(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)

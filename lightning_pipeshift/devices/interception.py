@@ -1,0 +1,217 @@
+"""Sees each operation of torch, and whatever asks where a tensor is, for a simulated device."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_pipeshift.compat.torch_private import (
+    READ_NUMBER,
+    UNIQUE,
+    TorchDispatchMode,
+    parse_to,
+    pytree,
+    schema_of,
+    storage_key_of,
+)
+
+if TYPE_CHECKING:
+    from lightning_pipeshift.devices.simulated import SimulatedDevice
+
+CPU: Final = torch.device("cpu")
+
+# What reads values to go on with them: it waits for the device.
+_READS = frozenset(
+    {
+        READ_NUMBER,
+        "aten::equal",
+        "aten::is_nonzero",
+        "aten::masked_select",
+        "aten::nonzero",
+        "aten::repeat_interleave",
+        "aten::unique_consecutive",
+        "aten::unique_dim",
+        UNIQUE,
+    }
+)
+# What does not touch the values of the tensors that it is given, and of those that it makes.
+_READS_NOTHING = re.compile("aten::(new_.*|.*_like|set_|resize_)")
+_WRITES_NOTHING = re.compile("aten::(new_)?empty.*|aten::(set_|resize_)")
+
+
+class Place(NamedTuple):
+    """Where an operation is to put its results.
+
+    Args:
+        is_there: on the device.
+        is_pinned: in pinned memory.
+        waits: for a copy: whether it is to be complete when the call returns.
+    """
+
+    is_there: bool
+    is_pinned: bool = False
+    waits: bool = True
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class Operations(TorchDispatchMode):
+    """Sees what torch's kernels are given, the backward's too."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        device, kwargs = self._device, kwargs or {}
+        name: str = function.name().partition(".")[0]
+        reads: list[Tensor] = []
+        writes: list[Tensor] = []
+        others: list[Tensor] = []
+        arguments = schema_of(function).arguments
+        given = [*zip(arguments, args, strict=False)]
+        given += [(one, kwargs[one.name]) for one in arguments if one.name in kwargs]
+        for argument, value in given:
+            alias = argument.alias_info
+            part = reads if alias is None else writes if alias.is_write else others
+            part += _tensors(value)
+        if _READS_NOTHING.fullmatch(name):
+            others += reads + writes
+            reads, writes = [], []
+        place = device.place
+        is_there = any(map(device.has, reads + writes + others))
+        if name == "aten::copy_" and device.has(args[0]) != device.has(args[1]):
+            waits = not (len(args) > 2 and args[2]) and not kwargs.get("non_blocking")
+            device.copy(name, [args[0]], [args[1]], waits)
+            device.num_done += 1
+            return function(*args, **kwargs)
+        if place is not None and name == "aten::clone" and place.is_there != is_there:
+            result = function(*args, **kwargs)
+            device.put(result, place)
+            device.copy(name, [result], [args[0]], place.waits)
+            device.num_done += 1
+            return result
+        goes_there = place.is_there if place is not None and not (reads or writes) else is_there
+        device.num_done += goes_there
+        device.access(name, reads, writes, goes_there)
+        if is_there:
+            self._check(name, args, reads + writes)
+        results = function(*args, **kwargs)
+        made = [x for x in _tensors(results) if not _is_among(x, reads + writes + others)]
+        for tensor in made:
+            if place is not None or goes_there:
+                device.put(tensor, place if place is not None else Place(True))
+        if made and not _WRITES_NOTHING.fullmatch(name):
+            device.access(name, [], made, goes_there)
+        return results
+
+    def _check(self, name: str, args: Any, tensors: list[Tensor]) -> None:
+        by_mask = name == "aten::index" and any(
+            isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in args[1]
+        )
+        if name in _READS or by_mask:
+            self._device.wait_for_value(name)
+        self._device.check(name, tensors)
+
+
+def _is_among(tensor: Tensor, others: list[Tensor]) -> bool:
+    """Whether a tensor has the memory of one of some others."""
+    try:
+        return storage_key_of(tensor) in {storage_key_of(other) for other in others}
+    except NotImplementedError:
+        return False
+
+
+class Functions(TorchFunctionMode):
+    """Sees what asks where a tensor is, and what moves one."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        device, kwargs = self._device, dict(kwargs or {})
+        own: Any = args[0] if args else None
+        if function in _QUESTIONS:
+            is_there = device.has(own)
+            return _QUESTIONS[function](device, own) if is_there else function(*args, **kwargs)
+        if function is Tensor.pin_memory:
+            with device.placing(Place(False, is_pinned=True)):
+                return own.clone()
+        if function is Tensor.is_pinned:
+            return device.is_pinned(own)
+        if function in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
+            # No kernel runs for these.
+            device.access(function.__name__, [own], [], device.has(own))
+            if device.has(own):
+                device.wait_for_value(function.__name__)
+        if function is Tensor.cpu:
+            return self._moved(own, CPU, waits=True)
+        if function is parse_to:
+            return function(*args, **kwargs)
+        if function is Tensor.to:
+            return self._to(*args, **kwargs)
+        named = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.device)]
+        named += [torch.device(kwargs["device"])] if isinstance(kwargs.get("device"), str) else []
+        is_pinned = kwargs.pop("pin_memory", False)
+        # This mode may be active twice, in a hook: then the outer one has said where.
+        if (not named and not is_pinned) or device.place is not None:
+            return function(*args, **kwargs)
+        args = [CPU if isinstance(x, torch.device) else x for x in args]
+        if kwargs.get("device") is not None:
+            kwargs["device"] = CPU if named[0].type != "meta" else named[0]
+        place = Place(bool(named) and named[0].type == device.device.type, is_pinned)
+        with device.placing(place):
+            result = function(*args, **kwargs)
+        if function in (torch.tensor, torch.as_tensor) and place.is_there:
+            device.wait_for_value("a tensor of numbers")
+            device.take(result)
+        return result
+
+    def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        device: torch.device | None = None
+        others: list[Any] = []
+        for value in args:
+            if isinstance(value, str | torch.device):
+                device = torch.device(value)
+            elif isinstance(value, Tensor):
+                device = self._device.device if self._device.has(value) else CPU
+                others.append(value.dtype)
+            else:
+                others.append(value)
+        if kwargs.get("device") is not None:
+            device = torch.device(kwargs.pop("device"))
+        waits = not (kwargs.pop("non_blocking", False) or True in others)
+        moved = tensor if device is None else self._moved(tensor, device, waits)
+        kwargs.pop("device", None)
+        others = [value for value in others if not isinstance(value, bool)]
+        to: Any = Tensor.to
+        return to(moved, *others, **kwargs) if others or kwargs else moved
+
+    def _moved(self, tensor: Tensor, device: torch.device, waits: bool) -> Tensor:
+        if device.type == "meta":
+            return Tensor.to(tensor, device)
+        goes_there = device.type == self._device.device.type
+        if tensor.is_meta or self._device.has(tensor) == goes_there:
+            return tensor
+        with self._device.placing(Place(goes_there, waits=waits)):
+            return tensor.clone()
+
+
+_QUESTIONS: dict[Any, Callable[[SimulatedDevice, Tensor], Any]] = {
+    Tensor.device.__get__: lambda device, _: device.device,
+    Tensor.is_cuda.__get__: lambda device, _: device.device.type == "cuda",  # type: ignore[attr-defined]
+    Tensor.is_cpu.__get__: lambda *_: False,  # type: ignore[attr-defined]
+    Tensor.get_device: lambda device, _: device.device.index,
+}

@@ -1,0 +1,284 @@
+"""Streams and events: the order in which a device does what is queued on it.
+
+They are those of ``torch.Stream``, ``torch.Event`` and ``torch.accelerator``, so CUDA, ROCm and XPU
+share this code. A CPU computes while it is called: there everything queued is complete at once, and
+callers need not ask what kind of device they have.
+
+A thread queues its work on its current stream. That is the compute stream, unless the thread is
+inside :func:`side_stream`. Events order the work of one stream with that of another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_pipeshift.devices import cuda
+
+T = TypeVar("T")
+
+
+class Event(Protocol):
+    """A point in the work of a stream."""
+
+    def query(self) -> bool:
+        """Whether the device has reached it."""
+
+    def wait(self) -> None:
+        """Makes the work that this thread queues from now on run after it. Returns at once."""
+
+    def synchronize(self) -> None:
+        """Returns when the device has reached it."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """The milliseconds from this event to a later one. Both were recorded with ``is_timed``,
+        and have been reached.
+        """
+
+
+class Device(Protocol):
+    """What one device does for the functions of this module."""
+
+    is_asynchronous: bool
+    """Whether a call returns before the device has done the work."""
+
+    def record_event(self, is_timed: bool) -> Event:
+        """See :func:`record_event`."""
+
+    def side_stream(self, work: str) -> AbstractContextManager[None]:
+        """See :func:`side_stream`."""
+
+    def keep_for_stream(self, tensor: Tensor) -> None:
+        """See :func:`keep_for_stream`."""
+
+    def synchronize(self) -> None:
+        """See :func:`synchronize`."""
+
+    def on_this_device(self, function: Callable[[], T]) -> Callable[[], T]:
+        """See :func:`on_this_device`."""
+
+    def pin(self, memory: Tensor) -> Callable[[], None]:
+        """See :func:`pin`."""
+
+
+class HostEvent:
+    """An event of a CPU, which has been reached when it is recorded."""
+
+    def __init__(self) -> None:
+        self._seconds = time.perf_counter()
+
+    def query(self) -> bool:
+        """See :class:`Event`."""
+        return True
+
+    def wait(self) -> None:
+        """See :class:`Event`."""
+
+    def synchronize(self) -> None:
+        """See :class:`Event`."""
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        """See :class:`Event`."""
+        return 1000 * (end._seconds - self._seconds)
+
+
+class Host:
+    """A CPU."""
+
+    is_asynchronous = False
+
+    def record_event(self, is_timed: bool) -> Event:
+        """See :class:`Device`."""
+        return HostEvent()
+
+    def side_stream(self, work: str) -> AbstractContextManager[None]:
+        """See :class:`Device`."""
+        return nullcontext()
+
+    def keep_for_stream(self, tensor: Tensor) -> None:
+        """See :class:`Device`."""
+
+    def synchronize(self) -> None:
+        """See :class:`Device`."""
+
+    def on_this_device(self, function: Callable[[], T]) -> Callable[[], T]:
+        """See :class:`Device`."""
+        return function
+
+    def pin(self, memory: Tensor) -> Callable[[], None]:
+        """See :class:`Device`."""
+        raise RuntimeError("only memory that an accelerator copies from or to can be pinned")
+
+
+class AcceleratorEvent(torch.Event):
+    """An event of an accelerator."""
+
+    def wait(self, stream: torch.Stream | None = None) -> None:
+        """See :class:`Event`."""
+        # Torch's own default is a stream of the thread's current device.
+        super().wait(stream or torch.accelerator.current_stream(self.device))
+
+
+class Accelerator:
+    """A GPU, or another device that torch calls an accelerator.
+
+    Args:
+        device: which one.
+    """
+
+    is_asynchronous = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Torch hands out the same 32 streams of a GPU in turn: code that takes a new one for each
+        # plan or copy soon gets one on which other work waits.
+        self._side_streams: dict[str, torch.Stream] = {}
+
+    def record_event(self, is_timed: bool) -> Event:
+        """See :class:`Device`."""
+        event = AcceleratorEvent(self._device, enable_timing=is_timed)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+    @contextmanager
+    def side_stream(self, work: str) -> Iterator[None]:
+        """See :class:`Device`."""
+        stream = self._side_streams.get(work)
+        if stream is None:
+            # Of two threads that come here at once, both use the stream of the first.
+            stream = self._side_streams.setdefault(work, torch.Stream(self._device))
+        # Not `with stream`: a stream object can be entered only once at a time, and several threads
+        # use this one.
+        before = torch.accelerator.current_stream(self._device)
+        with torch.accelerator.device_index(before.device_index):
+            torch.accelerator.set_stream(stream)
+            try:
+                yield
+            finally:
+                torch.accelerator.set_stream(before)
+
+    def keep_for_stream(self, tensor: Tensor) -> None:
+        """See :class:`Device`."""
+        tensor.record_stream(torch.accelerator.current_stream(self._device))
+
+    def synchronize(self) -> None:
+        """See :class:`Device`."""
+        torch.accelerator.synchronize(self._device)
+
+    def on_this_device(self, function: Callable[[], T]) -> Callable[[], T]:
+        """See :class:`Device`."""
+
+        def call() -> T:
+            torch.accelerator.set_device_index(self._device)
+            return function()
+
+        return call
+
+    def pin(self, memory: Tensor) -> Callable[[], None]:
+        """See :class:`Device`."""
+        return cuda.pin(memory)
+
+
+_HOST = Host()
+_accelerator = cache(Accelerator)
+_simulated: dict[torch.device, Device] = {}
+
+
+@contextmanager
+def simulating(device: torch.device, simulation: Device) -> Iterator[None]:
+    """Context in which a simulation takes the place of a device: see :mod:`.simulated`."""
+    _simulated[device] = simulation
+    try:
+        yield
+    finally:
+        del _simulated[device]
+
+
+def _of(device: torch.device) -> Device:
+    simulated = _simulated.get(device)
+    if simulated is not None:
+        return simulated
+    return _HOST if device.type == "cpu" else _accelerator(device)
+
+
+def is_asynchronous(device: torch.device) -> bool:
+    """Whether a call returns before the device has done the work."""
+    return _of(device).is_asynchronous
+
+
+def record_event(device: torch.device, is_timed: bool = False) -> Event:
+    """An event after all work that has been queued on the current stream.
+
+    Args:
+        device: the stream's.
+        is_timed: whether the event's time is wanted: see :func:`elapsed_seconds`.
+    """
+    return _of(device).record_event(is_timed)
+
+
+def elapsed_seconds(begin: Event, end: Event) -> float | None:
+    """The time between two events; ``None`` while the device has not reached the second one."""
+    return begin.elapsed_time(end) / 1000 if end.query() else None
+
+
+def side_stream(device: torch.device, work: str) -> AbstractContextManager[None]:
+    """Context in which this thread queues its work on a stream beside the compute.
+
+    Nothing orders the work with that of other streams except events. Memory that is allocated here
+    belongs to this stream: once it is free, the stream's next work may get it at once.
+
+    Args:
+        device: the stream's.
+        work: the name of a kind of work, which has one stream in this process.
+    """
+    return _of(device).side_stream(work)
+
+
+def keep_for_stream(tensor: Tensor) -> None:
+    """Keeps a tensor's memory, even if it is freed, until the current stream has done the work that
+    is queued on it by then. For memory that was allocated on another stream.
+    """
+    _of(tensor.device).keep_for_stream(tensor)
+
+
+def synchronize(device: torch.device) -> None:
+    """Returns when the device has done all work that was queued."""
+    _of(device).synchronize()
+
+
+def pin(memory: Tensor, device: torch.device) -> Callable[[], None]:
+    """Pins host memory for copies of a device that run beside its compute; returns what undoes it.
+
+    Raises:
+        RuntimeError: it cannot be pinned.
+    """
+    return _of(device).pin(memory)
+
+
+def on_this_device(function: Callable[[], T]) -> Callable[[], T]:
+    """Wraps a function so that it runs with the current GPU of the calling thread: a new thread
+    starts with the first GPU, and would create a context of some hundred megabytes there.
+    """
+    for simulated in list(_simulated.values()):
+        function = simulated.on_this_device(function)
+    kind = initialized_accelerator()
+    if kind is None:
+        return function
+    index = torch.accelerator.current_device_index()
+    return _accelerator(torch.device(kind, index)).on_this_device(function)
+
+
+def initialized_accelerator() -> str | None:
+    """The type of the accelerator that this process has used; ``None`` if it has used none."""
+    kind = torch.accelerator.current_accelerator()
+    if kind is None:
+        return None
+    # The module of some accelerators (MPS) cannot say.
+    is_initialized = getattr(torch.get_device_module(kind), "is_initialized", None)
+    return kind.type if is_initialized is not None and is_initialized() else None
