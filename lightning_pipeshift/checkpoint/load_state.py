@@ -17,10 +17,6 @@ def load_state(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -
     Raises:
         CheckpointError: the state is another model's.
     """
-    expected = {
-        name: value.shape if isinstance(value, Tensor) else None
-        for name, value in module.state_dict().items()
-    }
     try:
         with warnings.catch_warnings():
             # Torch warns for each parameter of another stage that it is not changed.
@@ -29,6 +25,10 @@ def load_state(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -
     except PipeShiftError:
         raise
     except RuntimeError as error:
+        expected = {
+            name: value.shape if isinstance(value, Tensor) else None
+            for name, value in module.state_dict().items()
+        }
         missing = [name for name in expected if name not in state_dict]
         unexpected = [name for name in state_dict if name not in expected]
         differing = [

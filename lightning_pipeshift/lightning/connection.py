@@ -148,7 +148,9 @@ class Connection:
 
     @property
     def hosts(self) -> list[str]:
-        """The name of each rank's host; empty before the ranks are connected."""
+        """The name of each rank's host."""
+        if not self._hosts:
+            raise ConfigurationError("The ranks are not connected yet. Use this from `setup` on.")
         return self._hosts
 
     @property

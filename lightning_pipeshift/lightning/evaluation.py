@@ -7,8 +7,6 @@ fetched at the end of the data.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -69,24 +67,23 @@ class EvaluationSteps:
         require_data_for_all(lengths, what, pipeline.replicas)
         pipeline.match_replicas(parameters_too=False)
 
-    def run(
-        self,
-        name: str,
-        context: Callable[[], AbstractContextManager[None]],
-        batch: Any,
-        *rest: Any,
-    ) -> Any:
+    def run(self, name: str, batch: Any, *rest: Any) -> Any:
         """Runs one evaluation step.
 
         Args:
             name: ``"validation_step"``, ``"test_step"`` or ``"predict_step"``.
-            context: makes the precision plugin's context of the step.
             batch: the batch, or Lightning's iterator over them.
             rest: the step's other arguments: the indices of the batch and of the dataloader.
 
         Returns:
             the step's result, or ``None`` if it is fetched later and not needed now.
         """
+        precision = self._trainer.precision_plugin
+        context = {
+            "validation_step": precision.val_step_context,
+            "test_step": precision.test_step_context,
+            "predict_step": precision.predict_step_context,
+        }[name]
 
         def step(root: nn.Module, part: Any) -> Any:
             with context():

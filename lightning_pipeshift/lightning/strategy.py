@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,12 +20,12 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipeshift.checkpoint.load_state import load_state
-from lightning_pipeshift.compat.lightning_names import TRAINER, trainer_of
+from lightning_pipeshift.compat.lightning_names import trainer_of
 from lightning_pipeshift.compat.lightning_private import (
     IS_INTERACTIVE,
     set_num_threads_if_needed,
@@ -34,34 +34,24 @@ from lightning_pipeshift.compat.lightning_private import (
     uses_distributed_sampler,
 )
 from lightning_pipeshift.errors import ConfigurationError, PlanError
-from lightning_pipeshift.lightning.callbacks.finetuning import SharedComparison
 from lightning_pipeshift.lightning.checkpoints import Checkpoints, with_inner_plugin
 from lightning_pipeshift.lightning.checks import (
-    check_aggregation,
-    check_arguments,
     check_devices,
     check_optimizers,
     check_packages,
-    check_planning,
     check_processes,
     check_run,
-    check_seconds,
     several_optimizers,
 )
 from lightning_pipeshift.lightning.connection import Connection, Place
 from lightning_pipeshift.lightning.data import for_virtual_machine, seed_workers_alike
-from lightning_pipeshift.lightning.evaluation import EvaluationSteps
-from lightning_pipeshift.lightning.interruptions import Interruptions
 from lightning_pipeshift.lightning.launcher import Launcher, NotebookLauncher
 from lightning_pipeshift.lightning.metric_sync import (
-    MetricSync,
     metrics_to_cpu,
-    silence_advice_to_synchronise,
 )
 from lightning_pipeshift.lightning.patches import Adjustments
-from lightning_pipeshift.lightning.precision.all_stages import by_itself, over_stages
 from lightning_pipeshift.lightning.random_state import RandomState
-from lightning_pipeshift.lightning.training import TrainingSteps
+from lightning_pipeshift.lightning.run import Run
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit, give_attributes_values
 from lightning_pipeshift.plan.arrange.options import Options
 from lightning_pipeshift.plan.arrange.request import PlanRequest
@@ -70,9 +60,7 @@ from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.shares import check_shares
-from lightning_pipeshift.plan.inputs.topology import Topology, check_spec
-from lightning_pipeshift.plan.schedule.schedules import schedule_named
-from lightning_pipeshift.runtime.comm.backends import device_of
+from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.runtime.liveness.failure import HEARTBEAT_SECONDS
 from lightning_pipeshift.runtime.liveness.stalls import STALL_SECONDS
 from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
@@ -82,35 +70,9 @@ from lightning_pipeshift.runtime.step.checksum import (
     require_same_lengths,
     require_same_lengths_over_replicas,
 )
-from lightning_pipeshift.runtime.step.control_files import ControlFiles
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
-from lightning_pipeshift.runtime.step.status import status_of
 
 T = TypeVar("T")
-
-# Attributes of LightningModule and Metric themselves are not the user's state.
-_FRAMEWORK_ATTRIBUTES = frozenset(vars(pl.LightningModule())) | {"log", "log_dict", TRAINER}
-
-
-def _say(message: str) -> None:
-    rank_zero_info(f"PipeShift: {message}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Run:
-    """What `setup` makes for one run. It answers questions until the next run begins."""
-
-    pipeline: Pipeline
-    requests: ControlFiles
-    training: TrainingSteps
-    evaluation: EvaluationSteps
-    interruptions: Interruptions
-    metric_sync: MetricSync
-
-    def release(self) -> None:
-        """Undoes the changes to the model, and takes no more requests."""
-        self.requests.close()
-        self.pipeline.release_gates()
 
 
 class PipeShiftStrategy(ParallelStrategy):
@@ -185,23 +147,12 @@ class PipeShiftStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        check_arguments(microbatches, partition, plan, process_group_backend)
-        check_spec(virtual_machines)
-        check_shares(batch_shares, None)
-        check_aggregation(gradient_aggregation)
-        check_planning(recompute, profile_steps)
-        check_seconds("heartbeat_timeout", heartbeat_timeout, 1.0)
-        check_seconds("stall_timeout", stall_timeout, 0.0)
-        schedule_named(schedule)
-        given_plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
-        if given_plan is not None and given_plan.batch_shares:
-            batch_shares = list(given_plan.batch_shares)
         self._options = Options(
             virtual_machines=virtual_machines,
             microbatches=microbatches,
             schedule=schedule,
             partition=partition,
-            plan=given_plan,
+            plan=Plan.load(plan) if isinstance(plan, str | Path) else plan,
             batch_shares=batch_shares,
             recompute=recompute,
             profile_steps=profile_steps,
@@ -230,7 +181,7 @@ class PipeShiftStrategy(ParallelStrategy):
         )
         self._adjustments = Adjustments()
         self._deferred = DeferredInit()
-        self._run: _Run | None = None
+        self._run: Run | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: only the settings, without the state of a run."""
@@ -586,10 +537,10 @@ class PipeShiftStrategy(ParallelStrategy):
         # What user code asks for (`self.device`), in nested LightningModules too.
         update_properties(module, device=self.root_device)
         self._checkpoints.connect()
-        run = self._run = self._make_run(trainer, settings)
-        self._adjust(trainer, run)
+        run = self._run = Run.start(trainer, connection, settings, self._deferred)
+        run.adjust(trainer, self._adjustments, self._deferred, self._checkpoints.is_sharded)
         if self._request_folder is not None and self.is_global_zero:
-            self._open_to_requests(self._request_folder, run)
+            run.take_requests(self._request_folder)
         trains = trainer.state.fn == TrainerFn.FITTING
         self._checkpoints.begin_run(run.pipeline, trains)
         if trains:
@@ -598,70 +549,12 @@ class PipeShiftStrategy(ParallelStrategy):
             check_optimizers(self.optimizers, is_plain)
         self.setup_precision_plugin()
 
-    def _make_run(self, trainer: pl.Trainer, settings: Settings) -> _Run:
-        module, connection = self._require_module(), self._connection
-        metric_sync = MetricSync(connection.replicas)
-        metric_sync.attach(module, self.root_device)
-        requests = ControlFiles()
-        pipeline = Pipeline(
-            root=module,
-            channels=connection.channels,
-            replicas=connection.replicas,
-            rings=connection.rings,
-            groups=connection.groups,
-            settings=settings,
-            here=device_of(self.root_device),
-            deferred=self._deferred,
-            ignored=_FRAMEWORK_ATTRIBUTES,
-            say=_say,
-            outside=requests,
-            fail_beside=connection.announce_beside,
-            profile=trainer.profiler.profile,  # type: ignore[attr-defined]
-        )
-        return _Run(
-            pipeline=pipeline,
-            requests=requests,
-            training=TrainingSteps(trainer, pipeline, metric_sync, connection.hosts, _say),
-            evaluation=EvaluationSteps(trainer, pipeline, metric_sync),
-            interruptions=Interruptions(trainer, pipeline, connection),
-            metric_sync=metric_sync,
-        )
-
-    def _adjust(self, trainer: pl.Trainer, run: _Run) -> None:
-        """Changes objects of Lightning's, until the end of the run."""
-        adjustments, channels = self._adjustments, self._connection.channels
-        self.precision_plugin = over_stages(
-            self.precision_plugin,
-            run.training.all_gradient_norms,
-            run.training.gradient_hooks,
-            channels.sum,
-        )
-        adjustments.when_over(partial(by_itself, self.precision_plugin))
-        adjustments.when_over(silence_advice_to_synchronise())
-        adjustments.take_steps_without_loss(trainer)
-        adjustments.filter_parameters(
-            partial(SharedComparison, self._require_module(), channels, self._deferred)
-        )
-        run.interruptions.listen(adjustments, self._checkpoints.is_sharded)
-
-    def _open_to_requests(self, folder: Path, run: _Run) -> None:
-        try:
-            run.requests.open(folder, partial(status_of, run.pipeline))
-        except OSError as error:
-            _say(f"this run takes no requests for moves, as its folder is not writable: {error}.")
-        else:
-            _say(f"`pipeshift status --run {folder}` shows the status of this run.")
-
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Creates the optimizers.
-
-        Raises:
-            ConfigurationError: there are several. Lightning's own advice would be manual
-                optimization, which cannot be a pipeline.
-        """
+        """Creates the optimizers. Raises ConfigurationError if there are several."""
         try:
             super().setup_optimizers(trainer)
         except RuntimeError as error:
+            # Lightning advises manual optimization, which cannot be a pipeline.
             if "multiple optimizers" not in str(error):
                 raise
             raise several_optimizers() from error
@@ -744,19 +637,13 @@ class PipeShiftStrategy(ParallelStrategy):
         self._require_run().evaluation.begin("prediction")
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        context = self.precision_plugin.val_step_context
-        return self._evaluate("validation_step", context, *args, *kwargs.values())
+        return self._require_run().evaluation.run("validation_step", *args, *kwargs.values())
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        context = self.precision_plugin.test_step_context
-        return self._evaluate("test_step", context, *args, *kwargs.values())
+        return self._require_run().evaluation.run("test_step", *args, *kwargs.values())
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        context = self.precision_plugin.predict_step_context
-        return self._evaluate("predict_step", context, *args, *kwargs.values())
-
-    def _evaluate(self, name: str, *args: Any) -> Any:
-        return self._require_run().evaluation.run(name, *args)
+        return self._require_run().evaluation.run("predict_step", *args, *kwargs.values())
 
     def on_validation_end(self) -> None:
         """Checks that no batch of the data was skipped."""
@@ -825,9 +712,7 @@ class PipeShiftStrategy(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        """Writes a checkpoint. After a failure this is impossible if its parts are on several
-        ranks, as these are no longer connected, but still possible on a stage with every layer.
-        """
+        """Writes a checkpoint. After a failure only a rank that has every layer still can."""
         self._notice_exception()
         self._checkpoints.save(checkpoint, filepath, storage_options, self.is_global_zero)
 
@@ -838,27 +723,19 @@ class PipeShiftStrategy(ParallelStrategy):
             super().remove_checkpoint(filepath)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole state on rank 0; on other ranks, tensors that they do not hold are meta
-        tensors. For a sharded checkpoint, the part that this rank saves.
-        """
+        """The whole state on rank 0; for a sharded checkpoint, the part that this rank saves."""
         self._notice_exception()
         return self._checkpoints.module_state(self._require_module(), self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state on rank 0, in torch's own format. For a sharded checkpoint, the part that
-        this rank saves.
-        """
+        """The whole state on rank 0; for a sharded checkpoint, the part that this rank saves."""
         self._notice_exception()
         return self._checkpoints.optimizer_state(optimizer)
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Opens a checkpoint, a file or a folder. A rank reads its tensors on demand.
-
-        Raises:
-            CheckpointError: not all ranks can find it, or it is incomplete or damaged.
-        """
+        """Opens a checkpoint, a file or a folder. A rank reads its tensors on demand."""
         trainer = trainer_of(self.lightning_module)
         trains = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         turn = self.local_rank, max(1, self.num_processes)
@@ -867,11 +744,7 @@ class PipeShiftStrategy(ParallelStrategy):
         )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads the model's state; tensors without values are loaded when these are initialised.
-
-        Raises:
-            CheckpointError: the checkpoint is of another model.
-        """
+        """Loads the model's state; tensors without values are loaded when these are initialised."""
         with self._deferred.recording():
             load_state(self._require_module(), checkpoint["state_dict"], strict)
 
@@ -919,12 +792,7 @@ class PipeShiftStrategy(ParallelStrategy):
         module, cpu = self._require_module(), torch.device("cpu")
         self._adjustments.undo()
         if self._run is not None:
-            self._run.release()
-            pipeline = self._run.pipeline
-            if not self._connection.has_failed:
-                pipeline.make_whole()
-            elif pipeline.holdings is not None:
-                pipeline.holdings.to_cpu()
+            self._run.end(self._connection.has_failed)
         update_properties(module, device=cpu)
         metrics_to_cpu(module)
         for optimizer in self.optimizers:
@@ -937,7 +805,7 @@ class PipeShiftStrategy(ParallelStrategy):
         self.checkpoint_io.teardown()
         self._connection.pause()
 
-    def _require_run(self) -> _Run:
+    def _require_run(self) -> Run:
         if self._run is None:
             raise ConfigurationError(
                 "There is no pipeline yet: it is created when `fit`, `validate`, `test` or "

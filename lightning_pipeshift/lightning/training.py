@@ -211,7 +211,7 @@ class TrainingSteps:
             return nullcontext()
         return self.holdings.stand_ins()
 
-    def all_gradient_norms(self, parameters: list[Tensor], norm_type: float) -> Tensor:
+    def norms_of(self, parameters: list[Tensor], norm_type: float) -> Tensor:
         """The norm of each parameter's gradient, over all stages."""
         return self.holdings.gradient_norms(parameters, norm_type)
 
@@ -220,7 +220,7 @@ class TrainingSteps:
         :meth:`PipeShiftStrategy.gradient_norms`.
         """
         holdings = self.holdings
-        norms = self.all_gradient_norms([use.parameter for use in holdings.uses], norm_type)
+        norms = self.norms_of([use.parameter for use in holdings.uses], norm_type)
         there = holdings.have_gradients()
         return {
             use.name: norm.float()
