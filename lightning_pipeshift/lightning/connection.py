@@ -71,6 +71,12 @@ def _keep(job: _Job) -> None:
     _jobs[:] = [job]
 
 
+def _connected(part: T | None, who: str) -> T:
+    if part is None:
+        raise ConfigurationError(f"The {who} are not connected yet. Use this from `setup` on.")
+    return part
+
+
 @dataclass(frozen=True)
 class Place:
     """This process among those of a job.
@@ -104,7 +110,7 @@ class Connection:
         self._channels: Channels | None = None
         self._replicas: Replicas | None = None
         self._rings: Rings | None = None
-        self._hosts: list[str] = []
+        self._hosts: list[str] | None = None
         self._sockets: Opened = frozenset()
         # Ranks that have all failed together can still complete a checkpoint.
         self._checkpoint_sockets: Opened = frozenset()
@@ -121,23 +127,17 @@ class Connection:
     @property
     def replicas(self) -> Replicas:
         """The virtual machines."""
-        if self._replicas is None:
-            raise ConfigurationError("The ranks are not connected yet. Use this from `setup` on.")
-        return self._replicas
+        return _connected(self._replicas, "ranks")
 
     @property
     def channels(self) -> Channels:
         """The connections between the stages of this rank's virtual machine."""
-        if self._channels is None:
-            raise ConfigurationError("The stages are not connected yet. Use this from `setup` on.")
-        return self._channels
+        return _connected(self._channels, "stages")
 
     @property
     def groups(self) -> ProcessGroups:
         """The process groups that carry tensors from device to device."""
-        if self._groups is None:
-            raise ConfigurationError("The ranks are not connected yet. Use this from `setup` on.")
-        return self._groups
+        return _connected(self._groups, "ranks")
 
     @property
     def rings(self) -> Rings | None:
@@ -149,9 +149,7 @@ class Connection:
     @property
     def hosts(self) -> list[str]:
         """The name of each rank's host."""
-        if not self._hosts:
-            raise ConfigurationError("The ranks are not connected yet. Use this from `setup` on.")
-        return self._hosts
+        return _connected(self._hosts, "ranks")
 
     @property
     def lost_at(self) -> float | None:
@@ -182,7 +180,7 @@ class Connection:
         with board.watched():
             topology = self._topology(place, board)
             board.name_of = [
-                topology.name_of(rank, host) for rank, host in enumerate(self._hosts)
+                topology.name_of(rank, host) for rank, host in enumerate(self.hosts)
             ].__getitem__
             # All ranks have the board: sockets opened from now on are shut down after a failure.
             if is_new or self._replicas is None or self._replicas.topology != topology:
@@ -238,7 +236,7 @@ class Connection:
 
     def _topology(self, place: Place, board: FailureBoard) -> Topology:
         devices = gathered(device_of(place.device), dist.group.WORLD, board.watched)
-        self._hosts = host_names([device.host for device in devices])
+        hosts = self._hosts = host_names([device.host for device in devices])
         topology = arrange(self._options.ranks, devices, self._options.depths)
         plan = self._options.plan
         planned = plan.kinds if plan is not None else ()
@@ -248,7 +246,7 @@ class Connection:
                     raise PlanError(
                         f"The plan was made for another cluster: for stage {stage} it has a "
                         f"{kind!r}, and rank {rank} is a {devices[rank].kind!r} (host "
-                        f"{self._hosts[rank]!r}). Make a plan here with `pipeshift plan`, or "
+                        f"{hosts[rank]!r}). Make a plan here with `pipeshift plan`, or "
                         "remove its field 'kinds' if you know that it is suitable."
                     )
         return topology

@@ -20,8 +20,7 @@ from lightning_pipeshift.compat.lightning_private import (
     predictions_of,
 )
 from lightning_pipeshift.errors import BatchError
-from lightning_pipeshift.lightning.metric_sync import MetricSync
-from lightning_pipeshift.lightning.steps import are_results_used, is_hook_used, recorded_step
+from lightning_pipeshift.lightning.steps import StepContext, are_results_used, is_hook_used
 from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.model.execution.trees import map_leaves
 from lightning_pipeshift.model.trace.trace import Trace
@@ -44,13 +43,13 @@ class EvaluationSteps:
     Args:
         trainer: the Trainer.
         pipeline: this rank's pipeline.
-        metric_sync: synchronises metrics between the steps.
+        context: that of a step.
     """
 
-    def __init__(self, trainer: pl.Trainer, pipeline: Pipeline, metric_sync: MetricSync) -> None:
+    def __init__(self, trainer: pl.Trainer, pipeline: Pipeline, context: StepContext) -> None:
         self._trainer = trainer
         self._pipeline = pipeline
-        self._metric_sync = metric_sync
+        self._context = context
         # The target of each result that has not been fetched yet: a list of the predict loop, and
         # the index in it.
         self._awaited: list[tuple[list[Any], int]] = []
@@ -79,19 +78,19 @@ class EvaluationSteps:
             the step's result, or ``None`` if it is fetched later and not needed now.
         """
         precision = self._trainer.precision_plugin
-        context = {
+        precision_context = {
             "validation_step": precision.val_step_context,
             "test_step": precision.test_step_context,
             "predict_step": precision.predict_step_context,
         }[name]
 
         def step(root: nn.Module, part: Any) -> Any:
-            with context():
+            with precision_context():
                 return getattr(root, name)(part, *rest)
 
         if self._pipeline.is_by_itself:
             return self._run_plainly(name, batch, rest, step)
-        with recorded_step(self._trainer, self._pipeline.recorder, self._metric_sync):
+        with self._context():
             return self._run_pipelined(name, batch, rest, step)
 
     def _run_pipelined(self, name: str, batch: Any, rest: tuple[Any, ...], step: UserStep) -> Any:

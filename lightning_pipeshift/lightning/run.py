@@ -17,6 +17,7 @@ from lightning_pipeshift.lightning.interruptions import Interruptions
 from lightning_pipeshift.lightning.metric_sync import MetricSync, silence_advice_to_synchronise
 from lightning_pipeshift.lightning.patches import Adjustments
 from lightning_pipeshift.lightning.precision.all_stages import by_itself, over_stages
+from lightning_pipeshift.lightning.steps import StepContext
 from lightning_pipeshift.lightning.training import TrainingSteps
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.runtime.comm.backends import device_of
@@ -79,11 +80,12 @@ class Run:
             fail_beside=connection.announce_beside,
             profile=trainer.profiler.profile,  # type: ignore[attr-defined]
         )
+        context = StepContext(trainer, pipeline.recorder, metric_sync)
         return cls(
             pipeline=pipeline,
             requests=requests,
-            training=TrainingSteps(trainer, pipeline, metric_sync, connection.hosts, _say),
-            evaluation=EvaluationSteps(trainer, pipeline, metric_sync),
+            training=TrainingSteps(trainer, pipeline, context, connection.hosts, _say),
+            evaluation=EvaluationSteps(trainer, pipeline, context),
             interruptions=Interruptions(trainer, pipeline, connection),
             metric_sync=metric_sync,
         )

@@ -15,44 +15,50 @@ from lightning_pipeshift.lightning.metric_sync import MetricSync
 from lightning_pipeshift.model.user_state.logs import LogRecorder
 
 
-@contextmanager
-def recorded_step(
-    trainer: pl.Trainer, recorder: LogRecorder, metric_sync: MetricSync
-) -> Generator[None, None, None]:
-    """Context of a step, in which the LightningModule's logging is recorded instead.
+class StepContext:
+    """Makes the context of a step, in which the LightningModule's logging is recorded instead.
 
     Args:
         trainer: the Trainer.
         recorder: takes the module's logs.
-        metric_sync: that of the run; metrics are not synchronised, as only the last stages call
-            them.
-
-    Raises:
-        BatchError: this rank runs out of memory. A `BatchSizeFinder` would catch the error itself
-            and start again while the other ranks still wait in the step; so the run ends instead.
+        metric_sync: that of the run; in a step, only the last stages call metrics.
     """
-    module = trainer.lightning_module
-    module.__dict__["log"] = recorder.log
-    module.__dict__["log_dict"] = recorder.log_dict
-    metric_sync.is_open = False
-    try:
-        yield
-    except RuntimeError as error:
-        finds_batch_size = any(
+
+    def __init__(self, trainer: pl.Trainer, recorder: LogRecorder, metric_sync: MetricSync) -> None:
+        self._module = trainer.lightning_module
+        self._recorder = recorder
+        self._metric_sync = metric_sync
+        # Asked now, as the callback removes itself while it tries sizes.
+        self._ends_search = trainer.world_size > 1 and any(
             isinstance(callback, BatchSizeFinder)
             for callback in trainer.callbacks  # type: ignore[attr-defined]
         )
-        if not (finds_batch_size and trainer.world_size > 1 and is_oom_error(error)):
-            raise
-        raise BatchError(
-            "`BatchSizeFinder` has tried a batch that does not fit: a rank ran out of memory "
-            "in this step. With several ranks the search ends here, as the others are in the "
-            "middle of it. Use the last size that succeeded, remove the callback, and run "
-            "again; or limit the search (`max_val`, `max_trials`)."
-        ) from error
-    finally:
-        metric_sync.is_open = True
-        del module.__dict__["log"], module.__dict__["log_dict"]
+
+    @contextmanager
+    def __call__(self) -> Generator[None, None, None]:
+        """The context of one step.
+
+        Raises:
+            BatchError: this rank runs out of memory. A `BatchSizeFinder` would catch the error
+                itself and start again while the other ranks still wait in the step.
+        """
+        attributes = self._module.__dict__
+        attributes |= {"log": self._recorder.log, "log_dict": self._recorder.log_dict}
+        self._metric_sync.is_open = False
+        try:
+            yield
+        except RuntimeError as error:
+            if not (self._ends_search and is_oom_error(error)):
+                raise
+            raise BatchError(
+                "`BatchSizeFinder` has tried a batch that does not fit: a rank ran out of memory "
+                "in this step. With several ranks the search ends here, as the others are in the "
+                "middle of it. Use the last size that succeeded, remove the callback, and run "
+                "again; or limit the search (`max_val`, `max_trials`)."
+            ) from error
+        finally:
+            self._metric_sync.is_open = True
+            del attributes["log"], attributes["log_dict"]
 
 
 def is_hook_used(trainer: pl.Trainer, hook: str) -> bool:

@@ -15,10 +15,9 @@ from torch import Tensor
 from lightning_pipeshift.commands.stage_table import layers_text, table
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.lightning.checks import check_backward
-from lightning_pipeshift.lightning.metric_sync import MetricSync
 from lightning_pipeshift.lightning.patches import NO_LOSS
 from lightning_pipeshift.lightning.precision.all_stages import loss_scale_of
-from lightning_pipeshift.lightning.steps import are_results_used, is_hook_used, recorded_step
+from lightning_pipeshift.lightning.steps import StepContext, are_results_used, is_hook_used
 from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.model.user_state.logs import say_again
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
@@ -38,7 +37,7 @@ class TrainingSteps:
     Args:
         trainer: the Trainer.
         pipeline: this rank's pipeline.
-        metric_sync: synchronises metrics between the steps.
+        context: that of a step.
         hosts: the name of each rank's host.
         say: shows a message to the user at once.
     """
@@ -47,13 +46,13 @@ class TrainingSteps:
         self,
         trainer: pl.Trainer,
         pipeline: Pipeline,
-        metric_sync: MetricSync,
+        context: StepContext,
         hosts: Sequence[str],
         say: Callable[[str], None],
     ) -> None:
         self._trainer = trainer
         self._pipeline = pipeline
-        self._metric_sync = metric_sync
+        self._context = context
         self._hosts = hosts
         self._say = say
         self._num_steps = 0
@@ -97,7 +96,7 @@ class TrainingSteps:
         trainer, pipeline = self._trainer, self._pipeline
         module, epoch_loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
         check_backward(module)
-        with recorded_step(trainer, pipeline.recorder, self._metric_sync):
+        with self._context():
             report = pipeline.training_step(
                 batch,
                 epoch_loop.batch_idx,
