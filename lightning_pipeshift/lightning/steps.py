@@ -28,7 +28,7 @@ class StepContext:
         self._module = trainer.lightning_module
         self._recorder = recorder
         self._metric_sync = metric_sync
-        # Asked now, as the callback removes itself while it tries sizes.
+        # Asked now: while it tries sizes, the Trainer has no callbacks.
         self._ends_search = trainer.world_size > 1 and any(
             isinstance(callback, BatchSizeFinder)
             for callback in trainer.callbacks  # type: ignore[attr-defined]

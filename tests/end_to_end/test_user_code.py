@@ -586,15 +586,15 @@ def planned_by_copies(how: Any) -> Any:
     found = []
     for other in (copy.deepcopy(trainer), pickle.loads(pickle.dumps(trainer))):
         other.fit(built(SequentialMLP), points(1))
-        plan = other.strategy.plan
+        plan: Any = other.strategy.plan  # type: ignore[union-attr]
         found.append((plan.microbatches, plan.schedule, plan.placement.counts))
     return found
 
 
 def test_a_copied_strategy_keeps_what_was_asked_for() -> None:
-    asked = {"microbatches": 3, "schedule": "gpipe", "partition": [1, 6]}
+    asked = {"microbatches": 3, "schedule": "gpipe", "partition": [1, 4]}
     for plans in on_ranks(2, planned_by_copies, strategy=asked):
-        assert plans == [(3, "gpipe", ((1, 6),))] * 2
+        assert plans == [(3, "gpipe", ((1, 4),))] * 2
 
 
 def from_nowhere(how: Any, path: str) -> Any:
