@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.lightning.connection import Connection
 from lightning_pipeshift.model.user_state.random_streams import (
     SharedRandomStream,
@@ -28,15 +27,10 @@ class RandomState:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._seed: int | None = None
-        self._stream: SharedRandomStream | None = None
         self._loaded: Mapping[str, Any] = {}
-
-    @property
-    def stream(self) -> SharedRandomStream:
-        """Switches between the state that all virtual machines share, and this one's own."""
-        if self._stream is None:
-            raise ConfigurationError("No run has started. Use this from `on_fit_start` on.")
-        return self._stream
+        self.stream: SharedRandomStream | None = None
+        """Switches between the state that all virtual machines share, and this one's own; ``None``
+        before the first run."""
 
     def share(self) -> None:
         """Makes the global random state that of the first rank: as on one device, with or without a
@@ -63,13 +57,13 @@ class RandomState:
         # Code that draws outside of a step (shuffling, workers' seeds) draws the same numbers on
         # every stage.
         self.share()
-        self._stream = SharedRandomStream(self._connection.replicas.vm)
+        self.stream = SharedRandomStream(self._connection.replicas.vm)
         return self._seed
 
     def restore(self) -> None:
         """Continues with the random state of the loaded checkpoint, if there is one."""
         state = self._loaded.get("random")
-        if state is None or state["shared"] is None:
+        if self.stream is None or state is None or state["shared"] is None:
             return
         replicas, own = self._connection.replicas, state["own"]
         self.stream.set_state(
@@ -78,16 +72,16 @@ class RandomState:
 
     def to_shared(self) -> None:
         """Makes later draws come from the state that all virtual machines share."""
-        if self._stream is not None:
-            self._stream.to_shared()
+        if self.stream is not None:
+            self.stream.to_shared()
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint of the run needs to continue; empty before the first run. Every rank
         calls this.
         """
-        if self._stream is None:
+        if self.stream is None:
             return {}
-        shared, own = self._stream.state()
+        shared, own = self.stream.state()
         # Without connections, the states of the other virtual machines are not known.
         gathered = self._connection.replicas.gather(own) if self._connection.is_open else []
         return {"seed": self._seed, "random": {"shared": shared, "own": gathered}}
