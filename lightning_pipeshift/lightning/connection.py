@@ -188,7 +188,11 @@ class Connection:
         self._sockets |= open_sockets() - before - board.sockets - self.groups.sockets
         board.interrupt, board.give_up = self._interrupt, self._give_up
         board.trouble = self.groups.error
-        self._watch_for_stalls(board, folder)
+        print_stacks_on_a_signal()
+        are_asked_for = os.environ.get(STACKS, "0") not in ("", "0")
+        stacks = folder / WITHOUT_LOGGER / FOLDER if are_asked_for else None
+        channels = self.channels
+        board.watch_for_stalls(lambda: channels.num_done, self._options.stall_timeout, stacks)
 
     def _board_of_job(self, place: Place, before: Opened) -> FailureBoard:
         """The connections by which failures are noticed; initialises torch.distributed.
@@ -272,13 +276,6 @@ class Connection:
             self._rings = Rings(make_groups(everyone, timeout=timeout), rank, watched)
         self._channels = machine
         self._replicas = Replicas(topology, rank, world, machine)
-
-    def _watch_for_stalls(self, board: FailureBoard, folder: Path) -> None:
-        channels = self.channels
-        are_asked_for = os.environ.get(STACKS, "0") not in ("", "0")
-        stacks = folder / WITHOUT_LOGGER / FOLDER if are_asked_for else None
-        print_stacks_on_a_signal()
-        board.watch_for_stalls(lambda: channels.num_done, self._options.stall_timeout, stacks)
 
     def group_for_checkpoints(self) -> dist.ProcessGroup:
         """Makes a group of all ranks. After a failure its connections remain until a rank is gone,
