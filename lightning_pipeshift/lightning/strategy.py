@@ -578,7 +578,7 @@ class PipeShiftStrategy(ParallelStrategy):
             return dataloader
         shares = self._options.batch_shares or [1.0] * replicas.count
         stream = self._random_state.stream
-        return for_virtual_machine(dataloader, replicas.vm, shares, trains, stream)
+        return for_virtual_machine(dataloader, replicas.vm, shares, pads=trains, stream=stream)
 
     # --- training ---
 

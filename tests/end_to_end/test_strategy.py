@@ -27,11 +27,6 @@ def test_what_belongs_to_a_run_is_not_there_before_it(name: str) -> None:
         getattr(PipeShiftStrategy(), name)
 
 
-def test_there_is_no_plan_before_a_run() -> None:
-    with pytest.raises(PlanError, match="no run has begun"):
-        _ = PipeShiftStrategy().plan
-
-
 def test_a_new_strategy_starts_nothing() -> None:
     sockets, threads = open_sockets(), threading.active_count()
     strategy = PipeShiftStrategy(virtual_machines=2)
