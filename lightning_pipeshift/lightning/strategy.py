@@ -46,9 +46,7 @@ from lightning_pipeshift.lightning.checks import (
 from lightning_pipeshift.lightning.connection import Connection, Place
 from lightning_pipeshift.lightning.data import for_virtual_machine, seed_workers_alike
 from lightning_pipeshift.lightning.launcher import Launcher, NotebookLauncher
-from lightning_pipeshift.lightning.metric_sync import (
-    metrics_to_cpu,
-)
+from lightning_pipeshift.lightning.metric_sync import metrics_to_cpu
 from lightning_pipeshift.lightning.patches import Adjustments
 from lightning_pipeshift.lightning.random_state import RandomState
 from lightning_pipeshift.lightning.run import Run
@@ -66,10 +64,6 @@ from lightning_pipeshift.runtime.liveness.stalls import STALL_SECONDS
 from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
 from lightning_pipeshift.runtime.ownership.holdings import optimizer_to_device
 from lightning_pipeshift.runtime.planning.make_plan import Settings, Watch
-from lightning_pipeshift.runtime.step.checksum import (
-    require_same_lengths,
-    require_same_lengths_over_replicas,
-)
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
 
 T = TypeVar("T")
@@ -590,9 +584,7 @@ class PipeShiftStrategy(ParallelStrategy):
             # In the middle of an epoch the iterator was created before the checkpoint.
             self._random_state.restore()
         self._random_state.continue_from({})
-        length = trainer.num_training_batches
-        require_same_lengths([length], "training", self._connection.channels)
-        require_same_lengths_over_replicas(length, self._connection.replicas)
+        self._require_run().training.begin()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         run = self._require_run()

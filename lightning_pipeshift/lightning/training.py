@@ -21,6 +21,10 @@ from lightning_pipeshift.lightning.steps import StepContext, are_results_used, i
 from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.model.user_state.logs import say_again
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
+from lightning_pipeshift.runtime.step.checksum import (
+    require_same_lengths,
+    require_same_lengths_over_replicas,
+)
 from lightning_pipeshift.runtime.step.pipeline import Accumulation, Pipeline
 
 
@@ -59,6 +63,12 @@ class TrainingSteps:
         self._num_losses = 0
         self._accumulates = False
         self._is_plain = False
+
+    def begin(self) -> None:
+        """Compares the length of the data over the ranks."""
+        length, pipeline = self._trainer.num_training_batches, self._pipeline
+        require_same_lengths([length], "training", pipeline.channels)
+        require_same_lengths_over_replicas(length, pipeline.replicas)
 
     # --- the step ---
 
