@@ -29,14 +29,14 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 # Parts of the package, for what is measured of them.
 PACKAGE = "lightning_pipeshift"
-STEP = (f"{PACKAGE}/model", f"{PACKAGE}/runtime", f"{PACKAGE}/lightning/pipelined.py")
+STEP = (f"{PACKAGE}/model", f"{PACKAGE}/runtime", f"{PACKAGE}/lightning/training.py")
 PLANNING = (f"{PACKAGE}/plan",)
 RINGS = (
     f"{PACKAGE}/runtime/gradients",
     *(f"{PACKAGE}/runtime/comm/{name}.py" for name in ("lane", "channels", "waits")),
 )
 CHECKPOINTS = (
-    f"{PACKAGE}/lightning/checkpointing.py",
+    f"{PACKAGE}/lightning/checkpoints.py",
     f"{PACKAGE}/checkpoint",
 )
 

@@ -84,7 +84,6 @@ def peak(
     found = resident("VmHWM") - before
     for path, sharded in saves.items():
         trainer.strategy.checkpoint_io = PipeShiftCheckpointIO(sharded=sharded)
-        trainer.strategy._connect_checkpoints()  # type: ignore[attr-defined]
         trainer.save_checkpoint(path)
     return found, logged["output"]
 

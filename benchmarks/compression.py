@@ -142,7 +142,7 @@ class Turns(PeakTurns):
         self._memory: Any = None
 
     def _planned(self, strategy: Any) -> dict[str, Plan]:
-        pipeline = strategy._require_pipeline()
+        pipeline = strategy.pipeline
         self._memory = pipeline.memory
         plans = {
             name: _plan(pipeline, terms, self._unit_bytes) for name, terms in CONTENDERS.items()

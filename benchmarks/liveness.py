@@ -38,18 +38,14 @@ GIVE_UP_SECONDS = 120.0
 
 # The function whose call is the moment, how many calls come before it, and the kind of run.
 MOMENTS: dict[str, tuple[str, int, str]] = {
-    "start": ("lightning.connected.ConnectedStrategy._connect", 0, "pipeline"),
+    "start": ("lightning.connection.make_groups", 0, "pipeline"),
     "plan": ("runtime.planning.replanning.Replanning.first_plan", 0, "plans"),
     "forward": ("model.execution.stage_pass.StagePass.run", 20, "pipeline"),
     "backward": ("model.execution.stage_pass.StagePass.backward", 20, "pipeline"),
     "rings": ("runtime.gradients.rings.Rings.start", 20, "replicas"),
     "move": ("runtime.ownership.migration.Migration.start", 0, "moves"),
     "swap": ("runtime.offload.lending.Borrower.send", 5, "swaps"),
-    "checkpoint": (
-        "lightning.checkpointing.CheckpointingStrategy.save_checkpoint",
-        0,
-        "saves",
-    ),
+    "checkpoint": ("lightning.strategy.PipeShiftStrategy.save_checkpoint", 0, "saves"),
     "validation": ("runtime.step.pipeline.Pipeline.evaluation_step", 2, "validates"),
     "async save": ("checkpoint.sharded.Writing.finish", 0, "async"),
     "teardown": ("lightning.strategy.PipeShiftStrategy.teardown", 0, "pipeline"),

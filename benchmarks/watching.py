@@ -66,7 +66,7 @@ class Switching(L.Callback):
             self.seconds[self._is_on].append(now - self._begun)
         self._is_on = not self._is_on
         strategy: Any = trainer.strategy
-        strategy._pipeline.planning.profiler.is_over = not self._is_on
+        strategy.pipeline.planning.profiler.is_over = not self._is_on
         self._begun = now
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:

@@ -109,7 +109,7 @@ class AwaitsPlanning(L.Callback):
     """Lets no step begin while the first rank thinks of a plan, however short the steps are."""
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        planning = trainer.strategy._require_pipeline().planning
+        planning = trainer.strategy.pipeline.planning
         while planning._thought is not None and not planning.has_decided:
             time.sleep(0.005)
 

@@ -181,9 +181,9 @@ def _devices_of_run(
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None:
         yield scaler, "_device", "cuda"
-    if not isinstance(strategy, PipeShiftStrategy) or strategy._pipeline is None:
+    if not isinstance(strategy, PipeShiftStrategy):
         return
-    pipeline = strategy._pipeline
+    pipeline = strategy.pipeline
     yield pipeline.channels, "device", GPU
     yield pipeline.channels, "_staged", is_shared
     assert pipeline.holdings is not None

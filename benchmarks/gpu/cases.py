@@ -261,7 +261,7 @@ def _nccl_on_a_shared_gpu(case: Case, rank: int) -> Iterator[None]:
     hosts = {"NCCL_HOSTID": f"host{rank}", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
     with (
         mock.patch.dict(os.environ, hosts),
-        mock.patch("lightning_pipeshift.lightning.connected.payload_backend", return_value="nccl"),
+        mock.patch("lightning_pipeshift.lightning.connection.payload_backend", return_value="nccl"),
     ):
         yield
 

@@ -111,7 +111,7 @@ class Turns(TakingTurns):
         self._budgets: dict[str, float] = {}
 
     def _planned(self, strategy: Any) -> dict[str, Plan]:
-        pipeline = strategy._require_pipeline()
+        pipeline = strategy.pipeline
         self._memory = pipeline.memory
         measured = pipeline.planning.measured
         device = measured.cluster.devices[0]

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def machines_of(strategy: Any) -> list[MachineMemory] | None:
     """The memory of each virtual machine: on the first rank, once it has measured."""
-    pipeline = strategy._require_pipeline()
+    pipeline = strategy.pipeline
     measured, settings = pipeline.planning.measured, pipeline.settings
     if measured is None:
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,69 +15,6 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning_pipeshift.compat.lightning_private import datamodule_of
 from lightning_pipeshift.devices.properties import TRAINABLE
 from lightning_pipeshift.errors import ConfigurationError, some_of
-from lightning_pipeshift.plan.document.plan import Plan
-from lightning_pipeshift.plan.schedule.schedules import MOST_MICROBATCHES
-
-
-def check_arguments(microbatches: Any, partition: Any, plan: Any, backend: Any) -> None:
-    """Raises ConfigurationError for a value that the strategy's constructor does not take."""
-    if microbatches != "auto" and (
-        isinstance(microbatches, bool)
-        or not isinstance(microbatches, int)
-        or not 1 <= microbatches <= MOST_MICROBATCHES
-    ):
-        raise ConfigurationError(
-            f"microbatches={microbatches!r}: a batch is split into at least 1 slice."
-            f" Pass a whole number from 1 to {MOST_MICROBATCHES}, or 'auto'."
-        )
-    if partition not in ("auto", "uniform") and not isinstance(partition, list | tuple):
-        raise ConfigurationError(
-            f"partition={partition!r}: allowed are 'auto', 'uniform', a list with the number of"
-            " layers of each stage ([5, 4]), or one such list for each virtual machine."
-        )
-    if backend not in (None, "nccl", "gloo"):
-        raise ConfigurationError(
-            f"process_group_backend={backend!r}: allowed are 'nccl', 'gloo', and None for a "
-            "choice by the devices."
-        )
-    if not isinstance(plan, str | Path | Plan | None):
-        raise ConfigurationError(
-            f"plan={plan!r}: pass a `Plan`, or the path of a file that `Plan.save` wrote."
-        )
-
-
-def check_aggregation(kind: Any) -> None:
-    """Raises ConfigurationError for an unknown way to sum gradients."""
-    if kind not in ("auto", "ring", "allreduce"):
-        raise ConfigurationError(
-            f"gradient_aggregation={kind!r}: allowed are 'ring', 'allreduce' and 'auto'."
-        )
-
-
-def check_planning(recompute: Any, profile_steps: Any) -> None:
-    """Raises ConfigurationError for a value that the planner does not support."""
-    if recompute not in ("auto", "full", "none"):
-        raise ConfigurationError(f"recompute={recompute!r}: allowed are 'auto', 'full' and 'none'.")
-    if isinstance(profile_steps, bool) or not isinstance(profile_steps, int) or profile_steps < 0:
-        raise ConfigurationError(
-            f"profile_steps={profile_steps!r}: pass a whole number; 0 plans once, before the first"
-            " step."
-        )
-
-
-def check_seconds(name: str, seconds: Any, least: float) -> None:
-    """Raises ConfigurationError for an invalid time.
-
-    Args:
-        name: of the argument.
-        seconds: its value.
-        least: the shortest allowed.
-    """
-    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not is_number or not seconds >= least:
-        raise ConfigurationError(
-            f"{name}={seconds!r}: pass a number of seconds, {least:g} or more."
-        )
 
 
 def check_devices(devices: Iterable[torch.device]) -> None:

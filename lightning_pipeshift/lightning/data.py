@@ -14,11 +14,14 @@ the augmentations of a data set draw from the same generators any number of time
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -41,6 +44,15 @@ from lightning_pipeshift.plan.inputs.shares import Part
 T = TypeVar("T")
 
 _MASK_32 = (1 << 32) - 1
+
+
+def seed_workers_alike(loader: object) -> None:
+    """Makes Lightning seed a loader's workers as on the first rank, if ``seed_everything`` asks for
+    seeded workers. :func:`for_virtual_machine` adds the virtual machine's index.
+    """
+    seeds = int(os.environ.get("PL_SEED_WORKERS", 0))
+    if seeds and isinstance(loader, DataLoader) and loader.worker_init_fn is None:
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=0)
 
 
 def for_virtual_machine(

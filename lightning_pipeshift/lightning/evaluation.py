@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BasePredictionWriter
+from torch import nn
 from torch.utils.data import IterableDataset
 
 from lightning_pipeshift.compat.lightning_private import (
@@ -20,49 +20,15 @@ from lightning_pipeshift.compat.lightning_private import (
     predictions_of,
 )
 from lightning_pipeshift.errors import BatchError
+from lightning_pipeshift.lightning.steps import StepContext, are_results_used, is_hook_used
 from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.model.execution.trees import map_leaves
 from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.model.user_state.logs import say_again
+from lightning_pipeshift.runtime.step.checksum import require_data_for_all, require_same_lengths
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
 from lightning_pipeshift.runtime.step.stage import UserStep
 from lightning_pipeshift.runtime.step.step_report import Report
-
-
-def is_hook_used(trainer: pl.Trainer, hook: str) -> bool:
-    """Whether a hook has code other than Lightning's own, whose callbacks only show progress."""
-    parts: list[Any] = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
-    return any(_is_users_own(part, hook) for part in parts)
-
-
-def _is_users_own(part: Any, hook: str) -> bool:
-    """Whether a callback or a LightningModule has a hook that is not Lightning's.
-
-    A hook's own ``__module__`` is not reliable: `functools.wraps` copies it from the wrapped one.
-    """
-    if hook in vars(part):
-        return True  # `LambdaCallback` sets its hooks on the instance
-    for kind in type(part).__mro__:
-        if hook in vars(kind):
-            function = vars(kind)[hook]
-            written_in = getattr(function, "__globals__", {}).get("__name__", "")
-            return not (_is_lightnings(kind.__module__) and _is_lightnings(written_in))
-    # The attribute may be computed by `__getattr__`.
-    return callable(getattr(part, hook, None))
-
-
-def _is_lightnings(module: str) -> bool:
-    # Some of its hooks are wrapped by decorators of `lightning_utilities`.
-    return module.partition(".")[0] in ("lightning", "lightning_utilities")
-
-
-def are_results_used(trainer: pl.Trainer, step: str) -> bool:
-    """Whether code other than Lightning's own gets the step's result after each batch."""
-    writes = any(
-        isinstance(part, BasePredictionWriter) and part.interval.on_batch
-        for part in trainer.callbacks  # type: ignore[attr-defined]
-    )
-    return writes or is_hook_used(trainer, f"on_{step.removesuffix('_step')}_batch_end")
 
 
 def _may_end_early(loader: Any) -> bool:
@@ -77,27 +43,57 @@ class EvaluationSteps:
     Args:
         trainer: the Trainer.
         pipeline: this rank's pipeline.
+        context: that of a step.
     """
 
-    def __init__(self, trainer: pl.Trainer, pipeline: Pipeline) -> None:
+    def __init__(self, trainer: pl.Trainer, pipeline: Pipeline, context: StepContext) -> None:
         self._trainer = trainer
         self._pipeline = pipeline
+        self._context = context
         # The target of each result that has not been fetched yet: a list of the predict loop, and
         # the index in it.
         self._awaited: list[tuple[list[Any], int]] = []
 
-    def run(self, name: str, batch: Any, rest: tuple[Any, ...], step: UserStep) -> Any:
+    def begin(self, what: str) -> None:
+        """Compares the lengths of the data over the ranks, and makes the virtual machines' running
+        statistics equal, which are used now.
+
+        Args:
+            what: the data's name in a message.
+        """
+        lengths, pipeline = self._loop.max_batches, self._pipeline
+        require_same_lengths(lengths, what, pipeline.channels)
+        require_data_for_all(lengths, what, pipeline.replicas)
+        pipeline.match_replicas(parameters_too=False)
+
+    def run(self, name: str, batch: Any, *rest: Any) -> Any:
         """Runs one evaluation step.
 
         Args:
             name: ``"validation_step"``, ``"test_step"`` or ``"predict_step"``.
-            batch: the batch.
+            batch: the batch, or Lightning's iterator over them.
             rest: the step's other arguments: the indices of the batch and of the dataloader.
-            step: runs the user's step on a module and the batch.
 
         Returns:
             the step's result, or ``None`` if it is fetched later and not needed now.
         """
+        precision = self._trainer.precision_plugin
+        precision_context = {
+            "validation_step": precision.val_step_context,
+            "test_step": precision.test_step_context,
+            "predict_step": precision.predict_step_context,
+        }[name]
+
+        def step(root: nn.Module, part: Any) -> Any:
+            with precision_context():
+                return getattr(root, name)(part, *rest)
+
+        if self._pipeline.is_by_itself:
+            return self._run_plainly(name, batch, rest, step)
+        with self._context():
+            return self._run_pipelined(name, batch, rest, step)
+
+    def _run_pipelined(self, name: str, batch: Any, rest: tuple[Any, ...], step: UserStep) -> Any:
         trainer = self._trainer
         fitting = trainer.state.fn == "fit"
         loop = self._loop
@@ -121,18 +117,8 @@ class EvaluationSteps:
         reports = self._pipeline.fetch_reports()
         return self._deliver(reports, name)
 
-    def run_plainly(self, name: str, batch: Any, rest: tuple[Any, ...], step: UserStep) -> Any:
-        """Runs one evaluation step on a single device: its result and logs are available at once.
-
-        Args:
-            name: as for :meth:`run`, as are the others.
-            batch: the batch, or Lightning's iterator over them.
-            rest: the step's other arguments.
-            step: runs the user's step.
-
-        Returns:
-            the result of the user's step.
-        """
+    def _run_plainly(self, name: str, batch: Any, rest: tuple[Any, ...], step: UserStep) -> Any:
+        # A single device: its result and logs are available at once.
         batch_idx, dataloader_idx = self._place(rest)
         is_final = self._trainer.state.fn != "fit"
         purpose = f"{name}/{dataloader_idx}"
@@ -162,7 +148,7 @@ class EvaluationSteps:
             or is_hook_used(self._trainer, next_hook)
         )
 
-    def require_all_fetched(self, what: str) -> None:
+    def end(self, what: str) -> None:
         """Raises BatchError if there were fewer batches than the dataloader's length, so that the
         logs of the last batches have not been fetched.
 

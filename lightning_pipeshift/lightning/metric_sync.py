@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 
@@ -28,6 +30,18 @@ class MetricSync:
         """For copies and pickles of a metric, which belong to no run."""
         return {"_replicas": None, "is_open": True}
 
+    def attach(self, module: nn.Module, device: torch.device) -> None:
+        """Moves a model's metrics to a device, and synchronises them, also after the run, while the
+        ranks are connected.
+
+        Their states are the same on every stage of a virtual machine: gathering them over all
+        ranks, as torchmetrics would, would count each several times.
+        """
+        for metric in _metrics_of(module):
+            metric.to(device)
+            metric.distributed_available_fn = self.is_possible
+            metric.dist_sync_fn = self.gather
+
     def is_possible(self) -> bool:
         """Whether a run is active; for ``Metric.distributed_available_fn``."""
         return self.is_open and self._replicas is not None and self._replicas.count > 1
@@ -36,6 +50,16 @@ class MetricSync:
         """The state of each virtual machine; for ``Metric.dist_sync_fn``. Every rank calls this."""
         assert self._replicas is not None
         return self._replicas.gather_tensor(state)
+
+
+def _metrics_of(module: nn.Module) -> Iterator[Metric]:
+    return (part for part in module.modules() if isinstance(part, Metric))
+
+
+def metrics_to_cpu(module: nn.Module) -> None:
+    """Moves a model's metrics to the CPU."""
+    for metric in _metrics_of(module):
+        metric.cpu()
 
 
 def silence_advice_to_synchronise() -> Callable[[], None]:

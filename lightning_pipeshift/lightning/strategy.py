@@ -1,10 +1,12 @@
-"""``PipeShiftStrategy``: connects Lightning's hooks with the pipeline. Each hook delegates."""
+"""``PipeShiftStrategy``: Lightning's hooks. Each delegates to what it is about."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import sys
+import warnings
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -15,95 +17,59 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.callbacks import BatchSizeFinder, ModelSummary
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities.memory import is_oom_error
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
-from torchmetrics import Metric
 
-from lightning_pipeshift.commands.stage_table import layers_text, table
-from lightning_pipeshift.compat.lightning_names import TRAINER
+from lightning_pipeshift.checkpoint.load_state import load_state
+from lightning_pipeshift.compat.lightning_names import trainer_of
 from lightning_pipeshift.compat.lightning_private import (
-    evaluation_loop,
+    IS_INTERACTIVE,
+    set_num_threads_if_needed,
     update_properties,
     use_distributed_sampler,
     uses_distributed_sampler,
 )
-from lightning_pipeshift.errors import BatchError, PlanError
-from lightning_pipeshift.lightning.callbacks.finetuning import SharedComparison
-from lightning_pipeshift.lightning.checkpointing import CheckpointingStrategy
+from lightning_pipeshift.errors import ConfigurationError, PlanError
+from lightning_pipeshift.lightning.checkpoints import Checkpoints, with_inner_plugin
 from lightning_pipeshift.lightning.checks import (
-    check_aggregation,
-    check_arguments,
-    check_backward,
+    check_devices,
     check_optimizers,
-    check_planning,
+    check_packages,
+    check_processes,
     check_run,
-    check_seconds,
     several_optimizers,
 )
-from lightning_pipeshift.lightning.data import for_virtual_machine
-from lightning_pipeshift.lightning.evaluation import (
-    EvaluationSteps,
-    are_results_used,
-    is_hook_used,
-)
-from lightning_pipeshift.lightning.metric_sync import MetricSync, silence_advice_to_synchronise
-from lightning_pipeshift.lightning.patches import NO_LOSS
-from lightning_pipeshift.lightning.precision.all_stages import by_itself, loss_scale_of, over_stages
-from lightning_pipeshift.model.execution.transfer import to_device
-from lightning_pipeshift.model.user_state.logs import say_again
-from lightning_pipeshift.model.user_state.random_streams import (
-    SharedRandomStream,
-    global_state,
-    set_global_state,
-)
+from lightning_pipeshift.lightning.connection import Connection, Place
+from lightning_pipeshift.lightning.data import for_virtual_machine, seed_workers_alike
+from lightning_pipeshift.lightning.launcher import Launcher, NotebookLauncher
+from lightning_pipeshift.lightning.metric_sync import metrics_to_cpu
+from lightning_pipeshift.lightning.patches import Adjustments
+from lightning_pipeshift.lightning.random_state import RandomState
+from lightning_pipeshift.lightning.run import Run
+from lightning_pipeshift.model.parameters.deferred_init import DeferredInit, give_attributes_values
 from lightning_pipeshift.plan.arrange.options import Options
 from lightning_pipeshift.plan.arrange.request import PlanRequest
+from lightning_pipeshift.plan.document.moves import Move
 from lightning_pipeshift.plan.document.plan import Plan
-from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
+from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.shares import check_shares
-from lightning_pipeshift.plan.inputs.topology import Topology, check_spec
-from lightning_pipeshift.plan.schedule.schedules import schedule_named
-from lightning_pipeshift.runtime.comm.backends import device_of
+from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.runtime.liveness.failure import HEARTBEAT_SECONDS
 from lightning_pipeshift.runtime.liveness.stalls import STALL_SECONDS
 from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
 from lightning_pipeshift.runtime.ownership.holdings import optimizer_to_device
 from lightning_pipeshift.runtime.planning.make_plan import Settings, Watch
-from lightning_pipeshift.runtime.step.checksum import (
-    require_data_for_all,
-    require_same_lengths,
-    require_same_lengths_over_replicas,
-)
-from lightning_pipeshift.runtime.step.pipeline import Accumulation, Pipeline
-from lightning_pipeshift.runtime.step.status import status_of
+from lightning_pipeshift.runtime.step.pipeline import Pipeline
 
 T = TypeVar("T")
 
-# Attributes of LightningModule and Metric themselves are not the user's state.
-_FRAMEWORK_ATTRIBUTES = frozenset(vars(pl.LightningModule())) | {"log", "log_dict", TRAINER}
 
-
-def _weighed(result: Any) -> Any:
-    """A step's result; ``None`` if its ``weight`` is 0."""
-    if isinstance(result, Mapping) and result.get("weight") is not None:
-        return result if float(result["weight"]) else None
-    return result
-
-
-def _say(message: str) -> None:
-    rank_zero_info(f"PipeShift: {message}")
-
-
-class PipeShiftStrategy(CheckpointingStrategy):
+class PipeShiftStrategy(ParallelStrategy):
     """Trains one model as a pipeline over all devices, from an unmodified LightningModule.
 
     Every stage runs the user's own ``training_step``; a gate in each layer skips those of other
@@ -175,23 +141,12 @@ class PipeShiftStrategy(CheckpointingStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        check_arguments(microbatches, partition, plan, process_group_backend)
-        check_spec(virtual_machines)
-        check_shares(batch_shares, None)
-        check_aggregation(gradient_aggregation)
-        check_planning(recompute, profile_steps)
-        check_seconds("heartbeat_timeout", heartbeat_timeout, 1.0)
-        check_seconds("stall_timeout", stall_timeout, 0.0)
-        schedule_named(schedule)
-        given_plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
-        if given_plan is not None and given_plan.batch_shares:
-            batch_shares = list(given_plan.batch_shares)
-        options = Options(
+        self._options = Options(
             virtual_machines=virtual_machines,
             microbatches=microbatches,
             schedule=schedule,
             partition=partition,
-            plan=given_plan,
+            plan=Plan.load(plan) if isinstance(plan, str | Path) else plan,
             batch_shares=batch_shares,
             recompute=recompute,
             profile_steps=profile_steps,
@@ -202,49 +157,261 @@ class PipeShiftStrategy(CheckpointingStrategy):
             stall_timeout=stall_timeout,
         )
         super().__init__(
-            options,
-            accelerator,
-            parallel_devices,
-            cluster_environment,
-            checkpoint_io,
-            precision_plugin,
+            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
         )
+        self.num_nodes = 1
         self._only_measures = False
         self._watch: Watch | None = None
         self._request_folder: Path | None = None
+        # Whether the Trainer wants the data shared out; asked in the first run.
         self._shares_data: bool | None = None
-        self._accumulates = False
-        self._metric_sync: MetricSync | None
-        self._evaluation: EvaluationSteps | None
-        self._num_steps: int
-        self._num_losses: int
-        self._finds_batch_size = False
-        self._is_plain_step: bool
+        self._forget_runs()
 
-    def _of_a_run(self) -> dict[str, Any]:
-        return super()._of_a_run() | {
-            "_metric_sync": None,
-            "_evaluation": None,
-            "_num_steps": 0,
-            "_num_losses": 0,
-            # Whether the current step runs without a pipeline, with its backward by Lightning.
-            "_is_plain_step": False,
-        }
+    def _forget_runs(self) -> None:
+        self._connection = Connection(self._options)
+        self._random_state = RandomState(self._connection)
+        self._checkpoints = Checkpoints(
+            lambda: self.checkpoint_io, self._connection, self._random_state
+        )
+        self._adjustments = Adjustments()
+        self._deferred = DeferredInit()
+        self._run: Run | None = None
 
-    # --- the plan and its environment ---
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: only the settings, without the state of a run."""
+        state: dict[str, Any] = super().__getstate__()
+        for name in ("connection", "random_state", "checkpoints", "adjustments", "deferred", "run"):
+            del state[f"_{name}"]
+        return state
 
-    def _check_devices(self, topology: Topology, devices: Sequence[Device]) -> None:
-        plan = self._options.plan
-        planned = plan.kinds if plan is not None else ()
-        for ranks, kinds in zip(topology.ranks, planned, strict=False):
-            for stage, (rank, kind) in enumerate(zip(ranks, kinds, strict=True)):
-                if devices[rank].kind != kind:
-                    raise PlanError(
-                        f"The plan was made for another cluster: for stage {stage} it has a "
-                        f"{kind!r}, and rank {rank} is a {devices[rank].kind!r} (host "
-                        f"{self._hosts[rank]!r}). Make a plan here with `pipeshift plan`, or "
-                        "remove its field 'kinds' if you know that it is suitable."
-                    )
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget_runs()
+
+    # --- the rank's position ---
+
+    @property
+    def stage(self) -> int:
+        """This rank's stage."""
+        return self._connection.channels.stage
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages this rank's virtual machine has."""
+        return self._connection.channels.num_stages
+
+    @property
+    def virtual_machine(self) -> int:
+        """The index of this rank's virtual machine."""
+        return self._connection.replicas.vm
+
+    @property
+    def topology(self) -> Topology:
+        """The ranks of every virtual machine, in stage order."""
+        return self._connection.replicas.topology
+
+    @property
+    def hosts(self) -> list[str]:
+        """The name of each rank's host."""
+        return self._connection.hosts
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+        assert self.parallel_devices is not None
+        if self.local_rank >= len(self.parallel_devices):
+            raise ConfigurationError(
+                f"This is process {self.local_rank} on its host, and the Trainer was given"
+                f" {len(self.parallel_devices)} device(s). Set `Trainer(devices=...)` to the number"
+                " of processes that the launcher starts on each host."
+            )
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes run on this host."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Samplers count virtual machines: all stages of one see the same data."""
+        if self._is_unconnected_alone:
+            return {"num_replicas": 1, "rank": 0}
+        replicas = self._connection.replicas
+        return {"num_replicas": replicas.count, "rank": replicas.vm}
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are several virtual machines: values logged with ``sync_dist`` are reduced
+        over them.
+        """
+        return self._connection.is_open and self._connection.replicas.count > 1
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """The backend that the user requested."""
+        return self._options.process_group_backend
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank."""
+        # The rank of the only process is 0 in any case: SLURM's variables may be missing.
+        return 0 if self._is_only_process else super().global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its host."""
+        return 0 if self._is_only_process else super().local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """The number of this process's host."""
+        return 0 if self._is_only_process else super().node_rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+        return 1 if self._is_only_process else super().world_size
+
+    @property
+    def _is_only_process(self) -> bool:
+        started = int(os.environ.get("WORLD_SIZE", 1))
+        return self.num_processes * self.num_nodes == 1 and started == 1
+
+    @property
+    def _is_unconnected_alone(self) -> bool:
+        """Whether no run has started, and this process would be its only rank: then it can answer
+        the Trainer's queries by itself (for `estimated_stepping_batches`, for example).
+        """
+        return not self._connection.is_open and self.world_size == 1
+
+    # --- the plan and the measurements ---
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """This rank's pipeline, for tools that look into a run.
+
+        Raises:
+            ConfigurationError: no run has begun.
+        """
+        return self._require_run().pipeline
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force. Raises PlanError before the first batch."""
+        if self._run is None:
+            raise PlanError(
+                "There is no plan yet: no run has begun. It is made at the first batch."
+            )
+        return self._run.pipeline.plan_in_call_order
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the first steps have been measured; the same on every rank."""
+        return self._run is not None and self._run.pipeline.planning.is_measured
+
+    def predicted(self, plan: Plan) -> Plan:
+        """The same plan with the simulator's prediction, by the measurements of this run. Every
+        rank calls this.
+
+        Args:
+            plan: for the virtual machines of this run.
+
+        Raises:
+            PlanError: nothing has been measured yet.
+        """
+        return self.pipeline.planning.predicted(plan)
+
+    def adopt(self, plan: Plan, from_microbatch: int = 0) -> None:
+        """Puts another plan in force: the next step prepares it, and still runs under the old one.
+        Layers change their owners, and all results remain the same. Every rank calls this, with the
+        same plan, between the same steps (for example in ``on_train_batch_end``).
+
+        Args:
+            plan: the plan.
+            from_microbatch: the microbatch of the step after the next from which on it is in force.
+                Earlier microbatches of that step run on the old owners, forward and backward.
+
+        Raises:
+            PlanError: it is for another model, or would change more than the owners of layers and
+                the recomputation; or there is no such microbatch, or only whole steps can change.
+        """
+        self.pipeline.adopt(plan, from_microbatch)
+
+    def migrate(self, *moves: Move) -> None:
+        """Makes layers change their owners: the next step prepares that, and still runs under the
+        old placement. Every rank calls this, with the same moves, between the same steps; a second
+        call adds to the first.
+
+        Raises:
+            PlanError: a layer, a stage or a virtual machine that does not exist; two moves of one
+                layer; a stage whose layers would not be contiguous; or a stage that would have too
+                little memory. Then nothing changes.
+        """
+        self.pipeline.migrate(moves)
+
+    @property
+    def steps_left(self) -> float:
+        """The number of steps over which a change of the plan can pay off; infinite if it was not
+        set.
+        """
+        return self.pipeline.planning.steps_left
+
+    @steps_left.setter
+    def steps_left(self, steps: float) -> None:
+        self.pipeline.planning.steps_left = steps
+
+    @property
+    def layer_names(self) -> list[str]:
+        """The names of the layers, as plans and moves have them."""
+        return list(self.pipeline.layers)
+
+    @property
+    def decisions(self) -> list[dict[str, float]]:
+        """The expected and the measured effects of changes of the plan, in their order:
+        ``expected_gain`` and later ``measured_gain`` (the speedup of a step), and ``step_seconds``
+        at that time.
+        """
+        return self.pipeline.planning.decisions
+
+    @property
+    def move_seconds(self) -> float:
+        """How long this rank has waited for the last change of owners, in seconds: the part that
+        did not overlap with its steps.
+        """
+        return self.pipeline.changes.seconds
+
+    @property
+    def memory_figures(self) -> dict[str, float]:
+        """Statistics of :class:`~lightning_pipeshift.MemoryCompression` on this rank since the run
+        began: ``peak_bytes`` of saved tensors on the device, the ``budget_bytes`` that they may
+        take (the device's, less the other memory of its layers), ``moved_bytes``,
+        ``waited_seconds`` (how long the compute has waited for copies), ``num_evicted`` (tensors
+        that were evicted although the plan keeps them) and ``host_peak_bytes``. Empty without the
+        plugin.
+        """
+        memory = self.pipeline.memory
+        return memory.figures() if memory is not None else {}
+
+    @property
+    def exposed_seconds(self) -> float:
+        """How long the last step has waited for gradients of other virtual machines, in seconds,
+        after its own compute.
+        """
+        return self.pipeline.exposed_seconds
+
+    def gradient_norms(self, norm_type: float) -> dict[str, Tensor]:
+        """The norm of every parameter's gradient by the parameter's name, over all stages.
+
+        Every rank calls this. See :func:`lightning_pipeshift.grad_norm`, which adds the total.
+
+        Args:
+            norm_type: the order of the norm.
+
+        Returns:
+            Scalars, float32, on the CPU. A parameter without a gradient is omitted.
+        """
+        return self._require_run().training.gradient_norms(norm_type)
 
     # --- for `LayerMigration` ---
 
@@ -263,23 +430,17 @@ class PipeShiftStrategy(CheckpointingStrategy):
     def only_measures(self) -> None:
         """Makes the next run only measure the machines and the model, without changing the plan."""
         self._only_measures = True
-        steps = self._options.profile_steps or Options.profile_steps
-        self._options = replace(self._options, profile_steps=steps)
-
-    @property
-    def _memory_wishes(self) -> MemoryRequest | None:
-        """The settings of a `MemoryCompression`, if there is one."""
-        return getattr(self.precision_plugin, "memory_wishes", None)
 
     @property
     def steps_to_measure(self) -> int:
         """How many steps are measured before the layers are distributed again."""
-        return self._options.profile_steps
+        steps = self._options.profile_steps
+        return steps or Options.profile_steps if self._only_measures else steps
 
     @property
     def measured(self) -> tuple[Profile, Cluster, PlanRequest] | None:
         """The measurements, and the settings for a planner: on the first rank."""
-        planning = self._require_pipeline().planning
+        planning = self.pipeline.planning
         if planning.measured is None or not planning.is_measured:
             return None
         profile, cluster = planning.measured.profile, planning.measured.cluster
@@ -287,117 +448,112 @@ class PipeShiftStrategy(CheckpointingStrategy):
         samples = profile.samples * profile.microbatches
         return profile, cluster, self._options.request(samples, policy)
 
-    # --- setup ---
+    @property
+    def _memory_wishes(self) -> MemoryRequest | None:
+        """The settings of a `MemoryCompression`, if there is one."""
+        return getattr(self.precision_plugin, "memory_wishes", None)
+
+    # --- the launch ---
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        check_devices(self.parallel_devices or ())
+        if self.num_processes * self.num_nodes == 1:
+            return  # this process is all there is
+        if self.cluster_environment.creates_processes_externally:
+            return
+        if IS_INTERACTIVE and self.num_nodes == 1:
+            # A notebook is no script that could be run again: the other ranks are copies of it.
+            self._launcher = NotebookLauncher(self)
+        else:
+            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Takes rank and world size from the launcher, or computes them if it sets none."""
+        assert self.cluster_environment is not None
+        world_size = self.num_nodes * self.num_processes
+        rank = self.node_rank * self.num_processes + self.local_rank
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        # Environments with their own ranks (torchrun, SLURM) ignore this.
+        self.cluster_environment.set_global_rank(rank)
+        self.cluster_environment.set_world_size(world_size)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def setup_environment(self) -> None:
+        # Lightning's, with torch 2.13, once on every rank.
+        warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
+        trainer = trainer_of(self.lightning_module)
+        if trainer is not None:
+            check_packages(trainer, self._require_module())
+        check_processes(self.num_processes)
+        super().setup_environment()
+        if self.num_processes > 1:
+            # The launcher does this only for the process that it launches from. A single process
+            # keeps the number of threads that the user has set.
+            set_num_threads_if_needed(self.num_processes)
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        place = Place(self.global_rank, self.world_size, self.root_device, self.cluster_environment)
+        self._connection.open(place, Path(trainer.default_root_dir if trainer is not None else "."))
+        # Random numbers are shared from now on (for a split of the data in `setup`, for example).
+        self._random_state.share()
+        self._random_state.continue_from({})
+        self._deferred = DeferredInit()
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """Context of ``configure_model``: tensors created in it get their values later, on the
+        stages that hold them.
+        """
+        self._deferred = DeferredInit(self._random_state.seed())
+        with self._deferred.recording():
+            yield
+        give_attributes_values(self._require_module(), self._deferred)
+
+    # --- the start of a run ---
 
     def setup(self, trainer: pl.Trainer) -> None:
-        module = self._require_module()
+        module, connection = self._require_module(), self._connection
         assert self.accelerator is not None
-        channels, replicas = self._require_channels(), self._require_replicas()
-        self._seed_of_run = self._seed()
-        settings = self._settings()
-        stages_per_vm = replicas.topology.stages_per_vm
-        is_plain = self.world_size == 1 and settings.leaves_steps_whole(stages_per_vm)
-        check_run(module, is_plain)
-        self.accelerator.setup(trainer)
-        check_shares(self._options.batch_shares, replicas.count)
-        # Code that draws outside of a step (shuffling, workers' seeds) draws the same numbers on
-        # every stage.
-        set_global_state(replicas.world.share_object(global_state(), source=0))
-        self._shared_stream = SharedRandomStream(replicas.vm)
-        self._metric_sync = MetricSync(replicas)
-        self._adjustments.when_over(silence_advice_to_synchronise())
-        # Lightning's own samplers support neither shares nor global batches.
-        if self._shares_data is None:
-            self._shares_data = uses_distributed_sampler(trainer)
-        use_distributed_sampler(trainer, False)
-        self.precision_plugin = over_stages(
-            self.precision_plugin, self._gradient_norms, self._gradient_hooks, channels.sum
-        )
-        self._adjustments.when_over(partial(by_itself, self.precision_plugin))
-        with self._deferred.recording():
-            self.model = self.precision_plugin.convert_module(module)
-        # What user code asks for (`self.device`), in nested LightningModules too.
-        update_properties(module, device=self.root_device)
-        for metric in module.modules():
-            if isinstance(metric, Metric):
-                metric.to(self.root_device)
-                # The states are the same on every stage of a virtual machine: gathering them over
-                # all ranks, as torchmetrics would, would count each several times. This also holds
-                # after the run, while the ranks are connected.
-                metric.distributed_available_fn = self._metric_sync.is_possible
-                metric.dist_sync_fn = self._metric_sync.gather
-        self._connect_checkpoints()
-        self._watch_for_sigterm(trainer)
-        self._watch_for_exceptions(trainer)
-        self._adjustments.take_steps_without_loss(trainer)
-        self._adjustments.filter_parameters(
-            partial(SharedComparison, module, channels, self._deferred)
-        )
-        self._num_steps = self._num_losses = 0
-        self._finds_batch_size = any(
-            isinstance(callback, BatchSizeFinder)
-            for callback in trainer.callbacks  # type: ignore[attr-defined]
-        )
-        self._pipeline = Pipeline(
-            root=module,
-            channels=channels,
-            replicas=replicas,
-            rings=self._rings,
-            groups=self._require_groups(),
-            settings=settings,
-            here=device_of(self.root_device),
-            deferred=self._deferred,
-            ignored=_FRAMEWORK_ATTRIBUTES,
-            say=_say,
-            outside=self._outside,
-            fail_beside=self._fail_beside,
-            profile=trainer.profiler.profile,  # type: ignore[attr-defined]
-        )
-        if self._request_folder is not None and self.is_global_zero:
-            self._open_to_requests(self._request_folder, self._pipeline)
-        self._evaluation = EvaluationSteps(trainer, self._pipeline)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self.optimizers, self.lr_scheduler_configs = [], []
-            self.setup_optimizers(trainer)
-            check_optimizers(self.optimizers, is_plain)
-            self._trained = self._pipeline
-        self.setup_precision_plugin()
-
-    def _settings(self) -> Settings:
-        assert self._seed_of_run is not None
-        return Settings.of(
-            self._options,
-            seed=self._seed_of_run,
+        settings = Settings.of(
+            replace(self._options, profile_steps=self.steps_to_measure),
+            seed=self._random_state.begin_run(),
             only_measures=self._only_measures,
             watch=self._watch,
             memory=self._memory_wishes,
         )
-
-    def _open_to_requests(self, folder: Path, pipeline: Pipeline) -> None:
-        try:
-            self._outside.open(folder, partial(status_of, pipeline))
-        except OSError as error:
-            _say(f"this run takes no requests for moves, as its folder is not writable: {error}.")
-        else:
-            _say(f"`pipeshift status --run {folder}` shows the status of this run.")
-
-    def _seed(self) -> int:
-        if self._resumed.get("seed") is not None:
-            return int(self._resumed["seed"])
-        world = self._require_replicas().world
-        seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() & (2**62 - 1)))
-        return int(world.share_object(seed, source=0))
+        is_plain = self.world_size == 1 and settings.leaves_steps_whole(self.topology.stages_per_vm)
+        check_run(module, is_plain)
+        check_shares(settings.batch_shares, connection.replicas.count)
+        self.accelerator.setup(trainer)
+        # Lightning's own samplers support neither shares nor global batches.
+        if self._shares_data is None:
+            self._shares_data = uses_distributed_sampler(trainer)
+        use_distributed_sampler(trainer, False)
+        with self._deferred.recording():
+            self.model = self.precision_plugin.convert_module(module)
+        # What user code asks for (`self.device`), in nested LightningModules too.
+        update_properties(module, device=self.root_device)
+        self._checkpoints.connect()
+        run = self._run = Run.start(trainer, connection, settings, self._deferred)
+        run.adjust(trainer, self._adjustments, self._deferred, self._checkpoints.is_sharded)
+        if self._request_folder is not None and self.is_global_zero:
+            run.take_requests(self._request_folder)
+        trains = trainer.state.fn == TrainerFn.FITTING
+        self._checkpoints.begin_run(run.pipeline, trains)
+        if trains:
+            self.optimizers, self.lr_scheduler_configs = [], []
+            self.setup_optimizers(trainer)
+            check_optimizers(self.optimizers, is_plain)
+        self.setup_precision_plugin()
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Creates the optimizers.
-
-        Raises:
-            ConfigurationError: there are several. Lightning's own advice would be manual
-                optimization, which cannot be a pipeline.
-        """
+        """Creates the optimizers. Raises ConfigurationError if there are several."""
         try:
             super().setup_optimizers(trainer)
         except RuntimeError as error:
+            # Lightning advises manual optimization, which cannot be a pipeline.
             if "multiple optimizers" not in str(error):
                 raise
             raise several_optimizers() from error
@@ -409,29 +565,21 @@ class PipeShiftStrategy(CheckpointingStrategy):
         """Returns the loader of this virtual machine's share of the data, and makes workers' seeds
         depend on the virtual machine, instead of the rank as in Lightning.
         """
-        if (
-            isinstance(dataloader, DataLoader)
-            and int(os.environ.get("PL_SEED_WORKERS", 0))
-            and dataloader.worker_init_fn is None
-        ):
-            # The same on all ranks: the virtual machine's index is added below.
-            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)
+        seed_workers_alike(dataloader)
         if self._is_unconnected_alone:
             return dataloader
-        trainer = self._require_module().trainer
-        count = self._require_replicas().count
-        if trainer.state.stage == RunningStage.TRAINING:
+        trains = self._require_module().trainer.state.stage == RunningStage.TRAINING
+        if trains:
             # Next, Lightning creates the loader's iterator, whose order may be random.
-            self._resume_random_state()
-        if count == 1 or not self._shares_data:
+            self._random_state.restore()
+        replicas = self._connection.replicas
+        if replicas.count == 1 or not self._shares_data:
             return dataloader
-        return for_virtual_machine(
-            dataloader,
-            self.virtual_machine,
-            self._options.batch_shares or [1.0] * count,
-            pads=trainer.state.stage == RunningStage.TRAINING,
-            stream=self._shared_stream,
-        )
+        shares = self._options.batch_shares or [1.0] * replicas.count
+        stream = self._random_state.stream
+        return for_virtual_machine(dataloader, replicas.vm, shares, pads=trains, stream=stream)
+
+    # --- training ---
 
     def on_train_start(self) -> None:
         """Compares the lengths of the data over the ranks."""
@@ -439,19 +587,60 @@ class PipeShiftStrategy(CheckpointingStrategy):
         progress = trainer.fit_loop.epoch_loop.batch_progress
         if progress.current.ready and not progress.is_last_batch:
             # In the middle of an epoch the iterator was created before the checkpoint.
-            self._resume_random_state()
-        self._resumed = {}
-        length = trainer.num_training_batches
-        require_same_lengths([length], "training", self._require_channels())
-        require_same_lengths_over_replicas(length, self._require_replicas())
+            self._random_state.restore()
+        self._random_state.continue_from({})
+        self._require_run().training.begin()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        run = self._require_run()
+        result = run.training.run(*args, *kwargs.values())
+        run.interruptions.heed()
+        return result
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Context of the steps that no optimizer step follows."""
+        with self._require_run().training.accumulating():
+            yield
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        plain = partial(super().backward, closure_loss, optimizer, *args, **kwargs)
+        return self._require_run().training.backward(closure_loss, plain)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)
+        self._require_run().training.end_optimizer_step()
+        return result
+
+    def on_train_end(self) -> None:
+        """Makes the virtual machines' states equal: running statistics, random numbers."""
+        self._require_run().training.end()
+        self._random_state.to_shared()
+
+    # --- evaluation ---
 
     def on_validation_start(self) -> None:
         """Compares the lengths of the data over the ranks."""
-        self._begin_evaluation(evaluation_loop(self._require_module().trainer), "validation")
+        self._require_run().evaluation.begin("validation")
 
     def on_test_start(self) -> None:
         """Compares the lengths of the data over the ranks."""
-        self._begin_evaluation(self._require_module().trainer.test_loop, "test")
+        self._require_run().evaluation.begin("test")
+
+    def on_predict_start(self) -> None:
+        """Compares the lengths of the data over the ranks."""
+        self._require_run().evaluation.begin("prediction")
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._require_run().evaluation.run("validation_step", *args, *kwargs.values())
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._require_run().evaluation.run("test_step", *args, *kwargs.values())
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._require_run().evaluation.run("predict_step", *args, *kwargs.values())
 
     def on_validation_end(self) -> None:
         """Checks that no batch of the data was skipped."""
@@ -466,218 +655,20 @@ class PipeShiftStrategy(CheckpointingStrategy):
         self._end_evaluation("prediction")
 
     def _end_evaluation(self, what: str) -> None:
-        self._require_evaluation().require_all_fetched(what)
+        self._require_run().evaluation.end(what)
         # After the sanity check Lightning restores the earlier random state, which was that of the
         # shared stream.
-        self._draw_from_shared()
+        self._random_state.to_shared()
 
-    def on_train_end(self) -> None:
-        """Makes the virtual machines' states equal: running statistics, random numbers. Warns if no
-        step had a loss.
-        """
-        if self._num_steps and not self._num_losses:
-            rank_zero_warn(
-                f"PipeShift: `training_step` returned None in all {self._num_steps} steps of this"
-                " run, so nothing was learned. Return the loss, or a dict with 'loss'."
-            )
-        self._require_pipeline().match_replicas(parameters_too=False)
-        self._draw_from_shared()
+    # --- collective calls of Lightning's and of callbacks ---
 
-    def _draw_from_shared(self) -> None:
-        if self._shared_stream is not None:
-            self._shared_stream.to_shared()
+    def barrier(self, name: str | None = None) -> None:
+        self._notice_exception()
+        self._connection.barrier()
 
-    def on_predict_start(self) -> None:
-        """Compares the lengths of the data over the ranks."""
-        self._begin_evaluation(self._require_module().trainer.predict_loop, "prediction")
-
-    def _begin_evaluation(self, loop: Any, what: str) -> None:
-        require_same_lengths(loop.max_batches, what, self._require_channels())
-        require_data_for_all(loop.max_batches, what, self._require_replicas())
-        # Each virtual machine has its own running statistics until they are used.
-        self._require_pipeline().match_replicas(parameters_too=False)
-
-    # --- steps ---
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        module, pipeline = self._require_module(), self._require_pipeline()
-        trainer = module.trainer
-        batch, *rest = args or tuple(kwargs.values())
-
-        def step(root: Any, part: Any) -> Any:
-            with self.precision_plugin.train_step_context():
-                return root.training_step(part, *rest)
-
-        epoch_loop = trainer.fit_loop.epoch_loop
-        number = epoch_loop.total_batch_idx
-        self._is_plain_step = pipeline.begins_plain_step(batch, step, number, self.optimizers)
-        if self._is_plain_step:
-            return self._counted(_weighed(pipeline.plain_training_step(batch, step, number)))
-        check_backward(module)
-        with self._recording(), self._out_of_memory_for_all():
-            report = pipeline.training_step(
-                batch,
-                epoch_loop.batch_idx,
-                step,
-                number,
-                loss_scale_of(self.precision_plugin, trainer.accumulate_grad_batches),
-                self.optimizers,
-                wants_result=are_results_used(trainer, "train_step"),
-                keeps_gradients=self._keeps_gradients(epoch_loop.batch_idx),
-                is_last_batch=bool(epoch_loop.batch_progress.is_last_batch),
-                accumulation=Accumulation(
-                    has_begun=bool(epoch_loop.batch_idx % trainer.accumulate_grad_batches),
-                    goes_on=self._accumulates,
-                ),
-            )
-        # The logged values are already those of all virtual machines.
-        synchronised = False if self._require_replicas().count > 1 else None
-        say_again(report.logs, module.log, module, self.root_device, synchronised)
-        if report.loss is None:
-            return self._counted(NO_LOSS)
-        loss = to_device(report.loss, self.root_device)
-        if isinstance(report.result, Mapping):
-            return self._counted({**report.result, "loss": loss})
-        return self._counted(loss)
-
-    def _counted(self, result: Any) -> Any:
-        """Called at the end of a training step; returns its result."""
-        self._heed_sigterm()
-        news = self._require_pipeline().news
-        if not self._num_steps:
-            self._show_stages()
-        while news:
-            _say(news.pop(0))
-        self._num_steps += 1
-        self._num_losses += result is not None and result is not NO_LOSS
-        return result
-
-    def _show_stages(self) -> None:
-        """Prints a table of the stages with their layers, if the Trainer prints a summary of the
-        model.
-        """
-        trainer = self._require_module().trainer
-        pipeline = self._require_pipeline()
-        is_asked = any(
-            isinstance(callback, ModelSummary)
-            for callback in trainer.callbacks  # type: ignore[attr-defined]
-        )
-        if not is_asked or not pipeline.has_plan or self.num_stages == 1:
-            return
-        plan, lines = pipeline.plan, []
-        for vm, ranks in enumerate(pipeline.replicas.topology.ranks):
-            rows = [["stage", "rank", "host", "parameters", "layers"]]
-            for stage, (rank, layers) in enumerate(zip(ranks, plan.stage_layers(vm), strict=True)):
-                megabytes = sum(layer.parameter_bytes for layer in layers) / 1e6
-                names = layers_text([layer.name for layer in layers])
-                rows.append(
-                    [str(stage), str(rank), self._hosts[rank], f"{megabytes:,.2f} MB", names]
-                )
-            lines += [f"the stages of virtual machine {vm}", *table(rows)]
-        _say("\n".join(lines))
-
-    def _keeps_gradients(self, batch_idx: int) -> bool:
-        """Whether Lightning will not zero the gradients after the step, or user code may read them
-        before.
-        """
-        module = self._require_module()
-        trainer = module.trainer
-        return bool(
-            batch_idx % trainer.accumulate_grad_batches
-            or is_overridden("optimizer_zero_grad", module)
-            or is_hook_used(trainer, "on_before_zero_grad")
-        )
-
-    @contextmanager
-    def _recording(self) -> Generator[None, None, None]:
-        """Context in which the LightningModule's logging is recorded instead."""
-        module, recorder = self._require_module(), self._require_pipeline().recorder
-        assert self._metric_sync is not None
-        module.__dict__["log"] = recorder.log
-        module.__dict__["log_dict"] = recorder.log_dict
-        # In a step, only the last stages call metrics.
-        self._metric_sync.is_open = False
-        try:
-            yield
-        finally:
-            self._metric_sync.is_open = True
-            del module.__dict__["log"], module.__dict__["log_dict"]
-
-    @contextmanager
-    def _out_of_memory_for_all(self) -> Generator[None, None, None]:
-        """Context of a step. If this rank runs out of memory, a `BatchSizeFinder` would catch that
-        and start again while the other ranks still wait in the step; so the run ends instead.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            if not (self._finds_batch_size and self.world_size > 1 and is_oom_error(error)):
-                raise
-            raise BatchError(
-                "`BatchSizeFinder` has tried a batch that does not fit: a rank ran out of memory "
-                "in this step. With several ranks the search ends here, as the others are in the "
-                "middle of it. Use the last size that succeeded, remove the callback, and run "
-                "again; or limit the search (`max_val`, `max_trials`)."
-            ) from error
-
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """Context of the steps that no optimizer step follows."""
-        self._accumulates = True
-        try:
-            yield
-        finally:
-            self._accumulates = False
-
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """Adds the step's gradients to the parameters' own, between the hooks that belong to a
-        backward. A single device computes them only now.
-        """
-        if self._is_plain_step:
-            with self._require_pipeline().one_stage.backward(self._require_holdings()):
-                return super().backward(closure_loss, optimizer, *args, **kwargs)
-        module = self._require_module()
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        self._require_holdings().hand_gradients_over()
-        return self.precision_plugin.post_backward(closure_loss, module)
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().optimizer_step(*args, **kwargs)
-        pipeline = self._require_pipeline()
-        # There are none if the optimizer did not call the step; Lightning raises an error for that.
-        if pipeline.holdings is not None:
-            # Hooks may read gradients until they are zeroed.
-            pipeline.holdings.show_gradients()
-        pipeline.changes.weights_are_final()
-        return result
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(
-            "validation_step", self.precision_plugin.val_step_context, *args, **kwargs
-        )
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("test_step", self.precision_plugin.test_step_context, *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(
-            "predict_step", self.precision_plugin.predict_step_context, *args, **kwargs
-        )
-
-    def _evaluate(self, name: str, context: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        evaluation = self._require_evaluation()
-        batch, *rest = args or tuple(kwargs.values())
-
-        def step(root: nn.Module, part: Any) -> Any:
-            with context():
-                return getattr(root, name)(part, *rest)
-
-        if self._require_pipeline().is_by_itself:
-            return evaluation.run_plainly(name, batch, tuple(rest), step)
-        with self._recording(), self._out_of_memory_for_all():
-            return evaluation.run(name, batch, tuple(rest), step)
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        self._notice_exception()
+        return self._connection.broadcast(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces over virtual machines; all stages of one pass the same value.
@@ -685,48 +676,140 @@ class PipeShiftStrategy(CheckpointingStrategy):
         During an evaluation the virtual machines may be at different batches, so logged values are
         not reduced; the epoch's value is reduced at its end.
         """
-        if self._metric_sync is not None and not self._metric_sync.is_open:
+        self._notice_exception()
+        is_in_step = self._run is not None and not self._run.metric_sync.is_open
+        if is_in_step or self._is_unconnected_alone:
             return tensor
-        return super().reduce(tensor, group, reduce_op)
+        name = reduce_op if isinstance(reduce_op, str) else str(reduce_op).rpartition(".")[2]
+        return self._connection.reduce(tensor, name.lower())
 
-    def _gradient_hooks(self) -> AbstractContextManager[None]:
-        module = self._require_module()
-        if not any(
-            is_hook_used(module.trainer, hook)
-            for hook in ("on_after_backward", "on_before_optimizer_step")
-        ) and not is_overridden("configure_gradient_clipping", module):
-            return nullcontext()
-        return self._require_holdings().stand_ins()
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gathers over virtual machines, along a new first dimension. With a single virtual machine
+        it returns the tensor itself.
+        """
+        self._notice_exception()
+        return tensor if self._is_unconnected_alone else self._connection.all_gather(tensor)
 
-    def _require_evaluation(self) -> EvaluationSteps:
-        assert self._evaluation is not None
-        return self._evaluation
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        self._notice_exception()
+        return self._connection.agree(decision, all)
+
+    # --- checkpoints ---
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The plugin for checkpoints; a :class:`PipeShiftCheckpointIO` unless another is given."""
+        self._checkpoint_io = with_inner_plugin(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Writes a checkpoint. After a failure only a rank that has every layer still can."""
+        self._notice_exception()
+        self._checkpoints.save(checkpoint, filepath, storage_options, self.is_global_zero)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes a checkpoint, unless the one that replaces it could not be saved."""
+        self._notice_exception()
+        if not self._checkpoints.is_lost:
+            super().remove_checkpoint(filepath)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole state on rank 0; for a sharded checkpoint, the part that this rank saves."""
+        self._notice_exception()
+        return self._checkpoints.module_state(self._require_module(), self.is_global_zero)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole state on rank 0; for a sharded checkpoint, the part that this rank saves."""
+        self._notice_exception()
+        return self._checkpoints.optimizer_state(optimizer)
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Opens a checkpoint, a file or a folder. A rank reads its tensors on demand."""
+        trainer = trainer_of(self.lightning_module)
+        trains = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        turn = self.local_rank, max(1, self.num_processes)
+        return self._checkpoints.load(
+            checkpoint_path, weights_only, self._deferred, turn, continues=trains
+        )
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Loads the model's state; tensors without values are loaded when these are initialised."""
+        with self._deferred.recording():
+            load_state(self._require_module(), checkpoint["state_dict"], strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads the whole state, on the CPU; each stage moves its part to the device of its
+        parameters later.
+        """
+        states = checkpoint["optimizer_states"]
+        with self._deferred.recording():
+            for optimizer, state in zip(self.optimizers, states, strict=False):
+                optimizer.load_state_dict(state)
 
     # --- the end ---
 
+    def on_exception(self, exception: BaseException) -> None:
+        """After a SIGTERM that all ranks know of, saves ``last.ckpt`` in the ModelCheckpoint's
+        folder. After any other exception, publishes the reason to the other ranks, and closes the
+        connections, so that none of them waits for this one.
+        """
+        if self._run is not None and self._run.interruptions.ends_in_order(exception):
+            self._run.interruptions.save_last(exception)
+        else:
+            self._fail(exception)
+
+    def _notice_exception(self) -> None:
+        """Ends the run if an exception is being handled. Callbacks are notified of it before the
+        strategy, and some then save a checkpoint, for which the other ranks would be needed. A
+        single rank can still save: for it, only an exception counts that the strategy has handled.
+        """
+        trainer, handled = trainer_of(self.lightning_module), sys.exc_info()[1]
+        if self.world_size > 1 and handled is not None and trainer and trainer.interrupted:
+            run = self._run
+            if run is None or not run.interruptions.ends_in_order(handled):
+                self._fail(handled)
+
+    def _fail(self, exception: BaseException) -> None:
+        if self._connection.announce(exception):
+            if self._run is not None:
+                self._run.release()
+            self._checkpoints.end()
+            self._connection.close()
+
     def teardown(self) -> None:
         """Makes the model whole again on every rank, and undoes the run's changes."""
-        pipeline = self._pipeline
+        module, cpu = self._require_module(), torch.device("cpu")
         self._adjustments.undo()
-        self._outside.close()
-        if pipeline is not None:
-            pipeline.release_gates()
-            if not self._failed:
-                pipeline.make_whole()
-            elif pipeline.holdings is not None:
-                pipeline.holdings.to_cpu()
-        update_properties(self._require_module(), device=torch.device("cpu"))
-        for metric in self._require_module().modules():
-            if isinstance(metric, Metric):
-                metric.cpu()
+        if self._run is not None:
+            self._run.end(self._connection.has_failed)
+        update_properties(module, device=cpu)
+        metrics_to_cpu(module)
         for optimizer in self.optimizers:
-            optimizer_to_device(optimizer, torch.device("cpu"), self._deferred)
+            optimizer_to_device(optimizer, cpu, self._deferred)
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-        self._settle()
-        if self._board is not None and not self._failed:
-            self._board.pause()
+        self._connection.pause()
+
+    def _require_run(self) -> Run:
+        if self._run is None:
+            raise ConfigurationError(
+                "There is no pipeline yet: it is created when `fit`, `validate`, `test` or "
+                "`predict` begins."
+            )
+        return self._run
+
+    def _require_module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module

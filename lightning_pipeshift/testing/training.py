@@ -193,7 +193,7 @@ class Watcher(Callback):
             self._end_step(trainer)
             strategy = trainer.strategy
             if isinstance(strategy, PipeShiftStrategy) and trainer.is_global_zero:
-                self.findings = findings_of(strategy._require_pipeline())
+                self.findings = findings_of(strategy.pipeline)
 
     def _end_step(self, trainer: pl.Trainer) -> None:
         self.first_step_seconds = self.first_step_seconds or time.perf_counter() - self._begun

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_pipeshift import PipeShiftStrategy, StageFailedError
 from lightning_pipeshift.devices.streams import side_stream
-from lightning_pipeshift.lightning import connected
+from lightning_pipeshift.lightning import connection
 from lightning_pipeshift.plan.inputs.cluster import Device
 from lightning_pipeshift.runtime.comm.channels import Channels, connect_devices, make_groups
 from lightning_pipeshift.runtime.comm.lane import Lane
@@ -54,7 +54,7 @@ def trainer_on(backend: str, callbacks: Any = (), **settings: Any) -> L.Trainer:
     stages = int(os.environ["WORLD_SIZE"])
     # Only this rank's own is used.
     devices = [own_device()] * stages
-    vars(connected)["payload_backend"] = lambda *_: backend
+    vars(connection)["payload_backend"] = lambda *_: backend
     strategy = PipeShiftStrategy(parallel_devices=devices, **settings)
     return L.Trainer(strategy=strategy, callbacks=list(callbacks), max_epochs=1, **QUIET)  # type: ignore[arg-type]
 

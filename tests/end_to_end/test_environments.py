@@ -42,7 +42,7 @@ trainer.fit(model, points(8))
 strategy = trainer.strategy
 values = trainer.callback_metrics
 print("found", trainer.global_rank, trainer.world_size, strategy.stage, strategy.cluster_environment
-      .__class__.__name__, strategy._hosts, sep="|")
+      .__class__.__name__, strategy.hosts, sep="|")
 """
 
 # Stands in for mpi4py, with files in place of messages.

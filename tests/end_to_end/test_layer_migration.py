@@ -201,7 +201,7 @@ class AsksForTooMuch(L.Callback):
         strategy = trainer.strategy
         if not strategy.is_measured or self.error:
             return
-        planning = strategy._require_pipeline().planning
+        planning = strategy.pipeline.planning
         if planning.measured is not None:
             first, second = planning.measured.cluster.devices
             cluster = replace(

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_pipeshift import ConfigurationError, PipeShiftStrategy
+from lightning_pipeshift import ConfigurationError
 from lightning_pipeshift.errors import CheckpointNotFoundError
 from tests.features_models import (
     built,
@@ -581,10 +581,20 @@ def test_copies_of_a_trainer_train(precision: Any) -> None:
         assert torch.equal(first[1][1][0][name], value)
 
 
+def planned_by_copies(how: Any) -> Any:
+    trainer = quiet_trainer(how, max_steps=1)
+    found = []
+    for other in (copy.deepcopy(trainer), pickle.loads(pickle.dumps(trainer))):
+        other.fit(built(SequentialMLP), points(1))
+        plan: Any = other.strategy.plan  # type: ignore[union-attr]
+        found.append((plan.microbatches, plan.schedule, plan.placement.counts))
+    return found
+
+
 def test_a_copied_strategy_keeps_what_was_asked_for() -> None:
-    strategy = PipeShiftStrategy(microbatches=3, schedule="gpipe", partition=[1, 2])
-    for other in (copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
-        assert other._options == strategy._options
+    asked = {"microbatches": 3, "schedule": "gpipe", "partition": [1, 4]}
+    for plans in on_ranks(2, planned_by_copies, strategy=asked):
+        assert plans == [(3, "gpipe", ((1, 4),))] * 2
 
 
 def from_nowhere(how: Any, path: str) -> Any:

@@ -447,7 +447,7 @@ def events(how: Any) -> list[str]:
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
             if index == 1:
                 EVENTS.clear()
-                aggregation = trainer.strategy._pipeline._aggregation
+                aggregation = trainer.strategy.pipeline._aggregation
                 begin = aggregation._start_sum
 
                 def listening(number: int, *rest: Any) -> Any:
@@ -486,7 +486,7 @@ def failing(how: Any, num_samples: int = 32, dies: int | None = None) -> Any:
     class Dies(L.Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
             if trainer.global_rank == dies and trainer.global_step == 2:
-                aggregation = trainer.strategy._pipeline._aggregation
+                aggregation = trainer.strategy.pipeline._aggregation
                 begin = aggregation._start_sum
 
                 def die_in_the_middle(*arguments: Any) -> Any:

@@ -7,21 +7,28 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
+from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.partition import PartitionSpec
 from lightning_pipeshift.plan.inputs.policies import Policy
-from lightning_pipeshift.plan.inputs.topology import VirtualMachinesSpec
+from lightning_pipeshift.plan.inputs.shares import check_shares
+from lightning_pipeshift.plan.inputs.topology import VirtualMachinesSpec, check_spec
+from lightning_pipeshift.plan.schedule.schedules import MOST_MICROBATCHES, schedule_named
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of :class:`~lightning_pipeshift.PipeShiftStrategy`, which explains them. Made
-    once, by the strategy, which has checked them.
+    once, by the strategy.
 
     Args:
         plan: has been read, if it was given as a file.
-        batch_shares: the plan's, where the plan has some.
+        batch_shares: replaced by the plan's, if the plan has some.
+
+    Raises:
+        ConfigurationError: a value that is not allowed; the message lists those that are.
+        ScheduleError: likewise, for the name of a schedule.
     """
 
     virtual_machines: VirtualMachinesSpec = "auto"
@@ -37,6 +44,43 @@ class Options:
     timeout: timedelta | None = None
     heartbeat_timeout: float = 10.0
     stall_timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        _check_microbatches(self.microbatches)
+        if self.partition not in ("auto", "uniform") and not isinstance(
+            self.partition, list | tuple
+        ):
+            raise ConfigurationError(
+                f"partition={self.partition!r}: allowed are 'auto', 'uniform', a list with the"
+                " number of layers of each stage ([5, 4]), or one such list for each virtual"
+                " machine."
+            )
+        if self.process_group_backend not in (None, "nccl", "gloo"):
+            raise ConfigurationError(
+                f"process_group_backend={self.process_group_backend!r}: allowed are 'nccl', 'gloo',"
+                " and None for a choice by the devices."
+            )
+        if not isinstance(self.plan, Plan | None):
+            raise ConfigurationError(
+                f"plan={self.plan!r}: pass a `Plan`, or the path of a file that `Plan.save` wrote."
+            )
+        check_spec(self.virtual_machines)
+        check_shares(self.batch_shares, None)
+        if self.gradient_aggregation not in ("auto", "ring", "allreduce"):
+            raise ConfigurationError(
+                f"gradient_aggregation={self.gradient_aggregation!r}: allowed are 'ring',"
+                " 'allreduce' and 'auto'."
+            )
+        if self.recompute not in ("auto", "full", "none"):
+            raise ConfigurationError(
+                f"recompute={self.recompute!r}: allowed are 'auto', 'full' and 'none'."
+            )
+        _check_profile_steps(self.profile_steps)
+        _check_seconds("heartbeat_timeout", self.heartbeat_timeout, 1.0)
+        _check_seconds("stall_timeout", self.stall_timeout, 0.0)
+        schedule_named(self.schedule)
+        if self.plan is not None and self.plan.batch_shares:
+            object.__setattr__(self, "batch_shares", list(self.plan.batch_shares))
 
     @property
     def ranks(self) -> VirtualMachinesSpec:
@@ -77,4 +121,28 @@ class Options:
             batch_shares=tuple(self.batch_shares) if self.batch_shares else None,
             batch_samples=batch_samples,
             policy=policy,
+        )
+
+
+def _check_microbatches(number: Any) -> None:
+    is_number = isinstance(number, int) and not isinstance(number, bool)
+    if number != "auto" and not (is_number and 1 <= number <= MOST_MICROBATCHES):
+        raise ConfigurationError(
+            f"microbatches={number!r}: a batch is split into at least 1 slice."
+            f" Pass a whole number from 1 to {MOST_MICROBATCHES}, or 'auto'."
+        )
+
+
+def _check_profile_steps(steps: Any) -> None:
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise ConfigurationError(
+            f"profile_steps={steps!r}: pass a whole number; 0 plans once, before the first step."
+        )
+
+
+def _check_seconds(name: str, seconds: Any, least: float) -> None:
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not is_number or not seconds >= least:
+        raise ConfigurationError(
+            f"{name}={seconds!r}: pass a number of seconds, {least:g} or more."
         )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_pipeshift.lightning import connected
+from lightning_pipeshift.lightning import connection
 from lightning_pipeshift.runtime.comm import process_groups
 from lightning_pipeshift.runtime.comm.channels import Channels, connect_devices, make_groups
 from lightning_pipeshift.runtime.comm.mesh import connect_all
@@ -63,7 +63,7 @@ def let_gloo_stand_in() -> None:
 
     dist.new_group = made  # type: ignore[assignment]
     process_groups.nccl_options = lambda *_: None
-    vars(connected)["payload_backend"] = lambda *_: "nccl"
+    vars(connection)["payload_backend"] = lambda *_: "nccl"
 
 
 class Kernels:

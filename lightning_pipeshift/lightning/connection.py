@@ -1,0 +1,403 @@
+"""A rank's connections to the others: opened for the first run, kept for later ones, and closed
+after a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from torch import Tensor
+
+from lightning_pipeshift.compat.lightning_private import init_dist_connection
+from lightning_pipeshift.compat.torch_distributed_private import default_store
+from lightning_pipeshift.errors import ConfigurationError, PlanError, StageFailedError
+from lightning_pipeshift.host import host_names
+from lightning_pipeshift.plan.arrange.options import Options
+from lightning_pipeshift.plan.inputs.topology import Topology, arrange
+from lightning_pipeshift.runtime.comm.backends import (
+    backends,
+    device_of,
+    payload_backend,
+    store_of_this_start,
+)
+from lightning_pipeshift.runtime.comm.channels import Channels, connect_devices, make_groups
+from lightning_pipeshift.runtime.comm.lane import gathered
+from lightning_pipeshift.runtime.comm.mesh import connect_all
+from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, nccl_environment
+from lightning_pipeshift.runtime.comm.replicas import Replicas
+from lightning_pipeshift.runtime.comm.sockets import Opened, open_sockets, shut_down
+from lightning_pipeshift.runtime.gradients.rings import Rings
+from lightning_pipeshift.runtime.liveness.failure import FailureBoard
+from lightning_pipeshift.runtime.liveness.stalls import STACKS, print_stacks_on_a_signal
+from lightning_pipeshift.runtime.step.control_files import FOLDER, WITHOUT_LOGGER
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Job:
+    """State shared by all strategies that a job's ranks run one after another.
+
+    Args:
+        world: torch's default process group.
+        board: reports failures.
+        groups: the groups in addition to the default one.
+    """
+
+    world: weakref.ref[Any]
+    board: FailureBoard
+    groups: ProcessGroups | None = None
+
+
+_jobs: list[_Job] = []
+
+
+def _job_of(world: Any) -> _Job | None:
+    return next((job for job in _jobs if job.world() is world and job.board.is_open), None)
+
+
+def _keep(job: _Job) -> None:
+    for other in _jobs:
+        if other.world() is not job.world():
+            other.board.close()
+    _jobs[:] = [job]
+
+
+def _connected(part: T | None, who: str) -> T:
+    if part is None:
+        raise ConfigurationError(f"The {who} are not connected yet. Use this from `setup` on.")
+    return part
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among those of a job.
+
+    Args:
+        rank: its rank.
+        world_size: how many processes there are.
+        device: the rank's device.
+        environment: has the address of the first rank.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    environment: ClusterEnvironment
+
+
+class Connection:
+    """This rank's connections to the others. They are made by :meth:`open`.
+
+    Args:
+        options: the user's.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.has_failed = False
+        """Whether the run has ended by an exception that this rank knows of."""
+        self._options = options
+        self._board: FailureBoard | None = None
+        self._groups: ProcessGroups | None = None
+        self._channels: Channels | None = None
+        self._replicas: Replicas | None = None
+        self._rings: Rings | None = None
+        self._hosts: list[str] | None = None
+        self._sockets: Opened = frozenset()
+        # Ranks that have all failed together can still complete a checkpoint.
+        self._checkpoint_sockets: Opened = frozenset()
+
+    # --- what is connected ---
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there are connections: a run has started, and has not failed. Without them,
+        collective calls return this rank's own value.
+        """
+        return self._replicas is not None and dist.is_initialized()
+
+    @property
+    def replicas(self) -> Replicas:
+        """The virtual machines."""
+        return _connected(self._replicas, "ranks")
+
+    @property
+    def channels(self) -> Channels:
+        """The connections between the stages of this rank's virtual machine."""
+        return _connected(self._channels, "stages")
+
+    @property
+    def groups(self) -> ProcessGroups:
+        """The process groups that carry tensors from device to device."""
+        return _connected(self._groups, "ranks")
+
+    @property
+    def rings(self) -> Rings | None:
+        """This rank's part in the rings over the virtual machines; ``None`` if there is only
+        one virtual machine.
+        """
+        return self._rings
+
+    @property
+    def hosts(self) -> list[str]:
+        """The name of each rank's host."""
+        return _connected(self._hosts, "ranks")
+
+    @property
+    def lost_at(self) -> float | None:
+        """The time since which any rank has been gone, by ``time.monotonic``."""
+        return self._board.lost_at if self._board is not None else None
+
+    # --- the start of a run ---
+
+    def open(self, place: Place, folder: Path) -> None:
+        """Connects the ranks, unless an earlier run has. Every rank calls this.
+
+        Args:
+            place: this process.
+            folder: where stacks are written if the user asks for them.
+
+        Raises:
+            ConfigurationError: the ranks are not those that the options want.
+            PlanError: the devices are not those of the plan.
+        """
+        self.has_failed = False
+        before = open_sockets()
+        board = self._board_of_job(place, before)
+        job = _job_of(dist.group.WORLD) or _Job(weakref.ref(dist.group.WORLD), board)
+        _keep(job)
+        is_new = self._board is not board
+        self._board = board
+        board.resume()
+        with board.watched():
+            topology = self._topology(place, board)
+            board.name_of = [
+                topology.name_of(rank, host) for rank, host in enumerate(self.hosts)
+            ].__getitem__
+            # All ranks have the board: sockets opened from now on are shut down after a failure.
+            if is_new or self._replicas is None or self._replicas.topology != topology:
+                self._connect(topology, place, board, job)
+        self._sockets |= open_sockets() - before - board.sockets - self.groups.sockets
+        board.interrupt, board.give_up = self._interrupt, self._give_up
+        board.trouble = self.groups.error
+        print_stacks_on_a_signal()
+        are_asked_for = os.environ.get(STACKS, "0") not in ("", "0")
+        stacks = folder / WITHOUT_LOGGER / FOLDER if are_asked_for else None
+        channels = self.channels
+        board.watch_for_stalls(lambda: channels.num_done, self._options.stall_timeout, stacks)
+
+    def _board_of_job(self, place: Place, before: Opened) -> FailureBoard:
+        """The connections by which failures are noticed; initialises torch.distributed.
+
+        Args:
+            place: this process.
+            before: the sockets that were open before the ranks connected.
+        """
+        if dist.is_initialized():
+            known = _job_of(dist.group.WORLD)
+            return known.board if known else self._make_board(place, default_store(), before)
+        environment = place.environment
+        store = store_of_this_start(
+            place.rank,
+            place.world_size,
+            environment.main_address,
+            environment.main_port,
+            self._options.timeout or default_pg_timeout,
+        )
+        board = self._make_board(place, store, before)
+        with board.watched(), nccl_environment():
+            init_dist_connection(
+                environment,
+                backends(place.device, self._options.process_group_backend),
+                global_rank=place.rank,
+                world_size=place.world_size,
+                timeout=self._options.timeout,
+                store=store,
+            )
+        return board
+
+    def _make_board(self, place: Place, store: Any, before: Opened) -> FailureBoard:
+        mesh = connect_all(
+            dist.PrefixStore("pipeshift/peers", store),
+            place.rank,
+            place.world_size,
+            place.environment.main_address,
+            place.environment.main_port,
+            self._options.timeout or default_pg_timeout,
+        )
+        board = FailureBoard(place.rank, mesh, self._options.heartbeat_timeout)
+        # What is opened up to the end of the setup is for this job.
+        board.interrupt = lambda: shut_down(open_sockets() - before - board.sockets)
+        return board
+
+    def _topology(self, place: Place, board: FailureBoard) -> Topology:
+        devices = gathered(device_of(place.device), dist.group.WORLD, board.watched)
+        hosts = self._hosts = host_names([device.host for device in devices])
+        topology = arrange(self._options.ranks, devices, self._options.depths)
+        plan = self._options.plan
+        planned = plan.kinds if plan is not None else ()
+        for ranks, kinds in zip(topology.ranks, planned, strict=False):
+            for stage, (rank, kind) in enumerate(zip(ranks, kinds, strict=True)):
+                if devices[rank].kind != kind:
+                    raise PlanError(
+                        f"The plan was made for another cluster: for stage {stage} it has a "
+                        f"{kind!r}, and rank {rank} is a {devices[rank].kind!r} (host "
+                        f"{hosts[rank]!r}). Make a plan here with `pipeshift plan`, or "
+                        "remove its field 'kinds' if you know that it is suitable."
+                    )
+        return topology
+
+    def _connect(self, topology: Topology, place: Place, board: FailureBoard, job: _Job) -> None:
+        rank, device, watched = place.rank, place.device, board.watched
+        timeout = self._options.timeout
+        backend = payload_backend(device, self._options.process_group_backend, watched)
+        groups = job.groups
+        if groups is None or (groups.backend, groups.device) != (backend, device):
+            groups = ProcessGroups(backend, device, watched, timeout)
+        self._groups = job.groups = groups
+        vm, stage = topology.place_of(rank)
+        hosts = [make_groups(ranks, has_bulk=True, timeout=timeout) for ranks in topology.ranks]
+        connect_devices(groups, topology.ranks)
+        machine = Channels(topology.ranks[vm], stage, device, watched, hosts[vm], groups)
+        machine.open_lines()
+        world = machine
+        if topology.num_virtual_machines > 1:
+            everyone = range(place.world_size)
+            of_all = make_groups(everyone, timeout=timeout)
+            world = Channels(everyone, rank, device, watched, of_all, groups)
+            self._rings = Rings(make_groups(everyone, timeout=timeout), rank, watched)
+        self._channels = machine
+        self._replicas = Replicas(topology, rank, world, machine)
+
+    def group_for_checkpoints(self) -> dist.ProcessGroup:
+        """Makes a group of all ranks. After a failure its connections remain until a rank is gone,
+        so that the remaining ranks can complete a checkpoint. Every rank calls this.
+        """
+        before = open_sockets()
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._options.timeout)
+        self._checkpoint_sockets = open_sockets() - before
+        return group
+
+    # --- collective calls: of every rank ---
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        if self.is_open:
+            self.replicas.world.sum(torch.zeros(1))
+
+    def broadcast(self, value: T, source: int) -> T:
+        """The value of one rank."""
+        if not self.is_open:
+            return value
+        world = self.replicas.world
+        mine = value if self.replicas.rank == source else None
+        # Not a message: in the middle of a step, the receive of another message may be posted
+        # already.
+        found: T = gathered(mine, world.control, world.watched)[source]
+        return found
+
+    def reduce(self, value: Any, operation: str) -> Any:
+        """A tensor reduced over the virtual machines, all stages of which pass the same one."""
+        if self.has_failed or self.replicas.count == 1 or not isinstance(value, Tensor):
+            return value
+        return self.replicas.reduce(value, operation)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """The tensors of all virtual machines, along a new first dimension; the tensor itself if
+        there is only one virtual machine.
+        """
+        if self.has_failed or self.replicas.count == 1:
+            return tensor
+        return torch.stack(self.replicas.gather_tensor(tensor))
+
+    def agree(self, decision: bool, all_of_them: bool) -> bool:
+        """Whether all ranks decide so, or any."""
+        if not self.is_open:
+            return decision
+        votes = self.replicas.world.sum(torch.tensor([float(decision)]))
+        return bool(votes == self.replicas.topology.num_ranks) if all_of_them else bool(votes > 0)
+
+    # --- the end of a run ---
+
+    def pause(self) -> None:
+        """Ends a run in order: from now on, a rank whose process ends has not failed.
+
+        Waits until the other ranks have received all messages of this one: when the caller then
+        drops the connection, no send is in progress. gloo loses a send that no object refers to.
+        """
+        if self._channels is not None and self._replicas is not None:
+            self._channels.settle()
+            self._replicas.world.settle()
+        if self._board is not None and not self.has_failed:
+            self._board.pause()
+
+    def announce(self, exception: BaseException) -> bool:
+        """Ends a run by an exception: publishes the reason to the other ranks, and interrupts what
+        is in progress on the device.
+
+        Returns:
+            whether the connections are now to be closed: they are open, and this is the run's first
+            exception.
+        """
+        if self.has_failed or not dist.is_initialized():
+            return False
+        self.has_failed = True
+        board = self._board
+        heard = isinstance(exception, StageFailedError)
+        if board is not None and not heard and not board.is_first(exception):
+            board.publish(board.own_name, exception)
+        if self._groups is not None:
+            # Later code may wait for the device, which may wait for other ranks.
+            self._groups.abort()
+        return True
+
+    def announce_beside(self, exception: BaseException) -> None:
+        """Publishes an exception of a thread to the other ranks. They notice it when they wait for
+        a move, and this rank when it communicates next; so there is no deadlock.
+        """
+        channels, board = self._channels, self._board
+        # Ranks that wait for a failed rank notice the failure by themselves.
+        if channels is None or board is None or isinstance(exception, StageFailedError):
+            return
+        if not board.is_first(exception):
+            board.publish_beside(exception)
+        channels.interrupt_bulk()
+        if self._groups is not None:
+            # On a device, this rank would wait for operations that the failure ends.
+            self._groups.abort()
+
+    def close(self) -> None:
+        """Closes all connections, so that no rank waits for this one."""
+        if self._channels is not None and self._replicas is not None:
+            self._channels.close()
+            self._replicas.world.close()
+        if self._rings is not None:
+            self._rings.close()
+        groups = self._groups
+        self._channels = self._replicas = self._rings = self._groups = None
+        if groups is not None:
+            groups.end_all()
+        else:
+            dist.destroy_process_group()
+        self._sockets = self._checkpoint_sockets = frozenset()
+        if self._board is not None:
+            self._board.close()
+
+    def _interrupt(self) -> None:
+        """Interrupts the waits of this rank; called in a thread when another rank failed."""
+        groups = self._groups
+        if groups is not None:
+            groups.abort()
+        shut_down(self._sockets)
+
+    def _give_up(self) -> None:
+        """Interrupts operations that need all ranks; called in a thread when one is gone."""
+        shut_down(self._checkpoint_sockets)

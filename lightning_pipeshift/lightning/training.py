@@ -1,0 +1,249 @@
+"""Training: the pipeline's steps, and the hooks of Lightning's loop around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_pipeshift.commands.stage_table import layers_text, table
+from lightning_pipeshift.errors import ConfigurationError
+from lightning_pipeshift.lightning.checks import check_backward
+from lightning_pipeshift.lightning.patches import NO_LOSS
+from lightning_pipeshift.lightning.precision.all_stages import loss_scale_of
+from lightning_pipeshift.lightning.steps import StepContext, are_results_used, is_hook_used
+from lightning_pipeshift.model.execution.transfer import to_device
+from lightning_pipeshift.model.user_state.logs import say_again
+from lightning_pipeshift.runtime.ownership.holdings import Holdings
+from lightning_pipeshift.runtime.step.checksum import (
+    require_same_lengths,
+    require_same_lengths_over_replicas,
+)
+from lightning_pipeshift.runtime.step.pipeline import Accumulation, Pipeline
+
+
+def _weighed(result: Any) -> Any:
+    """A step's result; ``None`` if its ``weight`` is 0."""
+    if isinstance(result, Mapping) and result.get("weight") is not None:
+        return result if float(result["weight"]) else None
+    return result
+
+
+class TrainingSteps:
+    """The training steps of one run on one rank.
+
+    Args:
+        trainer: the Trainer.
+        pipeline: this rank's pipeline.
+        context: that of a step.
+        hosts: the name of each rank's host.
+        say: shows a message to the user at once.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        pipeline: Pipeline,
+        context: StepContext,
+        hosts: Sequence[str],
+        say: Callable[[str], None],
+    ) -> None:
+        self._trainer = trainer
+        self._pipeline = pipeline
+        self._context = context
+        self._hosts = hosts
+        self._say = say
+        self._num_steps = 0
+        self._num_losses = 0
+        self._accumulates = False
+        self._is_plain = False
+
+    def begin(self) -> None:
+        """Compares the length of the data over the ranks."""
+        length, pipeline = self._trainer.num_training_batches, self._pipeline
+        require_same_lengths([length], "training", pipeline.channels)
+        require_same_lengths_over_replicas(length, pipeline.replicas)
+
+    # --- the step ---
+
+    def run(self, batch: Any, *rest: Any) -> Any:
+        """Runs one training step.
+
+        Args:
+            batch: the batch.
+            rest: the step's other arguments.
+
+        Returns:
+            the step's result, with the loss of the whole batch; :data:`NO_LOSS` if there is none.
+        """
+        trainer, pipeline = self._trainer, self._pipeline
+
+        def step(root: Any, part: Any) -> Any:
+            with trainer.precision_plugin.train_step_context():
+                return root.training_step(part, *rest)
+
+        number = trainer.fit_loop.epoch_loop.total_batch_idx
+        self._is_plain = pipeline.begins_plain_step(batch, step, number, trainer.optimizers)
+        if self._is_plain:
+            result = _weighed(pipeline.plain_training_step(batch, step, number))
+        else:
+            result = self._pipelined(batch, step, number)
+        if not self._num_steps:
+            self._show_stages()
+        while pipeline.news:
+            self._say(pipeline.news.pop(0))
+        self._num_steps += 1
+        self._num_losses += result is not None and result is not NO_LOSS
+        return result
+
+    def _pipelined(self, batch: Any, step: Callable[[Any, Any], Any], number: int) -> Any:
+        trainer, pipeline = self._trainer, self._pipeline
+        module, epoch_loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
+        check_backward(module)
+        with self._context():
+            report = pipeline.training_step(
+                batch,
+                epoch_loop.batch_idx,
+                step,
+                number,
+                loss_scale_of(trainer.precision_plugin, trainer.accumulate_grad_batches),
+                trainer.optimizers,
+                wants_result=are_results_used(trainer, "train_step"),
+                keeps_gradients=self._keeps_gradients(epoch_loop.batch_idx),
+                is_last_batch=bool(epoch_loop.batch_progress.is_last_batch),
+                accumulation=Accumulation(
+                    has_begun=bool(epoch_loop.batch_idx % trainer.accumulate_grad_batches),
+                    goes_on=self._accumulates,
+                ),
+            )
+        device = pipeline.channels.device
+        # The logged values are already those of all virtual machines.
+        synchronised = False if pipeline.replicas.count > 1 else None
+        say_again(report.logs, module.log, module, device, synchronised)
+        if report.loss is None:
+            return NO_LOSS
+        loss = to_device(report.loss, device)
+        return {**report.result, "loss": loss} if isinstance(report.result, Mapping) else loss
+
+    def _keeps_gradients(self, batch_idx: int) -> bool:
+        """Whether Lightning will not zero the gradients after the step, or user code may read them
+        before.
+        """
+        trainer = self._trainer
+        return bool(
+            batch_idx % trainer.accumulate_grad_batches
+            or is_overridden("optimizer_zero_grad", trainer.lightning_module)
+            or is_hook_used(trainer, "on_before_zero_grad")
+        )
+
+    def _show_stages(self) -> None:
+        """Shows a table of the stages with their layers, if the Trainer prints a summary of the
+        model.
+        """
+        pipeline = self._pipeline
+        is_asked = any(
+            isinstance(callback, ModelSummary)
+            for callback in self._trainer.callbacks  # type: ignore[attr-defined]
+        )
+        if not is_asked or not pipeline.has_plan or pipeline.channels.num_stages == 1:
+            return
+        plan, lines = pipeline.plan, []
+        for vm, ranks in enumerate(pipeline.replicas.topology.ranks):
+            rows = [["stage", "rank", "host", "parameters", "layers"]]
+            for stage, (rank, layers) in enumerate(zip(ranks, plan.stage_layers(vm), strict=True)):
+                megabytes = sum(layer.parameter_bytes for layer in layers) / 1e6
+                names = layers_text([layer.name for layer in layers])
+                rows.append(
+                    [str(stage), str(rank), self._hosts[rank], f"{megabytes:,.2f} MB", names]
+                )
+            lines += [f"the stages of virtual machine {vm}", *table(rows)]
+        self._say("\n".join(lines))
+
+    # --- gradients ---
+
+    @property
+    def holdings(self) -> Holdings:
+        """What this rank holds of the model."""
+        holdings = self._pipeline.holdings
+        if holdings is None:
+            raise ConfigurationError(
+                "No stage has its layers yet: they are distributed at the first batch."
+            )
+        return holdings
+
+    @contextmanager
+    def accumulating(self) -> Generator[None, None, None]:
+        """Context of the steps that no optimizer step follows."""
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
+
+    def backward(self, loss: Tensor, plain: Callable[[], Tensor]) -> Tensor:
+        """Adds the step's gradients to the parameters' own, between the hooks that belong to a
+        backward. A single device computes them only now.
+
+        Args:
+            loss: the step's.
+            plain: Lightning's own backward.
+        """
+        if self._is_plain:
+            with self._pipeline.one_stage.backward(self.holdings):
+                return plain()
+        module, precision = self._trainer.lightning_module, self._trainer.precision_plugin
+        loss = precision.pre_backward(loss, module)
+        self.holdings.hand_gradients_over()
+        return precision.post_backward(loss, module)
+
+    def end_optimizer_step(self) -> None:
+        """Called when the optimizer has stepped: hooks may read gradients until they are zeroed."""
+        pipeline = self._pipeline
+        # There are none if the optimizer did not call the step; Lightning raises an error for that.
+        if pipeline.holdings is not None:
+            pipeline.holdings.show_gradients()
+        pipeline.changes.weights_are_final()
+
+    def gradient_hooks(self) -> AbstractContextManager[None]:
+        """Context of user code that may read gradients."""
+        trainer = self._trainer
+        if not any(
+            is_hook_used(trainer, hook)
+            for hook in ("on_after_backward", "on_before_optimizer_step")
+        ) and not is_overridden("configure_gradient_clipping", trainer.lightning_module):
+            return nullcontext()
+        return self.holdings.stand_ins()
+
+    def norms_of(self, parameters: list[Tensor], norm_type: float) -> Tensor:
+        """The norm of each parameter's gradient, over all stages."""
+        return self.holdings.gradient_norms(parameters, norm_type)
+
+    def gradient_norms(self, norm_type: float) -> dict[str, Tensor]:
+        """The norm of each gradient over all stages, by the parameter's name; see
+        :meth:`PipeShiftStrategy.gradient_norms`.
+        """
+        holdings = self.holdings
+        norms = self.norms_of([use.parameter for use in holdings.uses], norm_type)
+        there = holdings.have_gradients()
+        return {
+            use.name: norm.float()
+            for use, norm, has_one in zip(holdings.uses, norms, there, strict=True)
+            if has_one
+        }
+
+    # --- the end ---
+
+    def end(self) -> None:
+        """Makes the virtual machines' running statistics equal. Warns if no step had a loss."""
+        if self._num_steps and not self._num_losses:
+            rank_zero_warn(
+                f"PipeShift: `training_step` returned None in all {self._num_steps} steps of this"
+                " run, so nothing was learned. Return the loss, or a dict with 'loss'."
+            )
+        self._pipeline.match_replicas(parameters_too=False)
