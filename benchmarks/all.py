@@ -72,7 +72,7 @@ class Run:
 RUNS = (
     Run("memory", "memory", STEP),
     Run("skip_cost", "skip_cost --num-rounds 3", STEP),
-    Run("example", "example", (*STEP, f"{PACKAGE}/testing", "examples/train_gpt.py")),
+    Run("example", "example", (*STEP, "examples/train_gpt.py")),
     Run("big_models", "big_models", (*STEP, *CHECKPOINTS, f"{PACKAGE}/checkpoint/pretrained.py")),
     Run("watching", "watching", STEP),
     Run("recomputation", "recomputation", STEP),

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.measuring import arguments, print_table, save
 from lightning_pipeshift import PipeShiftCheckpointIO, PipeShiftStrategy, load_pretrained
-from tests.harness import run_ranks
+from lightning_pipeshift.testing.ranks import run_ranks
 
 WIDTH = 4096
 NUM_STAGES = 2

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.measuring import arguments, interval, print_table, ratios, save
 from lightning_pipeshift import PipeShiftCheckpointIO, PipeShiftStrategy
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
-from tests.harness import run_ranks
+from lightning_pipeshift.testing.ranks import run_ranks
 
 WIDTH = 1024
 NUM_RANKS = 2

@@ -52,8 +52,8 @@ from lightning_pipeshift import MemoryCompression, PipeShiftStrategy, Plan
 from lightning_pipeshift.errors import BudgetError
 from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
 from lightning_pipeshift.runtime.planning.make_plan import make_plan
+from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import quiet_trainer
-from tests.harness import run_ranks
 
 NUM_STAGES, LAYERS_PER_STAGE = 4, 2
 NUM_LAYERS = NUM_STAGES * LAYERS_PER_STAGE

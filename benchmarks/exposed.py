@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.hosts import Link, hosts, why_not
 from benchmarks.measuring import arguments, interval, print_table, save, shown
-from benchmarks.sleeping import SleepingLayer
 from lightning_pipeshift import PipeShiftStrategy
+from lightning_pipeshift.testing.sleeping import SleepingLayer
 
 NUM_HOSTS = 4
 NUM_LAYERS = 8

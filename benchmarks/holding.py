@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.placements import TakingTurns
-from benchmarks.sleeping import plain_sgd
+from lightning_pipeshift.testing.sleeping import plain_sgd
 
 NUM_TENSORS = 4
 

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_pipeshift.testing.ranks import run_ranks
 from lightning_pipeshift.testing.workers import free_port
-from tests.harness import run_ranks
 
 # The network card's name in every host.
 CARD = "eth0"
@@ -134,7 +134,9 @@ class Hosts:
         }
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> list[Any]:
-        """Calls a function as one rank on each host; see :func:`tests.harness.run_ranks`."""
+        """Calls a function as one rank on each host; see
+        :func:`lightning_pipeshift.testing.run_ranks`.
+        """
         environments = [self.environment(rank) for rank in range(len(self.namespaces))]
         return run_ranks(
             _call_on_host,

@@ -26,8 +26,8 @@ from benchmarks.placements import Repeated
 from benchmarks.watching import LENGTH, NUM_MICROBATCHES, WIDTH, Blocks
 from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.runtime.comm import channels, lane, waits
+from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import quiet_trainer
-from tests.harness import run_ranks
 
 NUM_TIMED = 20_000
 WARM_UP_STEPS = 5

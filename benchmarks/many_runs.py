@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measuring import arguments, print_table, save
-from tests.harness import run_ranks
+from lightning_pipeshift.testing.ranks import run_ranks
 
 KINDS = ("plain", "moves", "one file", "folder", "replicas")
 FAILS_EVERY = 10

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.measuring import arguments, print_table, save
 from lightning_pipeshift import PipeShiftStrategy
-from tests.harness import run_ranks
+from lightning_pipeshift.testing.ranks import run_ranks
 
 WIDTH = 2048
 NUM_LAYERS = 24

@@ -31,11 +31,11 @@ from torch.utils.data import DataLoader
 
 from benchmarks.measuring import arguments, interval, print_table, save, shown
 from benchmarks.placements import Repeated
-from benchmarks.sleeping import Sleeper, SleepingLayer, slow_down
 from lightning_pipeshift import LayerMigration, PipeShiftStrategy
 from lightning_pipeshift.plan.inputs.placement import Placement
+from lightning_pipeshift.testing.ranks import launch_torchrun, run_ranks
+from lightning_pipeshift.testing.sleeping import Sleeper, SleepingLayer, slow_down
 from tests.features_models import quiet_trainer
-from tests.harness import launch_torchrun, run_ranks
 
 NUM_LAYERS, NUM_STAGES = 24, 4
 EVEN = (6, 6, 6, 6)

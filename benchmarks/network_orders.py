@@ -26,10 +26,10 @@ from torch.utils.data import DataLoader
 from benchmarks.hosts import Link, hosts, why_not
 from benchmarks.measuring import arguments, interval, print_table, ratios, save, shown
 from benchmarks.placements import Repeated
-from benchmarks.sleeping import Sleeper
 from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.plan.arrange.planner import arrange_all
 from lightning_pipeshift.plan.arrange.request import PlanRequest
+from lightning_pipeshift.testing.sleeping import Sleeper
 from tests.features_models import quiet_trainer
 
 MEGABITS = (200.0, 50.0, 50.0, 200.0)

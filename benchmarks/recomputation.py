@@ -37,7 +37,7 @@ from benchmarks.measuring import arguments, interval, print_table, ratios, save,
 from benchmarks.placements import Plans, Repeated, compare
 from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.plan.inputs.placement import Placement
-from tests.harness import run_ranks
+from lightning_pipeshift.testing.ranks import run_ranks
 
 COUNTS = (4, 4, 4, 6)
 NOT_LAST = sum(COUNTS[:-1])

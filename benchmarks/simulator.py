@@ -22,10 +22,10 @@ from torch.optim import SGD, Optimizer
 
 from benchmarks.measuring import arguments, interval, print_table, save, shown
 from benchmarks.placements import Plans, Repeated, TakingTurns, Timed, compare
-from benchmarks.sleeping import Sleeper
 from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.plan.inputs.placement import Placement
-from tests.harness import run_ranks
+from lightning_pipeshift.testing.ranks import run_ranks
+from lightning_pipeshift.testing.sleeping import Sleeper
 
 WIDTH = 512
 ROWS = 32

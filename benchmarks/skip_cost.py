@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.measuring import arguments, interval, print_table, save, shown
 from lightning_pipeshift import PipeShiftStrategy
-from tests.harness import run_ranks
+from lightning_pipeshift.testing.ranks import run_ranks
 
 WIDTH = 64
 NUM_MICROBATCHES = 8

@@ -32,9 +32,15 @@ from benchmarks.side_by_side import (
     fit_beside,
     series,
 )
-from benchmarks.sleeping import BACKWARD_SECONDS, FORWARD_SECONDS, Sleeper, SleepingLayer, plain_sgd
 from lightning_pipeshift import PipeShiftStrategy
-from tests.harness import run_ranks
+from lightning_pipeshift.testing.ranks import run_ranks
+from lightning_pipeshift.testing.sleeping import (
+    BACKWARD_SECONDS,
+    FORWARD_SECONDS,
+    Sleeper,
+    SleepingLayer,
+    plain_sgd,
+)
 
 WIDTH = 64
 NUM_STEPS = 2

@@ -50,7 +50,7 @@ from benchmarks.side_by_side import (
     series,
 )
 from lightning_pipeshift import PipeShiftStrategy
-from tests.harness import run_ranks
+from lightning_pipeshift.testing.ranks import run_ranks
 
 NUM_STAGES = 2
 NUM_SYMBOLS = 64

@@ -28,11 +28,11 @@ from torch.optim import SGD, Optimizer
 
 from benchmarks.measuring import arguments, interval, print_table, ratios, save, shown
 from benchmarks.placements import Plans, Repeated, TakingTurns, Timed, compare
-from benchmarks.sleeping import Sleeper, slow_down
 from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.partition.equal_counts import uniform
-from tests.harness import run_ranks
+from lightning_pipeshift.testing.ranks import run_ranks
+from lightning_pipeshift.testing.sleeping import Sleeper, slow_down
 
 SPEEDS = (1.0, 0.5, 0.25)
 NUM_LAYERS = 21

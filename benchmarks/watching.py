@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader
 from benchmarks.measuring import arguments, interval, print_table, ratios, save, shown
 from benchmarks.placements import Repeated
 from lightning_pipeshift import PipeShiftStrategy
+from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import quiet_trainer
-from tests.harness import run_ranks
 
 WIDTH, LENGTH, NUM_BLOCKS, NUM_MICROBATCHES = 128, 64, 8, 8
 

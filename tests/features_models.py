@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_pipeshift import PipeShiftStrategy
-from tests.harness import run_ranks
+from lightning_pipeshift.testing.ranks import run_ranks
 from tests.models import NUM_CLASSES, NUM_FEATURES, Classifier
 
 Scenario = Callable[..., Any]

@@ -51,7 +51,7 @@ from benchmarks.gpu.profile import processor_share, profiled
 from benchmarks.measuring import arguments, machine, print_table, save
 from lightning_pipeshift.errors import StageFailedError
 from lightning_pipeshift.plan.schedule.schedules import SCHEDULES
-from tests.harness import run_ranks
+from lightning_pipeshift.testing.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

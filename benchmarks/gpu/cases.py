@@ -29,8 +29,8 @@ from lightning_pipeshift import (
     SwapAll,
 )
 from lightning_pipeshift.devices.streams import Accelerator
+from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import QUIET, OverflowingOnOneStage
-from tests.harness import run_ranks
 from tests.models import points
 
 VOCABULARY, WIDTH, LENGTH, BATCH_SIZE, NUM_BLOCKS = 64, 32, 12, 8, 4

@@ -34,7 +34,7 @@ from benchmarks.placements import Repeated, TakingTurns
 from lightning_pipeshift import MemoryCompression, PipeShiftStrategy, Plan
 from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
 from lightning_pipeshift.runtime.planning.make_plan import make_plan
-from tests.harness import RanksFailed, run_ranks
+from lightning_pipeshift.testing.ranks import RanksFailed, run_ranks
 
 STAYS, HALF = "everything stays", "half of the peak"
 AGAIN, LIKE_AGAIN = "all recomputed", "that peak, planned"

@@ -1,7 +1,8 @@
-"""Checks that users can run on their own models: that PipeShift trains them unchanged.
+"""Checks that users can run on their own models, and ranks for tests of their own.
 
 ``check_model`` trains a model for some steps on one stage and on several, and reports whether the
-bits agree and what it found; ``pipeshift check`` does so for a configuration.
+bits agree and what it found; ``pipeshift check`` does so for a configuration. ``run_ranks`` calls a
+function as the ranks of one job, each a process, and returns what each rank returned.
 """
 
 from lightning_pipeshift.testing.checking import check_model
@@ -12,7 +13,17 @@ from lightning_pipeshift.testing.findings import (
     FoundLayer,
     FoundTensor,
 )
+from lightning_pipeshift.testing.ranks import (
+    Launched,
+    LaunchFailed,
+    Outcome,
+    RanksFailed,
+    launch_script,
+    launch_torchrun,
+    run_ranks,
+)
 from lightning_pipeshift.testing.report import CheckedRun, CheckReport, Difference, Failure
+from lightning_pipeshift.testing.sleeping import SleepingLayer
 from lightning_pipeshift.testing.splits import Split
 
 __all__ = [
@@ -25,6 +36,14 @@ __all__ = [
     "FoundCode",
     "FoundLayer",
     "FoundTensor",
+    "LaunchFailed",
+    "Launched",
+    "Outcome",
+    "RanksFailed",
+    "SleepingLayer",
     "Split",
     "check_model",
+    "launch_script",
+    "launch_torchrun",
+    "run_ranks",
 ]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeshift import NotFiniteError
+from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import quiet_trainer
-from tests.harness import run_ranks
 
 # In the second of four microbatches of the third batch.
 WRONG = 2 * 16 + 4 + 1

@@ -30,8 +30,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.checkpoint.checkpoint_io import PipeShiftCheckpointIO
 from lightning_pipeshift.plan.inputs.placement import Placement
+from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import QUIET, built, plain, quiet_trainer
-from tests.harness import run_ranks
 from tests.models import NUM_CLASSES, NUM_FEATURES, Classifier, points
 
 DECAY = 0.8

@@ -31,8 +31,8 @@ from lightning_pipeshift import (
     PlanError,
     ScheduleError,
 )
+from lightning_pipeshift.testing.ranks import Outcome, run_ranks
 from tests.features_models import built, fit, on_rank, plain, quiet_trainer
-from tests.harness import Outcome, run_ranks
 from tests.models import (
     NUM_CLASSES,
     NUM_FEATURES,

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_pipeshift.testing.ranks import RanksFailed, run_ranks
 from tests.end_to_end.test_transparency import Pipelined, Trained, assert_same_bits, fit
 from tests.features_models import on_rank, quiet_trainer
-from tests.harness import RanksFailed, run_ranks
 from tests.models import NUM_FEATURES, ZOO, points
 
 _LIGHTNINGS_OWN = frozenset(vars(L.LightningModule()))

@@ -28,6 +28,7 @@ from lightning_pipeshift import PlanError
 from lightning_pipeshift.devices import streams
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.runtime.planning import profiling
+from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import (
     AwaitsPlanning,
     built,
@@ -36,7 +37,6 @@ from tests.features_models import (
     plain,
     quiet_trainer,
 )
-from tests.harness import run_ranks
 from tests.models import NUM_CLASSES, NUM_FEATURES, ZOO, points
 
 # --- any plan at any step ---

@@ -22,6 +22,7 @@ from lightning_pipeshift import (
     PipeShiftCheckpointIO,
     PipeShiftStrategy,
 )
+from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import (
     built,
     compare,
@@ -33,7 +34,6 @@ from tests.features_models import (
     plain,
     quiet_trainer,
 )
-from tests.harness import run_ranks
 from tests.models import (
     NUM_CLASSES,
     NUM_FEATURES,

@@ -27,8 +27,8 @@ from torch import nn
 from lightning_pipeshift import CheckpointError, ConfigurationError, PipeShiftCheckpointIO
 from lightning_pipeshift.files import temporary_beside
 from lightning_pipeshift.plan.document.validation import write_text
+from lightning_pipeshift.testing.ranks import RanksFailed, run_ranks
 from tests.features_models import built, on_rank, quiet_trainer
-from tests.harness import RanksFailed, run_ranks
 from tests.models import NUM_CLASSES, LayersOfItsOwn, SequentialMLP, points
 
 # About 4 MB.

@@ -17,9 +17,9 @@ from lightning_pipeshift.errors import StageFailedError
 from lightning_pipeshift.runtime.comm.backends import _agreed_name
 from lightning_pipeshift.runtime.comm.lane import Lane, PostedObject
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
+from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
 from tests.end_to_end.test_transparency import Pipelined, fit
 from tests.end_to_end.test_unmodified import FewLayers, build
-from tests.harness import LIMIT_SECONDS, run_ranks
 from tests.models import points
 
 SOON = timedelta(seconds=LIMIT_SECONDS)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift import MemoryCompression, PipeShiftStrategy, RecomputeAll, SwapAll
+from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import QUIET, built, parameters_of
-from tests.harness import run_ranks
 from tests.models import ZOO
 
 pytestmark = pytest.mark.cuda

@@ -21,9 +21,9 @@ from lightning_pipeshift.runtime.offload.copying import StreamCopier
 from lightning_pipeshift.runtime.offload.lending import Borrower, Lender, RemoteTarget
 from lightning_pipeshift.runtime.offload.shared_memory import address_here
 from lightning_pipeshift.runtime.planning.probe import probe
+from lightning_pipeshift.testing.ranks import run_ranks
 from tests.end_to_end.test_waits import NUM_STEPS, Model
 from tests.features_models import QUIET, built, parameters_of
-from tests.harness import run_ranks
 from tests.models import points
 from tests.unit.runtime.stages import connect
 from tests.unit.runtime.test_lending import fetched, nothing

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_pipeshift.testing.ranks import TIMEOUT_SECONDS
 from lightning_pipeshift.testing.workers import free_port
-from tests.harness import ROOT, TIMEOUT_SECONDS
+from tests import ROOT
 
 NODES, PER_NODE = 2, 2
 # The first has to be found by its name.

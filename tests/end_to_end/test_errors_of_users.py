@@ -11,7 +11,8 @@ import pytest
 
 from lightning_pipeshift.commands.brief_errors import without_traceback
 from lightning_pipeshift.errors import StageFailedError
-from tests.harness import ROOT, Launched, launch_script
+from lightning_pipeshift.testing.ranks import Launched, launch_script
+from tests import ROOT
 
 COMMAND = "from lightning_pipeshift.commands.cli import main; main()"
 KILLED = """

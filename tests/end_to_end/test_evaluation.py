@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter, LambdaCallback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, RanksFailed, run_ranks
 from tests.end_to_end.test_lightning_features import Stream
 from tests.features_models import (
     built,
@@ -29,7 +30,6 @@ from tests.features_models import (
     plain,
     quiet_trainer,
 )
-from tests.harness import LIMIT_SECONDS, RanksFailed, run_ranks
 from tests.models import (
     NUM_FEATURES,
     ZOO,

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks.fuzz import KINDS, run_kind
-from tests.harness import run_ranks
+from lightning_pipeshift.testing.ranks import run_ranks
 
 
 def trying(kind: str, folder: Path) -> dict[str, Any]:

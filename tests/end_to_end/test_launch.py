@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from lightning_pipeshift.testing.workers import free_port
-from tests.features_models import differences, fit, on_one_device, on_rank, parameters_of
-from tests.harness import (
+from lightning_pipeshift.testing.ranks import (
     Launched,
     launch_script,
     launch_torchrun,
     run_ranks,
 )
+from lightning_pipeshift.testing.workers import free_port
+from tests.features_models import differences, fit, on_one_device, on_rank, parameters_of
 from tests.models import SequentialMLP, points
 
 SCRIPT = """

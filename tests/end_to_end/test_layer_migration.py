@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipeshift import ConfigurationError, LayerMigration, Move, PlanError
 from lightning_pipeshift.commands.cli import PipeShiftCLI
+from lightning_pipeshift.testing.ranks import run_ranks
 from tests.end_to_end.test_changing_plans import SLOW, Sleeper, SlowsDown, go_by_sleep
 from tests.features_models import (
     AwaitsPlanning,
@@ -24,7 +25,6 @@ from tests.features_models import (
     quiet_trainer,
     read_csv,
 )
-from tests.harness import run_ranks
 from tests.models import points
 
 

@@ -42,6 +42,7 @@ from torchmetrics.classification import (
 
 from lightning_pipeshift import grad_norm
 from lightning_pipeshift.lightning.precision.all_stages import by_itself, over_stages
+from lightning_pipeshift.testing.ranks import RanksFailed, run_ranks
 from tests.features_models import (
     LeavesOut,
     OverflowingOnOneStage,
@@ -53,7 +54,6 @@ from tests.features_models import (
     quiet_trainer,
     read_csv,
 )
-from tests.harness import RanksFailed, run_ranks
 from tests.models import (
     NUM_CLASSES,
     ZOO,

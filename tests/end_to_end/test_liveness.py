@@ -19,7 +19,8 @@ import pytest
 
 from benchmarks.hosts import CARD, Hosts, hosts, why_not
 from benchmarks.liveness import run
-from tests.harness import ROOT, TIMEOUT_SECONDS
+from lightning_pipeshift.testing.ranks import TIMEOUT_SECONDS
+from tests import ROOT
 
 # Four stages until the other host is gone, then two.
 SCRIPT = """

@@ -21,9 +21,10 @@ from lightning_pipeshift.commands import planning as planning_command
 from lightning_pipeshift.plan.document.files import load_cluster, load_profile, save_profile
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
+from lightning_pipeshift.testing.ranks import run_ranks
 from lightning_pipeshift.testing.workers import free_port
+from tests import ROOT
 from tests.end_to_end.test_memory_compression import SAMPLES, WIDTH, same_bits, train
-from tests.harness import ROOT, run_ranks
 
 MB = 10**6
 

@@ -35,8 +35,8 @@ from lightning_pipeshift import (
 )
 from lightning_pipeshift.lightning.precision.memory_compression import bytes_of_text
 from lightning_pipeshift.plan.inputs.saved_tensors import BEHIND, FRONT
+from lightning_pipeshift.testing.ranks import launch_script, run_ranks
 from tests.features_models import AwaitsPlanning, built, quiet_trainer
-from tests.harness import launch_script, run_ranks
 
 WIDTH, SAMPLES = 64, 128
 NUM_BLOCKS = 6

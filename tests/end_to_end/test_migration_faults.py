@@ -35,9 +35,9 @@ from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.migration import Migration, _News
+from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
 from tests.end_to_end.test_changing_plans import Trains
 from tests.features_models import built, differences, parameters_of, plain, quiet_trainer
-from tests.harness import LIMIT_SECONDS, run_ranks
 from tests.models import points
 
 NUM_MICROBATCHES = 4

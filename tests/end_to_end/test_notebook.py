@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.harness import ROOT, TIMEOUT_SECONDS
+from lightning_pipeshift.testing.ranks import TIMEOUT_SECONDS
+from tests import ROOT
 
 CELLS = """
 import os

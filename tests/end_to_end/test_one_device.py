@@ -14,8 +14,8 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from torch import Tensor, nn
 
 from lightning_pipeshift import ConfigurationError
+from lightning_pipeshift.testing.ranks import RanksFailed, run_ranks
 from tests.features_models import built, compare, fit, on_rank, parameters_of, quiet_trainer
-from tests.harness import RanksFailed, run_ranks
 from tests.models import NUM_CLASSES, NUM_FEATURES, LayersOfItsOwn, points
 
 ALONE = {"microbatches": 1}

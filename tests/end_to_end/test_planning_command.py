@@ -20,9 +20,10 @@ from lightning_pipeshift import PipeShiftError, PipeShiftStrategy, Plan, PlanErr
 from lightning_pipeshift.commands import planning as planning_command
 from lightning_pipeshift.plan.document.files import load_cluster, load_profile, save_profile
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
+from lightning_pipeshift.testing.ranks import run_ranks
 from lightning_pipeshift.testing.workers import free_port
+from tests import ROOT
 from tests.features_models import quiet_trainer
-from tests.harness import ROOT, run_ranks
 from tests.models import ZOO
 
 GB = 10**9

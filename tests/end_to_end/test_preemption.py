@@ -16,9 +16,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from lightning_pipeshift import PipeShiftCheckpointIO
+from lightning_pipeshift.testing.ranks import launch_script, launch_torchrun, run_ranks
 from lightning_pipeshift.testing.workers import free_port
 from tests.features_models import built, on_rank, parameters_of, quiet_trainer
-from tests.harness import launch_script, launch_torchrun, run_ranks
 from tests.models import SequentialMLP, points
 
 

@@ -18,8 +18,8 @@ import pipeshift_command
 from lightning_pipeshift import CheckpointError, PipeShiftCheckpointIO, load_pretrained
 from lightning_pipeshift.checkpoint.export import export
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
+from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import differences, on_rank, quiet_trainer
-from tests.harness import run_ranks
 from tests.models import NUM_TOKENS, sentences
 
 

@@ -19,9 +19,9 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_pipeshift import CheckpointError, PipeShiftCheckpointIO
 from lightning_pipeshift.checkpoint import atomic
 from lightning_pipeshift.checkpoint.sharded import Writing
+from lightning_pipeshift.testing.ranks import RanksFailed, run_ranks
 from tests.end_to_end.test_checkpoint import loaded, training, without_paths
 from tests.features_models import built, differences, on_one_device, on_rank, quiet_trainer
-from tests.harness import RanksFailed, run_ranks
 from tests.models import SequentialMLP, points
 
 SHARDED = {"sharded": True, "asynchronous": False}

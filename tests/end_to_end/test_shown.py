@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from lightning.pytorch.profilers import SimpleProfiler
 
+from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import quiet_trainer
-from tests.harness import run_ranks
 from tests.models import LayersOfItsOwn, points
 
 PARTS = ["backward", "forward", "sum gradients", "wait for other stages"]

@@ -14,8 +14,8 @@ import pytest
 from lightning_pipeshift import ConfigurationError, PipeShiftStrategy
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.runtime.comm.sockets import open_sockets
+from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import built, quiet_trainer
-from tests.harness import run_ranks
 from tests.models import SequentialMLP, points
 
 

@@ -42,9 +42,9 @@ from lightning_pipeshift.testing import (
 from lightning_pipeshift.testing import workers as workers_module
 from lightning_pipeshift.testing.bits import differences, digest_of
 from lightning_pipeshift.testing.checking import PRELOADED, splits_of
+from lightning_pipeshift.testing.ranks import warm_server
 from lightning_pipeshift.testing.splits import every_split, random_cut, some_splits
 from lightning_pipeshift.testing.workers import JobFailedError, Workers
-from tests.harness import warm_server
 
 LIMIT_SECONDS = 240.0
 # Where a job that hangs says that it does.

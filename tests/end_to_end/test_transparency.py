@@ -31,8 +31,8 @@ from lightning_pipeshift import (
 )
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.schedule.schedules import SCHEDULES
+from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import quiet_trainer
-from tests.harness import run_ranks
 from tests.models import NUM_CLASSES, NUM_FEATURES, ZOO, Classifier, points
 
 SEED = 11

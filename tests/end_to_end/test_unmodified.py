@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.testing.ranks import run_ranks
 from tests.end_to_end.test_transparency import Pipelined, Trained, assert_same_bits, fit
 from tests.features_models import quiet_trainer
-from tests.harness import run_ranks
 from tests.models import NUM_CLASSES, NUM_FEATURES, Classifier, points
 
 WIDTH = 8

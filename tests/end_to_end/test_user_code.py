@@ -33,6 +33,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_pipeshift import ConfigurationError
 from lightning_pipeshift.errors import CheckpointNotFoundError
+from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import (
     built,
     compare,
@@ -43,7 +44,6 @@ from tests.features_models import (
     plain,
     quiet_trainer,
 )
-from tests.harness import run_ranks
 from tests.models import (
     NUM_CLASSES,
     NUM_FEATURES,

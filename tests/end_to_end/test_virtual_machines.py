@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.errors import ConfigurationError
+from lightning_pipeshift.testing.ranks import RanksFailed, run_ranks
 from tests.features_models import (
     OverflowingOnOneStage,
     built,
@@ -29,7 +30,6 @@ from tests.features_models import (
     plain,
     quiet_trainer,
 )
-from tests.harness import RanksFailed, run_ranks
 from tests.models import NUM_FEATURES, ZOO, SequentialMLP, points
 
 GLOBAL_BATCH = 12

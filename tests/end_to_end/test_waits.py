@@ -22,8 +22,8 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.model.execution.transfer import Fetch, to_device, to_host
 from lightning_pipeshift.runtime.step.checksum import _FIRST_BATCHES
+from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import QUIET, Diary, built, parameters_of
-from tests.harness import run_ranks
 from tests.models import NUM_CLASSES, NUM_FEATURES, points
 from tests.pretended_gpu import CPU, GPU, OnAPretendedGPU, PretendedGPU, Wait
 

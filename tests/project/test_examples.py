@@ -14,8 +14,9 @@ import torch
 from examples.train_gpt import GPT, TextDataModule
 from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.commands.cli import main
+from lightning_pipeshift.testing.ranks import launch_script, run_ranks
+from tests import ROOT
 from tests.features_models import differences, on_one_device, on_rank, plain, quiet_trainer
-from tests.harness import ROOT, launch_script, run_ranks
 
 
 def test_the_script_trains_shows_its_plan_and_loads_its_checkpoint_in_plain_pytorch() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import lightning_pipeshift
-from tests.harness import launch_script
+from lightning_pipeshift.testing.ranks import launch_script
 
 PACKAGE = "lightning_pipeshift"
 ROOT = Path(next(iter(lightning_pipeshift.__path__)))

@@ -15,7 +15,7 @@ from packaging.version import Version
 from setuptools.command.egg_info import FileList
 
 import lightning_pipeshift
-from tests.harness import ROOT
+from tests import ROOT
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -91,7 +91,7 @@ def test_the_source_distribution_has_every_file(monkeypatch: pytest.MonkeyPatch)
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     kept = {name for name in listed.stdout.split("\0") if (ROOT / name).is_file()}
-    assert "tests/harness.py" in kept
+    assert "lightning_pipeshift/testing/ranks.py" in kept
     monkeypatch.chdir(ROOT)
     distributed = FileList()
     for line in (ROOT / "MANIFEST.in").read_text().splitlines():

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pipeshift.compat import gloo_private, torch_distributed_private
-from tests.harness import run_ranks
+from lightning_pipeshift.testing.ranks import run_ranks
 
 CPU = torch.device("cpu")
 

@@ -18,9 +18,9 @@ from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
 from lightning_pipeshift.runtime.gradients.replica_sync import gradient_groups
+from lightning_pipeshift.testing.ranks import run_ranks
 from tests.end_to_end.test_changing_plans import Adopts, Trains
 from tests.features_models import QUIET, built
-from tests.harness import run_ranks
 from tests.models import points
 
 

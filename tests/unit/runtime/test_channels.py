@@ -5,7 +5,7 @@ import torch
 
 from lightning_pipeshift.model.trace.placeholder import spec_of
 from lightning_pipeshift.runtime.comm.channels import Direction
-from tests.harness import run_ranks
+from lightning_pipeshift.testing.ranks import run_ranks
 from tests.unit.runtime.stages import connect
 
 

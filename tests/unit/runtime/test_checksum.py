@@ -7,7 +7,7 @@ import torch
 
 from lightning_pipeshift.errors import BatchError
 from lightning_pipeshift.runtime.step.checksum import checksum, is_checked, require_same_batch
-from tests.harness import run_ranks
+from lightning_pipeshift.testing.ranks import run_ranks
 from tests.unit.runtime.stages import connect
 
 

@@ -24,7 +24,7 @@ from lightning_pipeshift.runtime.offload.copying import (
     Ticket,
     copier_of,
 )
-from tests.harness import LIMIT_SECONDS
+from lightning_pipeshift.testing.ranks import LIMIT_SECONDS
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)

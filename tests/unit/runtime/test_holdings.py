@@ -11,7 +11,7 @@ from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.model.parameters.uses import parameter_uses
 from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.ownership.holdings import Holdings, optimizer_to_device
-from tests.harness import run_ranks
+from lightning_pipeshift.testing.ranks import run_ranks
 from tests.unit.runtime.stages import connect
 
 

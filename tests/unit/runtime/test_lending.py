@@ -32,7 +32,7 @@ from lightning_pipeshift.runtime.offload.activation_store import ActivationStore
 from lightning_pipeshift.runtime.offload.lending import Borrower, Lender, RemoteTarget
 from lightning_pipeshift.runtime.offload.shared_memory import Address, address_here
 from lightning_pipeshift.runtime.offload.targets import OffloadedBlock
-from tests.harness import LIMIT_SECONDS, run_ranks
+from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
 from tests.unit.runtime.stages import connect
 
 T = TypeVar("T")

@@ -28,7 +28,7 @@ from lightning_pipeshift.runtime.planning.probe import (
     rounds_of,
     time_slices,
 )
-from tests.harness import run_ranks
+from lightning_pipeshift.testing.ranks import run_ranks
 from tests.unit.runtime.stages import connect
 
 GB = 10**9

@@ -23,6 +23,7 @@ from lightning_pipeshift.runtime.comm.process_groups import (
 )
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.step import pipeline, stage
+from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
 from tests.end_to_end.test_changing_plans import Trains
 from tests.end_to_end.test_transparency import (
     MICROBATCHES,
@@ -33,7 +34,6 @@ from tests.end_to_end.test_transparency import (
 )
 from tests.end_to_end.test_unmodified import FewLayers
 from tests.features_models import built
-from tests.harness import LIMIT_SECONDS, run_ranks
 from tests.models import points
 from tests.unit.runtime.stages import CPU, Kernels, connect, let_gloo_stand_in
 

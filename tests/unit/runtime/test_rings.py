@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_pipeshift.runtime.comm.channels import make_groups
 from lightning_pipeshift.runtime.gradients.rings import Rings
-from tests.harness import RanksFailed, run_ranks
+from lightning_pipeshift.testing.ranks import RanksFailed, run_ranks
 from tests.unit.runtime.stages import connect
 
 

@@ -42,7 +42,7 @@ from lightning_pipeshift.runtime.offload.targets import LocalTarget, OffloadTarg
 from lightning_pipeshift.runtime.ownership import migration
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.migration import Migration
-from tests.harness import LIMIT_SECONDS, run_ranks
+from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
 from tests.unit.runtime.forgotten_waits import forget
 from tests.unit.runtime.stages import connect
 from tests.unit.runtime.test_activation_store import ROWS, Stage, layers_of, same, saved_by

@@ -14,8 +14,8 @@ import pytest
 
 from lightning_pipeshift.runtime.liveness import failure
 from lightning_pipeshift.runtime.liveness.stalls import StallWatch, activity, write_stacks
+from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import fit, on_rank
-from tests.harness import run_ranks
 from tests.models import LayersOfItsOwn, points
 
 

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from lightning_pipeshift import MemoryCompression, PipeShiftStrategy, Planned, SwapAll
 from lightning_pipeshift.model.execution.stage_pass import StagePass
 from lightning_pipeshift.runtime.comm.channels import Channels, Direction
+from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
 from tests.features_models import AwaitsPlanning, built, quiet_trainer
-from tests.harness import LIMIT_SECONDS, run_ranks
 
 WIDTH, SAMPLES, NUM_MICROBATCHES = 64, 128, 8
 

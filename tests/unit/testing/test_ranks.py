@@ -1,4 +1,4 @@
-"""The harness itself: results in order, a failure's traceback, a hang that costs one test only."""
+"""Ranks for tests: results in order, a failure's traceback, a hang that costs one test only."""
 
 from __future__ import annotations
 
@@ -19,8 +19,14 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
-from tests import harness
-from tests.harness import LaunchFailed, RanksFailed, launch_script, launch_torchrun, run_ranks
+from lightning_pipeshift.testing import ranks
+from lightning_pipeshift.testing.ranks import (
+    LaunchFailed,
+    RanksFailed,
+    launch_script,
+    launch_torchrun,
+    run_ranks,
+)
 
 
 def own_rank() -> int:
@@ -146,7 +152,7 @@ def noted_pids(folder: Path) -> list[int]:
 
 @pytest.fixture
 def clock_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], None]:
-    """Lets the harness's clock stand still until so many processes have noted themselves."""
+    """Lets the clock of the parent stand still until so many processes have noted themselves."""
 
     def wait_for(num_pids: int) -> None:
         begun, is_waiting = time.monotonic(), True
@@ -157,7 +163,7 @@ def clock_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[in
             return begun if is_waiting else time.monotonic()
 
         clock = SimpleNamespace(monotonic=monotonic, sleep=time.sleep)
-        monkeypatch.setattr(harness, "time", clock)
+        monkeypatch.setattr(ranks, "time", clock)
 
     return wait_for
 

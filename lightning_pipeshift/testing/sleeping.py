@@ -1,4 +1,4 @@
-"""A layer that sleeps instead of computing, so that two cores carry many stages."""
+"""Layers that sleep instead of computing: many stages on few cores, with times that are known."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class _Sleep(torch.autograd.Function):
 
 
 class SleepingLayer(nn.Module):
-    """Costs time and next to no processor; has ``width * width`` parameters.
+    """A linear layer that takes time and next to no processor.
 
     Args:
-        width: of what comes in and goes out.
-        forward_seconds: what its forward takes.
-        backward_seconds: what its backward takes.
+        width: the number of features; it has ``width * width`` parameters.
+        forward_seconds: how long its forward takes.
+        backward_seconds: how long its backward takes.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class SleepingLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # The linear comes first, so that the backward sleeps on the first stage too.
-        slept: Tensor = _Sleep.apply(self.linear(x), *self.seconds)
+        slept: Tensor = _Sleep.apply(self.linear(x), *self.seconds)  # type: ignore[no-untyped-call]
         return slept
 
 

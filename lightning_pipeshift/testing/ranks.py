@@ -1,9 +1,9 @@
-"""Run a test's function as the ranks of one job, or a script as a user would, with a hard limit.
+"""Runs a test's function as the ranks of one job, or a script as a user would, with a time limit.
 
-A pipeline that goes wrong likes to hang: one rank waits for what another will never send. So every
-run here ends: a rank that raises ends the others after a short grace, a run that outlasts its limit
-is killed, and the error shows what every rank was doing: its traceback, its stack, the last lines
-it printed. One test fails and the suite goes on.
+Distributed code that goes wrong often hangs: one rank waits for what another will never send. So
+every run here ends: a rank that raises ends the others after a short grace period, a run that
+exceeds its limit is killed, and the error shows what every rank was doing: its traceback, its
+stack, the last lines it printed. One test fails and the suite goes on.
 
 ``run_ranks`` forks its ranks from a server that has imported torch and Lightning already, so that a
 rank starts in milliseconds rather than in ten seconds. What this cannot show is what differs
@@ -41,8 +41,6 @@ from lightning_pipeshift.testing.workers import (
     lead_own_group_and_die_with_parent,
     written_stacks,
 )
-
-ROOT = Path(__file__).resolve().parent.parent
 
 OUTPUT_TAIL_LINES = 40
 
@@ -398,7 +396,7 @@ def _rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
         "GROUP_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": f"harness-{port}",
+        "TORCHELASTIC_RUN_ID": f"ranks-{port}",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "OMP_NUM_THREADS": "1",
@@ -412,7 +410,7 @@ def warm_server() -> None:
     It must not initialise CUDA, nor start threads: neither survives a fork.
     """
     overrides = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": _own_paths(),
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         "OMP_NUM_THREADS": "1",
     }
@@ -430,6 +428,19 @@ def warm_server() -> None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def _own_paths() -> str:
+    """The folders that this process imports from, other than Python's own and those of installed
+    packages, as in ``PYTHONPATH``: tests are often not installed.
+    """
+    installed = [Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)]
+    folders = dict.fromkeys(Path(entry).resolve() for entry in sys.path)
+    return os.pathsep.join(
+        str(folder)
+        for folder in folders
+        if not any(folder.is_relative_to(prefix) for prefix in installed)
+    )
 
 
 def _do_nothing() -> None:
@@ -618,13 +629,12 @@ def _run_to_the_end(
     command: list[str], output_path: Path, timeout: float, env: Mapping[str, str], cwd: Path
 ) -> Launched:
     mark = f"PIPESHIFT_TEST_LAUNCH_{uuid.uuid4().hex}"
-    python_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = _clean_environment() | {
         mark: "1",
         # For those whose ranks Lightning launches; by itself it takes one of the kernel's, which
         # somebody else may have taken when it is needed.
         "MASTER_PORT": str(free_port()),
-        "PYTHONPATH": python_path,
+        "PYTHONPATH": _own_paths(),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",  # SIGABRT then prints the stack of every thread
         "OMP_NUM_THREADS": "1",
