@@ -90,7 +90,7 @@ class Terms:
     num_copied: int = 0
     num_checkpointed: int = 0
 
-    def wishes(self, unit_bytes: int) -> MemoryRequest:
+    def request(self, unit_bytes: int) -> MemoryRequest:
         """The same as ``MemoryCompression`` has it."""
         budget = 1e12 if self.units is None else self.units * unit_bytes + SLACK_BYTES
         return MemoryRequest(budget, self.host_units * unit_bytes)
@@ -150,10 +150,10 @@ class Turns(PeakTurns):
         return {name: plan for name, plan in plans.items() if plan is not None}
 
     def _entered(self, name: str) -> None:
-        wishes = CONTENDERS[name].wishes(self._unit_bytes)
+        request = CONTENDERS[name].request(self._unit_bytes)
         # Nothing is under way between two steps.
-        self._memory.wishes = wishes
-        self._memory.room = replace(self._memory.room, budget_bytes=int(wishes.budget_bytes or 0))
+        self._memory.request = request
+        self._memory.room = replace(self._memory.room, budget_bytes=int(request.budget_bytes or 0))
         self._module.terms = CONTENDERS[name]
 
 
@@ -161,19 +161,19 @@ def _plan(pipeline: Any, terms: Terms, unit_bytes: int) -> Plan | None:
     """The plan under some terms, on all ranks; None where no plan keeps the budget."""
     text, measured = None, pipeline.planning.measured
     if measured is not None:
-        wishes = terms.wishes(unit_bytes)
+        request = terms.request(unit_bytes)
         devices = [
             replace(
                 device,
-                memory_bytes=int(wishes.budget_bytes or 0),
+                memory_bytes=int(request.budget_bytes or 0),
                 free_bytes=0,
-                host_bytes=int(wishes.host_bytes or 0),
+                host_bytes=int(request.host_bytes or 0),
             )
             for device in measured.cluster.devices
         ]
         with suppress(BudgetError):
             text = make_plan(
-                replace(pipeline.settings, memory=wishes, recompute=terms.recompute),
+                replace(pipeline.settings, memory=request, recompute=terms.recompute),
                 measured.profile,
                 replace(measured.cluster, devices=tuple(devices)),
                 pipeline.replicas.topology,

@@ -103,13 +103,13 @@ def main() -> None:
     with hosts(len(MEGABITS), [Link(megabits=rate) for rate in MEGABITS]) as made:
         measured = made.run(run, [[0, 1], [2, 3]], 12, True, timeout=300.0)
         profile, cluster, _ = next(found for found in measured if found is not None)
-        wishes = PlanRequest(
+        request = PlanRequest(
             virtual_machines=2,
             microbatches=NUM_MICROBATCHES,
             batch_samples=float(ROWS * NUM_MICROBATCHES),
             batch_shares=(1.0, 1.0),
         )
-        best = arrange_all(profile, cluster, wishes)
+        best = arrange_all(profile, cluster, request)
         chosen = sorted(map(list, best.ranks), key=lambda ranks: 0 not in ranks)
         seconds: dict[str, list[float]] = {str(order): [] for order in every_arrangement()}
         cuts = {}

@@ -105,13 +105,13 @@ CLUSTERS = {
 }
 
 
-def compare(name: str, profile: Profile, cluster: Cluster, wishes: PlanRequest) -> Comparison:
+def compare(name: str, profile: Profile, cluster: Cluster, request: PlanRequest) -> Comparison:
     """The planner's choice beside all there is to choose from."""
-    rates = [found.samples_per_second for found in every_arrangement(profile, cluster, wishes)]
-    chosen = arrange_all(profile, cluster, wishes)
+    rates = [found.samples_per_second for found in every_arrangement(profile, cluster, request)]
+    chosen = arrange_all(profile, cluster, request)
     return Comparison(
         name,
-        str(wishes.num_virtual_machines or "any"),
+        str(request.num_virtual_machines or "any"),
         chosen.ranks,
         len(rates),
         chosen.samples_per_second,
@@ -123,9 +123,9 @@ def compare(name: str, profile: Profile, cluster: Cluster, wishes: PlanRequest) 
 
 def of_named_clusters() -> list[Comparison]:
     """As two virtual machines of two devices or of one and three; and as is best."""
-    wishes = PlanRequest(batch_samples=32, microbatches=8)
+    request = PlanRequest(batch_samples=32, microbatches=8)
     return [
-        compare(name, transformer(), cluster, replace(wishes, virtual_machines=count))
+        compare(name, transformer(), cluster, replace(request, virtual_machines=count))
         for count in (2, "auto")
         for name, cluster in CLUSTERS.items()
     ]

@@ -126,7 +126,7 @@ def printable(text: str) -> str:
 # --- files that are not complete yet ---
 
 
-def temporary_beside(path: Path) -> Path:
+def temporary_next_to(path: Path) -> Path:
     """A new hidden name in the same folder, which contains the process that writes the file."""
     # The system limits a name's length.
     name = f".{path.name[:40]}.{_space()}-{os.getpid()}-{uuid.uuid4().hex[:8]}{_TEMPORARY}"

@@ -143,7 +143,7 @@ class Turns(TakingTurns):
 
     def _entered(self, name: str) -> None:
         budget = self._budgets[name]
-        self._memory.wishes = replace(self._memory.wishes, budget_bytes=budget)
+        self._memory.request = replace(self._memory.request, budget_bytes=budget)
         self._memory.room = replace(self._memory.room, budget_bytes=int(budget))
 
     def on_train_batch_start(self, *args: Any) -> None:

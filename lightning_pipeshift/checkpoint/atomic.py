@@ -29,7 +29,7 @@ from lightning_pipeshift.files import (
     parse_json,
     read_bytes,
     shortened,
-    temporary_beside,
+    temporary_next_to,
 )
 
 MARKER: Final = "checkpoint.json"
@@ -63,7 +63,7 @@ def remove(path: Path) -> None:
     """
     if _is_folder(path):
         require_replaceable(path)
-        aside = temporary_beside(path)
+        aside = temporary_next_to(path)
         path.rename(aside)
         delete(aside)
     else:
@@ -115,7 +115,7 @@ def appearing(path: Path) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     require_replaceable(path)
-    temporary = temporary_beside(path)
+    temporary = temporary_next_to(path)
     try:
         yield temporary
         flush(temporary)

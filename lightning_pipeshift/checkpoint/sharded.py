@@ -36,9 +36,9 @@ from lightning_pipeshift.files import (
     read_bytes,
     remove_leftovers,
     shortened,
-    temporary_beside,
+    temporary_next_to,
 )
-from lightning_pipeshift.model.parameters.elsewhere import Elsewhere
+from lightning_pipeshift.model.parameters.remote_tensor import RemoteTensor
 from lightning_pipeshift.runtime.comm.staging import Staging
 from lightning_pipeshift.runtime.ownership.user_copies import nowhere
 
@@ -113,7 +113,7 @@ class Writing:
         self._group = group
         self._is_first = dist.get_rank(group) == 0
         self._data = uuid.uuid4().hex[:12]
-        self._temporary = temporary_beside(path)
+        self._temporary = temporary_next_to(path)
         self._begin()
         self._tensors: dict[str, Tensor] = {}
         heads: dict[str, Any] = {}
@@ -186,7 +186,7 @@ class Writing:
             key = aliases.get(key, key)
             if key in known:
                 owner[name] = known[key]
-            elif isinstance(owner[name], Elsewhere):
+            elif isinstance(owner[name], RemoteTensor):
                 raise CheckpointError(nowhere([key]))
         state_dict = rest["state_dict"] = checkpoint["state_dict"].copy()
         copy_metadata(checkpoint["state_dict"], state_dict)
@@ -195,7 +195,7 @@ class Writing:
             key = aliases.get(key, key)
             if key in known:
                 state_dict[name] = known[key]
-            elif isinstance(state_dict[name], Elsewhere):
+            elif isinstance(state_dict[name], RemoteTensor):
                 raise CheckpointError(nowhere([key]))
             else:
                 # A layer has deleted a buffer, on the rank that runs it.

@@ -55,7 +55,7 @@ Made = tuple[Plan, Arrangement, Arrangement | None]
 """A plan, its arrangement, and the uniform split for comparison, if that is possible."""
 
 
-def make(profile: Profile, cluster: Cluster, wishes: PlanRequest) -> Made:
+def make(profile: Profile, cluster: Cluster, request: PlanRequest) -> Made:
     """Returns the best plan for a model on some machines, and the uniform split of the same virtual
     machines.
 
@@ -63,16 +63,16 @@ def make(profile: Profile, cluster: Cluster, wishes: PlanRequest) -> Made:
         PlanError: no allowed plan fits in memory.
         BudgetError: no plan with swaps of saved tensors fits either.
     """
-    arrange = arrange_all if wishes.policy is None else arrange_compressed
+    arrange = arrange_all if request.policy is None else arrange_compressed
     possible = profile.possible_cuts
     worthwhile = partial(worthwhile_cuts, profile.payload_bytes, possible=possible)
-    best = arrange(profile, cluster, wishes, worthwhile)
+    best = arrange(profile, cluster, request, worthwhile)
     cuts = [Cut(uniform(profile.num_layers, len(ranks), possible)) for ranks in best.ranks]
     even: Arrangement | None
-    even = evaluate(profile, cluster, wishes, best.ranks, cuts, best.microbatches)
-    if wishes.policy is not None:
+    even = evaluate(profile, cluster, request, best.ranks, cuts, best.microbatches)
+    if request.policy is not None:
         try:
-            even = compressed(profile, cluster, wishes, even)
+            even = compressed(profile, cluster, request, even)
         except BudgetError:
             even = None
     return plan_of_arrangement(best, profile, cluster), best, even
@@ -212,16 +212,16 @@ def main(arguments: Sequence[str]) -> None:
     profile, cluster = load_profile(options.profile), load_cluster(options.cluster)
     plugin = plugin_of(options)
     if plugin is not None:
-        cluster = _within(cluster, plugin.memory_wishes)
-    wishes = PlanRequest(
+        cluster = _within(cluster, plugin.memory_request)
+    request = PlanRequest(
         virtual_machines=options.virtual_machines,
         microbatches=options.microbatches,
         schedule=options.schedule,
         recompute=options.recompute,
         batch_samples=float(options.batch_size or profile.samples * profile.microbatches),
-        policy=plugin.memory_wishes.policy if plugin is not None else None,
+        policy=plugin.memory_request.policy if plugin is not None else None,
     )
-    _save_and_show(make(profile, cluster, wishes), cluster, options.out)
+    _save_and_show(make(profile, cluster, request), cluster, options.out)
     print(f"\nwritten to {options.out}")
 
 
@@ -233,27 +233,27 @@ def _measuring_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _within(cluster: Cluster, wishes: MemoryRequest) -> Cluster:
+def _within(cluster: Cluster, request: MemoryRequest) -> Cluster:
     """The machines, with the budgets if there are any.
 
     Raises PlanError if a device's memory, or the bandwidth to its host, is unknown."""
     devices = []
     for device in cluster.devices:
         changed = device
-        if wishes.budget_bytes is not None:
-            changed = replace(changed, memory_bytes=int(wishes.budget_bytes), free_bytes=0)
-        if wishes.host_bytes is not None:
-            changed = replace(changed, host_bytes=int(wishes.host_bytes))
+        if request.budget_bytes is not None:
+            changed = replace(changed, memory_bytes=int(request.budget_bytes), free_bytes=0)
+        if request.host_bytes is not None:
+            changed = replace(changed, host_bytes=int(request.host_bytes))
         if not math.isfinite(changed.room_bytes):
             raise PlanError(
                 f"`--budget auto` is the memory of a device, which is unknown for"
                 f" {device.kind!r} on host {device.host!r}. Give it a `memory` in the cluster's"
                 " file, or a budget."
             )
-        if wishes.host_bytes and not device.host_bandwidth:
+        if request.host_bytes and not device.host_bandwidth:
             raise PlanError(
-                f"`--host-budget {wishes.host_bytes:.0f}` has no effect for {device.kind!r} on host"
-                f" {device.host!r}, as the bandwidth to its host is unknown. Give the device"
+                f"`--host-budget {request.host_bytes:.0f}` has no effect for {device.kind!r} on"
+                f" host {device.host!r}, as the bandwidth to its host is unknown. Give the device"
                 " a `host_bandwidth` in the cluster's file, or omit the option."
             )
         devices.append(changed)
@@ -372,8 +372,8 @@ def _measure_and_plan(
     found = strategy.measured
     if found is None:
         return
-    profile, cluster, wishes = found
-    _save_and_show(make(profile, cluster, wishes), cluster, out)
+    profile, cluster, request = found
+    _save_and_show(make(profile, cluster, request), cluster, out)
     of_model = out.with_name(f"{out.stem}.profile.json")
     of_machines = out.with_name(f"{out.stem}.cluster.yaml")
     save_profile(profile, of_model)

@@ -6,10 +6,15 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+
+FORKED_LATER: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""The environment of a process that is forked later: looking for a GPU must not initialise CUDA,
+which does not survive a fork.
+"""
 
 
 def visible_devices() -> tuple[str, ...]:

@@ -359,7 +359,7 @@ class Connection:
             self._groups.abort()
         return True
 
-    def announce_beside(self, exception: BaseException) -> None:
+    def announce_from_thread(self, exception: BaseException) -> None:
         """Publishes an exception of a thread to the other ranks. They notice it when they wait for
         a move, and this rank when it communicates next; so there is no deadlock.
         """
@@ -368,7 +368,7 @@ class Connection:
         if channels is None or board is None or isinstance(exception, StageFailedError):
             return
         if not board.is_first(exception):
-            board.publish_beside(exception)
+            board.publish_from_thread(exception)
         channels.interrupt_bulk()
         if self._groups is not None:
             # On a device, this rank would wait for operations that the failure ends.

@@ -77,7 +77,7 @@ class Run:
             ignored=_FRAMEWORK_ATTRIBUTES,
             say=_say,
             outside=requests,
-            fail_beside=connection.announce_beside,
+            fail_from_thread=connection.announce_from_thread,
             profile=trainer.profiler.profile,  # type: ignore[attr-defined]
         )
         context = StepContext(trainer, pipeline.recorder, metric_sync)

@@ -451,7 +451,7 @@ class PipeShiftStrategy(ParallelStrategy):
     @property
     def _memory_wishes(self) -> MemoryRequest | None:
         """The settings of a `MemoryCompression`, if there is one."""
-        return getattr(self.precision_plugin, "memory_wishes", None)
+        return getattr(self.precision_plugin, "memory_request", None)
 
     # --- the launch ---
 

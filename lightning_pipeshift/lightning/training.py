@@ -96,8 +96,8 @@ class TrainingSteps:
             result = self._pipelined(batch, step, number)
         if not self._num_steps:
             self._show_stages()
-        while pipeline.news:
-            self._say(pipeline.news.pop(0))
+        while pipeline.messages:
+            self._say(pipeline.messages.pop(0))
         self._num_steps += 1
         self._num_losses += result is not None and result is not NO_LOSS
         return result

@@ -34,6 +34,7 @@ from multiprocessing import connection as mp_connection
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, overload
 
+from lightning_pipeshift.devices.cuda import FORKED_LATER
 from lightning_pipeshift.testing.workers import (
     RANK_VARIABLES,
     STACK_SIGNAL,
@@ -411,7 +412,7 @@ def warm_server() -> None:
     """
     overrides = {
         "PYTHONPATH": _own_paths(),
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        **FORKED_LATER,
         "OMP_NUM_THREADS": "1",
     }
     context = multiprocessing.get_context("forkserver")

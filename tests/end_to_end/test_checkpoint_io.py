@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_pipeshift import CheckpointError, ConfigurationError, PipeShiftCheckpointIO
-from lightning_pipeshift.files import temporary_beside
+from lightning_pipeshift.files import temporary_next_to
 from lightning_pipeshift.plan.document.validation import write_text
 from lightning_pipeshift.testing.ranks import RanksFailed, run_ranks
 from tests.features_models import built, on_rank, quiet_trainer
@@ -473,7 +473,7 @@ def test_leftovers_go_by_age_and_by_owner(tmp_path: Path) -> None:
 
 
 def path_of_this_process(path: Path) -> str:
-    return temporary_beside(path).name
+    return temporary_next_to(path).name
 
 
 def test_the_umask_is_honoured(tmp_path: Path) -> None:

@@ -503,7 +503,7 @@ import pathlib, pickle
 import lightning.pytorch as L
 plugin = pickle.loads(pathlib.Path({str(tmp_path / "plugin")!r}).read_bytes())
 trainer = L.Trainer(accelerator="cpu", plugins=[plugin], precision="bf16-mixed", logger=False)
-print(trainer.precision_plugin.precision, trainer.precision_plugin.memory_wishes.budget_bytes)
+print(trainer.precision_plugin.precision, trainer.precision_plugin.memory_request.budget_bytes)
 """
     )
     assert "bf16-mixed 20000000000.0" in launched.output
@@ -554,8 +554,8 @@ def of_configuration(path: str) -> tuple[str, float | None, str | None]:
 
     cli = PipeShiftCLI(Trains, args=["--config", path], run=False, save_config_callback=None)
     plugin: Any = cli.trainer.precision_plugin
-    wishes = plugin.memory_wishes
-    return plugin.precision, wishes.budget_bytes, wishes.compression
+    request = plugin.memory_request
+    return plugin.precision, request.budget_bytes, request.compression
 
 
 def test_errors_are_of_the_packages_own_kind() -> None:

@@ -34,7 +34,7 @@ from lightning_pipeshift.model.execution.stage_pass import StagePass
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
-from lightning_pipeshift.runtime.ownership.migration import Migration, _News
+from lightning_pipeshift.runtime.ownership.migration import Migration, _Message
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
 from tests.end_to_end.test_changing_plans import Trains
 from tests.features_models import built, differences, parameters_of, plain, quiet_trainer
@@ -109,7 +109,7 @@ def listen(before: Hears, after: Hears | None = None, waits: bool = True) -> Non
                 raise
             if moment == "early message 3":
                 all_early.set()
-            if _News.SETTLED in (result, *args[:1]):
+            if _Message.SETTLED in (result, *args[:1]):
                 is_settled = True
             if after is not None:
                 after(moment)

@@ -81,7 +81,7 @@ class MemoryCompression(Precision):
                 f"MemoryCompression(compression={compression!r}): allowed are 'lossless', '8bit'"
                 " and None."
             )
-        wishes = MemoryRequest(
+        request = MemoryRequest(
             budget_bytes=bytes_of_text("budget", budget),
             host_bytes=bytes_of_text("host_budget", host_budget, least=0.0),
             policy=policy or Planned(),
@@ -89,7 +89,7 @@ class MemoryCompression(Precision):
         )
         super().__init__()
         self._wrap(precision or Precision())
-        self.memory_wishes = wishes
+        self.memory_request = request
         # With a plugin inside, a `precision=` beside it would be a second one: Lightning's error.
         self._takes_precision = precision is None
         self._stand_beside_precision()

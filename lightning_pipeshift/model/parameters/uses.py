@@ -24,7 +24,7 @@ from lightning_pipeshift.compat.torch_private import (
     make_weak_references,
     parameters_of,
 )
-from lightning_pipeshift.model.parameters.elsewhere import Elsewhere, swap
+from lightning_pipeshift.model.parameters.remote_tensor import RemoteTensor, swap
 from lightning_pipeshift.model.trace.placeholder import META
 
 
@@ -283,8 +283,8 @@ def release(tensor: Tensor, name: str) -> None:
         tensor: the parameter or buffer.
         name: its name in the whole model.
     """
-    if not isinstance(tensor, Elsewhere):
-        swap(tensor, Elsewhere.like(tensor, [name], is_the_models=True))
+    if not isinstance(tensor, RemoteTensor):
+        swap(tensor, RemoteTensor.like(tensor, [name], is_the_models=True))
     tensor.grad = None
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lightning_pipeshift.compat.torch_private import MODULE_TABLES, buffers_of, version_of
 from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.model.execution.trees import map_leaves
-from lightning_pipeshift.model.parameters.elsewhere import Elsewhere
+from lightning_pipeshift.model.parameters.remote_tensor import RemoteTensor
 from lightning_pipeshift.model.trace.placeholder import Placeholder
 
 Path = tuple[str, str]
@@ -171,7 +171,7 @@ def _mark_item(value: Any, depth: int, width: int) -> _Mark:
 
 def _change(mark: _Mark | None, value: Any, depth: int) -> Any:
     # Tensors of other stages have been changed there: this code runs on that stage as well.
-    if isinstance(value, Placeholder | Elsewhere):
+    if isinstance(value, Placeholder | RemoteTensor):
         return None
     if mark is None:
         return Replaced(value) if _can_be_sent(value) else None
@@ -230,7 +230,7 @@ def _can_be_sent(value: Any) -> bool:
         return all(map(_can_be_sent, value))
     if isinstance(value, dict):
         return all(map(_can_be_sent, value.values()))
-    return not isinstance(value, Placeholder | Elsewhere) and (
+    return not isinstance(value, Placeholder | RemoteTensor) and (
         value is None
         or isinstance(value, int | float | str | bytes | complex | Tensor)
         or type(value).__module__ == "numpy"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from lightning_pipeshift.errors import PlanError
-from lightning_pipeshift.plan.arrange.evaluator import Candidate, Cuts, Evaluator, Judge
+from lightning_pipeshift.plan.arrange.evaluator import Candidate, CostModel, Cuts, Evaluator
 from lightning_pipeshift.plan.arrange.groupings import MOST_STAGES
 
 WORTH_SHARES: Final = 1.02
@@ -20,7 +20,9 @@ samples.
 """
 
 
-def balanced_shares(placer: Evaluator, placed: Candidate, judge: Judge) -> tuple[Candidate, Cuts]:
+def balanced_shares(
+    placer: Evaluator, placed: Candidate, cost: CostModel
+) -> tuple[Candidate, Cuts]:
     """Returns the choice with shares under which all virtual machines take equal time, if that
     gains enough.
 
@@ -31,10 +33,10 @@ def balanced_shares(placer: Evaluator, placed: Candidate, judge: Judge) -> tuple
     Args:
         placer: has the model, the machines and the request.
         placed: a choice with any shares; if equal shares do not fit, with ones that do.
-        judge: computes the seconds of each virtual machine.
+        cost: computes the seconds of each virtual machine.
     """
     count = len(placed.ranks)
-    if placer.wishes.batch_shares is not None or count == 1:
+    if placer.request.batch_shares is not None or count == 1:
         return placed, placer.cuts(placed)
     equal = placer.placed(placed.ranks, placed.microbatches)
     try:
@@ -49,7 +51,7 @@ def balanced_shares(placer: Evaluator, placed: Candidate, judge: Judge) -> tuple
     sizes = {vm: all_sizes[vm] for vm in same.values()}
     for _ in range(_ROUNDS):
         times = {
-            vm: judge.alone(
+            vm: cost.alone(
                 placer.workload(first.links, first.ranks[vm], size, first.microbatches),
                 cuts[vm],
             )
@@ -60,7 +62,7 @@ def balanced_shares(placer: Evaluator, placed: Candidate, judge: Judge) -> tuple
         wanted = {vm: size / times[vm] for vm, size in sizes.items()}
         unit = placer.total(count) / sum(wanted[vm] for vm in stands)
         sizes = {vm: size * unit for vm, size in wanted.items()}
-    best, fitting, least = first, cuts, judge.step(first, cuts) / WORTH_SHARES
+    best, fitting, least = first, cuts, cost.step(first, cuts) / WORTH_SHARES
     # If a correction exceeds a device's memory, a part of it is tried.
     is_large = placer.cluster.num_ranks > MOST_STAGES
     for part in (1.0,) if is_large else (1.0, 0.5, 0.25):
@@ -76,7 +78,7 @@ def balanced_shares(placer: Evaluator, placed: Candidate, judge: Judge) -> tuple
             others = cuts if same_fit else placer.cuts(shared)
         except PlanError:
             continue
-        if (seconds := judge.step(shared, others)) < least:
+        if (seconds := cost.step(shared, others)) < least:
             best, fitting, least = shared, others, seconds
         if same_fit:
             break

@@ -49,7 +49,7 @@ class Candidate(NamedTuple):
     """One for each virtual machine; equal ones share one object."""
 
 
-class Judge(NamedTuple):
+class CostModel(NamedTuple):
     """Computes the seconds of a step: in closed form, or by the simulator."""
 
     step: Callable[[Candidate, Cuts], float]
@@ -61,11 +61,11 @@ class Evaluator:
     """Evaluates choices, with a cache."""
 
     def __init__(
-        self, profile: Profile, cluster: Cluster, wishes: PlanRequest, allowed: Allowed | None
+        self, profile: Profile, cluster: Cluster, request: PlanRequest, allowed: Allowed | None
     ) -> None:
         self.profile = profile
         self.cluster = cluster
-        self.wishes = wishes
+        self.request = request
         ranks = range(cluster.num_ranks)
         self.powers = [compute_power(profile, cluster, rank) for rank in ranks]
         self._allowed = allowed or (lambda num_stages: None)
@@ -74,11 +74,11 @@ class Evaluator:
         self._chosen: dict[Hashable, Cuts] = {}
         # These are large: only the last ones are cached.
         self._recomputation = lru_cache(maxsize=8)(
-            lambda workload: Recomputation(workload, wishes.recompute)
+            lambda workload: Recomputation(workload, request.recompute)
         )
         self._paces: dict[Workload, tuple[float, Numbers]] = {}
-        self.closed_form = Judge(self._estimated, Workload.estimate)
-        self.simulator = Judge(
+        self.closed_form = CostModel(self._estimated, Workload.estimate)
+        self.simulator = CostModel(
             lambda placed, cuts: self._predicted(placed, cuts).step_seconds,
             lambda workload, cut: workload.step_seconds([cut])[0],
         )
@@ -132,7 +132,7 @@ class Evaluator:
                 self.profile,
                 links,
                 ranks,
-                self.wishes.schedule,
+                self.request.schedule,
                 slices,
                 samples / slices,
                 self._allowed(len(ranks)),
@@ -141,13 +141,13 @@ class Evaluator:
 
     def total(self, count: int) -> float:
         """The samples of a global batch of ``count`` virtual machines."""
-        return self.wishes.batch_samples * count
+        return self.request.batch_samples * count
 
     def sizes(self, count: int, shares: Sequence[float] | None) -> list[float]:
         """The number of samples of a global batch for each virtual machine."""
         total = self.total(count)
         if shares is None:
-            return [self.wishes.batch_samples] * count
+            return [self.request.batch_samples] * count
         if total != int(total):
             return [total * share / math.fsum(shares) for share in shares]
         return [float(size) for size in shared_out(int(total), shares)]
@@ -158,7 +158,7 @@ class Evaluator:
         """The shares in the smallest numbers with the same ratios."""
         if shares is None:
             return None
-        if tuple(shares) == self.wishes.batch_shares:
+        if tuple(shares) == self.request.batch_shares:
             return tuple(shares)
         unit = math.gcd(*map(int, sizes)) if all(size == int(size) for size in sizes) else 1
         return tuple(size / unit for size in sizes)
@@ -175,20 +175,20 @@ class Evaluator:
         key = (placed.ranks, placed.microbatches, placed.batch_shares, careful)
         if key not in self._chosen:
             self._chosen[key] = self._solved(placed, None, careful)
-            judge = self.simulator if careful else self.closed_form
-            if len(placed.ranks) > 1 and self.wishes.partition == "auto":
-                self._chosen[key] = self._against_rings(placed, self._chosen[key], careful, judge)
+            cost = self.simulator if careful else self.closed_form
+            if len(placed.ranks) > 1 and self.request.partition == "auto":
+                self._chosen[key] = self._against_rings(placed, self._chosen[key], careful, cost)
         return self._chosen[key]
 
-    def _against_rings(self, placed: Candidate, cuts: Cuts, careful: bool, judge: Judge) -> Cuts:
+    def _against_rings(self, placed: Candidate, cuts: Cuts, careful: bool, cost: CostModel) -> Cuts:
         """Better cuts, if rings take much of the step."""
-        seconds = judge.step(placed, cuts)
+        seconds = cost.step(placed, cuts)
         pairs = dict.fromkeys(zip(placed.workloads, cuts, strict=True))
-        alone = max(judge.alone(workload, cut) for workload, cut in pairs)
+        alone = max(cost.alone(workload, cut) for workload, cut in pairs)
         if seconds - self.profile.step_seconds <= _HIDDEN * alone:
             return cuts
         others = self._solved(placed, self._hindrance(placed), careful)
-        return others if judge.step(placed, others) < seconds else cuts
+        return others if cost.step(placed, others) < seconds else cuts
 
     def _solved(
         self, placed: Candidate, hindrance: Sequence[tuple[float, ...]] | None, careful: bool
@@ -266,7 +266,7 @@ class Evaluator:
         careful: bool,
     ) -> Cut:
         if counts is not None:
-            return _recomputed(workload, counts, self.wishes.recompute)
+            return _recomputed(workload, counts, self.request.recompute)
         hindered = workload if per_byte is None else self._hindered(workload, per_byte)
         make = self._careful_cut if careful else self._quick_cut
         try:
@@ -278,7 +278,7 @@ class Evaluator:
             return make(replace(workload, allowed=possible), replace(hindered, allowed=possible))
 
     def _careful_cut(self, workload: Workload, hindered: Workload) -> Cut:
-        return best_cut(hindered, self.wishes.recompute)
+        return best_cut(hindered, self.request.recompute)
 
     def _quick_cut(self, workload: Workload, hindered: Workload) -> Cut:
         """The best cut in closed form. The recomputation doesn't depend on rings."""
@@ -291,15 +291,15 @@ class Evaluator:
 
     def _fixed_counts(self, vm: int, workload: Workload) -> tuple[int, ...] | None:
         """The layers per stage, if they are fixed."""
-        if self.wishes.partition == "uniform":
+        if self.request.partition == "uniform":
             return uniform(workload.num_layers, workload.num_stages, self.profile.possible_cuts)
-        return self.wishes.counts(vm)
+        return self.request.counts(vm)
 
     # Seconds.
 
-    def rate(self, placed: Candidate, cuts: Cuts, judge: Judge) -> float:
+    def rate(self, placed: Candidate, cuts: Cuts, cost: CostModel) -> float:
         """Samples per second."""
-        return _per_second(self.total(len(cuts)), judge.step(placed, cuts))
+        return _per_second(self.total(len(cuts)), cost.step(placed, cuts))
 
     def arrangement(self, placed: Candidate, cuts: Cuts) -> Arrangement:
         """The arrangement of a choice."""
@@ -308,7 +308,7 @@ class Evaluator:
             ranks=placed.ranks,
             cuts=cuts,
             microbatches=placed.microbatches,
-            schedule=self.wishes.schedule,
+            schedule=self.request.schedule,
             batch_shares=placed.batch_shares,
             prediction=prediction,
             samples_per_second=_per_second(self.total(len(cuts)), prediction.step_seconds),

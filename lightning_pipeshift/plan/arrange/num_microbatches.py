@@ -52,7 +52,7 @@ def slices(placer: Evaluator, ranks: Groups, shares: Sequence[float] | None) -> 
         extra = times.action_forward + times.action_backward
         machines.append((len(machine), size, power, extra, links))
     rates = {}
-    for number in numbers_of_slices(placer.wishes, max(map(len, ranks))):
+    for number in numbers_of_slices(placer.request, max(map(len, ranks))):
         seconds = profile.step_seconds
         for num_stages, size, power, extra, links in set(machines):
             # A batch of fewer samples is split into as many slices as it has samples.
@@ -64,17 +64,17 @@ def slices(placer: Evaluator, ranks: Groups, shares: Sequence[float] | None) -> 
     return rates
 
 
-def numbers_of_slices(wishes: PlanRequest, num_stages: int) -> list[int]:
+def numbers_of_slices(request: PlanRequest, num_stages: int) -> list[int]:
     """The numbers to try: powers of two, and those times the number of stages; or the requested
     number.
 
     Args:
-        wishes: the request, which has the number of samples of a batch.
+        request: the request, which has the number of samples of a batch.
         num_stages: of the deepest pipeline.
     """
-    if isinstance(wishes.microbatches, int):
-        return [wishes.microbatches]
-    most = max(1, int(wishes.batch_samples))
+    if isinstance(request.microbatches, int):
+        return [request.microbatches]
+    most = max(1, int(request.batch_samples))
     powers = [1 << exponent for exponent in range(most.bit_length())]
     counts = {most, *powers, *(num_stages * power for power in powers)}
     return sorted(

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.arrange.batch_shares import WORTH_SHARES, balanced_shares
-from lightning_pipeshift.plan.arrange.evaluator import Candidate, Cuts, Evaluator, Judge
+from lightning_pipeshift.plan.arrange.evaluator import Candidate, CostModel, Cuts, Evaluator
 from lightning_pipeshift.plan.arrange.groupings import (
     MOST_STAGES,
     Groups,
@@ -70,14 +70,14 @@ _MOST_FINISHED: Final = ((MOST_STAGES, 3), (math.inf, 1))
 
 
 def arrange_all(
-    profile: Profile, cluster: Cluster, wishes: PlanRequest, allowed: Allowed | None = None
+    profile: Profile, cluster: Cluster, request: PlanRequest, allowed: Allowed | None = None
 ) -> Arrangement:
     """The arrangement with the most samples per second, by the simulator.
 
     Args:
         profile: of the model.
         cluster: the machines.
-        wishes: the fixed settings.
+        request: the fixed settings.
         allowed: the boundaries that may be cut, if anything fits with them.
 
     Raises:
@@ -85,13 +85,13 @@ def arrange_all(
             machines.
         ConfigurationError: the request has unknown ranks, or one rank twice.
     """
-    return _Planner(Evaluator(profile, cluster, wishes, allowed)).best()
+    return _Planner(Evaluator(profile, cluster, request, allowed)).best()
 
 
 def evaluate(
     profile: Profile,
     cluster: Cluster,
-    wishes: PlanRequest,
+    request: PlanRequest,
     ranks: Sequence[Sequence[int]],
     cuts: Sequence[Cut],
     microbatches: int,
@@ -102,13 +102,13 @@ def evaluate(
     Args:
         profile: of the model.
         cluster: the machines.
-        wishes: the request, which has the schedule and the batch size.
+        request: the request, which has the schedule and the batch size.
         ranks: of each virtual machine, in stage order.
         cuts: one for each of them.
         microbatches: slices of a virtual machine's batch.
         batch_shares: how the global batch is divided; ``None``: equally.
     """
-    placer = Evaluator(profile, cluster, wishes, None)
+    placer = Evaluator(profile, cluster, request, None)
     return placer.arrangement(placer.placed(ranks, microbatches, batch_shares), tuple(cuts))
 
 
@@ -130,7 +130,7 @@ class _Planner:
         self._placer = placer
         self._profile = placer.profile
         self._cluster = placer.cluster
-        self._wishes = placer.wishes
+        self._wishes = placer.request
         self._alike = interchangeable(self._cluster)
         self._place = {rank: place for place, rank in enumerate(host_order(self._cluster))}
 
@@ -183,9 +183,9 @@ class _Planner:
 
     def _groupings(self) -> Iterator[Groups]:
         """The groupings that the request allows."""
-        wishes, num_ranks = self._wishes, self._cluster.num_ranks
-        if wishes.ranks is not None:
-            topology = Topology(wishes.ranks)
+        request, num_ranks = self._wishes, self._cluster.num_ranks
+        if request.ranks is not None:
+            topology = Topology(request.ranks)
             if topology.num_ranks != num_ranks:
                 raise PlanError(
                     f"virtual machines of {topology.num_ranks} ranks on {num_ranks} devices; name"
@@ -193,12 +193,12 @@ class _Planner:
                 )
             yield topology.ranks
             return
-        depths = wishes.depths(num_ranks)
+        depths = request.depths(num_ranks)
         counts = candidate_counts(self._cluster.devices)
         if depths is not None:
             counts = (len(depths),)
-        elif wishes.num_virtual_machines is not None:
-            counts = (wishes.num_virtual_machines,)
+        elif request.num_virtual_machines is not None:
+            counts = (request.num_virtual_machines,)
         for count in counts:
             if count > num_ranks:
                 raise PlanError(
@@ -246,7 +246,7 @@ class _Planner:
 
     def _first_look(self, groups: Groups) -> _Look:
         """Evaluates a grouping in closed form, with its microbatches, order and shares."""
-        judge = self._placer.closed_form
+        cost = self._placer.closed_form
         if sum(layer.static_bytes for layer in self._profile.layers) > self._least_room_bytes(
             groups
         ):
@@ -255,25 +255,25 @@ class _Planner:
             placed = self._sliced(self._by_rule(groups))
         else:
             placed = self._sliced(groups)
-            placed = self._in_best_order(placed, self._ranked(placed, judge, 0))
-        placed, cuts = balanced_shares(self._placer, placed, judge)
-        return _Look(self._placer.rate(placed, cuts, judge), placed, cuts)
+            placed = self._in_best_order(placed, self._ranked(placed, cost, 0))
+        placed, cuts = balanced_shares(self._placer, placed, cost)
+        return _Look(self._placer.rate(placed, cuts, cost), placed, cuts)
 
     def _second_look(self, look: _Look) -> _Look:
         """Evaluates a grouping by the simulator, with the best of all orders of its stages."""
-        placed, cuts, judge = look.placed, look.cuts, self._placer.simulator
+        placed, cuts, cost = look.placed, look.cuts, self._placer.simulator
         if self._is_large:
-            return _Look(self._placer.rate(placed, cuts, judge), placed, cuts)
-        ranked = self._ranked(placed, judge, _MOST_ORDERS)
-        placed, cuts = balanced_shares(self._placer, self._in_best_order(placed, ranked[:1]), judge)
+            return _Look(self._placer.rate(placed, cuts, cost), placed, cuts)
+        ranked = self._ranked(placed, cost, _MOST_ORDERS)
+        placed, cuts = balanced_shares(self._placer, self._in_best_order(placed, ranked[:1]), cost)
         orders = tuple(ranks for ranks, step in ranked[:_MOST_REFINED] if math.isfinite(step))
-        return _Look(self._placer.rate(placed, cuts, judge), placed, cuts, orders)
+        return _Look(self._placer.rate(placed, cuts, cost), placed, cuts, orders)
 
     def _finished(self, look: _Look) -> Arrangement:
         """Finds the best order, microbatches, shares and cuts of a grouping."""
-        judge, placed = self._placer.simulator, look.placed
+        cost, placed = self._placer.simulator, look.placed
         if self._is_large:
-            ranked = self._ranked(placed, judge, _MOST_ORDERS)
+            ranked = self._ranked(placed, cost, _MOST_ORDERS)
             placed = self._in_best_order(placed, ranked)
         elif self._cluster.num_ranks <= _FEW:
             # Which of the best orders is the best may depend on the exact cuts.
@@ -285,9 +285,9 @@ class _Planner:
             ranked = [(one.ranks, one.prediction.step_seconds) for one in cut]
             placed = self._in_best_order(placed, ranked)
         else:
-            placed = self._in_best_order(placed, self._ranked(placed, judge, 0))
+            placed = self._in_best_order(placed, self._ranked(placed, cost, 0))
         if not self._is_large and self._num_actions(placed) <= _MOST_SIMULATED:
-            placed, _ = balanced_shares(self._placer, resliced(self._placer, placed), judge)
+            placed, _ = balanced_shares(self._placer, resliced(self._placer, placed), cost)
         found = self._cut_with_care(placed)
         if placed.batch_shares != self._wishes.batch_shares:
             with suppress(PlanError):
@@ -332,7 +332,7 @@ class _Planner:
         ranks = best_order(ranked, self._preferred(placed))
         return placed if ranks == placed.ranks else self._in_order(placed, ranks)
 
-    def _ranked(self, placed: Candidate, judge: Judge, most: int) -> list[tuple[Groups, float]]:
+    def _ranked(self, placed: Candidate, cost: CostModel, most: int) -> list[tuple[Groups, float]]:
         """Orders of the stages with their step times, the best first: at most ``most`` are
         tried.
         """
@@ -350,7 +350,7 @@ class _Planner:
         def seconds(ranks: Groups) -> float:
             try:
                 changed = self._in_order(placed, ranks)
-                return judge.step(changed, placer.cuts(changed))
+                return cost.step(changed, placer.cuts(changed))
             except PlanError:
                 return math.inf
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lightning_pipeshift.errors import PlanError
-from lightning_pipeshift.files import MOST_BYTES, read_text, temporary_beside
+from lightning_pipeshift.files import MOST_BYTES, read_text, temporary_next_to
 
 
 class Fields:
@@ -146,7 +146,7 @@ def write_text(path: str | Path, text: str) -> None:
     """Writes to a temporary file first, so that no reader ever sees a partial document."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = temporary_beside(path)
+    temporary = temporary_next_to(path)
     try:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)

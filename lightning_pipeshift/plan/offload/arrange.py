@@ -59,7 +59,7 @@ _PATIENCE: Final = 1.02
 
 
 def arrange_compressed(
-    profile: Profile, cluster: Cluster, wishes: PlanRequest, allowed: Allowed | None = None
+    profile: Profile, cluster: Cluster, request: PlanRequest, allowed: Allowed | None = None
 ) -> Arrangement:
     """The arrangement with the most samples per second, by the simulator, with swaps of saved
     tensors.
@@ -67,18 +67,18 @@ def arrange_compressed(
     Args:
         profile: of the model.
         cluster: the machines.
-        wishes: the fixed settings, and the policy, which is called first.
+        request: the fixed settings, and the policy, which is called first.
         allowed: the boundaries that may be cut, if any such cut fits.
 
     Raises:
         PlanError: the weights and the optimizer's state alone do not fit.
         BudgetError: no arrangement fits in memory; the message contains a budget that would.
     """
-    return _Mapper(profile, cluster, wishes, allowed).best()
+    return _Mapper(profile, cluster, request, allowed).best()
 
 
 def compressed(
-    profile: Profile, cluster: Cluster, wishes: PlanRequest, arrangement: Arrangement
+    profile: Profile, cluster: Cluster, request: PlanRequest, arrangement: Arrangement
 ) -> Arrangement:
     """A given arrangement with swaps of saved tensors, on the same stages and with the same layers
     on each.
@@ -86,7 +86,7 @@ def compressed(
     Raises:
         BudgetError: it does not fit in memory; the message contains a budget that would.
     """
-    return _Mapper(profile, cluster, wishes, None).compressed(arrangement)
+    return _Mapper(profile, cluster, request, None).compressed(arrangement)
 
 
 class _Option(NamedTuple):
@@ -110,15 +110,15 @@ class _Mapper:
     """See :func:`arrange_compressed`."""
 
     def __init__(
-        self, profile: Profile, cluster: Cluster, wishes: PlanRequest, allowed: Allowed | None
+        self, profile: Profile, cluster: Cluster, request: PlanRequest, allowed: Allowed | None
     ) -> None:
-        assert wishes.policy is not None
-        self._policy: Policy = wishes.policy
+        assert request.policy is not None
+        self._policy: Policy = request.policy
         self._profile = profile
         self._cluster = cluster
-        self._wishes = wishes
+        self._wishes = request
         self._allowed = allowed
-        self._placer = Evaluator(profile, cluster, wishes, allowed)
+        self._placer = Evaluator(profile, cluster, request, allowed)
         self._alike = interchangeable(cluster)
         self._known: dict[Any, tuple[tuple[int, ...], Compressed]] = {}
 

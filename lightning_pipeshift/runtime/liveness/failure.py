@@ -128,7 +128,7 @@ class FailureBoard:
         self._has_noticed = True
         return self._note({"by": self._rank, "reason": reason})
 
-    def publish_beside(self, error: BaseException) -> None:
+    def publish_from_thread(self, error: BaseException) -> None:
         """As :meth:`publish`, called in a thread. This rank's next communication raises the
         error.
         """

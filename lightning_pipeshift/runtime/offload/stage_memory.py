@@ -73,34 +73,34 @@ class StageMemory:
     """Manages memory compression on one stage.
 
     Args:
-        wishes: the user's settings.
+        request: the user's settings.
         channels: this stage's connections.
         names: of the layers.
         where: this stage, in words.
         threads: their threads wait for other stages.
-        fail_beside: called in a thread that fails.
+        fail_from_thread: called in a thread that fails.
         say: shows a message to the user after the step.
     """
 
     def __init__(
         self,
-        wishes: MemoryRequest,
+        request: MemoryRequest,
         channels: Channels,
         names: Sequence[str],
         where: str,
         threads: Threads,
-        fail_beside: Callable[[BaseException], None],
+        fail_from_thread: Callable[[BaseException], None],
         say: Callable[[str], None],
     ) -> None:
-        self.wishes = wishes
+        self.request = request
         self.store = ActivationStore(StagePolicy(float("inf"), where=where), say)
         self._channels = channels
         self._names = tuple(names)
         self._where = where
-        self._codec = codec_named(wishes.compression)
-        self._fail_beside = fail_beside
+        self._codec = codec_named(request.compression)
+        self._fail_beside = fail_from_thread
         device = channels.device
-        self._copier = copier_of(device, fail_beside)
+        self._copier = copier_of(device, fail_from_thread)
         self._say = say
         self._address = address = address_here(device)
         host = torch.device("cpu")
@@ -125,11 +125,11 @@ class StageMemory:
             host_bytes: the free memory of its host.
             num_sharers: how many ranks share the host's memory.
         """
-        wishes = self.wishes
-        budget = wishes.budget_bytes
+        request = self.request
+        budget = request.budget_bytes
         if budget is None:
             budget = (1 - MARGIN) * device_bytes
-        on_host = wishes.host_bytes
+        on_host = request.host_bytes
         if on_host is None:
             on_host = _HOST_PART * host_bytes / num_sharers
         self._host.limit_bytes = on_host
@@ -206,7 +206,7 @@ class StageMemory:
                 places,
                 spare,
                 {layer: expected_bytes.get(layer, 0) for layer in own},
-                self.wishes.budget_bytes is not None,
+                self.request.budget_bytes is not None,
                 self._names,
                 self._where,
                 self.room.budget_bytes if self.room is not None else None,

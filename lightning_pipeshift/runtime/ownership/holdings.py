@@ -31,7 +31,7 @@ from lightning_pipeshift.compat.torch_private import (
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.transfer import to_host
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
-from lightning_pipeshift.model.parameters.elsewhere import Elsewhere, set_owner_lookup, swap
+from lightning_pipeshift.model.parameters.remote_tensor import RemoteTensor, set_owner_lookup, swap
 from lightning_pipeshift.model.parameters.gradient_box import SharedParameters, Sums
 from lightning_pipeshift.model.parameters.uses import (
     ParameterUse,
@@ -287,7 +287,7 @@ class Holdings:
             if tensor.is_meta or self.stage in self.stages_of([name]) or self.is_held(tensor):
                 continue
             try:
-                swap(tensor, Elsewhere.like(tensor, [name]))
+                swap(tensor, RemoteTensor.like(tensor, [name]))
             except RuntimeError as error:
                 log.warning("PipeShift: a copy of %s remains on this stage: %s", name, error)
 
@@ -314,7 +314,7 @@ class Holdings:
                 if path in found.received:
                     hold(tensor, found.received[path])
                 elif what.lives_with and stages and self.stage not in stages and not tensor.is_meta:
-                    swap(tensor, Elsewhere.like(tensor, what.lives_with))
+                    swap(tensor, RemoteTensor.like(tensor, what.lives_with))
         return True
 
     # --- where the values are stored ---
@@ -563,7 +563,7 @@ class Holdings:
         """
         with without_torch_function_of_subclasses():
             for parameter in self._lacking():
-                if not (isinstance(parameter, Elsewhere) and parameter.requires_grad):
+                if not (isinstance(parameter, RemoteTensor) and parameter.requires_grad):
                     continue
                 shown, like = self._shown.get(id(parameter)), (parameter.shape, parameter.dtype)
                 if shown is None or (shown.shape, shown.dtype) != like:

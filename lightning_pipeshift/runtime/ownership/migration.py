@@ -56,7 +56,7 @@ _GRADIENT = (-1, "gradient")
 _ANSWERS = 4
 
 
-class _News(enum.Enum):
+class _Message(enum.Enum):
     """A message of the old owner to the new one, before the values."""
 
     EARLY = "a parameter follows, and may still change"
@@ -65,7 +65,7 @@ class _News(enum.Enum):
 
 
 @dataclass
-class _Parcel:
+class _Transfer:
     """A parameter, or a layer's other state, that is being sent to its new owner.
 
     Args:
@@ -90,13 +90,13 @@ class _Parcel:
     has_arrived: Future[None] = field(default_factory=Future)
 
 
-class _Parcels(NamedTuple):
+class _Transfers(NamedTuple):
     """The tensors that leave a stage, by target, and those that arrive, by source; in the order in
     which they are needed.
     """
 
-    outgoing: dict[int, list[_Parcel]]
-    incoming: dict[int, list[_Parcel]]
+    outgoing: dict[int, list[_Transfer]]
+    incoming: dict[int, list[_Transfer]]
 
 
 class Migration(ActionListener, LayerListener):
@@ -137,14 +137,14 @@ class Migration(ActionListener, LayerListener):
         self._is_complete = threading.Event()
         self._has_begun = self._is_cancelled = self._is_freed = False
         self._work: list[Future[None]] | None = None
-        self._awaited: dict[int, list[_Parcel]] = {}
+        self._awaited: dict[int, list[_Transfer]] = {}
         self.exposed_seconds = 0.0
         """How long training has waited for the move on this stage so far."""
         self._prepared = threads.submit(self._prepare)
 
     # --- during the step before ---
 
-    def _prepare(self) -> _Parcels:
+    def _prepare(self) -> _Transfers:
         holdings, here, new_stages = self._holdings, self._holdings.stage, self._stage_of
         found: list[tuple[int, int, int, int]] = []
         places = zip(holdings.all_holders(), holdings.all_holders(new_stages), strict=True)
@@ -152,16 +152,16 @@ class Migration(ActionListener, LayerListener):
             for to in new:
                 if to not in old and here in (old[0], to):
                     found.append((min(self._layers_of(number, to)), number, old[0], to))
-        parcels = _Parcels({}, {})
+        transfers = _Transfers({}, {})
         for _, number, source, to in sorted(found):
-            parcel = _Parcel(self._layers_of(number, to), self._parameter(number))
+            transfer = _Transfer(self._layers_of(number, to), self._parameter(number))
             if here == source:
-                parcels.outgoing.setdefault(to, []).append(parcel)
+                transfers.outgoing.setdefault(to, []).append(transfer)
                 continue
-            parcels.incoming.setdefault(source, []).append(parcel)
-            if (like := parcel.parameter) is not None:
-                parcel.values = self._room(like)
-        return parcels
+            transfers.incoming.setdefault(source, []).append(transfer)
+            if (like := transfer.parameter) is not None:
+                transfer.values = self._buffer_like(like)
+        return transfers
 
     def _layers_of(self, number: int, stage: int) -> list[int]:
         """The layers of a stage that need an entry under the new placement."""
@@ -174,7 +174,7 @@ class Migration(ActionListener, LayerListener):
         uses = self._holdings.uses
         return uses[number].parameter if number < len(uses) else None
 
-    def _room(self, like: Tensor) -> Tensor:
+    def _buffer_like(self, like: Tensor) -> Tensor:
         if self._device.type == "cpu":
             return room_for(tuple(like.shape), like.dtype)
         return torch.empty(like.shape, dtype=like.dtype, device=self._device)
@@ -182,38 +182,38 @@ class Migration(ActionListener, LayerListener):
     # --- in threads ---
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
+    def _on_side_stream(self) -> Iterator[None]:
         """Context of copies beside the compute, after the work at the last :meth:`_mark`."""
         with side_stream(self._device, "moves"):
             self._is_ready.wait()
             yield
 
-    def _send(self, to: int, parcels: Sequence[_Parcel]) -> None:
+    def _send(self, to: int, transfers: Sequence[_Transfer]) -> None:
         lane = self._holdings.channels.bulk()
-        parameters = [parcel for parcel in parcels if parcel.parameter is not None]
-        with torch.no_grad(), self._beside():
-            for parcel in parameters:
+        parameters = [transfer for transfer in transfers if transfer.parameter is not None]
+        with torch.no_grad(), self._on_side_stream():
+            for transfer in parameters:
                 if self._is_settled.is_set():
                     break
-                parcel.values = self._copied(parcel)
-                parcel.is_early = True
-                lane.send_object(_News.EARLY, to)
-                lane.send_tensor(parcel.values, to)
+                transfer.values = self._copied(transfer)
+                transfer.is_early = True
+                lane.send_object(_Message.EARLY, to)
+                lane.send_tensor(transfer.values, to)
         self._is_settled.wait()
         if self._is_cancelled and self._has_begun:
             return
-        lane.send_object(_News.CANCELLED if self._is_cancelled else _News.SETTLED, to)
+        lane.send_object(_Message.CANCELLED if self._is_cancelled else _Message.SETTLED, to)
         if self._is_cancelled:
             lane.settle()
             return
-        with torch.no_grad(), self._beside():
-            for parcel in parcels:
-                if (parameter := parcel.parameter) is None:
-                    lane.send_values(parcel.values, to)
+        with torch.no_grad(), self._on_side_stream():
+            for transfer in transfers:
+                if (parameter := transfer.parameter) is None:
+                    lane.send_values(transfer.values, to)
                     continue
-                if parcel.is_early:
-                    is_same = _same_bits(parcel.values, parameter.detach())
-                    parcel.values = None
+                if transfer.is_early:
+                    is_same = _same_bits(transfer.values, parameter.detach())
+                    transfer.values = None
                     lane.send_object(is_same, to)
                     if is_same:
                         continue
@@ -221,31 +221,31 @@ class Migration(ActionListener, LayerListener):
         self._is_complete.wait()
         if self._is_cancelled:
             return
-        with torch.no_grad(), self._beside():
-            for parcel in parameters:
-                lane.send_values(parcel.state, to)
+        with torch.no_grad(), self._on_side_stream():
+            for transfer in parameters:
+                lane.send_values(transfer.state, to)
         lane.settle()
         self._holdings.channels.bulk(_ANSWERS).receive_object(to)
 
-    def _copied(self, parcel: _Parcel) -> Tensor:
+    def _copied(self, transfer: _Transfer) -> Tensor:
         """Returns a copy of a parameter's present value."""
-        assert parcel.parameter is not None
-        copied: Tensor = self._room(parcel.parameter)
-        return copied.copy_(parcel.parameter.detach())
+        assert transfer.parameter is not None
+        copied: Tensor = self._buffer_like(transfer.parameter)
+        return copied.copy_(transfer.parameter.detach())
 
-    def _receive(self, source: int, parcels: Sequence[_Parcel]) -> None:
+    def _receive(self, source: int, transfers: Sequence[_Transfer]) -> None:
         try:
-            with torch.no_grad(), self._beside():
-                self._take_in(source, parcels)
+            with torch.no_grad(), self._on_side_stream():
+                self._take_in(source, transfers)
         except BaseException as error:
-            for parcel in parcels:
-                if not parcel.has_arrived.done():
-                    parcel.has_arrived.set_exception(error)
+            for transfer in transfers:
+                if not transfer.has_arrived.done():
+                    transfer.has_arrived.set_exception(error)
             raise
 
-    def _take_in(self, source: int, parcels: Sequence[_Parcel]) -> None:
+    def _take_in(self, source: int, transfers: Sequence[_Transfer]) -> None:
         lane = self._holdings.channels.bulk()
-        parameters = [parcel for parcel in parcels if parcel.parameter is not None]
+        parameters = [transfer for transfer in transfers if transfer.parameter is not None]
 
         def take_in(room: Tensor) -> None:
             if room.device.type == "cpu":
@@ -254,24 +254,24 @@ class Migration(ActionListener, LayerListener):
                 room.copy_(lane.receive_tensor(room, source))
 
         coming = iter(parameters)
-        while (news := lane.receive_object(source)) is _News.EARLY:
-            parcel = next(coming)
-            parcel.is_early = True
-            take_in(parcel.values)
-        if news is _News.CANCELLED:
+        while (message := lane.receive_object(source)) is _Message.EARLY:
+            transfer = next(coming)
+            transfer.is_early = True
+            take_in(transfer.values)
+        if message is _Message.CANCELLED:
             return
-        for parcel in parcels:
-            if parcel.parameter is None:
-                parcel.values = {
+        for transfer in transfers:
+            if transfer.parameter is None:
+                transfer.values = {
                     name: value.to(self._device) if isinstance(value, Tensor) else value
                     for name, value in lane.receive_values(source)
                 }
-            elif not (parcel.is_early and lane.receive_object(source)):
-                take_in(parcel.values)
+            elif not (transfer.is_early and lane.receive_object(source)):
+                take_in(transfer.values)
             # Copies from memory that is not pinned are complete when they return.
-            parcel.has_arrived.set_result(None)
-        for parcel in parameters:
-            parcel.state = dict(lane.receive_values(source))
+            transfer.has_arrived.set_result(None)
+        for transfer in parameters:
+            transfer.state = dict(lane.receive_values(source))
         answers = self._holdings.channels.bulk(_ANSWERS)
         answers.send_object(None, source)
         answers.settle()
@@ -295,15 +295,15 @@ class Migration(ActionListener, LayerListener):
             self._start()
 
     def _start(self) -> None:
-        parcels = self._prepared.result()
+        transfers = self._prepared.result()
         self._mark()
         self._work = [
             self._threads.submit(partial(self._send, to, leaving))
-            for to, leaving in parcels.outgoing.items()
+            for to, leaving in transfers.outgoing.items()
         ]
         self._work += [
             self._threads.submit(partial(self._receive, source, coming))
-            for source, coming in parcels.incoming.items()
+            for source, coming in transfers.incoming.items()
         ]
 
     def _mark(self) -> None:
@@ -332,38 +332,38 @@ class Migration(ActionListener, LayerListener):
         has_copies = holdings.pass_copies_on(self._stage_of)
         self._first = 0 if has_copies else first
         holdings.place(self._stage_of, keeps_old=self._first > 0)
-        for parcel in self._leaving():
-            self._pack(parcel, keeps_gradients)
+        for transfer in self._leaving():
+            self._pack(transfer, keeps_gradients)
         with torch.no_grad(), flat_weights_forgotten(holdings.root):
-            for parcel in self._arriving():
-                if parcel.parameter is not None:
+            for transfer in self._arriving():
+                if transfer.parameter is not None:
                     # Only its values are missing.
-                    hold(parcel.parameter, parcel.values)
-                    parcel.parameter.grad = None
-                for layer in parcel.layers:
-                    self._awaited.setdefault(layer, []).append(parcel)
+                    hold(transfer.parameter, transfer.values)
+                    transfer.parameter.grad = None
+                for layer in transfer.layers:
+                    self._awaited.setdefault(layer, []).append(transfer)
         self._has_begun = True
         if not self._first:
             self._settle()
             self._complete()
 
-    def _arriving(self) -> list[_Parcel]:
+    def _arriving(self) -> list[_Transfer]:
         return [p for coming in self._prepared.result().incoming.values() for p in coming]
 
-    def _leaving(self) -> list[_Parcel]:
+    def _leaving(self) -> list[_Transfer]:
         return [p for leaving in self._prepared.result().outgoing.values() for p in leaving]
 
-    def _pack(self, parcel: _Parcel, keeps_gradients: bool) -> None:
-        parameter = parcel.parameter
+    def _pack(self, transfer: _Transfer, keeps_gradients: bool) -> None:
+        parameter = transfer.parameter
         if parameter is None:
             return
-        parcel.state = {
+        transfer.state = {
             (index, name): value
             for index, optimizer in enumerate(self._optimizers)
             for name, value in optimizer.state.get(parameter, {}).items()
         }
         if parameter.grad is not None and keeps_gradients:
-            parcel.state[_EARLIER] = parameter.grad
+            transfer.state[_EARLIER] = parameter.grad
         if self._holdings.stage not in self._holdings.holders_of(parameter):
             # From now on the gradient is on its way.
             parameter.grad = None
@@ -381,7 +381,7 @@ class Migration(ActionListener, LayerListener):
         """The identities of parameters whose gradients are not complete after the last backward."""
         if not self._first:
             return set()
-        return {id(parcel.parameter) for parcel in self._arriving()}
+        return {id(transfer.parameter) for transfer in self._arriving()}
 
     def end_action(self, action: Action) -> None:
         """See :class:`ActionListener`."""
@@ -398,19 +398,19 @@ class Migration(ActionListener, LayerListener):
 
     def _settle(self) -> None:
         """The old owners have run all their forwards."""
-        for parcel in self._leaving():
-            if parcel.parameter is None:
-                module, _ = self._holdings.layers[parcel.layers[0]]
-                parcel.values = other_state(module)
+        for transfer in self._leaving():
+            if transfer.parameter is None:
+                module, _ = self._holdings.layers[transfer.layers[0]]
+                transfer.values = other_state(module)
         self._mark()
         self._is_settled.set()
 
     def _complete(self) -> None:
         """The old owners have run all their backwards."""
-        for parcel in self._leaving() if self._first else ():
-            parameter = parcel.parameter
+        for transfer in self._leaving() if self._first else ():
+            parameter = transfer.parameter
             if parameter is not None and parameter.grad is not None:
-                parcel.state[_GRADIENT], parameter.grad = parameter.grad, None
+                transfer.state[_GRADIENT], parameter.grad = parameter.grad, None
         self._mark()
         self._is_complete.set()
 
@@ -418,10 +418,10 @@ class Migration(ActionListener, LayerListener):
         """Keeps the gradients of the new owner's microbatches, each by itself: those of the old
         owner's come first in the sum.
         """
-        for parcel in self._arriving() if not self._is_freed else ():
-            parameter = parcel.parameter
+        for transfer in self._arriving() if not self._is_freed else ():
+            parameter = transfer.parameter
             if parameter is not None and parameter.grad is not None:
-                parcel.fresh.append(parameter.grad)
+                transfer.fresh.append(parameter.grad)
                 parameter.grad = None
 
     def abandon(self) -> None:
@@ -450,12 +450,12 @@ class Migration(ActionListener, LayerListener):
         if layer not in self._awaited:
             return
         with self._exposed():
-            for parcel in self._awaited.pop(layer):
-                parcel.has_arrived.result()
-                if parcel.parameter is None:
+            for transfer in self._awaited.pop(layer):
+                transfer.has_arrived.result()
+                if transfer.parameter is None:
                     module, _ = self._holdings.layers[layer]
                     with torch.no_grad(), flat_weights_forgotten(module):
-                        take_other_state(module, parcel.values)
+                        take_other_state(module, transfer.values)
 
     def finish(self) -> None:
         """Waits until everything has arrived, here and at the new owners; then frees the tensors
@@ -476,25 +476,25 @@ class Migration(ActionListener, LayerListener):
     def _free(self) -> None:
         """Unpacks what has arrived, and frees what has moved away."""
         self._is_freed = True
-        for parcel in self._arriving():
-            if parcel.parameter is not None:
-                self._unpack(parcel, parcel.parameter)
+        for transfer in self._arriving():
+            if transfer.parameter is not None:
+                self._unpack(transfer, transfer.parameter)
         if self._first:
             self._holdings.place(self._stage_of)
         self._holdings.settle(self._optimizers, final=True, deferred=self._deferred)
 
-    def _unpack(self, parcel: _Parcel, parameter: nn.Parameter) -> None:
-        earlier = parcel.state.pop(_EARLIER, None)
+    def _unpack(self, transfer: _Transfer, parameter: nn.Parameter) -> None:
+        earlier = transfer.state.pop(_EARLIER, None)
         if earlier is not None:
             self._holdings.put_gradient_aside(parameter, earlier.to(self._device))
-        total = parcel.state.pop(_GRADIENT, None)
+        total = transfer.state.pop(_GRADIENT, None)
         if total is not None:
             total = total.to(self._device)
-        for gradient in parcel.fresh:
+        for gradient in transfer.fresh:
             total = gradient if total is None else total + gradient
         if total is not None:
             parameter.grad = total
-        for (index, name), value in parcel.state.items():
+        for (index, name), value in transfer.state.items():
             self._optimizers[index].state[parameter][name] = value
 
 

@@ -25,7 +25,7 @@ from lightning_pipeshift.compat.torch_private import (
     parameters_of,
 )
 from lightning_pipeshift.errors import some_of
-from lightning_pipeshift.model.parameters.elsewhere import Elsewhere
+from lightning_pipeshift.model.parameters.remote_tensor import RemoteTensor
 from lightning_pipeshift.runtime.comm.channels import Channels
 
 # How many containers and plain objects deep the search goes.
@@ -258,7 +258,7 @@ def exchange(
     """
     lacking = {
         path: Lacking(
-            tensor.lives_with if isinstance(tensor, Elsewhere) else frozenset(),
+            tensor.lives_with if isinstance(tensor, RemoteTensor) else frozenset(),
             tuple(tensor.shape),
             tensor.dtype,
         )

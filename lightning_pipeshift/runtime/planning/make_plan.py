@@ -225,7 +225,7 @@ def make_plan(
 
 def _compressed(
     settings: Settings,
-    wishes: MemoryRequest,
+    request: MemoryRequest,
     profile: Profile,
     cluster: Cluster,
     topology: Topology,
@@ -235,7 +235,7 @@ def _compressed(
     """For each virtual machine the fastest of some cuts, with the handling of saved tensors."""
     return [
         fastest(
-            Problem.of(profile, workload, cluster, ranks, wishes.policy, settings.recompute),
+            Problem.of(profile, workload, cluster, ranks, request.policy, settings.recompute),
             _candidates(settings, profile, topology, workload, vm, idle),
         )
         for vm, (ranks, workload) in enumerate(zip(topology.ranks, workloads, strict=True))

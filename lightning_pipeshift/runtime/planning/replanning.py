@@ -47,7 +47,7 @@ class Replanning:
         replicas: the virtual machines.
         here: this rank's device.
         device: the same device, as torch names it.
-        news: messages that the user sees after the step.
+        messages: messages that the user sees after the step.
         say: shows a message to the user at once.
         threads: the first rank looks for a better plan in one of them, while training continues.
     """
@@ -58,7 +58,7 @@ class Replanning:
         replicas: Replicas,
         here: Device,
         device: torch.device,
-        news: list[str],
+        messages: list[str],
         say: Callable[[str], None],
         threads: Threads,
     ) -> None:
@@ -70,7 +70,7 @@ class Replanning:
         self._replicas = replicas
         self._here = here
         self._device = device
-        self._news = news
+        self._messages = messages
         self._say = say
         self._threads = threads
         # On the first rank: the decision being made, and the plan in force when that started.
@@ -136,7 +136,7 @@ class Replanning:
             # The probe numbers devices by their index in the connections, which may differ from
             # their rank.
             self._cluster = probed.cluster.renumbered(self._replicas.world.ranks)
-            self._news.extend(probed.notes)
+            self._messages.extend(probed.notes)
         self.profiler.take_guesses(guesses)
         self._layers = layers_of(gates, trace, optimizers)
         self._samples = samples
@@ -264,7 +264,7 @@ class Replanning:
         found: Decision = self._replicas.world.share_object(decision, source=0)
         self._is_thinking = False
         if found.message:
-            self._news.append(found.message)
+            self._messages.append(found.message)
         if found.is_new and found.took is not None:
             self._before = (found.took, found.expected_gain)
             self.decisions.append(
@@ -280,7 +280,7 @@ class Replanning:
             return
         before, expected = self._before
         self.decisions.append({"measured_gain": before / took, "step_seconds": took})
-        self._news.append(
+        self._messages.append(
             f"a step takes {took:.3g} s since the layers have changed their owners, and took"
             f" {before:.3g} s before: {before / took:.2f} times as fast, {expected:.2f} times was"
             " expected."

@@ -154,7 +154,7 @@ class Pipeline:
         ignored: names of attributes that belong to the framework.
         say: shows a message to the user at once.
         outside: requests from other processes; used on the first rank only.
-        fail_beside: called in a thread that fails.
+        fail_from_thread: called in a thread that fails.
         profile: makes a context for the profiler, given the name of an action.
     """
 
@@ -171,7 +171,7 @@ class Pipeline:
         ignored: frozenset[str],
         say: Callable[[str], None],
         outside: ControlFiles,
-        fail_beside: Callable[[BaseException], None],
+        fail_from_thread: Callable[[BaseException], None],
         profile: Profile = nullcontext,
     ) -> None:
         self._profile = profile
@@ -190,11 +190,11 @@ class Pipeline:
         self._denominators: Denominators | None = None
         self._has_agreed = False
         # Messages about decisions, for the user.
-        self.news: list[str] = []
+        self.messages: list[str] = []
         self.settings = settings
-        self._threads = Threads("beside", fail_beside)
+        self._threads = Threads("background", fail_from_thread)
         self.planning = Replanning(
-            settings, replicas, here, channels.device, self.news, say, self._threads
+            settings, replicas, here, channels.device, self.messages, say, self._threads
         )
         self.streams = RandomStreams(channels.device)
         self._switch = Switch()
@@ -237,8 +237,8 @@ class Pipeline:
                 [gate.name for gate in gates],
                 f"stage {channels.stage} of virtual machine {self.vm}",
                 self._threads,
-                fail_beside,
-                self.news.append,
+                fail_from_thread,
+                self.messages.append,
             )
         self.order: list[int] = []
         """The layers in the order in which the last forward pass called them."""
@@ -391,7 +391,7 @@ class Pipeline:
         topology, placement = self.replicas.topology, self.plan.placement
         said = stages_without_work(self.settings, placement, topology, self._called)
         if said is not None and said != self._said_of_work:
-            self.news.append(said)
+            self.messages.append(said)
         self._said_of_work = said
 
     def _held_bytes(self) -> int:
@@ -522,7 +522,7 @@ class Pipeline:
         owners = list(dict.fromkeys(tuple(group.members) for group in groups))
         kind, why = self.settings.aggregation(self.channels.backend, len(owners), placement)
         if is_new:
-            self.news.append(f"gradient_aggregation is {kind!r}: {why}.")
+            self.messages.append(f"gradient_aggregation is {kind!r}: {why}.")
         device, watched = self.channels.device, self.channels.watched
         agree = self.replicas.world.sum
         if self.channels.backend == "gloo":
@@ -729,7 +729,7 @@ class Pipeline:
         self.is_to_end = bool(asked_to_end)
         if is_objected_to:
             # The reason may have been found on another virtual machine.
-            self.news.append(f"the new plan was left alone. {votes.objection}")
+            self.messages.append(f"the new plan was left alone. {votes.objection}")
             self.changes.cancel()
         return bool(has_mail)
 
@@ -885,7 +885,7 @@ class Pipeline:
                 answer = Answer(True, f"{request}, from step {self.num_steps_done + 2} on")
             except PipeShiftError as error:
                 answer = Answer(False, f"nothing moves: {error}")
-            self.news.append(f"asked from outside: {answer.text}.")
+            self.messages.append(f"asked from outside: {answer.text}.")
             self._outside.answer(request, answer)
         if has_decided:
             decision = self.planning.announce(self.coming_plan)

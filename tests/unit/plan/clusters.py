@@ -76,17 +76,17 @@ def unlike(seed, num_ranks=4, num_layers=8, room=None):
         (f"h{a}", f"h{b}"): chance.choice([WIDE, NARROW])
         for a, b in itertools.combinations(range(num_ranks), 2)
     }
-    wishes = PlanRequest(batch_samples=16.0, microbatches=chance.choice([2, 4, 8]))
-    return Profile(tuple(layers), kinds, step_seconds=1e-3), Cluster(machines, hosts=hosts), wishes
+    request = PlanRequest(batch_samples=16.0, microbatches=chance.choice([2, 4, 8]))
+    return Profile(tuple(layers), kinds, step_seconds=1e-3), Cluster(machines, hosts=hosts), request
 
 
-def every_arrangement(profile, cluster, wishes):
+def every_arrangement(profile, cluster, request):
     """All groupings in all orders, cut with care, with equal shares or such in proportion to the
     compute power, whichever is better: brute force, for a few devices.
     """
-    placer = Evaluator(profile, cluster, wishes, None)
+    placer = Evaluator(profile, cluster, request, None)
     for groups in partitions(list(range(cluster.num_ranks))):
-        if wishes.num_virtual_machines not in (None, len(groups)):
+        if request.num_virtual_machines not in (None, len(groups)):
             continue
         cycles = [groups]
         if len(groups) > 3:
@@ -96,7 +96,7 @@ def every_arrangement(profile, cluster, wishes):
                 powers = [sum(placer.powers[rank] for rank in machine) for machine in ranks]
                 found = []
                 for shares in (None, powers) if len(ranks) > 1 else (None,):
-                    placed = placer.placed(ranks, wishes.microbatches, shares)
+                    placed = placer.placed(ranks, request.microbatches, shares)
                     try:
                         cuts = placer.cuts(placed, careful=True)
                     except PlanError:

@@ -52,10 +52,10 @@ def test_who_has_room_for_it_takes_the_first_stage():
     assert keeps(found, cluster)
 
 
-def rate(cluster, wishes) -> float:
+def rate(cluster, request) -> float:
     """Samples per second; 0 where nothing fits."""
     try:
-        return arrange_compressed(model(), cluster, wishes).samples_per_second
+        return arrange_compressed(model(), cluster, request).samples_per_second
     except BudgetError:
         return 0.0
 
@@ -69,8 +69,8 @@ def test_who_lacks_room_is_put_beside_who_has_it(pair):
         outside=Link(0.0, 1e7),
         hosts={(one, other): Link(0.0, 1e10)},
     )
-    wishes = replace(ONE, recompute="none")
-    found = arrange_compressed(model(), cluster, wishes)
+    request = replace(ONE, recompute="none")
+    found = arrange_compressed(model(), cluster, request)
     order = found.ranks[0]
     assert {order[0], order[3]} == set(pair)
     of_first = [swap for swap in found.swaps[0] if swap.layer < found.cuts[0].bounds[1]]
@@ -78,7 +78,7 @@ def test_who_lacks_room_is_put_beside_who_has_it(pair):
     assert all(3 in swap.stages for swap in of_first)
     assert keeps(found, cluster)
     # In their own order the step is longer, unless that is this one.
-    own = rate(cluster, replace(wishes, virtual_machines=((0, 1, 2, 3),)))
+    own = rate(cluster, replace(request, virtual_machines=((0, 1, 2, 3),)))
     if pair == (0, 3):
         assert own == found.samples_per_second
     else:
@@ -89,8 +89,8 @@ def test_ranks_that_are_given_stay():
     rooms = [90 * MB, 110 * MB, 130 * MB, 170 * MB]
     machines = tuple(Device(f"h{n}", "X", memory_bytes=room) for n, room in enumerate(rooms))
     cluster = Cluster(machines, outside=Link(0.0, 1e10))
-    wishes = replace(ONE, virtual_machines=((0, 1, 2, 3),))
-    assert arrange_compressed(model(), cluster, wishes).ranks == ((0, 1, 2, 3),)
+    request = replace(ONE, virtual_machines=((0, 1, 2, 3),))
+    assert arrange_compressed(model(), cluster, request).ranks == ((0, 1, 2, 3),)
 
 
 def test_virtual_machines_that_are_alike_are_ordered_alike():
@@ -99,8 +99,8 @@ def test_virtual_machines_that_are_alike_are_ordered_alike():
         Device(host, "X", memory_bytes=room) for host in "ab" for room in (100 * MB, 180 * MB)
     )
     cluster = Cluster(machines, outside=Link(0.0, 1e3), inside=Link(0.0, 1e3))
-    wishes = replace(ONE, virtual_machines=2, recompute="none")
-    found = arrange_compressed(model(), cluster, wishes)
+    request = replace(ONE, virtual_machines=2, recompute="none")
+    found = arrange_compressed(model(), cluster, request)
     assert sorted(found.ranks) == [(1, 0), (3, 2)]
     assert keeps(found, cluster)
     assert found.samples_per_second == pytest.approx(16 / found.prediction.step_seconds)
@@ -147,9 +147,9 @@ def test_many_devices():
         for number in range(16)
     )
     cluster = Cluster(machines, inside=Link(0.0, 1e10), outside=Link(1e-4, 1e9))
-    wishes = PlanRequest(batch_samples=16.0, microbatches=16, policy=Planned())
+    request = PlanRequest(batch_samples=16.0, microbatches=16, policy=Planned())
     begin = time.process_time()
-    found = arrange_compressed(model(24), cluster, wishes)
+    found = arrange_compressed(model(24), cluster, request)
     assert time.process_time() - begin < 60, "8 s on an idle machine"
     assert keeps(found, cluster)
     assert sorted(rank for ranks in found.ranks for rank in ranks) == list(range(16))

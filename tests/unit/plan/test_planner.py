@@ -41,10 +41,10 @@ def test_near_the_best_where_memory_is_short(seed):
 
 @pytest.mark.parametrize("seed", [12, 22, 29])
 def test_near_the_best_of_a_number_of_virtual_machines(seed):
-    model, cluster, wishes = unlike(seed)
-    wishes = replace(wishes, virtual_machines=2)
-    every = [found.samples_per_second for found in every_arrangement(model, cluster, wishes)]
-    found = arrange_all(model, cluster, wishes)
+    model, cluster, request = unlike(seed)
+    request = replace(request, virtual_machines=2)
+    every = [found.samples_per_second for found in every_arrangement(model, cluster, request)]
+    found = arrange_all(model, cluster, request)
     assert len(found.ranks) == 2
     assert found.samples_per_second >= 0.97 * max(every)
 
@@ -86,8 +86,8 @@ def test_gradients_stay_inside_of_a_host_where_they_are_larger():
 def test_one_of_each_kind():
     model = profile(6, "XY", gradient=10**5, seconds=1e-3)
     cluster = Cluster(devices("a:X a:X b:Y b:Y"), outside=WIDE)
-    wishes = PlanRequest(batch_samples=8, virtual_machines=2, batch_shares=(1.0, 1.0))
-    found = arrange_all(model, cluster, wishes)
+    request = PlanRequest(batch_samples=8, virtual_machines=2, batch_shares=(1.0, 1.0))
+    found = arrange_all(model, cluster, request)
     assert {frozenset(ranks) for ranks in found.ranks} in (
         {frozenset({0, 2}), frozenset({1, 3})},
         {frozenset({0, 3}), frozenset({1, 2})},
@@ -116,8 +116,8 @@ def test_shares_count_what_does_not_depend_on_samples():
         for kind, factor in (("X", 1.0), ("Y", 2.0))
     }
     model = Profile((LayerProfile("l"),), times)
-    wishes = PlanRequest(batch_samples=6, virtual_machines=2, microbatches=4)
-    found = arrange_all(model, Cluster(devices("a:X b:Y")), wishes)
+    request = PlanRequest(batch_samples=6, virtual_machines=2, microbatches=4)
+    found = arrange_all(model, Cluster(devices("a:X b:Y")), request)
     # 4 x 6 s for the actions, and 3 s or 6 s for each sample.
     assert found.prediction.step_seconds == pytest.approx(24 + 24)
     assert found.batch_shares == (2, 1)
@@ -168,9 +168,9 @@ def test_more_microbatches_where_memory_is_short():
     times = KindProfile((1.0,) * 2, (2.0,) * 2, action_forward=30.0, action_backward=30.0)
     layers = tuple(LayerProfile(f"l{n}", 24, saved_bytes=8, input_bytes=8) for n in range(2))
     model = Profile(layers, {"X": times})
-    wishes = PlanRequest(batch_samples=16, virtual_machines=1)
-    assert arrange_all(model, Cluster(devices("a:X a:X")), wishes).microbatches <= 2
-    found = arrange_all(model, cluster, wishes)
+    request = PlanRequest(batch_samples=16, virtual_machines=1)
+    assert arrange_all(model, Cluster(devices("a:X a:X")), request).microbatches <= 2
+    found = arrange_all(model, cluster, request)
     assert found.microbatches == 16
     assert found.prediction.memory_bytes == ((40, 32),)
 
@@ -191,16 +191,16 @@ def test_what_does_not_fit_in_one_order_fits_in_another():
     room = {"a": 30, "b": 45}
     cluster = Cluster(tuple(Device(host, "X", memory_bytes=room[host]) for host in "ab"))
     model = profile(2, saved=20, static=5)
-    wishes = PlanRequest(batch_samples=2, microbatches=2, recompute="none", virtual_machines=1)
-    found = arrange_all(model, cluster, wishes)
+    request = PlanRequest(batch_samples=2, microbatches=2, recompute="none", virtual_machines=1)
+    found = arrange_all(model, cluster, request)
     assert machines(found) == "10"
 
 
 def test_equal_shares_that_do_not_fit():
     # The slow device has room for a third of the batch only.
     cluster = Cluster((Device("a", "X", memory_bytes=100), Device("b", "Y", memory_bytes=50)))
-    wishes = PlanRequest(batch_samples=6, virtual_machines=2, microbatches=1)
-    found = arrange_all(profile(1, "XY", saved=10), cluster, wishes)
+    request = PlanRequest(batch_samples=6, virtual_machines=2, microbatches=1)
+    found = arrange_all(profile(1, "XY", saved=10), cluster, request)
     assert found.batch_shares == (2, 1)
 
 
@@ -213,13 +213,13 @@ def test_unequal_depths():
     assert [cut.counts for cut in found.cuts] == [(6,), (2, 2, 2)]
 
 
-# --- wishes ---
+# --- request ---
 
 
 def test_wished_ranks_stay_where_they_are():
     model, cluster = profile(6, "XY"), Cluster(devices("a:X a:Y b:X b:Y"), outside=NARROW)
-    wishes = PlanRequest(batch_samples=8, virtual_machines=((3, 0), (1, 2)))
-    found = arrange_all(model, cluster, wishes)
+    request = PlanRequest(batch_samples=8, virtual_machines=((3, 0), (1, 2)))
+    found = arrange_all(model, cluster, request)
     assert machines(found) == "30 12"
     assert [cut.counts for cut in found.cuts] == [(2, 4), (2, 4)]
 
@@ -237,12 +237,12 @@ def test_wished_ranks_stay_where_they_are():
 )
 def test_wished_partitions(partition, expected):
     model, cluster = profile(6, "XY", gradient=10), Cluster(devices("a:X a:Y b:X b:Y"))
-    wishes = PlanRequest(
+    request = PlanRequest(
         batch_samples=8,
         partition=partition,
         virtual_machines=2 if partition == "uniform" else "auto",
     )
-    found = arrange_all(model, cluster, wishes)
+    found = arrange_all(model, cluster, request)
     assert [cut.counts for cut in found.cuts] == expected
     assert [len(ranks) for ranks in found.ranks] == list(map(len, expected))
 
@@ -252,32 +252,32 @@ def test_recomputation_of_a_wished_partition(recompute):
     model = profile(2, saved=10)
     layers = tuple(replace(layer, input_bytes=1) for layer in model.layers)
     model = replace(model, layers=layers)
-    wishes = PlanRequest(
+    request = PlanRequest(
         batch_samples=4,
         microbatches=4,
         partition="uniform",
         virtual_machines=1,
         recompute=recompute,
     )
-    boundless = arrange_all(model, Cluster(devices("a:X a:X")), wishes)
+    boundless = arrange_all(model, Cluster(devices("a:X a:X")), request)
     assert bool(boundless.cuts[0].recompute) == (recompute == "full")
     short = Cluster(devices("a:X a:X", memory_bytes=15))
     if recompute == "none":
         with pytest.raises(PlanError, match=r"partition \[1, 1\] needs 20 bytes on stage 0"):
-            arrange_all(model, short, wishes)
+            arrange_all(model, short, request)
     else:
-        assert arrange_all(model, short, wishes).cuts == (Cut((1, 1), frozenset({0})),)
+        assert arrange_all(model, short, request).cuts == (Cut((1, 1), frozenset({0})),)
 
 
 def test_cuts_at_allowed_boundaries_where_that_fits():
     model, cluster = profile(6), Cluster(devices("a:X a:X"))
-    wishes = PlanRequest(batch_samples=8, virtual_machines=1)
-    found = arrange_all(model, cluster, wishes, lambda num_stages: frozenset({2, 4}))
+    request = PlanRequest(batch_samples=8, virtual_machines=1)
+    found = arrange_all(model, cluster, request, lambda num_stages: frozenset({2, 4}))
     assert found.cuts[0].counts in ((2, 4), (4, 2))
     # Not where only another boundary leaves room.
     short = Cluster(devices("a:X a:X", memory_bytes=30))
     model = profile(6, static=10)
-    found = arrange_all(model, short, wishes, lambda num_stages: frozenset({2, 4}))
+    found = arrange_all(model, short, request, lambda num_stages: frozenset({2, 4}))
     assert found.cuts == (Cut((3, 3)),)
 
 
@@ -303,14 +303,14 @@ BAD_WISHES = [
 ]
 
 
-@pytest.mark.parametrize(("wishes", "message"), BAD_WISHES)
-def test_wishes_that_do_not_go_together(wishes, message):
+@pytest.mark.parametrize(("request", "message"), BAD_WISHES)
+def test_wishes_that_do_not_go_together(request, message):
     with pytest.raises(PlanError, match=message):
-        PlanRequest(**wishes)
+        PlanRequest(**request)
 
 
 @pytest.mark.parametrize(
-    ("wishes", "message"),
+    ("request", "message"),
     [
         ({"virtual_machines": 3}, "3 virtual machines on 2 devices"),
         ({"partition": ((1, 1), (2,))}, "3 stages on 2 devices"),
@@ -320,9 +320,9 @@ def test_wishes_that_do_not_go_together(wishes, message):
         ({"virtual_machines": ((0, 0),)}, "rank 0 more than once"),
     ],
 )
-def test_wishes_that_do_not_fit_the_machines(wishes, message):
+def test_wishes_that_do_not_fit_the_machines(request, message):
     with pytest.raises(ConfigurationError, match=message):
-        arrange_all(profile(2), Cluster(devices("a:X a:X")), PlanRequest(**wishes))
+        arrange_all(profile(2), Cluster(devices("a:X a:X")), PlanRequest(**request))
 
 
 def test_the_error_tells_of_what_comes_nearest_to_fitting():
@@ -335,33 +335,33 @@ def test_the_error_tells_of_what_comes_nearest_to_fitting():
 
 
 def test_an_evaluation_is_what_was_arranged():
-    model, cluster, wishes = unlike(3)
-    found = arrange_all(model, cluster, wishes)
+    model, cluster, request = unlike(3)
+    found = arrange_all(model, cluster, request)
     again = evaluate(
-        model, cluster, wishes, found.ranks, found.cuts, found.microbatches, found.batch_shares
+        model, cluster, request, found.ranks, found.cuts, found.microbatches, found.batch_shares
     )
     assert again == found
 
 
 def test_the_uniform_split_beside_the_chosen_one():
     model, cluster = profile(6, "XY"), Cluster(devices("a:X a:Y"))
-    wishes = PlanRequest(batch_samples=4, virtual_machines=1)
-    found = arrange_all(model, cluster, wishes)
-    beside = evaluate(model, cluster, wishes, ((0, 1),), [Cut((3, 3))], found.microbatches)
+    request = PlanRequest(batch_samples=4, virtual_machines=1)
+    found = arrange_all(model, cluster, request)
+    beside = evaluate(model, cluster, request, ((0, 1),), [Cut((3, 3))], found.microbatches)
     assert beside.prediction.step_seconds == pytest.approx(3 * 3 + 4 * 18)
     assert beside.samples_per_second == pytest.approx(4 / 81)
     # Also what doesn't fit.
     small = Cluster(devices("a:X a:Y", memory_bytes=10))
     model = profile(6, "XY", static=10)
-    assert evaluate(model, small, wishes, ((0, 1),), [Cut((3, 3))], 2).prediction.memory_bytes == (
+    assert evaluate(model, small, request, ((0, 1),), [Cut((3, 3))], 2).prediction.memory_bytes == (
         (30, 30),
     )
 
 
 def test_few_samples_are_cut_into_few_slices():
     model, cluster = profile(2), Cluster(devices("a:X b:X"))
-    wishes = PlanRequest(batch_samples=4)
-    shares = evaluate(model, cluster, wishes, ((0,), (1,)), [Cut((2,))] * 2, 4, (6.0, 2.0))
+    request = PlanRequest(batch_samples=4)
+    shares = evaluate(model, cluster, request, ((0,), (1,)), [Cut((2,))] * 2, 4, (6.0, 2.0))
     assert shares.prediction.step_seconds == pytest.approx(6 * 6)
     costs = shares.prediction.costs
     # 6 samples in 4 slices, and 2 in 2.
@@ -373,8 +373,8 @@ def test_links_that_are_shared_are_seen():
     # Two pipelines over one pair of hosts have half of its link each.
     model = profile(2, payload=10**6, seconds=1e-3)
     cluster = Cluster(devices("a:X a:X b:X b:X"), Link(0.0, 1e10), WIDE)
-    wishes = PlanRequest(batch_samples=2)
-    found = evaluate(model, cluster, wishes, ((0, 2), (1, 3)), [Cut((1, 1))] * 2, 1)
+    request = PlanRequest(batch_samples=2)
+    found = evaluate(model, cluster, request, ((0, 2), (1, 3)), [Cut((1, 1))] * 2, 1)
     alone = workload_of(model, cluster, (0, 2), "1f1b", 1, 2.0).costs(Cut((1, 1)))
     assert found.prediction.costs[0].payload_seconds[0] == pytest.approx(
         2 * alone.payload_seconds[0], rel=0.01

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.parameters.elsewhere import Elsewhere, set_owner_lookup, swap
+from lightning_pipeshift.model.parameters.remote_tensor import RemoteTensor, set_owner_lookup, swap
 
 DECAY = 0.9
 
@@ -61,12 +61,12 @@ def known() -> Iterator[Known]:
 def elsewhere(name: str = "a", shape: tuple[int, ...] = (3, 4)) -> Any:
     """A parameter that is on another stage."""
     parameter = nn.Parameter(torch.ones(shape))
-    swap(parameter, Elsewhere.like(parameter, [name], is_the_models=True))
+    swap(parameter, RemoteTensor.like(parameter, [name], is_the_models=True))
     return parameter
 
 
 def lives_with(tensor: Tensor) -> frozenset[str]:
-    assert isinstance(tensor, Elsewhere)
+    assert isinstance(tensor, RemoteTensor)
     return tensor.lives_with
 
 
@@ -78,7 +78,7 @@ def test_a_parameter_stays_itself() -> None:
     module = nn.Linear(4, 3)
     module.weight = parameter
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    swap(parameter, Elsewhere.like(parameter, ["a"], is_the_models=True))
+    swap(parameter, RemoteTensor.like(parameter, ["a"], is_the_models=True))
     assert module.weight is parameter
     assert optimizer.param_groups[0]["params"][0] is parameter
     assert isinstance(parameter, nn.Parameter)
@@ -132,7 +132,7 @@ def test_what_is_written_with_it_is_there_too(name: str, known: Known) -> None:
     average = torch.ones(3, 4)
     known.kept = [average]
     UPDATES[name](average, elsewhere().detach())
-    assert isinstance(average, Elsewhere)
+    assert isinstance(average, RemoteTensor)
     assert average.lives_with == {"a"}
     with pytest.raises(LayerError, match=r"'a'.*stage 1"):
         average.sum().item()
@@ -143,7 +143,7 @@ def test_writing_to_it_does_nothing_here(name: str) -> None:
     average = elsewhere().detach().clone()
     UPDATES[name](average, torch.ones(3, 4))
     UPDATES[name](average, elsewhere("b").detach())
-    assert isinstance(average, Elsewhere)
+    assert isinstance(average, RemoteTensor)
     assert average.lives_with == {"a", "b"}
 
 
@@ -153,10 +153,10 @@ def test_lists_may_be_partly_here() -> None:
     torch._foreach_mul_(averages, 0.5)
     torch._foreach_add_(averages, parameters, alpha=2.0)
     assert averages[0].tolist() == [6.5, 6.5]
-    assert isinstance(averages[1], Elsewhere)
+    assert isinstance(averages[1], RemoteTensor)
     first, second = torch._foreach_mul(parameters, [2.0, 3.0])
     assert first.tolist() == [6.0, 6.0]
-    assert isinstance(second, Elsewhere)
+    assert isinstance(second, RemoteTensor)
 
 
 def test_results_live_where_their_inputs_live() -> None:
@@ -166,7 +166,7 @@ def test_results_live_where_their_inputs_live() -> None:
         assert lives_with(made) == {"a"}
     total = torch.zeros(())
     total += p.norm()
-    assert isinstance(total, Elsewhere)
+    assert isinstance(total, RemoteTensor)
     with pytest.raises(LayerError, match=r"'a' on stage 1; 'c' on stage 2"):
         p + elsewhere("c").detach()
 
@@ -178,7 +178,7 @@ def test_assigned_data() -> None:
     # It is what it is, whatever it was made of.
     assert lives_with(key) == {"a"}
     key.data = torch.zeros(2)
-    assert isinstance(key, Elsewhere)
+    assert isinstance(key, RemoteTensor)
     assert key.shape == (2,)
     with pytest.raises(RuntimeError):
         torch.ones(3, 4).data = query.data
@@ -243,14 +243,14 @@ def test_random_numbers_are_drawn_as_where_it_is() -> None:
     absent = torch.randn_like(elsewhere())
     absent.normal_()
     torch.nn.functional.dropout(absent, 0.5)
-    assert isinstance(absent, Elsewhere)
+    assert isinstance(absent, RemoteTensor)
     assert torch.equal(torch.rand(2), expected)
 
 
 def test_copies_and_averaged_models() -> None:
     module = nn.Linear(4, 3)
-    swap(module.weight, Elsewhere.like(module.weight, ["a"], is_the_models=True))
-    swap(module.bias, Elsewhere.like(module.bias, ["b"], is_the_models=True))
+    swap(module.weight, RemoteTensor.like(module.weight, ["a"], is_the_models=True))
+    swap(module.bias, RemoteTensor.like(module.bias, ["b"], is_the_models=True))
     copied = copy.deepcopy(module)
     assert isinstance(copied.weight, nn.Parameter)
     assert copied.weight.requires_grad
@@ -259,17 +259,17 @@ def test_copies_and_averaged_models() -> None:
     for _ in range(3):
         average.update_parameters(module)
     assert int(average.n_averaged) == 3
-    assert isinstance(average.module.weight, Elsewhere)
+    assert isinstance(average.module.weight, RemoteTensor)
     assert average.module.weight.lives_with == {"a"}
     module.load_state_dict({"weight": torch.ones(3, 4), "bias": torch.ones(3)})
     nn.init.kaiming_uniform_(module.weight)
-    assert isinstance(module.weight, Elsewhere)
+    assert isinstance(module.weight, RemoteTensor)
 
 
 def test_gradients() -> None:
     parameter = elsewhere()
     parameter.grad = torch.empty_like(parameter)
-    assert isinstance(parameter.grad, Elsewhere)
+    assert isinstance(parameter.grad, RemoteTensor)
     with pytest.raises(LayerError, match=r"lightning_pipeshift\.grad_norm"):
         torch.nn.utils.clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True)
 

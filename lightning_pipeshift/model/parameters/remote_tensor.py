@@ -79,8 +79,8 @@ class _Home:
     """The stages that have the values of some memory; views share it.
 
     Args:
-        lives_with: see :class:`Elsewhere`.
-        is_the_models: see :class:`Elsewhere`.
+        lives_with: see :class:`RemoteTensor`.
+        is_the_models: see :class:`RemoteTensor`.
     """
 
     __slots__ = ("is_the_models", "lives_with")
@@ -90,7 +90,7 @@ class _Home:
         self.is_the_models = is_the_models
 
 
-class Elsewhere(Tensor):
+class RemoteTensor(Tensor):
     """A tensor whose values are on other stages.
 
     Its device is the meta device. Operations on it return tensors of this class. Writing to it has
@@ -106,15 +106,15 @@ class Elsewhere(Tensor):
     _home: _Home
 
     @staticmethod
-    def __new__(cls, data: Tensor, home: _Home, requires_grad: bool = False) -> Elsewhere:
-        self: Elsewhere = make_subclass(cls, data, requires_grad)
+    def __new__(cls, data: Tensor, home: _Home, requires_grad: bool = False) -> RemoteTensor:
+        self: RemoteTensor = make_subclass(cls, data, requires_grad)
         self._home = home
         return self
 
     @classmethod
     def like(
         cls, tensor: Tensor, lives_with: Iterable[str], is_the_models: bool = False
-    ) -> Elsewhere:
+    ) -> RemoteTensor:
         """A tensor of this class that can replace a tensor.
 
         Args:
@@ -155,12 +155,12 @@ class Elsewhere(Tensor):
             if "meta tensor" not in str(error):
                 raise
             leaves = pytree.tree_leaves((args, kwargs))
-            absent = [leaf for leaf in leaves if isinstance(leaf, Elsewhere)]
+            absent = [leaf for leaf in leaves if isinstance(leaf, RemoteTensor)]
             raise _reading(getattr(func, "__name__", str(func)), absent) from error
         finally:
             _writes.under_way.pop()
         for tensor, lives_with, function in written:
-            if not isinstance(tensor, Elsewhere):
+            if not isinstance(tensor, RemoteTensor):
                 _send_away(tensor, lives_with, function)
         return result
 
@@ -176,7 +176,7 @@ class Elsewhere(Tensor):
     # --- methods that do not dispatch an operation ---
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"Elsewhere({tuple(self.shape)}, {self.dtype}, with {_named(self.lives_with)})"
+        return f"RemoteTensor({tuple(self.shape)}, {self.dtype}, with {_named(self.lives_with)})"
 
     def tolist(self) -> Any:
         """Raises LayerError."""
@@ -194,11 +194,11 @@ class Elsewhere(Tensor):
             _refuse_reading("format", [self])
         return repr(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Elsewhere:
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
         if id(self) in memo:
-            found: Elsewhere = memo[id(self)]
+            found: RemoteTensor = memo[id(self)]
             return found
-        copied = memo[id(self)] = Elsewhere.like(self, self.lives_with)
+        copied = memo[id(self)] = RemoteTensor.like(self, self.lives_with)
         if self.grad is not None:
             copied.grad = copy.deepcopy(self.grad, memo)
         own = {name: value for name, value in vars(self).items() if name not in _OWN_ATTRIBUTES}
@@ -222,9 +222,9 @@ class Elsewhere(Tensor):
 
 def _unpickled(
     like: Tensor, lives_with: frozenset[str], requires_grad: bool, is_parameter: bool
-) -> Elsewhere:
+) -> RemoteTensor:
     fresh = nn.Parameter(like, requires_grad) if is_parameter else like
-    return Elsewhere.like(fresh, lives_with)
+    return RemoteTensor.like(fresh, lives_with)
 
 
 # --- operations ---
@@ -237,7 +237,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name == "aten::equal" and args[0] is args[1]:
         return True
     leaves, _ = pytree.tree_flatten((args, kwargs))
-    absent = [leaf for leaf in leaves if isinstance(leaf, Elsewhere)]
+    absent = [leaf for leaf in leaves if isinstance(leaf, RemoteTensor)]
     if torch.Tag.data_dependent_output in func.tags or (
         torch.Tag.dynamic_output_shape in func.tags
     ):
@@ -246,7 +246,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _without_values(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], absent: list[Elsewhere]
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], absent: list[RemoteTensor]
 ) -> Any:
     """The result of an operation on a stage that lacks its inputs."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -271,7 +271,7 @@ def _without_values(
     except NotImplementedError as error:
         raise _reading(schema_of(func).name, absent) from error
     for written in written_arguments(func, args, kwargs):
-        if not isinstance(written, Elsewhere):
+        if not isinstance(written, RemoteTensor):
             _note_writing(written, lives_with, func)
         elif not written._home.is_the_models:
             written._home.lives_with = lives_with
@@ -280,7 +280,7 @@ def _without_values(
 
     def standing_for(made: Tensor) -> Tensor:
         # An in-place operation returns its argument.
-        return before[id(made)] if id(made) in before else Elsewhere(made, home)
+        return before[id(made)] if id(made) in before else RemoteTensor(made, home)
 
     return pytree.tree_map_only(Tensor, standing_for, result)
 
@@ -302,7 +302,7 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for number in range(length):
         some_args, some_kwargs = part([number])
         leaves = pytree.tree_leaves((some_args, some_kwargs))
-        absent = [leaf for leaf in leaves if isinstance(leaf, Elsewhere)]
+        absent = [leaf for leaf in leaves if isinstance(leaf, RemoteTensor)]
         if absent:
             results[number] = _without_values(func, some_args, some_kwargs, absent)
         else:
@@ -316,7 +316,7 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return [results[number][0] for number in range(length)]
 
 
-def _together(func: Any, absent: Sequence[Elsewhere], leaves: Iterable[Any]) -> frozenset[str]:
+def _together(func: Any, absent: Sequence[RemoteTensor], leaves: Iterable[Any]) -> frozenset[str]:
     """The names of the parameters whose stages compute the result of an operation.
 
     Args:
@@ -408,7 +408,7 @@ def _note_writing(tensor: Tensor, lives_with: frozenset[str], func: Any) -> None
 
 
 def _send_away(tensor: Tensor, lives_with: frozenset[str], function: str) -> None:
-    """Makes a tensor an ``Elsewhere``, with all tensors that share its memory."""
+    """Makes a tensor an ``RemoteTensor``, with all tensors that share its memory."""
     known = _known[0]
     refusal = _cannot_be_written(lives_with, function)
     if known is not None and known.is_held(tensor):
@@ -423,7 +423,7 @@ def _send_away(tensor: Tensor, lives_with: frozenset[str], function: str) -> Non
         raise LayerError(refusal)
     for alias in aliases.values():
         try:
-            swap(alias, Elsewhere.like(alias, lives_with))
+            swap(alias, RemoteTensor.like(alias, lives_with))
         except RuntimeError as error:
             raise LayerError(refusal) from error
 
@@ -449,10 +449,10 @@ def _cannot_be_written(lives_with: frozenset[str], function: str) -> str:
 
 def _set_data(tensor: Tensor, data: Tensor) -> None:
     """``tensor.data = data`` for a tensor of another stage: has no effect on values here."""
-    assert isinstance(tensor, Elsewhere)
-    if not isinstance(data, Elsewhere):
+    assert isinstance(tensor, RemoteTensor)
+    if not isinstance(data, RemoteTensor):
         # A write has no effect here, but the shape may change.
-        data = Elsewhere.like(data, tensor.lives_with)
+        data = RemoteTensor.like(data, tensor.lives_with)
     with without_torch_function_of_subclasses():
         Tensor.data.__set__(tensor, data)  # type: ignore[attr-defined]
     if not tensor._home.is_the_models:
@@ -473,11 +473,11 @@ def swap(tensor: Tensor, fresh: Tensor) -> None:
 # --- messages ---
 
 
-def _refuse_reading(function: str, absent: Sequence[Elsewhere]) -> NoReturn:
+def _refuse_reading(function: str, absent: Sequence[RemoteTensor]) -> NoReturn:
     raise _reading(function, absent)
 
 
-def _reading(function: str, absent: Sequence[Elsewhere]) -> LayerError:
+def _reading(function: str, absent: Sequence[RemoteTensor]) -> LayerError:
     names = frozenset().union(*(tensor.lives_with for tensor in absent))
     return LayerError(
         f"`{_short(function)}` reads the value of {_named(names)}, or of a value computed from it "
