@@ -31,8 +31,8 @@ from lightning_pipeshift.compat.torch_private import (
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.transfer import to_host
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
-from lightning_pipeshift.model.parameters.remote_tensor import RemoteTensor, set_owner_lookup, swap
 from lightning_pipeshift.model.parameters.gradient_box import SharedParameters, Sums
+from lightning_pipeshift.model.parameters.remote_tensor import RemoteTensor, set_owner_lookup, swap
 from lightning_pipeshift.model.parameters.uses import (
     ParameterUse,
     flat_weights_forgotten,

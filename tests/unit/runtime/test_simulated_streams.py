@@ -7,6 +7,7 @@ race.
 from __future__ import annotations
 
 import queue
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -369,8 +370,15 @@ def test_who_makes_room_for_others_waits_for_its_own_compute(
     row = ROWS["middle of 1f1b"]
     expected = Stage(layers_of()).step(row, batches(row))
     stores: list[ActivationStore] = []
+    is_back = threading.Event()
+
+    def lend(size: int) -> None:
+        stores[0].lend(size)
+        if size < 0:
+            is_back.set()
+
     with SimulatedDevice() as device, host_memory() as host:
-        lending = Lending(monkeypatch, False, lambda size: stores[0].lend(size), CPU)
+        lending = Lending(monkeypatch, False, lend, CPU)
         place = RemoteTarget({1: lending.borrower})
 
         def lend_a_block(store: ActivationStore) -> None:
@@ -380,7 +388,10 @@ def test_who_makes_room_for_others_waits_for_its_own_compute(
                 parcel = place.put(torch.zeros(size, dtype=torch.uint8), lambda: None)
                 assert parcel is not None
                 parcel.leaving.wait()
+                is_back.clear()
                 parcel.forget()
+                # The next layer needs the memory.
+                assert is_back.wait(LIMIT_SECONDS)
 
         found = step_that_offloads(
             device, monkeypatch, row, host, 3.0, lend_a_block, is_planned=False
