@@ -1,0 +1,79 @@
+"""The asynchronous pipeline, which does not drain between two minibatches.
+
+PipeDream (Narayanan et al., SOSP 2019, section 3.2; CN115454655A): each batch of the loader is one
+minibatch, and one microbatch at once. When minibatch ``k`` arrives, stage ``s`` of ``N`` runs its
+forward, then the backward of minibatch ``k - (N - 1 - s)``, and steps its optimizer::
+
+    minibatch   0       1       2       3       4        drain
+    stage 0     F0      F1      F2 B0   F3 B1   F4 B2    B3 B4
+    stage 1     F0      F1 B0   F2 B1   F3 B2   F4 B3    B4
+    stage 2     F0 B0   F1 B1   F2 B2   F3 B3   F4 B4
+
+Over all minibatches between two drains this is 1F1B with that many microbatches, so nothing new has
+to be proved of it. What differs is when optimizers step: after each backward, so a forward uses
+weights that lack the updates of the minibatches in flight.
+
+PipeDream-2BW (Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, ICML 2021, section
+3.1) accumulates the gradients of ``m >= N`` minibatches into one update. Its forwards use the
+weights before the last update, on every stage, so two versions suffice, and results do not depend
+on the split.
+"""
+
+from __future__ import annotations
+
+from lightning_pipeshift.errors import ScheduleError
+from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
+
+
+def turn(minibatch: int, stage: int, num_stages: int, first: int = 0) -> Row:
+    """What a stage does when a minibatch arrives.
+
+    Args:
+        minibatch: its number.
+        stage: the stage.
+        num_stages: of the pipeline.
+        first: the first minibatch since the pipeline was empty.
+
+    Raises:
+        ScheduleError: the minibatch is from before that.
+    """
+    if not 0 <= first <= minibatch:
+        raise ScheduleError(
+            f"minibatch {minibatch} of a pipeline that was filled from minibatch {first} on"
+        )
+    forward = Action(Kind.FORWARD, minibatch)
+    due = minibatch - _num_behind(stage, num_stages)
+    return (forward, Action(Kind.BACKWARD, due)) if due >= first else (forward,)
+
+
+def drain(last: int, stage: int, num_stages: int, first: int = 0) -> Row:
+    """What a stage has left to do after its turn for the last minibatch, so that the pipeline is
+    empty.
+
+    Args:
+        last: the last minibatch that was begun.
+        stage: the stage.
+        num_stages: of the pipeline.
+        first: the first minibatch since the pipeline was empty.
+    """
+    begin = max(first, last - _num_behind(stage, num_stages) + 1)
+    return tuple(Action(Kind.BACKWARD, minibatch) for minibatch in range(begin, last + 1))
+
+
+def _num_behind(stage: int, num_stages: int) -> int:
+    """By how many minibatches a stage's backwards follow its forwards."""
+    if not 0 <= stage < num_stages:
+        raise ScheduleError(f"stage {stage} of a pipeline with the stages 0 to {num_stages - 1}")
+    return num_stages - 1 - stage
+
+
+def update_of(minibatch: int, num_accumulated: int) -> int:
+    """The update that a minibatch's gradient is part of, in ``async-2bw``."""
+    return minibatch // num_accumulated
+
+
+def version_used(minibatch: int, num_accumulated: int) -> int:
+    """How many updates are in the weights that a minibatch uses, forward and backward, in
+    ``async-2bw``: all but the last one before its own, if there is one.
+    """
+    return max(0, update_of(minibatch, num_accumulated) - 1)

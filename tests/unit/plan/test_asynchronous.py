@@ -1,0 +1,68 @@
+"""The asynchronous pipeline's rows, and the weights that its minibatches use."""
+
+import pytest
+
+from lightning_pipeshift.errors import ScheduleError
+from lightning_pipeshift.plan.schedule.actions import Kind, format_row
+from lightning_pipeshift.plan.schedule.asynchronous import drain, turn, update_of, version_used
+from lightning_pipeshift.plan.schedule.schedules import one_forward_one_backward
+
+
+def test_the_table() -> None:
+    turns = [[format_row(turn(k, stage, 3)) for k in range(5)] for stage in range(3)]
+    assert turns == [
+        ["F0", "F1", "F2 B0", "F3 B1", "F4 B2"],
+        ["F0", "F1 B0", "F2 B1", "F3 B2", "F4 B3"],
+        ["F0 B0", "F1 B1", "F2 B2", "F3 B3", "F4 B4"],
+    ]
+    assert [format_row(drain(4, stage, 3)) for stage in range(3)] == ["B3 B4", "B4", ""]
+
+
+def test_after_a_drain_the_pipeline_fills_again() -> None:
+    assert [format_row(turn(k, 0, 3, first=5)) for k in (5, 6, 7)] == ["F5", "F6", "F7 B5"]
+    assert format_row(drain(6, 0, 3, first=5)) == "B5 B6"
+
+
+@pytest.mark.parametrize("num_stages", range(1, 7))
+@pytest.mark.parametrize("num_minibatches", [1, 2, 3, 5, 9])
+def test_from_drain_to_drain_it_is_1f1b(num_stages: int, num_minibatches: int) -> None:
+    rows = []
+    for stage in range(num_stages):
+        row = [a for k in range(num_minibatches) for a in turn(k, stage, num_stages)]
+        rows.append((*row, *drain(num_minibatches - 1, stage, num_stages)))
+    assert tuple(rows) == one_forward_one_backward(num_stages, num_minibatches)
+
+
+@pytest.mark.parametrize("num_stages", range(1, 7))
+def test_no_stage_has_more_minibatches_in_flight_than_stages_are_left(num_stages: int) -> None:
+    for stage in range(num_stages):
+        in_flight, most = set[int](), 0
+        for k in range(4 * num_stages):
+            for action in turn(k, stage, num_stages):
+                if action.kind is Kind.FORWARD:
+                    in_flight.add(action.microbatch)
+                    most = max(most, len(in_flight))
+                else:
+                    in_flight.remove(action.microbatch)
+        assert most == num_stages - stage
+
+
+@pytest.mark.parametrize("num_accumulated", [1, 2, 3, 4, 7])
+def test_two_versions_suffice(num_accumulated: int) -> None:
+    """While the minibatches of a pipeline of that depth are in flight, which versions they use."""
+    for newest in range(5 * num_accumulated):
+        in_flight = range(max(0, newest - num_accumulated + 1), newest + 1)
+        assert len({version_used(k, num_accumulated) for k in in_flight}) <= 2
+        # An update is complete before any minibatch needs it.
+        assert version_used(newest, num_accumulated) <= update_of(in_flight[0], num_accumulated)
+
+
+def test_the_versions_of_two_minibatches_an_update() -> None:
+    assert [version_used(k, 2) for k in range(8)] == [0, 0, 0, 0, 1, 1, 2, 2]
+
+
+def test_what_is_not_there() -> None:
+    with pytest.raises(ScheduleError, match="stages 0 to 2"):
+        turn(0, 3, 3)
+    with pytest.raises(ScheduleError, match="filled from minibatch 4 on"):
+        turn(3, 0, 3, first=4)
