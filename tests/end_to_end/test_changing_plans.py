@@ -26,8 +26,9 @@ from torch.utils.data import DataLoader
 
 from lightning_pipeshift import PlanError
 from lightning_pipeshift.devices import streams
+from lightning_pipeshift.model.execution import measure
 from lightning_pipeshift.plan.inputs.placement import Placement
-from lightning_pipeshift.runtime.planning import profiling
+from lightning_pipeshift.runtime.planning import probe, profiling
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import (
     AwaitsPlanning,
@@ -415,6 +416,12 @@ def go_by_sleep() -> None:
     moments = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: SLEPT["seconds"] + 1e-3 * next(moments))
     profiling.time = clock  # type: ignore[assignment,attr-defined]
+    # Neither the estimates before the first step nor the links depend on what else runs here.
+    measure.time = SimpleNamespace(perf_counter=lambda: SLEPT["seconds"])  # type: ignore[assignment,attr-defined]
+    ticks = itertools.count()
+    probe.time = SimpleNamespace(  # type: ignore[assignment,attr-defined]
+        perf_counter=lambda: 1e-4 * next(ticks), monotonic=time.monotonic
+    )
 
 
 class Sleeps(torch.autograd.Function):

@@ -130,7 +130,7 @@ class _Planner:
         self._placer = placer
         self._profile = placer.profile
         self._cluster = placer.cluster
-        self._wishes = placer.request
+        self._request = placer.request
         self._alike = interchangeable(self._cluster)
         self._place = {rank: place for place, rank in enumerate(host_order(self._cluster))}
 
@@ -159,8 +159,8 @@ class _Planner:
         if not seen:
             # The error of the grouping that is nearest to fitting is the most useful.
             nearest = max(errors, key=self._least_room_bytes)
-            slices = max(numbers_of_slices(self._wishes, max(map(len, nearest))))
-            placed = self._placer.placed(nearest, slices, self._wishes.batch_shares)
+            slices = max(numbers_of_slices(self._request, max(map(len, nearest))))
+            placed = self._placer.placed(nearest, slices, self._request.batch_shares)
             self._placer.cuts(placed, careful=True)
             raise errors[nearest]
         return seen
@@ -183,7 +183,7 @@ class _Planner:
 
     def _groupings(self) -> Iterator[Groups]:
         """The groupings that the request allows."""
-        request, num_ranks = self._wishes, self._cluster.num_ranks
+        request, num_ranks = self._request, self._cluster.num_ranks
         if request.ranks is not None:
             topology = Topology(request.ranks)
             if topology.num_ranks != num_ranks:
@@ -209,8 +209,8 @@ class _Planner:
 
     def _numbered(self, groups: Groups) -> Groups:
         """The same groups in their order in the rings, as far as the request allows."""
-        shares = self._wishes.batch_shares
-        if not isinstance(self._wishes.partition, str):
+        shares = self._request.batch_shares
+        if not isinstance(self._request.partition, str):
             return groups
         if shares is None:
             return ring_order(self._cluster, groups)
@@ -226,17 +226,17 @@ class _Planner:
         """Samples per second if all stages took equal time and messages took no time: an upper
         bound for all cuts.
         """
-        slices = max(numbers_of_slices(self._wishes, max(map(len, groups))))
+        slices = max(numbers_of_slices(self._request, max(map(len, groups))))
         # One microbatch through all stages, plus the slowest stage's time for each other one.
         per_sample = [
             ((slices - 1) / sum(powers) + 1 / max(powers)) / slices / self._profile.samples
             for powers in ([self._placer.powers[rank] for rank in ranks] for ranks in groups)
         ]
         total = self._placer.total(len(groups))
-        if self._wishes.batch_shares is None:
+        if self._request.batch_shares is None:
             seconds = total / sum(1 / seconds for seconds in per_sample)
         else:
-            sizes = self._placer.sizes(len(groups), self._wishes.batch_shares)
+            sizes = self._placer.sizes(len(groups), self._request.batch_shares)
             seconds = max(size * each for size, each in zip(sizes, per_sample, strict=True))
         return total / (seconds + self._profile.step_seconds)
 
@@ -251,7 +251,7 @@ class _Planner:
             groups
         ):
             raise PlanError("the model alone is larger than a virtual machine")
-        if self._is_large and self._wishes.ranks is None:
+        if self._is_large and self._request.ranks is None:
             placed = self._sliced(self._by_rule(groups))
         else:
             placed = self._sliced(groups)
@@ -289,7 +289,7 @@ class _Planner:
         if not self._is_large and self._num_actions(placed) <= _MOST_SIMULATED:
             placed, _ = balanced_shares(self._placer, resliced(self._placer, placed), cost)
         found = self._cut_with_care(placed)
-        if placed.batch_shares != self._wishes.batch_shares:
+        if placed.batch_shares != self._request.batch_shares:
             with suppress(PlanError):
                 equal = self._cut_with_care(self._placer.placed(placed.ranks, placed.microbatches))
                 if found.samples_per_second < WORTH_SHARES * equal.samples_per_second:
@@ -337,7 +337,7 @@ class _Planner:
         tried.
         """
         preferred = self._preferred(placed)
-        if self._wishes.ranks is not None or self._is_same_in_any_order(preferred):
+        if self._request.ranks is not None or self._is_same_in_any_order(preferred):
             return [(placed.ranks, 1.0)]
         placer = self._placer
         # The time for a fixed number of orders varies from milliseconds to minutes.
@@ -412,8 +412,8 @@ class _Planner:
 
     def _first_shares(self, groups: Groups) -> Iterator[tuple[float, ...] | None]:
         """Shares to try: equal ones, and if those do not fit, in proportion to compute power."""
-        yield self._wishes.batch_shares
-        if self._wishes.batch_shares is None and not self._is_large:
+        yield self._request.batch_shares
+        if self._request.batch_shares is None and not self._is_large:
             powers = tuple(
                 math.fsum(self._placer.powers[rank] for rank in ranks) for ranks in groups
             )
@@ -424,7 +424,7 @@ class _Planner:
         """Returns the choice with an order of stages in which each virtual machine fits in memory,
         or ``None``: the first stages hold more, the last ones less.
         """
-        if self._wishes.ranks is not None:
+        if self._request.ranks is not None:
             return None
         ranks = []
         for vm, machine in enumerate(placed.ranks):

@@ -294,7 +294,7 @@ def test_worthwhile_boundaries():
     assert found.cuts[0].bounds[1] in worthwhile_cuts(payloads, 2)
 
 
-BAD_WISHES = [
+BAD_REQUESTS = [
     ({"batch_samples": 0.0}, "0.0 samples"),
     ({"virtual_machines": 0}, "virtual_machines=0"),
     ({"microbatches": 0}, "microbatches=0"),
@@ -303,14 +303,14 @@ BAD_WISHES = [
 ]
 
 
-@pytest.mark.parametrize(("request", "message"), BAD_WISHES)
-def test_wishes_that_do_not_go_together(request, message):
+@pytest.mark.parametrize(("wanted", "message"), BAD_REQUESTS)
+def test_requests_that_do_not_go_together(wanted, message):
     with pytest.raises(PlanError, match=message):
-        PlanRequest(**request)
+        PlanRequest(**wanted)
 
 
 @pytest.mark.parametrize(
-    ("request", "message"),
+    ("wanted", "message"),
     [
         ({"virtual_machines": 3}, "3 virtual machines on 2 devices"),
         ({"partition": ((1, 1), (2,))}, "3 stages on 2 devices"),
@@ -320,9 +320,9 @@ def test_wishes_that_do_not_go_together(request, message):
         ({"virtual_machines": ((0, 0),)}, "rank 0 more than once"),
     ],
 )
-def test_wishes_that_do_not_fit_the_machines(request, message):
+def test_requests_that_do_not_fit_the_machines(wanted, message):
     with pytest.raises(ConfigurationError, match=message):
-        arrange_all(profile(2), Cluster(devices("a:X a:X")), PlanRequest(**request))
+        arrange_all(profile(2), Cluster(devices("a:X a:X")), PlanRequest(**wanted))
 
 
 def test_the_error_tells_of_what_comes_nearest_to_fitting():
