@@ -30,7 +30,7 @@ from lightning_pipeshift import (
     TensorRecord,
 )
 from lightning_pipeshift.plan.inputs.placement import Placement
-from lightning_pipeshift.plan.schedule.schedules import SCHEDULES
+from lightning_pipeshift.plan.schedule.schedules import SYNCHRONOUS
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import quiet_trainer
 from tests.models import NUM_CLASSES, NUM_FEATURES, ZOO, Classifier, points
@@ -296,7 +296,7 @@ def with_schedules(cuts: Sequence[list[int]], number: int) -> list[Pipelined]:
     """All schedules by turns, with and without recomputation; and every second one ends as the
     others are cut, and has saved tensors moved in some way.
     """
-    names = tuple(SCHEDULES)
+    names = tuple(SYNCHRONOUS)
     found = []
     for i, cut in enumerate(cuts):
         how = Pipelined(cut, names[(i + number) % len(names)])

@@ -14,7 +14,11 @@ from lightning_pipeshift.plan.inputs.partition import PartitionSpec
 from lightning_pipeshift.plan.inputs.policies import Policy
 from lightning_pipeshift.plan.inputs.shares import check_shares
 from lightning_pipeshift.plan.inputs.topology import VirtualMachinesSpec, check_spec
-from lightning_pipeshift.plan.schedule.schedules import MOST_MICROBATCHES, schedule_named
+from lightning_pipeshift.plan.schedule.schedules import (
+    ASYNCHRONOUS,
+    MOST_MICROBATCHES,
+    schedule_named,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +83,19 @@ class Options:
         _check_seconds("heartbeat_timeout", self.heartbeat_timeout, 1.0)
         _check_seconds("stall_timeout", self.stall_timeout, 0.0)
         schedule_named(self.schedule)
+        if self.is_asynchronous and self.microbatches not in ("auto", 1):
+            raise ConfigurationError(
+                f"schedule={self.schedule!r} and microbatches={self.microbatches!r}: an"
+                " asynchronous pipeline does not split a batch, as it has several batches in flight."
+                " Remove `microbatches`, or set it to 1."
+            )
         if self.plan is not None and self.plan.batch_shares:
             object.__setattr__(self, "batch_shares", list(self.plan.batch_shares))
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether the pipeline does not drain between two batches."""
+        return self.schedule in ASYNCHRONOUS
 
     @property
     def ranks(self) -> VirtualMachinesSpec:

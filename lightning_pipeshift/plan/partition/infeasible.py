@@ -14,7 +14,7 @@ from lightning_pipeshift.errors import PlanError, some_of
 from lightning_pipeshift.plan.cost.workload import Numbers, Workload
 from lightning_pipeshift.plan.partition.dynamic_programming import narrowest, possible_ranges
 from lightning_pipeshift.plan.partition.recomputation import bytes_held
-from lightning_pipeshift.plan.schedule.schedules import SCHEDULES
+from lightning_pipeshift.plan.schedule.schedules import SYNCHRONOUS
 
 _UNITS: Final = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
@@ -50,7 +50,7 @@ def nothing_fits(workload: Workload, recompute: str) -> PlanError:
 def _remedies(workload: Workload, recompute: str, held: Numbers) -> Iterator[str]:
     if recompute != "auto" and _fits(workload, "auto"):
         yield "recompute='auto'"
-    for schedule in SCHEDULES:
+    for schedule in SYNCHRONOUS:
         if schedule != workload.schedule:
             other = workload.with_microbatches(workload.microbatches, schedule)
             if _fits(other, recompute):

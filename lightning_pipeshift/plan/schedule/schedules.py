@@ -147,11 +147,21 @@ def forward_only(num_stages: int, num_microbatches: int) -> Schedule:
 
 ScheduleFunction = Callable[[int, int], Schedule]
 
-SCHEDULES: Final[dict[str, ScheduleFunction]] = {
+SYNCHRONOUS: Final[dict[str, ScheduleFunction]] = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
     "eager_1f1b": eager_one_forward_one_backward,
 }
+"""The schedules of one step, which ends with the optimizer's. All have the same result."""
+
+ASYNCHRONOUS: Final[dict[str, ScheduleFunction]] = {
+    "async": one_forward_one_backward,
+    "async-2bw": one_forward_one_backward,
+}
+"""The schedules of all minibatches between two drains of the pipeline (``asynchronous``): their
+microbatches are minibatches."""
+
+SCHEDULES: Final[dict[str, ScheduleFunction]] = SYNCHRONOUS | ASYNCHRONOUS
 """The schedules that a user can name."""
 
 

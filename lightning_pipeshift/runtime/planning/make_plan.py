@@ -101,6 +101,8 @@ class Settings(Options):
             return self.plan.microbatches
         if isinstance(self.microbatches, int):
             return self.microbatches
+        if self.is_asynchronous:
+            return 1
         # Enough that filling and draining the pipeline costs a fifth at most, while slices remain
         # large enough to compute efficiently.
         return 4 * max(stages_per_vm) if max(stages_per_vm) > 1 else 1
