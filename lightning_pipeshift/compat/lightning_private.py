@@ -7,7 +7,8 @@ there first. All were checked with Lightning 2.6.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import lightning.pytorch as pl
@@ -80,7 +81,69 @@ def end_as_after_sigterm(trainer: pl.Trainer) -> None:
     trainer._signal_connector.received_sigterm = True
 
 
+SIGTERM_BROADCAST: Final = "_broadcast_sigterm_tensor"
+"""The method of Lightning's training loop that asks the first rank for a SIGTERM before each batch:
+a message for which all ranks wait for each other. Versions before 2.6 do not have it."""
+
+
 # --- loops and data ---
+
+CHECKS_FOR_VALIDATION: Final = "_should_check_val_fx"
+"""The method of Lightning's training loop that says whether validation follows a batch."""
+
+LOGS_STEP: Final = "update_train_step_metrics"
+"""The method of :func:`logger_connector` that passes a batch's metrics to the loggers."""
+
+
+def logger_connector(trainer: pl.Trainer) -> Any:
+    """What passes logged values on to loggers, progress bars and callbacks."""
+    return trainer._logger_connector
+
+
+def logs_step(trainer: pl.Trainer, step: int) -> bool:
+    """Whether the values of a step go to the loggers.
+
+    Args:
+        trainer: the Trainer.
+        step: as :func:`step_of_loggers` counts.
+    """
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    is_due = every > 0 and (step + 1) % every == 0
+    return is_due or trainer.should_stop or bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+
+
+def step_metrics(trainer: pl.Trainer, is_wanted: Callable[[str], bool]) -> dict[str, Any]:
+    """The values of the last batch for the loggers.
+
+    Args:
+        trainer: in its training loop.
+        is_wanted: tells by the name of the hook that has logged a value whether to include it.
+    """
+    results = trainer._results
+    assert results is not None
+    values = results.metrics(on_step=True)["log"]
+    names = {
+        results._forked_name(metric, True)[1]
+        for _, metric in results.valid_items()
+        if is_wanted(metric.meta.fx)
+    }
+    return {name: value for name, value in values.items() if name in names}
+
+
+def accumulates(trainer: pl.Trainer) -> bool:
+    """Whether no optimizer step follows the batch of now."""
+    return trainer.fit_loop._should_accumulate()
+
+
+@contextmanager
+def in_training_step(trainer: pl.Trainer) -> Iterator[None]:
+    """Context in which the LightningModule logs as in its ``training_step``."""
+    module = trainer.lightning_module
+    before, module._current_fx_name = module._current_fx_name, "training_step"
+    try:
+        yield
+    finally:
+        module._current_fx_name = before
 
 
 def step_of_loggers(trainer: pl.Trainer) -> int:

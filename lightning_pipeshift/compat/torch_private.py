@@ -9,7 +9,8 @@ cost no further call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.loss import _Loss as Loss
+from torch.optim import Optimizer
 from torch.overrides import _get_current_function_mode as current_function_mode
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
@@ -44,6 +46,29 @@ __all__ = [
     "no_dispatch",
     "pytree",
 ]
+
+# --- autograd's version counters ---
+
+
+@contextmanager
+def preserved_version_counters(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Context whose changes in place autograd does not notice: for tensors that get their earlier
+    memory back before a backward needs it, the use that torch names for this function.
+    """
+    everything = tuple(tensors)
+    versions = tuple(tensor._version for tensor in everything)
+    try:
+        yield
+    finally:
+        torch._C._autograd._unsafe_set_version_counter(everything, versions)
+
+
+def mark_as_stepped(optimizer: Optimizer) -> None:
+    """Prevents a warning of learning rate schedulers, for an optimizer that steps later than they
+    do. They look at an attribute that :meth:`Optimizer.step` sets.
+    """
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
 
 # --- dispatch ---
 

@@ -17,7 +17,14 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_pipeshift.compat.lightning_private import SIGTERM_NOTIFIER, signal_connector
+from lightning_pipeshift.compat.lightning_private import (
+    CHECKS_FOR_VALIDATION,
+    LOGS_STEP,
+    SIGTERM_BROADCAST,
+    SIGTERM_NOTIFIER,
+    logger_connector,
+    signal_connector,
+)
 
 # A function of an optimizer and parameters: returns those that the optimizer does not have yet.
 FilterOnOptimizer = Callable[[Optimizer, Iterable[nn.Parameter]], list[nn.Parameter]]
@@ -74,6 +81,34 @@ class Adjustments:
     def notify_of_sigterm(self, trainer: pl.Trainer, notify: Callable[..., None]) -> None:
         """Calls ``notify`` on SIGTERM instead of Lightning's own handler, which broadcasts."""
         self._set(signal_connector(trainer), SIGTERM_NOTIFIER, notify)
+
+    def ask_nobody_of_sigterm(self, trainer: pl.Trainer) -> None:
+        """Keeps Lightning's loop from asking the first rank for a SIGTERM before each batch."""
+        loop = trainer.fit_loop.epoch_loop
+        if hasattr(loop, SIGTERM_BROADCAST):
+            self._set(loop, SIGTERM_BROADCAST, lambda: None)
+
+    def drain_before_validation(self, trainer: pl.Trainer, drain: Callable[[], None]) -> None:
+        """Calls ``drain`` before validation within an epoch, and when an epoch's batches end."""
+        loop = trainer.fit_loop.epoch_loop
+        run, asks = loop.run, getattr(loop, CHECKS_FOR_VALIDATION)
+
+        def run_and_drain(*args: Any) -> None:
+            run(*args)
+            drain()
+
+        def ask_and_drain(*args: Any) -> bool:
+            follows: bool = asks(*args)
+            if follows:
+                drain()
+            return follows
+
+        self._set(loop, "run", run_and_drain)
+        self._set(loop, CHECKS_FOR_VALIDATION, ask_and_drain)
+
+    def log_steps_by(self, trainer: pl.Trainer, log: Callable[[], None]) -> None:
+        """Calls ``log`` after each batch instead of Lightning's function for loggers."""
+        self._set(logger_connector(trainer), LOGS_STEP, log)
 
     def when_over(self, undo: Callable[[], None]) -> None:
         """Calls ``undo`` at the end of the run."""

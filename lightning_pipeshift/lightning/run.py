@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_pipeshift.compat.lightning_names import TRAINER
+from lightning_pipeshift.lightning.asynchronous import AsynchronousTraining
 from lightning_pipeshift.lightning.callbacks.finetuning import SharedComparison
 from lightning_pipeshift.lightning.connection import Connection
 from lightning_pipeshift.lightning.evaluation import EvaluationSteps
@@ -81,10 +82,14 @@ class Run:
             profile=trainer.profiler.profile,  # type: ignore[attr-defined]
         )
         context = StepContext(trainer, pipeline.recorder, metric_sync)
+        topology = connection.replicas.topology
+        is_plain = topology.num_ranks == 1 and settings.leaves_steps_whole(topology.stages_per_vm)
+        is_asynchronous = settings.is_asynchronous and not is_plain
+        training = AsynchronousTraining if is_asynchronous else TrainingSteps
         return cls(
             pipeline=pipeline,
             requests=requests,
-            training=TrainingSteps(trainer, pipeline, context, connection.hosts, _say),
+            training=training(trainer, pipeline, context, connection.hosts, _say),
             evaluation=EvaluationSteps(trainer, pipeline, context),
             interruptions=Interruptions(trainer, pipeline, connection),
             metric_sync=metric_sync,
@@ -111,6 +116,7 @@ class Run:
         adjustments.when_over(partial(by_itself, precision))
         adjustments.when_over(silence_advice_to_synchronise())
         adjustments.take_steps_without_loss(trainer)
+        training.adjust(adjustments)
         adjustments.filter_parameters(
             partial(SharedComparison, trainer.lightning_module, channels, deferred)
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -609,9 +609,14 @@ class PipeShiftStrategy(ParallelStrategy):
         plain = partial(super().backward, closure_loss, optimizer, *args, **kwargs)
         return self._require_run().training.backward(closure_loss, plain)
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().optimizer_step(*args, **kwargs)
-        self._require_run().training.end_optimizer_step()
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        training = self._require_run().training
+        if training.steps_itself:
+            return closure()
+        result = super().optimizer_step(optimizer, closure, *args, **kwargs)
+        training.end_optimizer_step()
         return result
 
     def on_train_end(self) -> None:
@@ -722,6 +727,8 @@ class PipeShiftStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole state on rank 0; for a sharded checkpoint, the part that this rank saves."""
         self._notice_exception()
+        if self._run is not None:
+            self._run.training.drain()
         return self._checkpoints.module_state(self._require_module(), self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_pipeshift.commands.stage_table import layers_text, table
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.lightning.checks import check_backward
-from lightning_pipeshift.lightning.patches import NO_LOSS
+from lightning_pipeshift.lightning.patches import NO_LOSS, Adjustments
 from lightning_pipeshift.lightning.precision.all_stages import loss_scale_of
 from lightning_pipeshift.lightning.steps import StepContext, are_results_used, is_hook_used
 from lightning_pipeshift.model.execution.transfer import to_device
@@ -164,6 +164,17 @@ class TrainingSteps:
                 )
             lines += [f"the stages of virtual machine {vm}", *table(rows)]
         self._say("\n".join(lines))
+
+    # --- as AsynchronousTraining does otherwise ---
+
+    steps_itself = False
+    """Whether ``run`` makes the optimizer's steps, instead of Lightning's loop."""
+
+    def adjust(self, adjustments: Adjustments) -> None:
+        """Changes what Lightning's loop does, if needed."""
+
+    def drain(self) -> None:
+        """Ends all batches that are under way. Every rank calls this after the same batch."""
 
     # --- gradients ---
 

@@ -32,10 +32,13 @@ def with_communication(schedule: Schedule) -> Schedule:
     Expects compute actions only. The schedule of a single stage is returned unchanged.
     """
     num_stages = len(schedule)
-    return tuple(_lowered(row, stage, num_stages) for stage, row in enumerate(schedule))
+    return tuple(
+        row_with_communication(row, stage, num_stages) for stage, row in enumerate(schedule)
+    )
 
 
-def _lowered(row: Row, stage: int, num_stages: int) -> Row:
+def row_with_communication(row: Row, stage: int, num_stages: int) -> Row:
+    """The row of one stage with every send and receive that its compute actions imply."""
     receives = [action.receive_needed(stage, num_stages) for action in row]
     # No action precedes the first one, so its receive is at the row's start, before the second's.
     lowered: list[Action | None] = receives[:1]

@@ -268,11 +268,10 @@ class Lane:
         with self.watched(self.ranks[source]):
             complete(self.control.recv([buffer], self._members[source], tag))
 
-    def settle(self) -> None:
-        """Waits for the sends of objects that are not complete yet."""
-        sends, self._object_sends = self._object_sends, []
-        for sent in sends:
-            sent.wait()
+    def settle(self, all_but: int = 0) -> None:
+        """Waits for the sends of objects, but not for the last ``all_but`` of them."""
+        while len(self._object_sends) > all_but:
+            self._object_sends.pop(0).wait()
 
 
 def as_bytes(flat: Tensor) -> Tensor:

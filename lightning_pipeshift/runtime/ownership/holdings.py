@@ -28,7 +28,7 @@ from lightning_pipeshift.compat.torch_private import (
     storage_key_of,
     without_torch_function_of_subclasses,
 )
-from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.errors import LayerError, PlanError
 from lightning_pipeshift.model.execution.transfer import to_host
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.model.parameters.gradient_box import SharedParameters, Sums
@@ -113,6 +113,7 @@ class Holdings:
         self.place(stage_of)
         self._fresh: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
+        self._withdrawn: list[tuple[nn.Parameter, Tensor]] = []
         self._replaces = False
 
     def place(self, stage_of: Sequence[int], keeps_old: bool = False) -> None:
@@ -545,6 +546,44 @@ class Holdings:
             else:
                 parameter.grad += gradient
         self._fresh = {}
+
+    def require_separate(self, schedule: str) -> None:
+        """Checks that no trained parameter is held by several stages.
+
+        Args:
+            schedule: the name of the schedule, for the message.
+
+        Raises:
+            PlanError: one is. Its stages would step at different times.
+        """
+        for use in self.uses:
+            holders = self.holders_of(use.parameter)
+            if use.parameter.requires_grad and len(holders) > 1:
+                raise PlanError(
+                    f"schedule={schedule!r}: the parameter {use.name!r} is used on the stages"
+                    f" {', '.join(map(str, holders))}, which update their weights after different"
+                    " minibatches. Choose a `partition` with all of its layers on one stage, untie"
+                    " it, or use schedule='1f1b'."
+                )
+
+    def withdraw_gradients(self) -> None:
+        """Hides the gradients from Lightning and the optimizer, until :meth:`return_gradients`."""
+        for use in self.held:
+            if use.parameter.grad is not None:
+                self._withdrawn.append((use.parameter, use.parameter.grad))
+                use.parameter.grad = None
+
+    def drop_gradients(self) -> None:
+        """Forgets the gradients, as an optimizer has used them."""
+        for use in self.held:
+            use.parameter.grad = None
+
+    def return_gradients(self) -> None:
+        """Undoes :meth:`withdraw_gradients`."""
+        self.hide_gradients()
+        for parameter, gradient in self._withdrawn:
+            parameter.grad = gradient
+        self._withdrawn = []
 
     @contextmanager
     def stand_ins(self) -> Iterator[None]:

@@ -111,6 +111,7 @@ class Settings(Options):
         """Whether a single device runs the user's steps without additions."""
         return (
             self.num_microbatches(stages_per_vm) == 1
+            and self.schedule != "async-2bw"
             and self.recompute != "full"
             and self.memory is None
             and not self.only_measures

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from lightning_pipeshift.errors import LayerError, PipeShiftError, PlanError
 from lightning_pipeshift.model.execution.measure import Figures, Stopwatch
@@ -42,6 +43,7 @@ from lightning_pipeshift.model.user_state.logs import LogRecorder, merge_logs
 from lightning_pipeshift.model.user_state.metrics import BatchMetrics
 from lightning_pipeshift.model.user_state.module_state import TailState
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
+from lightning_pipeshift.plan.cost.memory_model import SENDS_UNDER_WAY
 from lightning_pipeshift.plan.document.moves import Move, placement_after
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Device
@@ -84,6 +86,7 @@ from lightning_pipeshift.runtime.step.checksum import (
 )
 from lightning_pipeshift.runtime.step.control_files import Answer, ControlFiles
 from lightning_pipeshift.runtime.step.losses import Denominators, Losses, Outcome
+from lightning_pipeshift.runtime.step.minibatches import Finished, Minibatch, Minibatches
 from lightning_pipeshift.runtime.step.one_stage import OneStage
 from lightning_pipeshift.runtime.step.stage import (
     WAIT,
@@ -95,6 +98,7 @@ from lightning_pipeshift.runtime.step.stage import (
 )
 from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
 from lightning_pipeshift.runtime.step.trace_cache import Key, TraceCache
+from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
 
 # How many batches a stage may run ahead of the next in an evaluation.
 _AHEAD = 4
@@ -254,6 +258,14 @@ class Pipeline:
         self.is_to_end = False
         # The outcomes and sizes of evaluation batches whose reports have not been fetched yet.
         self._pending: list[tuple[list[Outcome], int]] = []
+        self._minibatches: Minibatches | None = None
+        """Those in flight, in an asynchronous schedule."""
+        self._late_changes: dict[tuple[str, str], Any] = {}
+        """What user code has changed on the last stage since the pipeline was empty."""
+        self._written: dict[int, Microbatch] = {}
+        """Those since the pipeline was empty in which user code keeps values of several stages: one
+        for each trace.
+        """
         self._result_under_way = Fetch(None)
         self._under_way: list[Sent] = []
         # What the last stage's report of the step consists of, on its way to the host.
@@ -714,6 +726,173 @@ class Pipeline:
         self.num_steps_done = step_number + 1
         return report
 
+    # --- training: asynchronous schedules ---
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether the pipeline does not drain between two batches."""
+        return self.settings.is_asynchronous
+
+    def begin_minibatch(
+        self,
+        batch: Any,
+        batch_idx: int,
+        step: UserStep,
+        step_number: int,
+        loss_scale: float | Tensor,
+        optimizers: Sequence[Optimizer],
+        wants_result: bool,
+        is_last_batch: bool,
+        accumulation: Accumulation,
+        tag: Any = None,
+    ) -> list[Finished]:
+        """Runs this stage's turn in an asynchronous schedule: the forward of a batch, and the
+        backward of an earlier one, which is returned if there is one. Its gradients are in
+        ``holdings``, ready for :meth:`Holdings.hand_gradients_over`.
+
+        Args:
+            tag: what comes back with the minibatch; the other arguments are those of
+                :meth:`training_step`.
+        """
+        self._note_begin()
+        self._check_batch(batch, batch_idx)
+        ((part, size),) = split(batch, 1)
+        key = self._key("train", step_number, 0)
+        self._settle(key, step, part, optimizers, final=True, trains=True)
+        assert self.holdings is not None
+        minibatches = self._minibatches or self._make_minibatches(self.holdings)
+        trace = self._trace(key, step, part, module_signature(self.root))
+        (microbatch,) = self._microbatches([key], [(part, size)], [trace])
+        losses = self._losses([microbatch], loss_scale)
+        sums = self._aggregation if not accumulation.goes_on else None
+        todo = replace(
+            self._step(step, [microbatch], losses, sums, accumulation, wants_result),
+            first=minibatches.next,
+            versions=minibatches.versions,
+            timers={},
+            observer=None,
+        )
+        minibatch = Minibatch(
+            step=todo,
+            losses=losses,
+            batch_idx=batch_idx,
+            is_last_batch=is_last_batch,
+            begins_update=not accumulation.has_begun,
+            ends_update=not accumulation.goes_on,
+            trace=trace,
+            tag=tag,
+        )
+        if minibatches.are_over:
+            self._tail.remember()
+        if trace is not None and trace.state:
+            self._written[id(trace)] = microbatch
+        if minibatches.turn_has_backward:
+            self._make_place_for_gradients(minibatches.oldest or minibatch)
+        finished = minibatches.begin(minibatch)
+        self._num_microbatches_done += 1
+        self.num_steps_done = step_number + 1
+        return [] if finished is None else [self._finish(finished)]
+
+    def drain(self) -> Iterator[Finished]:
+        """Runs the backwards of all minibatches in flight, one at a time; see
+        :meth:`begin_minibatch`. Every stage calls this after the same minibatch.
+        """
+        minibatches = self._minibatches
+        if minibatches is None or minibatches.are_over:
+            return
+        while minibatches.oldest is not None:
+            self._make_place_for_gradients(minibatches.oldest)
+            finished = minibatches.end_one()
+            assert finished is not None
+            yield self._finish(finished)
+        minibatches.end_one()
+        self._stage.settle()
+        self.channels.settle()
+        written, self._written = list(self._written.values()), {}
+        changes, self._late_changes = self._late_changes, {}
+        changes = self.channels.share_object(changes, self.channels.num_stages - 1)
+        self._share_state(Report(None, [], [changes]), written)
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Context of an optimizer's step in an asynchronous schedule."""
+        assert self._minibatches is not None
+        return self._minibatches.versions.updating()
+
+    @property
+    def minibatches_in_flight(self) -> list[Minibatch]:
+        """Those that wait for their backward on this stage, the oldest first."""
+        return self._minibatches.in_flight if self._minibatches is not None else []
+
+    @property
+    def num_weight_versions(self) -> int:
+        """How many versions of its weights the stage holds."""
+        return self._minibatches.versions.num_versions if self._minibatches is not None else 1
+
+    def _make_minibatches(self, holdings: Holdings) -> Minibatches:
+        holdings.require_separate(self.settings.schedule)
+        versions = WeightVersions(delays=self.settings.schedule == "async-2bw")
+        versions.follow(use.parameter for use in holdings.held)
+        stage, num_stages = self.channels.stage, self.channels.num_stages
+        self._minibatches = Minibatches(self._stage, stage, num_stages, versions)
+        return self._minibatches
+
+    def _make_place_for_gradients(self, minibatch: Minibatch) -> None:
+        assert self.holdings is not None
+        self.holdings.return_gradients()
+        self.holdings.set_gradients_aside(keep=not minibatch.begins_update)
+
+    def _finish(self, minibatch: Minibatch) -> Finished:
+        assert self.holdings is not None
+        report = self._report_along(minibatch)
+        require_same_end(minibatch.is_last_batch, report.is_last_batch, minibatch.batch_idx)
+        sums = self._aggregation if minibatch.ends_update else None
+        with self._profile("[PipeShift] sum gradients"):
+            self.holdings.collect_gradients(
+                report.correction,
+                sums.finish if sums is not None else None,
+                joins=sums is not None and not minibatch.begins_update,
+            )
+        return Finished(minibatch, report)
+
+    def _report_along(self, minibatch: Minibatch) -> Report:
+        """The last stage's report of a minibatch, which goes from stage to stage as its gradient
+        does.
+        """
+        stage = self.channels.stage
+        if self.is_last:
+            mine = self._training_report(minibatch.losses, minibatch.is_last_batch)
+            self._has_agreed = True
+            # Earlier stages have run the same code for later minibatches: what it keeps is compared
+            # when the pipeline is empty. Metrics are logged with the minibatch.
+            everything = {path: change for part in mine.changes for path, change in part.items()}
+            of_metrics = {
+                path: everything.pop(path)
+                for path in list(everything)
+                if self._is_of_metric(path[0])
+            }
+            mine.changes = [of_metrics]
+            self._late_changes |= everything
+            report = merge_reports(self.replicas.exchange(mine), self.vm)
+        else:
+            report = self.channels.receive_object(stage + 1)
+        if stage:
+            self.channels.send_object(report, stage - 1)
+            # The earlier stage takes them in this order, each after a backward.
+            self.channels.settle(all_but=SENDS_UNDER_WAY)
+        return report
+
+    def _is_of_metric(self, name: str) -> bool:
+        """Whether a module is a metric, or a part of one."""
+        path = name.split(".") if name else []
+        parents = (".".join(path[:end]) for end in range(1, len(path) + 1))
+        return any(isinstance(self.root.get_submodule(parent), Metric) for parent in parents)
+
+    def take_metrics(self, report: Report) -> None:
+        """Gives this stage's metrics the state that a minibatch has left them in."""
+        if not self.is_last:
+            for changes in report.changes:
+                self._tail.apply(changes, self.channels.device)
+
     # --- training: what all ranks agree on ---
 
     def _begin_votes(self) -> _Votes:
@@ -808,6 +987,7 @@ class Pipeline:
         return Step(
             function=step,
             microbatches=microbatches,
+            trains=True,
             shared=self.holdings.shared,
             losses=losses,
             after_last_forward=reports if self.is_last else None,

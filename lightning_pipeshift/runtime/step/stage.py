@@ -41,6 +41,7 @@ from lightning_pipeshift.runtime.offload.out_of_memory import explained
 from lightning_pipeshift.runtime.ownership.migration import Migration
 from lightning_pipeshift.runtime.step.listeners import ActionListener, ActionTimes
 from lightning_pipeshift.runtime.step.losses import Losses
+from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
 
 UserStep = Callable[[nn.Module, Any], Any]
 
@@ -86,6 +87,8 @@ class Step:
     Args:
         function: runs the user's step on a module and a slice, in the user's precision.
         microbatches: of the step.
+        first: the number of the first of them.
+        trains: whether each has a backward, maybe in a later row than its forward.
         shared: the shared parameters that the stage holds.
         losses: takes the results of the microbatches, on the last stage.
         after_last_forward: called on the last stage when all results are there.
@@ -94,18 +97,22 @@ class Step:
         observer: records what the first microbatch's layers save, if that is needed.
         store: keeps what layers save within a budget, if there is one.
         migration: the layers that change their owners in this step, if any do.
+        versions: the weights that each microbatch uses, if they differ.
     """
 
     function: UserStep
     microbatches: Sequence[Microbatch]
     shared: SharedParameters
     losses: Losses
+    first: int = 0
+    trains: bool = False
     after_last_forward: Callable[[], None] | None = None
     before_last_backward: Callable[[], None] | None = None
     timers: Mapping[int, Timer] = field(default_factory=dict)
     observer: Observer | None = None
     store: ActivationStore | None = None
     migration: Migration | None = None
+    versions: WeightVersions | None = None
     order: list[int] = field(default_factory=list, init=False)
     """The layers in the order in which the last forward called them; only if the step is not
     followed.
@@ -117,7 +124,8 @@ class Step:
     def listeners(self) -> list[ActionListener]:
         """Those who take an interest in the step's actions, the outermost first."""
         times = ActionTimes(self.timers) if self.timers else None
-        return [found for found in (self.migration, self.store, times) if found is not None]
+        everyone = (self.versions, self.migration, self.store, times)
+        return [found for found in everyone if found is not None]
 
     @property
     def looks_at_saved(self) -> bool:
@@ -132,12 +140,14 @@ class _InFlight:
     Args:
         microbatch: the microbatch.
         step: its step.
-        number: its number in the step.
+        number: its number.
+        index: its index in the step.
     """
 
     microbatch: Microbatch
     step: Step
     number: int
+    index: int
     payload: list[Receipt] = field(default_factory=list)
     """From the previous stage."""
     gradient: list[Receipt] = field(default_factory=list)
@@ -147,6 +157,11 @@ class _InFlight:
     """Looks for NaN, if that is wanted."""
     outgoing: dict[Value, Tensor] = field(default_factory=dict)
     """The gradients for the previous stage."""
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether its forward has run, and its backward follows."""
+        return self.step.trains and self.forward is not None
 
     @property
     def current(self) -> StagePass:
@@ -190,13 +205,18 @@ class Stage:
         self._sent: dict[tuple[Kind, int], Sent] = {}
         self._listeners: Sequence[ActionListener] = ()
         self._under_way: StagePass | None = None
-        self._trains = False
         # Addresses of the model's own tensors, while saved tensors are counted or recorded.
         self._resident: frozenset[int] = frozenset()
 
     def run(self, row: Row, step: Step) -> None:
-        """Carries out a row's actions in order. What is sent may still be under way afterwards."""
-        self._trains = any(action.kind is Kind.BACKWARD for action in row)
+        """Carries out a row's actions in order. What is sent may still be under way afterwards, and
+        a microbatch whose backward is in a later row stays in flight.
+
+        Args:
+            row: the actions.
+            step: that of the microbatches whose forward is among them; if there is none, that of
+                any microbatch in the row.
+        """
         self._listeners = step.listeners
         self._resident = resident_in(self._root) if step.looks_at_saved else frozenset()
         last_place = {action.microbatch: place for place, action in enumerate(row)}
@@ -208,15 +228,18 @@ class Stage:
                     number = action.microbatch
                     held = self._in_flight.get(number)
                     if held is None:
-                        held = _InFlight(step.microbatches[number], step, number)
+                        index = number - step.first
+                        held = _InFlight(step.microbatches[index], step, number, index)
                         self._in_flight[number] = held
                     self._carry_out(place, action, held)
-                    if last_place[number] == place:
+                    if last_place[number] == place and not held.awaits_backward:
                         del self._in_flight[number]
                     self._channels.num_done += 1
-        finally:
-            # After an error, too: else a stage would keep activations for as long as the run lives.
+        except BaseException:
+            # Else the stage would keep activations for as long as the run lives.
             self._in_flight.clear()
+            raise
+        finally:
             self._under_way, self._listeners = None, ()
 
     def _carry_out(self, place: int, action: Action, held: _InFlight) -> None:
@@ -309,7 +332,7 @@ class Stage:
             recompute=microbatch.recompute,
             table=self._table(held),
             memory=step.store,
-            observer=step.observer if held.number == 0 else None,
+            observer=step.observer if held.index == 0 else None,
             resident=self._resident,
             listeners=[found for found in listeners if found is not None],
             resolve_state=self._resolve_state,
@@ -354,7 +377,7 @@ class Stage:
                     " batch."
                 )
         tensors = [current.outgoing.pop(value) for value, _ in payload]
-        if not self._trains:
+        if not held.step.trains:
             self._wait_for_earlier(Kind.SEND_PAYLOAD)
         elif held.step.store is not None:
             held.step.store.hold(_payload_bytes(microbatch))
@@ -391,7 +414,7 @@ class Stage:
         # The graph, and what it saved, goes with the pass, when this method ends.
         held.forward = None
         self._under_way = current
-        if step.observer is not None and held.number == 0:
+        if step.observer is not None and held.index == 0:
             step.observer.end()
         if self._is_last:
             roots, gradients = self._from_loss(held)
@@ -413,7 +436,7 @@ class Stage:
                     " `requires_grad` of parameters instead, which is noticed."
                 )
         if self._is_last:
-            outcome = step.losses.outcomes[held.number]
+            outcome = step.losses.outcomes[held.index]
             outcome.result = _detached(outcome.result)
         for value, spec in microbatch.gradients(microbatch.layers.start):
             back = current.boxes[value].gradient
@@ -424,10 +447,10 @@ class Stage:
 
     def _from_loss(self, held: _InFlight) -> tuple[list[Any], list[Tensor]]:
         """The loss, and its gradient; nothing for a microbatch that is left out."""
-        outcome = held.step.losses.outcomes[held.number]
+        outcome = held.step.losses.outcomes[held.index]
         if outcome.loss is None:
             return [], []
-        loss, factor = outcome.loss, held.step.losses.factor(held.number)
+        loss, factor = outcome.loss, held.step.losses.factor(held.index)
         outcome.loss = loss.detach()
         if isinstance(factor, Tensor):
             return [loss], [factor.to(loss.dtype).reshape(loss.shape)]

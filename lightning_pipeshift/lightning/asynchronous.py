@@ -1,0 +1,263 @@
+"""Training with an asynchronous schedule: what belongs to a minibatch stays with it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipeshift.compat.lightning_private import (
+    accumulates,
+    in_training_step,
+    logger_connector,
+    logs_step,
+    step_metrics,
+    step_of_loggers,
+)
+from lightning_pipeshift.compat.torch_private import mark_as_stepped
+from lightning_pipeshift.errors import BatchError, ConfigurationError
+from lightning_pipeshift.lightning.checks import check_backward
+from lightning_pipeshift.lightning.patches import NO_LOSS, Adjustments
+from lightning_pipeshift.lightning.precision.all_stages import loss_scale_of
+from lightning_pipeshift.lightning.steps import StepContext, are_results_used
+from lightning_pipeshift.lightning.training import TrainingSteps
+from lightning_pipeshift.model.execution.transfer import to_device
+from lightning_pipeshift.model.user_state.logs import say_again
+from lightning_pipeshift.runtime.step.minibatches import Finished
+from lightning_pipeshift.runtime.step.pipeline import Accumulation, Pipeline
+
+OptimizerOptions = list[dict[str, Any]]
+"""The options of an optimizer's parameter groups (learning rates, for example)."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What Lightning's loop says when a minibatch begins.
+
+    Args:
+        number: counts the minibatches since the pipeline was empty.
+        options: of the optimizer.
+        step_of_loggers: under which its values are logged.
+    """
+
+    number: int
+    options: OptimizerOptions
+    step_of_loggers: int
+
+
+class AsynchronousTraining(TrainingSteps):
+    """The training steps of one run with an asynchronous schedule.
+
+    In a call of ``training_step`` a stage runs the forward of the loader's batch, and the backward
+    of an earlier one, whose update follows. That update has the learning rate of its own
+    minibatch, and its logged values go to the loggers under its own number. All stages log the
+    values of a minibatch in the same call, when they have reached stage 0.
+    """
+
+    steps_itself = True
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        pipeline: Pipeline,
+        context: StepContext,
+        hosts: Sequence[str],
+        say: Callable[[str], None],
+    ) -> None:
+        super().__init__(trainer, pipeline, context, hosts, say)
+        self._arrived: deque[Finished] = deque()
+        """Minibatches that have had their update here, and whose values are not logged yet."""
+        self._number = 0
+
+    def adjust(self, adjustments: Adjustments) -> None:
+        """Makes Lightning's loop drain the pipeline before validation and at its end."""
+        adjustments.drain_before_validation(self._trainer, self.drain)
+        adjustments.log_steps_by(self._trainer, self._log_others)
+
+    def begin(self) -> None:
+        """Checks what an asynchronous schedule needs of the Trainer."""
+        super().begin()
+        trainer, schedule = self._trainer, self._pipeline.settings.schedule
+        depth, length = self._depth, trainer.num_training_batches
+        clip, accumulated = trainer.gradient_clip_val, trainer.accumulate_grad_batches
+        if clip and trainer.gradient_clip_algorithm != "value":
+            raise ConfigurationError(
+                f"schedule={schedule!r} and gradient_clip_val={clip}: the norm of all gradients is"
+                " not known when a stage steps, as the stages are at different batches. Use"
+                " gradient_clip_algorithm='value', or schedule='1f1b'."
+            )
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None and scaler.is_enabled():
+            raise ConfigurationError(
+                f"schedule={schedule!r} and precision='16-mixed': whether the gradients of a batch"
+                " overflow on another stage is not known when a stage steps. Use"
+                " precision='bf16-mixed', or schedule='1f1b'."
+            )
+        if length < depth:
+            raise BatchError(
+                f"schedule={schedule!r}: an epoch has {length} batches, fewer than the {depth}"
+                f" stages, so the pipeline is never full. Use at least {depth} batches, fewer"
+                " stages, or schedule='1f1b'."
+            )
+        if schedule == "async-2bw" and accumulated < depth:
+            raise ConfigurationError(
+                f"schedule='async-2bw' and accumulate_grad_batches={accumulated} on {depth} stages:"
+                " with two versions of the weights, an update needs the gradients of at least as"
+                f" many batches as there are stages. Use accumulate_grad_batches={depth} or more,"
+                " or schedule='async'."
+            )
+        for optimizer in trainer.optimizers:
+            # Schedulers would warn that they step before their optimizer does.
+            mark_as_stepped(optimizer)
+
+    @property
+    def _depth(self) -> int:
+        return max(self._pipeline.replicas.topology.stages_per_vm)
+
+    # --- a call ---
+
+    def _pipelined(self, batch: Any, step: Callable[[Any, Any], Any], number: int) -> Any:
+        trainer, pipeline = self._trainer, self._pipeline
+        epoch_loop = trainer.fit_loop.epoch_loop
+        check_backward(trainer.lightning_module)
+        call = _Call(self._number, _options_of(trainer.optimizers[0]), step_of_loggers(trainer))
+        self._number += 1
+        with self._context():
+            finished = pipeline.begin_minibatch(
+                batch,
+                epoch_loop.batch_idx,
+                step,
+                number,
+                loss_scale_of(trainer.precision_plugin, trainer.accumulate_grad_batches),
+                trainer.optimizers,
+                wants_result=are_results_used(trainer, "train_step"),
+                is_last_batch=bool(epoch_loop.batch_progress.is_last_batch),
+                accumulation=Accumulation(
+                    has_begun=bool(epoch_loop.batch_idx % trainer.accumulate_grad_batches),
+                    goes_on=self._accumulates,
+                ),
+                tag=call,
+            )
+        for one in finished:
+            self._update(one)
+        result: Any = torch.full((), torch.nan)
+        while (
+            self._arrived and self._arrived[0].minibatch.tag.number <= call.number + 1 - self._depth
+        ):
+            result = self._log(self._arrived.popleft())
+        return result
+
+    def drain(self) -> None:
+        """Ends all minibatches that are under way. Every rank calls this after the same batch."""
+        drained = self._pipeline.drain()
+        while True:
+            with self._context():
+                one = next(drained, None)
+            if one is None:
+                break
+            self._update(one)
+        self._number = 0
+        if not self._arrived:
+            return
+        with in_training_step(self._trainer):
+            while self._arrived:
+                self._log(self._arrived.popleft())
+        logger_connector(self._trainer).on_batch_end()
+
+    def backward(self, loss: Tensor, plain: Callable[[], Tensor]) -> Tensor:
+        """The backward has run in the call of ``training_step``."""
+        return loss
+
+    # --- an update ---
+
+    def _update(self, one: Finished) -> None:
+        """Takes the gradients of a minibatch; if it is the last one of an update, makes it."""
+        self._arrived.append(one)
+        trainer, holdings, loss = self._trainer, self.holdings, one.report.loss
+        module, precision = trainer.lightning_module, trainer.precision_plugin
+        if loss is None:
+            holdings.hand_gradients_over()
+        else:
+            loss = precision.pre_backward(to_device(loss, self._pipeline.channels.device), module)
+            holdings.hand_gradients_over()
+            precision.post_backward(loss, module)
+        if not one.minibatch.ends_update:
+            holdings.withdraw_gradients()
+            return
+        optimizer = trainer.optimizers[0]
+        now, own = _options_of(optimizer), one.minibatch.tag.options
+        _set_options(optimizer, own)
+        with self._pipeline.updating():
+            precision.optimizer_step(optimizer, model=module, closure=lambda: loss)
+        # An optimizer may count in its options: that goes on for all minibatches.
+        in_flight = self._pipeline.minibatches_in_flight
+        waiting = [now, *(minibatch.tag.options for minibatch in in_flight)]
+        for place, (before, group) in enumerate(zip(own, optimizer.param_groups, strict=True)):
+            changed = {
+                name: group[name]
+                for name, value in before.items()
+                if group.get(name) is not value and not _are_equal(group.get(name), value)
+            }
+            for options in waiting if changed else ():
+                options[place].update(changed)
+        _set_options(optimizer, now)
+        holdings.drop_gradients()
+
+    # --- logging ---
+
+    def _log(self, one: Finished) -> Any:
+        """Logs a minibatch's values under its own number; returns its result."""
+        trainer, pipeline, report = self._trainer, self._pipeline, one.report
+        module, device = trainer.lightning_module, pipeline.channels.device
+        pipeline.take_metrics(report)
+        say_again(
+            report.logs, module.log, module, device, False if pipeline.replicas.count > 1 else None
+        )
+        call = one.minibatch.tag
+        if one.minibatch.ends_update and logs_step(trainer, call.step_of_loggers):
+            values = step_metrics(trainer, lambda hook: hook == "training_step")
+            step = None if "step" in values else call.step_of_loggers
+            if values:
+                values.setdefault("epoch", trainer.current_epoch)
+                logger_connector(trainer).log_metrics(values, step)
+        if report.loss is None:
+            return NO_LOSS
+        loss = to_device(report.loss, device)
+        has_more = isinstance(report.result, dict)
+        return {**report.result, "loss": loss} if has_more else loss
+
+    def _log_others(self) -> None:
+        """In place of Lightning's own: passes values that were not logged in ``training_step``,
+        and belong to the batch of now, to the loggers.
+        """
+        trainer, connector = self._trainer, logger_connector(self._trainer)
+        if accumulates(trainer):
+            return
+        if logs_step(trainer, step_of_loggers(trainer)):
+            connector.log_metrics(step_metrics(trainer, lambda hook: hook != "training_step"))
+
+
+def _options_of(optimizer: Optimizer) -> OptimizerOptions:
+    return [
+        {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in group.items()
+            if name != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _set_options(optimizer: Optimizer, options: OptimizerOptions) -> None:
+    for group, own in zip(optimizer.param_groups, options, strict=True):
+        group.update(own)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    return bool(one == other)

@@ -1,0 +1,127 @@
+"""The minibatches in flight on one stage, in an asynchronous pipeline."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_pipeshift.model.trace.trace import Trace
+from lightning_pipeshift.plan.schedule.actions import Action, Kind
+from lightning_pipeshift.plan.schedule.asynchronous import drain, turn
+from lightning_pipeshift.plan.schedule.communication import row_with_communication
+from lightning_pipeshift.runtime.step.losses import Losses
+from lightning_pipeshift.runtime.step.stage import Stage, Step
+from lightning_pipeshift.runtime.step.step_report import Report
+from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Minibatch:
+    """One minibatch, from its forward to its backward.
+
+    Args:
+        step: how it runs.
+        losses: its loss, on the last stage.
+        batch_idx: its index in the epoch.
+        is_last_batch: whether the epoch ends with it.
+        begins_update: whether it is the first of those whose gradients make one update.
+        ends_update: whether it is the last of them.
+        trace: the flow of its step.
+        tag: what belongs to it for the caller.
+    """
+
+    step: Step
+    losses: Losses
+    batch_idx: int
+    is_last_batch: bool
+    begins_update: bool
+    ends_update: bool
+    trace: Trace | None
+    tag: Any
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A minibatch whose gradients are there.
+
+    Args:
+        minibatch: the minibatch.
+        report: the last stage's, on every stage.
+    """
+
+    minibatch: Minibatch
+    report: Report
+
+
+class Minibatches:
+    """Runs minibatches on one stage: PipeDream's schedule.
+
+    Args:
+        stage: runs the actions.
+        place: the stage's number.
+        num_stages: of the pipeline.
+        versions: the weights of the minibatches in flight.
+    """
+
+    def __init__(self, stage: Stage, place: int, num_stages: int, versions: WeightVersions) -> None:
+        self._stage = stage
+        self._place = place
+        self._num_stages = num_stages
+        self.versions = versions
+        self._in_flight: deque[Minibatch] = deque()
+        self._first = 0
+        """The first minibatch since the pipeline was empty."""
+        self.next = 0
+        """The number of the next minibatch."""
+
+    @property
+    def are_over(self) -> bool:
+        """Whether the pipeline is empty: the same on every stage."""
+        return self._first == self.next
+
+    @property
+    def in_flight(self) -> list[Minibatch]:
+        """Those whose backward has not run, the oldest first."""
+        return list(self._in_flight)
+
+    @property
+    def oldest(self) -> Minibatch | None:
+        """The minibatch whose backward comes next."""
+        return self._in_flight[0] if self._in_flight else None
+
+    @property
+    def turn_has_backward(self) -> bool:
+        """Whether the next turn has a backward."""
+        return self.next - self._first >= self._num_stages - 1 - self._place
+
+    def begin(self, minibatch: Minibatch) -> Minibatch | None:
+        """The stage's turn for the next minibatch: its forward, and the backward that is due.
+
+        Returns:
+            the minibatch of that backward, if there is one.
+        """
+        row = turn(self.next, self._place, self._num_stages, self._first)
+        self._in_flight.append(minibatch)
+        self.next += 1
+        return self._run(row, minibatch.step)
+
+    def end_one(self) -> Minibatch | None:
+        """Runs the next backward without a forward, while the pipeline drains; ``None`` when the
+        stage is done with all minibatches.
+        """
+        rest = drain(self.next - 1, self._place, self._num_stages, self._first)
+        rest = rest[len(rest) - len(self._in_flight) :]
+        if not rest:
+            self._first = self.next
+            return None
+        return self._run(rest[:1], self._in_flight[0].step)
+
+    def _run(self, row: tuple[Action, ...], step: Step) -> Minibatch | None:
+        try:
+            self._stage.run(row_with_communication(row, self._place, self._num_stages), step)
+        except BaseException:
+            self.versions.forget()
+            raise
+        has_backward = row[-1].kind is Kind.BACKWARD
+        return self._in_flight.popleft() if has_backward else None
