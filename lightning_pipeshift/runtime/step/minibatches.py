@@ -104,7 +104,9 @@ class Minibatches:
         row = turn(self.next, self._place, self._num_stages, self._first)
         self._in_flight.append(minibatch)
         self.next += 1
-        return self._run(row, minibatch.step)
+        finished = self._run(row, minibatch.step)
+        self.versions.update += minibatch.ends_update
+        return finished
 
     def end_one(self) -> Minibatch | None:
         """Runs the next backward without a forward, while the pipeline drains; ``None`` when the

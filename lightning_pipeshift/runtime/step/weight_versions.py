@@ -36,7 +36,10 @@ class WeightVersions(ActionListener):
         self._newest: list[Tensor] | None = None
         """The newest weights, while the parameters have others."""
         self._before: list[Tensor] | None = None
-        """The weights before the last update, if forwards use them."""
+        """The weights before the last update, if forwards may need them."""
+        self._num_updates = 0
+        self.update = 0
+        """The number of the update that the next forward's gradient is part of."""
         self._used: dict[int, list[Tensor]] = {}
         """The weights of the minibatches in flight, by number."""
 
@@ -51,7 +54,11 @@ class WeightVersions(ActionListener):
         """See :class:`ActionListener`."""
         if action.kind is Kind.FORWARD:
             newest = [parameter.data for parameter in self._parameters]
-            used = self._used[action.microbatch] = self._before or newest
+            used = newest
+            # The update before its own may be made here already, or not yet.
+            if self._before is not None and self._num_updates == self.update > 0:
+                used = self._before
+            self._used[action.microbatch] = used
             self._use(used, newest)
         elif action.kind in (Kind.RECOMPUTE, Kind.BACKWARD):
             newest = [parameter.data for parameter in self._parameters]
@@ -85,6 +92,7 @@ class WeightVersions(ActionListener):
         """Context of an optimizer's step, which changes the parameters that have a gradient."""
         if self._delays:
             self._before = [parameter.data for parameter in self._parameters]
+        self._num_updates += 1
         needed = {
             weight.data_ptr()
             for weights in (*self._used.values(), self._before or ())
@@ -109,7 +117,5 @@ class WeightVersions(ActionListener):
         kept = [*self._used.values(), [parameter.data for parameter in self._parameters]]
         if self._before is not None:
             kept.append(self._before)
-        counts = [
-            len({weight.data_ptr() for weight in versions}) for versions in zip(*kept, strict=True)
-        ]
-        return max(counts, default=1)
+        of_each = zip(*kept, strict=True)
+        return max((len({one.data_ptr() for one in versions}) for versions in of_each), default=1)
