@@ -29,6 +29,7 @@ from lightning_pipeshift.lightning.steps import StepContext, are_results_used
 from lightning_pipeshift.lightning.training import TrainingSteps
 from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.model.user_state.logs import say_again
+from lightning_pipeshift.runtime.ownership.live_migration import LateUpdate
 from lightning_pipeshift.runtime.step.minibatches import Finished
 from lightning_pipeshift.runtime.step.pipeline import Accumulation, Pipeline
 
@@ -128,6 +129,8 @@ class AsynchronousTraining(TrainingSteps):
         check_backward(trainer.lightning_module)
         call = _Call(self._number, _options_of(trainer.optimizers[0]), step_of_loggers(trainer))
         self._number += 1
+        for late in pipeline.before_minibatch(ends_update=not self._accumulates):
+            self._make_up_for(late)
         with self._context():
             finished = pipeline.begin_minibatch(
                 batch,
@@ -162,6 +165,8 @@ class AsynchronousTraining(TrainingSteps):
             if one is None:
                 break
             self._update(one)
+        for late in self._pipeline.end_moves():
+            self._make_up_for(late)
         self._number = 0
         if not self._arrived:
             return
@@ -190,11 +195,33 @@ class AsynchronousTraining(TrainingSteps):
         if not one.minibatch.ends_update:
             holdings.withdraw_gradients()
             return
+        with self._pipeline.updating(one.minibatch.tag):
+            self._step(one.minibatch.tag.options)
+        holdings.drop_gradients()
+
+    def _make_up_for(self, late: LateUpdate) -> None:
+        """Makes an update of layers that have moved here."""
+        for parameter, gradient in late.gradients:
+            parameter.grad = gradient
+        with self._pipeline.updating(late.tag, is_late=True):
+            self._step(late.tag.options)
+        for parameter, _ in late.gradients:
+            parameter.grad = None
+
+    def _step(self, own: OptimizerOptions) -> None:
+        """Makes the optimizer's step.
+
+        Args:
+            own: the options of the update's last minibatch.
+        """
+        trainer = self._trainer
         optimizer = trainer.optimizers[0]
-        now, own = _options_of(optimizer), one.minibatch.tag.options
+        now = _options_of(optimizer)
         _set_options(optimizer, own)
-        with self._pipeline.updating():
-            precision.optimizer_step(optimizer, model=module, closure=lambda: loss)
+        # A plugin's closure returns the loss, which no optimizer reads that steps only once.
+        trainer.precision_plugin.optimizer_step(
+            optimizer, model=trainer.lightning_module, closure=lambda: torch.zeros(())
+        )
         # An optimizer may count in its options: that goes on for all minibatches.
         in_flight = self._pipeline.minibatches_in_flight
         waiting = [now, *(minibatch.tag.options for minibatch in in_flight)]
@@ -207,7 +234,6 @@ class AsynchronousTraining(TrainingSteps):
             for options in waiting if changed else ():
                 options[place].update(changed)
         _set_options(optimizer, now)
-        holdings.drop_gradients()
 
     # --- logging ---
 

@@ -115,6 +115,8 @@ class Holdings:
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
         self._withdrawn: list[tuple[nn.Parameter, Tensor]] = []
         self._replaces = False
+        self._sums_here = False
+        """Whether no other stage has gradients of the parameters that this one holds."""
 
     def place(self, stage_of: Sequence[int], keeps_old: bool = False) -> None:
         """Sets the stage of each layer, without moving anything.
@@ -505,14 +507,18 @@ class Holdings:
             joins: whether the sum over the virtual machines covers all steps since the last
                 optimizer step; each virtual machine has accumulated these steps itself.
         """
-        self._sum_shared()
+        if self._sums_here:
+            self._sum_shared_here()
+        else:
+            self._sum_shared()
         self._replaces = joins
         if joins:
             self._join(correction)
             correction = 1.0
         if sum_over_replicas is not None:
             sum_over_replicas()
-        self._pass_shared_around()
+        if not self._sums_here:
+            self._pass_shared_around()
         self._fresh = {}
         for use in self.held:
             gradient, use.parameter.grad = use.parameter.grad, None
@@ -547,17 +553,18 @@ class Holdings:
                 parameter.grad += gradient
         self._fresh = {}
 
-    def require_separate(self, schedule: str) -> None:
+    def require_separate(self, schedule: str, stage_of: Sequence[int] | None = None) -> None:
         """Checks that no trained parameter is held by several stages.
 
         Args:
             schedule: the name of the schedule, for the message.
+            stage_of: the stage of each layer, if it differs from the present one.
 
         Raises:
             PlanError: one is. Its stages would step at different times.
         """
-        for use in self.uses:
-            holders = self.holders_of(use.parameter)
+        self._sums_here = True
+        for use, holders in zip(self.uses, self.all_holders(stage_of), strict=False):
             if use.parameter.requires_grad and len(holders) > 1:
                 raise PlanError(
                     f"schedule={schedule!r}: the parameter {use.name!r} is used on the stages"
@@ -670,6 +677,16 @@ class Holdings:
             ]
             use.parameter.grad = _total(of_segments).clone() if of_segments else None
         self._parts = []
+
+    def _sum_shared_here(self) -> None:
+        """As :meth:`_sum_shared`, where each shared parameter is held by one stage, which may be
+        about to change.
+        """
+        self.shared.add_own(self.held)
+        for use in self.shared.uses:
+            total = self.shared.total_with_own(use, None)
+            use.parameter.grad = None if total is None else total.clone()
+        self.shared.sums.clear()
 
     def _sum_shared(self) -> None:
         """Adds up the segments' gradients in their order, from stage to stage; the last holder has

@@ -27,6 +27,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -99,6 +100,45 @@ class _Transfers(NamedTuple):
     incoming: dict[int, list[_Transfer]]
 
 
+@dataclass(frozen=True)
+class TensorMove:
+    """A parameter, or a layer's other state, that changes its stage.
+
+    Args:
+        layers: those of the new stage that need it, in call order.
+        parameter: the parameter; ``None`` for a layer's other state.
+        source: the stage that sends it.
+        target: the stage that needs it.
+    """
+
+    layers: list[int]
+    parameter: nn.Parameter | None
+    source: int
+    target: int
+
+
+def moves_of(holdings: Holdings, stage_of: Sequence[int]) -> list[TensorMove]:
+    """What this stage sends or receives, in the order in which layers need it.
+
+    Args:
+        holdings: the stage's tensors.
+        stage_of: the new stage of each layer.
+    """
+    uses, here = holdings.uses, holdings.stage
+    found = []
+    places = zip(holdings.all_holders(), holdings.all_holders(stage_of), strict=True)
+    for number, (old, new) in enumerate(places):
+        parameter = uses[number].parameter if number < len(uses) else None
+        for to in new:
+            if to in old or here not in (old[0], to):
+                continue
+            layers = [number - len(uses)]
+            if parameter is not None:
+                layers = [layer for layer in uses[number].layers if stage_of[layer] == to]
+            found.append((min(layers), number, TensorMove(layers, parameter, old[0], to)))
+    return [move for _, _, move in sorted(found, key=itemgetter(0, 1))]
+
+
 class Migration(ActionListener, LayerListener):
     """One stage's part in a change of owners.
 
@@ -145,34 +185,16 @@ class Migration(ActionListener, LayerListener):
     # --- during the step before ---
 
     def _prepare(self) -> _Transfers:
-        holdings, here, new_stages = self._holdings, self._holdings.stage, self._stage_of
-        found: list[tuple[int, int, int, int]] = []
-        places = zip(holdings.all_holders(), holdings.all_holders(new_stages), strict=True)
-        for number, (old, new) in enumerate(places):
-            for to in new:
-                if to not in old and here in (old[0], to):
-                    found.append((min(self._layers_of(number, to)), number, old[0], to))
         transfers = _Transfers({}, {})
-        for _, number, source, to in sorted(found):
-            transfer = _Transfer(self._layers_of(number, to), self._parameter(number))
-            if here == source:
-                transfers.outgoing.setdefault(to, []).append(transfer)
+        for move in moves_of(self._holdings, self._stage_of):
+            transfer = _Transfer(move.layers, move.parameter)
+            if self._holdings.stage == move.source:
+                transfers.outgoing.setdefault(move.target, []).append(transfer)
                 continue
-            transfers.incoming.setdefault(source, []).append(transfer)
-            if (like := transfer.parameter) is not None:
-                transfer.values = self._buffer_like(like)
+            transfers.incoming.setdefault(move.source, []).append(transfer)
+            if move.parameter is not None:
+                transfer.values = self._buffer_like(move.parameter)
         return transfers
-
-    def _layers_of(self, number: int, stage: int) -> list[int]:
-        """The layers of a stage that need an entry under the new placement."""
-        uses = self._holdings.uses
-        if number >= len(uses):
-            return [number - len(uses)]
-        return [layer for layer in uses[number].layers if self._stage_of[layer] == stage]
-
-    def _parameter(self, number: int) -> nn.Parameter | None:
-        uses = self._holdings.uses
-        return uses[number].parameter if number < len(uses) else None
 
     def _buffer_like(self, like: Tensor) -> Tensor:
         if self._device.type == "cpu":

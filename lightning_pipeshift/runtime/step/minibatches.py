@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.plan.schedule.asynchronous import drain, turn
 from lightning_pipeshift.plan.schedule.communication import row_with_communication
+from lightning_pipeshift.plan.schedule.cut_over import newest_update
 from lightning_pipeshift.runtime.step.losses import Losses
 from lightning_pipeshift.runtime.step.stage import Stage, Step
 from lightning_pipeshift.runtime.step.step_report import Report
@@ -74,6 +76,8 @@ class Minibatches:
         """The first minibatch since the pipeline was empty."""
         self.next = 0
         """The number of the next minibatch."""
+        self._ends: list[int] = []
+        """The minibatches that end an update, in order."""
 
     @property
     def are_over(self) -> bool:
@@ -95,6 +99,13 @@ class Minibatches:
         """Whether the next turn has a backward."""
         return self.next - self._first >= self._num_stages - 1 - self._place
 
+    def newest_update(self, stage: int, minibatch: int) -> int:
+        """How many updates a stage has made before its forward of a minibatch: ``newest_update`` of
+        the schedule, in a pipeline that was empty before its first minibatch.
+        """
+        newest = max(newest_update(minibatch, stage, self._num_stages), self._first - 1)
+        return bisect_right(self._ends, newest)
+
     def begin(self, minibatch: Minibatch) -> Minibatch | None:
         """The stage's turn for the next minibatch: its forward, and the backward that is due.
 
@@ -105,7 +116,9 @@ class Minibatches:
         self._in_flight.append(minibatch)
         self.next += 1
         finished = self._run(row, minibatch.step)
-        self.versions.update += minibatch.ends_update
+        if minibatch.ends_update:
+            self.versions.update += 1
+            self._ends.append(self.next - 1)
         return finished
 
     def end_one(self) -> Minibatch | None:

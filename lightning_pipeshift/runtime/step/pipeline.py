@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -52,6 +52,7 @@ from lightning_pipeshift.plan.inputs.placement import Ownership, Placement
 from lightning_pipeshift.plan.schedule.actions import Row, Schedule
 from lightning_pipeshift.plan.schedule.checker import check
 from lightning_pipeshift.plan.schedule.communication import with_communication
+from lightning_pipeshift.plan.schedule.cut_over import cut_over
 from lightning_pipeshift.plan.schedule.schedules import (
     forward_only,
     schedule_named,
@@ -72,6 +73,8 @@ from lightning_pipeshift.runtime.gradients.replica_sync import (
 from lightning_pipeshift.runtime.gradients.rings import Rings
 from lightning_pipeshift.runtime.offload.stage_memory import StageMemory
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
+from lightning_pipeshift.runtime.ownership.live_changes import LiveChanges
+from lightning_pipeshift.runtime.ownership.live_migration import LateUpdate, LiveMigration
 from lightning_pipeshift.runtime.ownership.plan_change import Changes, CutOver
 from lightning_pipeshift.runtime.planning.make_plan import (
     Settings,
@@ -260,6 +263,9 @@ class Pipeline:
         self._pending: list[tuple[list[Outcome], int]] = []
         self._minibatches: Minibatches | None = None
         """Those in flight, in an asynchronous schedule."""
+        self._live: LiveChanges | None = None
+        """The changes of the plan, in an asynchronous schedule."""
+        self._optimizers: Sequence[Optimizer] = ()
         self._late_changes: dict[tuple[str, str], Any] = {}
         """What user code has changed on the last stage since the pipeline was empty."""
         self._written: dict[int, Microbatch] = {}
@@ -435,7 +441,8 @@ class Pipeline:
     @property
     def coming_plan(self) -> Plan:
         """The plan that will be in force when all requested changes are done."""
-        return self.changes.last or self.plan
+        live = self._live.last if self._live is not None else None
+        return self.changes.last or live or self.plan
 
     def adopt(self, plan: Plan, from_microbatch: int = 0) -> None:
         """Puts another plan in force after the next step. Every rank calls this, with the same
@@ -469,7 +476,11 @@ class Pipeline:
                 f"a plan from microbatch {from_microbatch} on, and a memory budget, which holds "
                 "for whole steps: use from_microbatch=0, or train without MemoryCompression"
             )
-        self.changes.wanted = CutOver(plan, from_microbatch)
+        if self.is_asynchronous:
+            self._require_movable(plan)
+            self._live_changes().request(plan)
+        else:
+            self.changes.wanted = CutOver(plan, from_microbatch)
 
     def migrate(self, moves: Iterable[Move]) -> None:
         """Makes layers change their owners after the next step. Every rank calls this, with the
@@ -759,6 +770,7 @@ class Pipeline:
         ((part, size),) = split(batch, 1)
         key = self._key("train", step_number, 0)
         self._settle(key, step, part, optimizers, final=True, trains=True)
+        self._optimizers = optimizers
         assert self.holdings is not None
         minibatches = self._minibatches or self._make_minibatches(self.holdings)
         trace = self._trace(key, step, part, module_signature(self.root))
@@ -769,6 +781,7 @@ class Pipeline:
             self._step(step, [microbatch], losses, sums, accumulation, wants_result),
             first=minibatches.next,
             versions=minibatches.versions,
+            live_migration=self._live.migration if self._live is not None else None,
             timers={},
             observer=None,
         )
@@ -813,10 +826,99 @@ class Pipeline:
         changes = self.channels.share_object(changes, self.channels.num_stages - 1)
         self._share_state(Report(None, [], [changes]), written)
 
-    def updating(self) -> AbstractContextManager[None]:
-        """Context of an optimizer's step in an asynchronous schedule."""
+    def before_minibatch(self, ends_update: bool) -> list[LateUpdate]:
+        """Called before :meth:`begin_minibatch`; returns updates that are to be made first.
+
+        Args:
+            ends_update: whether the minibatch is the last one of its update.
+        """
+        if self._live is None or self._minibatches is None:
+            return []
+        number, update = self._minibatches.next, self._minibatches.versions.update
+        plan, late = self._live.before_turn(number, update, ends_update)
+        if plan is not None:
+            assert self._ownership is not None
+            self._ownership = self._ownership.moved(plan.placement, self._num_microbatches_done)
+            self._plan = plan
+            self._say_who_has_no_work()
+        return late
+
+    def end_moves(self) -> list[LateUpdate]:
+        """Called when :meth:`drain` is over: ends the moves that have begun; returns updates that
+        are still to be made.
+        """
+        if self._live is None or self._minibatches is None:
+            return []
+        return self._live.settle(self._minibatches.next)
+
+    @contextmanager
+    def updating(self, tag: Any, is_late: bool = False) -> Iterator[None]:
+        """Context of an optimizer's step in an asynchronous schedule.
+
+        Args:
+            tag: of the minibatch that ends the update.
+            is_late: whether it is a :class:`LateUpdate`.
+        """
         assert self._minibatches is not None
-        return self._minibatches.versions.updating()
+        assert self.holdings is not None
+        if self._live is not None and not is_late:
+            self._live.withhold(tag)
+        parameters = [use.parameter for use in self.holdings.held]
+        with self._minibatches.versions.updating(parameters, counts=not is_late):
+            yield
+        if self._live is not None and self._live.migration is not None:
+            self._live.migration.send_newest(self._minibatches.next)
+
+    def _live_changes(self) -> LiveChanges:
+        if self._live is None:
+            self._live = LiveChanges(self.channels.num_stages, self._start_moving)
+        return self._live
+
+    def _start_moving(self, plan: Plan, minibatch: int) -> LiveMigration:
+        """Begins to move layers for a plan.
+
+        Args:
+            plan: the plan.
+            minibatch: the one before whose forward every stage calls this.
+        """
+        assert self.holdings is not None
+        assert self._minibatches is not None
+        before, after = self.plan.placement, plan.placement
+        stages = [
+            (before.stage_of(self.vm, layer), after.stage_of(self.vm, layer))
+            for layer in range(after.num_layers)
+        ]
+        earliest = minibatch + 1
+        for source, target in stages:
+            if source != target:
+                earliest = max(earliest, cut_over(minibatch, source, min(source, target)))
+        return LiveMigration(
+            self.holdings,
+            [stage for _, stage in stages],
+            self._optimizers,
+            self._threads,
+            earliest,
+            self._minibatches.versions,
+            self._deferred,
+            self._minibatches.newest_update,
+        )
+
+    def _require_movable(self, plan: Plan) -> None:
+        """Raises PlanError where a plan cannot come into force in an asynchronous schedule."""
+        for trace in self._follower.traces():
+            try:
+                check_order(trace.flow, plan.placement, self.vm, self._follower.gates)
+            except LayerError as error:
+                raise PlanError(str(error)) from error
+        if self.replicas.count > 1:
+            raise PlanError(
+                f"schedule={self.settings.schedule!r}: layers cannot move between the stages of"
+                " several virtual machines. Use schedule='1f1b', or virtual_machines=1."
+            )
+        assert self.holdings is not None
+        placement = plan.placement
+        stage_of = [placement.stage_of(self.vm, layer) for layer in range(placement.num_layers)]
+        self.holdings.require_separate(self.settings.schedule, stage_of)
 
     @property
     def minibatches_in_flight(self) -> list[Minibatch]:
@@ -1246,6 +1348,8 @@ class Pipeline:
     def release_gates(self) -> None:
         """Restores the layers' own ``forward``."""
         self.changes.abandon()
+        if self._live is not None:
+            self._live.abandon()
         if self._aggregation is not None:
             self._aggregation.close()
         if self.memory is not None:
@@ -1259,6 +1363,8 @@ class Pipeline:
         if self.holdings is None:
             return
         self.changes.cancel()
+        if self._live is not None and self._live.cancel():
+            self.messages.append("the last moves of layers were given up, as the run has ended.")
         if self._was_whole:
             self.holdings.make_whole()
         else:

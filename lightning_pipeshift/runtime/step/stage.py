@@ -38,6 +38,7 @@ from lightning_pipeshift.runtime.comm.channels import Channels, Direction, Layou
 from lightning_pipeshift.runtime.comm.lane import Sent
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore
 from lightning_pipeshift.runtime.offload.out_of_memory import explained
+from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
 from lightning_pipeshift.runtime.ownership.migration import Migration
 from lightning_pipeshift.runtime.step.listeners import ActionListener, ActionTimes
 from lightning_pipeshift.runtime.step.losses import Losses
@@ -98,6 +99,7 @@ class Step:
         store: keeps what layers save within a budget, if there is one.
         migration: the layers that change their owners in this step, if any do.
         versions: the weights that each microbatch uses, if they differ.
+        live_migration: the layers that change their owners while others are in flight.
     """
 
     function: UserStep
@@ -113,6 +115,7 @@ class Step:
     store: ActivationStore | None = None
     migration: Migration | None = None
     versions: WeightVersions | None = None
+    live_migration: LiveMigration | None = None
     order: list[int] = field(default_factory=list, init=False)
     """The layers in the order in which the last forward called them; only if the step is not
     followed.
@@ -124,7 +127,7 @@ class Step:
     def listeners(self) -> list[ActionListener]:
         """Those who take an interest in the step's actions, the outermost first."""
         times = ActionTimes(self.timers) if self.timers else None
-        everyone = (self.versions, self.migration, self.store, times)
+        everyone = (self.versions, self.live_migration, self.migration, self.store, times)
         return [found for found in everyone if found is not None]
 
     @property

@@ -8,7 +8,7 @@ changes. So there are no more versions than minibatches in flight, and no copy w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from lightning_pipeshift.compat.torch_private import preserved_version_counters
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.runtime.step.listeners import ActionListener
+
+Weights = list[tuple[nn.Parameter, Tensor]]
 
 
 class WeightVersions(ActionListener):
@@ -31,38 +33,48 @@ class WeightVersions(ActionListener):
     """
 
     def __init__(self, delays: bool) -> None:
-        self._delays = delays
-        self._parameters: list[nn.Parameter] = []
-        self._newest: list[Tensor] | None = None
-        """The newest weights, while the parameters have others."""
-        self._before: list[Tensor] | None = None
-        """The weights before the last update, if forwards may need them."""
-        self._num_updates = 0
+        self.delays = delays
+        self.num_updates = 0
+        """How many updates the stage has made."""
         self.update = 0
         """The number of the update that the next forward's gradient is part of."""
-        self._used: dict[int, list[Tensor]] = {}
+        self._parameters: list[nn.Parameter] = []
+        self._newest: Weights = []
+        """The newest weights, while the parameters have others."""
+        self._before: dict[int, Tensor] = {}
+        """By a parameter's identity, its weights before the last update, if forwards may need them.
+        """
+        self._used: dict[int, Weights] = {}
         """The weights of the minibatches in flight, by number."""
+        self._pinned: dict[int, Tensor] = {}
+        """By identity, weights that are being sent."""
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sets the parameters that the optimizer may change here. No minibatch is in flight."""
+        """Sets the parameters that forwards use from now on, and the optimizer may change."""
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._before = None
+        known = set(map(id, self._parameters))
+        self._before = {key: weight for key, weight in self._before.items() if key in known}
+
+    def set_before(self, parameters: Sequence[nn.Parameter], weights: Sequence[Tensor]) -> None:
+        """Sets the weights before the last update, for parameters from another stage."""
+        self._before |= {id(p): weight for p, weight in zip(parameters, weights, strict=True)}
 
     # --- as an ActionListener ---
 
     def begin_action(self, place: int, action: Action) -> None:
         """See :class:`ActionListener`."""
         if action.kind is Kind.FORWARD:
-            newest = [parameter.data for parameter in self._parameters]
-            used = newest
             # The update before its own may be made here already, or not yet.
-            if self._before is not None and self._num_updates == self.update > 0:
-                used = self._before
+            is_ahead = self.delays and self.num_updates == self.update
+            before = self._before if is_ahead else {}
+            used = [(p, before.get(id(p), p.data)) for p in self._parameters]
             self._used[action.microbatch] = used
-            self._use(used, newest)
         elif action.kind in (Kind.RECOMPUTE, Kind.BACKWARD):
-            newest = [parameter.data for parameter in self._parameters]
-            self._use(self._used[action.microbatch], newest)
+            used = self._used[action.microbatch]
+        else:
+            return
+        self._newest = [(parameter, parameter.data) for parameter, _ in used]
+        _give(used)
 
     def end_action(self, action: Action) -> None:
         """See :class:`ActionListener`."""
@@ -70,41 +82,47 @@ class WeightVersions(ActionListener):
         if action.kind is Kind.BACKWARD:
             del self._used[action.microbatch]
 
-    def _use(self, weights: list[Tensor], newest: list[Tensor]) -> None:
-        self._newest = newest
-        self._give(weights)
-
     def restore(self) -> None:
         """Gives the parameters the newest weights."""
-        if self._newest is not None:
-            self._give(self._newest)
-            self._newest = None
-
-    def _give(self, weights: list[Tensor]) -> None:
-        for parameter, values in zip(self._parameters, weights, strict=True):
-            if parameter.data_ptr() != values.data_ptr():
-                parameter.data = values
+        _give(self._newest)
+        self._newest = []
 
     # --- updates ---
 
     @contextmanager
-    def updating(self) -> Iterator[None]:
-        """Context of an optimizer's step, which changes the parameters that have a gradient."""
-        if self._delays:
-            self._before = [parameter.data for parameter in self._parameters]
-        self._num_updates += 1
-        needed = {
-            weight.data_ptr()
-            for weights in (*self._used.values(), self._before or ())
-            for weight in weights
-        }
-        for parameter in self._parameters:
-            if parameter.grad is not None and parameter.data_ptr() in needed:
+    def updating(self, parameters: Iterable[nn.Parameter], counts: bool = True) -> Iterator[None]:
+        """Context of an optimizer's step.
+
+        Args:
+            parameters: those that it changes, if they have a gradient.
+            counts: whether this is the stage's next update.
+        """
+        if self.delays:
+            self._before = {id(parameter): parameter.data for parameter in self._parameters}
+        self.num_updates += counts
+        changed = [parameter for parameter in parameters if parameter.grad is not None]
+        kept = {weight.data_ptr() for weight in self._kept()}
+        for parameter in changed:
+            if parameter.data_ptr() in kept:
                 parameter.data = parameter.data.clone()
         # Autograd compares version counters, which tell it that a tensor has changed that a
         # backward needs. These backwards get the weights of their forward instead.
-        with preserved_version_counters(self._parameters):
+        with preserved_version_counters(changed):
             yield
+
+    def _kept(self) -> list[Tensor]:
+        """The weights that may not change."""
+        used = (weight for weights in self._used.values() for _, weight in weights)
+        return [*used, *self._before.values(), *list(self._pinned.values())]
+
+    def pin(self, weights: Iterable[Tensor]) -> None:
+        """Keeps weights from changes until :meth:`unpin`."""
+        self._pinned |= {id(weight): weight for weight in weights}
+
+    def unpin(self, weights: Iterable[Tensor]) -> None:
+        """Undoes :meth:`pin`, from any thread."""
+        for weight in weights:
+            self._pinned.pop(id(weight), None)
 
     def forget(self) -> None:
         """Forgets the minibatches in flight, after an error."""
@@ -114,8 +132,16 @@ class WeightVersions(ActionListener):
     @property
     def num_versions(self) -> int:
         """How many versions there are of the weight that has most."""
-        kept = [*self._used.values(), [parameter.data for parameter in self._parameters]]
-        if self._before is not None:
-            kept.append(self._before)
-        of_each = zip(*kept, strict=True)
-        return max((len({one.data_ptr() for one in versions}) for versions in of_each), default=1)
+        versions = {id(parameter): {parameter.data_ptr()} for parameter in self._parameters}
+        for weights in self._used.values():
+            for parameter, weight in weights:
+                versions.setdefault(id(parameter), set()).add(weight.data_ptr())
+        for key, weight in self._before.items():
+            versions[key].add(weight.data_ptr())
+        return max(map(len, versions.values()), default=1)
+
+
+def _give(weights: Weights) -> None:
+    for parameter, values in weights:
+        if parameter.data_ptr() != values.data_ptr():
+            parameter.data = values
