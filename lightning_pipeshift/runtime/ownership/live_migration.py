@@ -354,7 +354,7 @@ class LiveMigration(ActionListener):
         for incoming in self._incoming.values():
             if not self._layers_with_state(incoming.moves):
                 continue
-            self._await(incoming, lambda i=incoming: i.state is not None)
+            self._await(incoming, partial(_has_state, incoming))
             by_layer: dict[int, dict[tuple[str, str], Any]] = {}
             for (layer, owner, name), value in (incoming.state or {}).items():
                 by_layer.setdefault(layer, {})[owner, name] = value
@@ -477,16 +477,19 @@ class LiveMigration(ActionListener):
         self.finish()
         return self._take_late()
 
-    def cancel(self) -> None:
-        """Ends the move before it has begun, on all stages."""
-        if self._has_begun:
-            return
+    def abandon(self) -> None:
+        """Gives up a move that has not begun: no layer changes its owner."""
         for outgoing in self._outgoing.values():
-            outgoing.messages.put(_Message(_Kind.CANCELLED))
-        for work in self._work:
+            outgoing.messages.put(None if self._has_begun else _Message(_Kind.CANCELLED))
+
+    def cancel(self) -> None:
+        """Gives up a move that has not begun on all stages, and returns when no transfer is in
+        progress.
+        """
+        self.abandon()
+        for work in self._work if not self._has_begun else ():
             work.result()
 
-    def abandon(self) -> None:
-        """Lets the threads that send end, after an error."""
-        for outgoing in self._outgoing.values():
-            outgoing.messages.put(None)
+
+def _has_state(incoming: _Incoming) -> bool:
+    return incoming.state is not None
