@@ -74,6 +74,19 @@ class _Message:
     """Occurs when the device has computed the values."""
 
 
+@dataclass(frozen=True)
+class LateUpdate:
+    """The gradients of an update that could not be made before the last weights had arrived.
+
+    Args:
+        tag: what the caller has said of the update's last minibatch.
+        gradients: of the layers that have moved here.
+    """
+
+    tag: Any
+    gradients: list[tuple[nn.Parameter, Tensor]]
+
+
 @dataclass
 class _Outgoing:
     """What one stage sends to another.
@@ -111,6 +124,8 @@ class _Incoming:
     optimizer_state: OptimizerState | None = None
     state: dict[tuple[int, str, str], Any] | None = None
     error: BaseException | None = None
+    late: list[LateUpdate] = field(default_factory=list)
+    """Updates that wait for the last version of the weights."""
     installed: int = -1
     """The version of the weights that the parameters have; -1 for none."""
 
@@ -118,19 +133,6 @@ class _Incoming:
     def parameters(self) -> list[nn.Parameter]:
         """The parameters among the tensors."""
         return [move.parameter for move in self.moves if move.parameter is not None]
-
-
-@dataclass(frozen=True)
-class LateUpdate:
-    """The gradients of an update that could not be made before the last weights had arrived.
-
-    Args:
-        tag: what the caller has said of the update's last minibatch.
-        gradients: of the layers that have moved here.
-    """
-
-    tag: Any
-    gradients: list[tuple[nn.Parameter, Tensor]]
 
 
 class LiveMigration(ActionListener):
@@ -174,7 +176,6 @@ class LiveMigration(ActionListener):
         self._newest = newest
         self._has_changed = threading.Condition()
         self._has_begun = self._is_placed = False
-        self._late: list[LateUpdate] = []
         self._outgoing: dict[int, _Outgoing] = {}
         self._incoming: dict[int, _Incoming] = {}
         here = holdings.stage
@@ -424,20 +425,17 @@ class LiveMigration(ActionListener):
             for parameter, _ in gradients:
                 parameter.grad = None
             if gradients:
-                self._late.append(LateUpdate(tag, gradients))
+                incoming.late.append(LateUpdate(tag, gradients))
 
     def _take_late(self) -> list[LateUpdate]:
-        if any(incoming.installed < self.update for incoming in self._incoming.values()):
-            return []
-        late, self._late = self._late, []
-        return late
+        found = []
+        for incoming in self._incoming.values():
+            if incoming.installed >= self.update:
+                late, incoming.late = incoming.late, []
+                found += late
+        return found
 
     # --- the end ---
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing of the move is left to do on this stage."""
-        return self._is_placed and not self._late
 
     def _free_if_acknowledged(self) -> None:
         versions = [outgoing.sent for outgoing in self._outgoing.values()]
