@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -37,6 +37,25 @@ from lightning_pipeshift.runtime.planning.profiling import Profiler, gather_figu
 
 _EXTREMES: Final = (0.1, 0.9)
 """The quantiles between which nearly all measurements of a quantity lie."""
+
+
+@dataclass
+class _Coming:
+    """This rank's measurements, until the first rank has those of all.
+
+    Args:
+        plan: the one in force.
+        steps: how many were measured.
+        took: the seconds of one.
+        mine: the measurements: the usual ones, and the extremes.
+        age: how many steps old they are.
+    """
+
+    plan: Plan
+    steps: int
+    took: float
+    mine: list[RankFigures]
+    age: int = 0
 
 
 class Replanning:
@@ -75,6 +94,7 @@ class Replanning:
         self._threads = threads
         # On the first rank: the decision being made, and the plan in force when that started.
         self._thought: tuple[Future[Decision], Plan] | None = None
+        self._coming: _Coming | None = None
         self._decider = Decider(settings, replicas.topology)
         # Whether the first rank is making a decision.
         self._is_thinking = False
@@ -190,14 +210,21 @@ class Replanning:
         """Raises PlanError if a stage would have too little memory according to the measurements,
         if there are any. Every rank calls this.
         """
-        problem = ""
-        if self.measured is not None and self.is_measured:
-            memory_bytes = self.measured.prediction(plan).memory_bytes
-            if not self.measured.fits(memory_bytes):
-                problem = self.measured.lacking(memory_bytes)
-        problem = self._replicas.world.share_object(problem, source=0)
+        problem = self._replicas.world.share_object(self._lacking(plan), source=0)
         if problem:
             raise PlanError(problem)
+
+    def require_room_here(self, plan: Plan) -> None:
+        """As :meth:`require_room`, on the first rank only."""
+        problem = self._lacking(plan)
+        if problem:
+            raise PlanError(problem)
+
+    def _lacking(self, plan: Plan) -> str:
+        if self.measured is None or not self.is_measured:
+            return ""
+        memory_bytes = self.measured.prediction(plan).memory_bytes
+        return "" if self.measured.fits(memory_bytes) else self.measured.lacking(memory_bytes)
 
     # --- once the first steps have been measured ---
 
@@ -207,7 +234,12 @@ class Replanning:
         return self._thought is not None and self._thought[0].done()
 
     def after_step(
-        self, plan: Plan, own: Iterable[int], gates: Sequence[Gate], optimizers: Sequence[Optimizer]
+        self,
+        plan: Plan,
+        own: Iterable[int],
+        gates: Sequence[Gate],
+        optimizers: Sequence[Optimizer],
+        lag: int = 0,
     ) -> None:
         """Makes the first rank start a decision when enough has been measured. Every rank calls
         this, with the same plan.
@@ -217,7 +249,10 @@ class Replanning:
             own: the layers that this rank owns.
             gates: of all layers.
             optimizers: those of the run.
+            lag: by how many steps other ranks may be behind. The first rank does not wait for their
+                measurements until they have surely sent them.
         """
+        self._gather(lag)
         steps = self._window
         is_due = self.measures and steps and self.profiler.num_measured >= steps
         if not is_due or self._is_thinking:
@@ -230,22 +265,42 @@ class Replanning:
             return
         middle = self.profiler.figures(own, gates, optimizers)
         mine = [middle, *(self.profiler.at_level(middle, level) for level in _EXTREMES)]
-        figures = gather_figures(mine, self._replicas)
         self.is_measured = True
         self._is_thinking = not self._settings.only_measures
-        if figures is not None:
-            took = self.profiler.step_seconds
-            assert took is not None
-            usual, *extremes = (self._learned(found) for found in zip(*figures, strict=True))
-            self.measured = usual.compared(plan, took)
-            self._cluster = usual.cluster
-            if self._is_thinking:
-                # Planning takes longer than a small step.
-                window = Window(steps, took, self.measured, extremes, self.steps_left)
-                think = partial(self._decider.decide, plan, window)
-                self._thought = self._threads.submit(think), plan
+        took = self.profiler.step_seconds
+        assert took is not None
+        self._coming = _Coming(plan, steps, took, mine)
+        if not lag or self._replicas.rank != 0:
+            self._gather(0)
         if self._is_thinking:
             self.profiler.next_window()
+
+    def end_gathering(self) -> None:
+        """Called when no rank is behind another one."""
+        self._gather(0)
+
+    def _gather(self, lag: int) -> None:
+        """Sends this rank's measurements to the first rank, or takes those of the others in, when
+        they are ``lag`` steps old.
+        """
+        coming = self._coming
+        if coming is None:
+            return
+        coming.age += 1
+        if coming.age <= lag:
+            return
+        self._coming = None
+        figures = gather_figures(coming.mine, self._replicas)
+        if figures is None:
+            return
+        usual, *extremes = (self._learned(found) for found in zip(*figures, strict=True))
+        self.measured = usual.compared(coming.plan, coming.took)
+        self._cluster = usual.cluster
+        if self._is_thinking:
+            # Planning takes longer than a small step.
+            window = Window(coming.steps, coming.took, self.measured, extremes, self.steps_left)
+            think = partial(self._decider.decide, coming.plan, window)
+            self._thought = self._threads.submit(think), coming.plan
 
     def announce(self, plan: Plan) -> Decision:
         """Returns the first rank's decision on all ranks. Every rank calls this, when the first one

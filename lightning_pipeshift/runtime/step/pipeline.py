@@ -23,6 +23,7 @@ from lightning_pipeshift.model.execution.microbatch import (
     split,
     weighted_mean,
 )
+from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.model.execution.transfer import Fetch, to_host
 from lightning_pipeshift.model.gates.gate import Gate, Scope, Switch, install, remove
 from lightning_pipeshift.model.gates.layers import find_layers, find_scopes, require_layers
@@ -43,7 +44,6 @@ from lightning_pipeshift.model.user_state.logs import LogRecorder, merge_logs
 from lightning_pipeshift.model.user_state.metrics import BatchMetrics
 from lightning_pipeshift.model.user_state.module_state import TailState
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
-from lightning_pipeshift.plan.cost.memory_model import SENDS_UNDER_WAY
 from lightning_pipeshift.plan.document.moves import Move, placement_after
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Device
@@ -117,6 +117,23 @@ class Accumulation(NamedTuple):
 
     has_begun: bool
     goes_on: bool
+
+
+class _Notice(NamedTuple):
+    """What the first rank tells all others before a minibatch.
+
+    Args:
+        plans: those that come into force as soon as they can.
+        has_decided: whether it has a decision by measurements.
+        ends: whether the run ends after the minibatch.
+        asks_to_end: whether an earlier stage of the virtual machine asks for the end; the last
+            stage passes it on to the first rank.
+    """
+
+    plans: list[str]
+    has_decided: bool
+    ends: bool
+    asks_to_end: bool
 
 
 class _Votes(NamedTuple):
@@ -263,6 +280,9 @@ class Pipeline:
         self._pending: list[tuple[list[Outcome], int]] = []
         self._minibatches: Minibatches | None = None
         """Those in flight, in an asynchronous schedule."""
+        self._asks_to_end_here = self._end_is_wanted = self._ends_now = False
+        self._timers: dict[int, Timer] = {}
+        """By minibatch in flight."""
         self._live: LiveChanges | None = None
         """The changes of the plan, in an asynchronous schedule."""
         self._optimizers: Sequence[Optimizer] = ()
@@ -782,8 +802,7 @@ class Pipeline:
             first=minibatches.next,
             versions=minibatches.versions,
             live_migration=self._live.migration if self._live is not None else None,
-            timers={},
-            observer=None,
+            timers=self._timers,
         )
         minibatch = Minibatch(
             step=todo,
@@ -799,12 +818,23 @@ class Pipeline:
             self._tail.remember()
         if trace is not None and trace.state:
             self._written[id(trace)] = microbatch
+        profiler = self.planning.profiler
+        if self.planning.measures and not profiler.is_over:
+            self._timers[minibatches.next] = profiler.timer
+        profiler.begin_step()
         if minibatches.turn_has_backward:
             self._make_place_for_gradients(minibatches.oldest or minibatch)
         finished = minibatches.begin(minibatch)
+        profiler.end_step()
         self._num_microbatches_done += 1
         self.num_steps_done = step_number + 1
-        return [] if finished is None else [self._finish(finished)]
+        found = [] if finished is None else [self._finish(finished)]
+        self.is_to_end = self._ends_now
+        if self._live is None or self._live.last is None:
+            own = self.plan.placement.layers_of(self.vm, self.channels.stage)
+            gates, lag = self._follower.gates, self.channels.num_stages
+            self.planning.after_step(self.plan, own, gates, optimizers, lag)
+        return found
 
     def drain(self) -> Iterator[Finished]:
         """Runs the backwards of all minibatches in flight, one at a time; see
@@ -819,6 +849,8 @@ class Pipeline:
             assert finished is not None
             yield self._finish(finished)
         minibatches.end_one()
+        self._timers.clear()
+        self.planning.end_gathering()
         self._stage.settle()
         self.channels.settle()
         written, self._written = list(self._written.values()), {}
@@ -832,7 +864,10 @@ class Pipeline:
         Args:
             ends_update: whether the minibatch is the last one of its update.
         """
-        if self._live is None or self._minibatches is None:
+        if self._minibatches is None:
+            return []
+        self._take_notice()
+        if self._live is None:
             return []
         number, update = self._minibatches.next, self._minibatches.versions.update
         plan, late = self._live.before_turn(number, update, ends_update)
@@ -841,7 +876,66 @@ class Pipeline:
             self._ownership = self._ownership.moved(plan.placement, self._num_microbatches_done)
             self._plan = plan
             self._say_who_has_no_work()
+            # Times under the old plan do not hold for the new one.
+            self.planning.profiler.begin_anew(for_good=self.planning.profiler.is_over)
         return late
+
+    def _take_notice(self) -> None:
+        """Learns what the first rank has decided, before a minibatch from which on it holds. This
+        travels down the pipeline ahead of the minibatch's payload, so nobody waits for it.
+        """
+        world, channels, stage = self.replicas.world, self.channels, self.channels.stage
+        if self.replicas.rank == 0:
+            notice = self._notice()
+            for ranks in self.replicas.topology.ranks[1:]:
+                world.send_object(notice, world.ranks.index(ranks[0]))
+            world.settle(all_but=2 * world.num_stages)
+        elif stage == 0:
+            notice = world.receive_object(world.ranks.index(0))
+        else:
+            notice = channels.receive_object(stage - 1)
+        self._asks_to_end_here |= self.asks_to_end | notice.asks_to_end
+        if not self.is_last:
+            channels.send_object(notice._replace(asks_to_end=self._asks_to_end_here), stage + 1)
+            channels.settle(all_but=2 * channels.num_stages)
+        for text in notice.plans:
+            self._live_changes().request(Plan.from_json(text))
+        if notice.has_decided:
+            decision = self.planning.announce(self.coming_plan)
+            plan = Plan.from_json(decision.plan)
+            if decision.is_new and self._is_movable(plan):
+                self._live_changes().request(plan)
+            elif not decision.is_new and self.coming_plan is self.plan:
+                self._plan = plan
+        self._ends_now = notice.ends
+
+    def _notice(self) -> _Notice:
+        """What the first rank has decided."""
+        plans: list[str] = []
+        now = self.coming_plan
+        for request in self._outside.take_requests() if self._outside.has_requests else ():
+            try:
+                plan = now.with_placement(placement_after(now, request.moves))
+                self._require_movable(plan)
+                self.planning.require_room_here(plan)
+            except PipeShiftError as error:
+                answer = Answer(False, f"nothing moves: {error}")
+            else:
+                answer = Answer(True, f"{request}, about {self.num_steps_done + 2} on")
+                plans.append(plan.to_json())
+                now = plan
+            self.messages.append(f"asked from outside: {answer.text}.")
+            self._outside.answer(request, answer)
+        ends = self.asks_to_end or self._end_is_wanted
+        return _Notice(plans, self.planning.has_decided, ends, self.asks_to_end)
+
+    def _is_movable(self, plan: Plan) -> bool:
+        try:
+            self._require_movable(plan)
+        except PlanError as error:
+            self.messages.append(f"the new plan was left alone. {error}")
+            return False
+        return True
 
     def end_moves(self) -> list[LateUpdate]:
         """Called when :meth:`drain` is over: ends the moves that have begun; returns updates that
@@ -945,6 +1039,7 @@ class Pipeline:
 
     def _finish(self, minibatch: Minibatch) -> Finished:
         assert self.holdings is not None
+        self._timers.pop(minibatch.step.first, None)
         report = self._report_along(minibatch)
         require_same_end(minibatch.is_last_batch, report.is_last_batch, minibatch.batch_idx)
         sums = self._aggregation if minibatch.ends_update else None
@@ -974,13 +1069,15 @@ class Pipeline:
             }
             mine.changes = [of_metrics]
             self._late_changes |= everything
+            mine.asks_to_end = self._asks_to_end_here
             report = merge_reports(self.replicas.exchange(mine), self.vm)
         else:
             report = self.channels.receive_object(stage + 1)
+        self._end_is_wanted |= report.asks_to_end
         if stage:
             self.channels.send_object(report, stage - 1)
             # The earlier stage takes them in this order, each after a backward.
-            self.channels.settle(all_but=SENDS_UNDER_WAY)
+            self.channels.settle(all_but=2 * self.channels.num_stages)
         return report
 
     def _is_of_metric(self, name: str) -> bool:

@@ -26,6 +26,7 @@ class Report:
             :meth:`~lightning_pipeshift.runtime.step.losses.Losses.counted`.
         divided: the denominator by which they have been divided.
         size: how many samples the batch had.
+        asks_to_end: whether a stage asks for the end of the run.
     """
 
     result: Any
@@ -36,6 +37,7 @@ class Report:
     counted: float = 0.0
     divided: float = 1.0
     size: int = 0
+    asks_to_end: bool = False
 
     @property
     def correction(self) -> float:
@@ -70,6 +72,7 @@ def merge_reports(reports: list[Report], vm: int) -> Report:
         logs=merge_logs([report.logs for report in reports], sizes, counted),
         loss=loss,
         counted=sum(counted),
+        asks_to_end=any(report.asks_to_end for report in reports),
         # A virtual machine that had a loss knows the denominator by which it was divided.
         divided=next((r.divided for r in reports if r.counted), mine.divided),
     )
