@@ -1,0 +1,413 @@
+"""The asynchronous pipeline has the bits of its reference in plain PyTorch, moves included."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+
+from lightning_pipeshift.errors import PipeShiftError
+from lightning_pipeshift.plan.inputs.placement import Placement
+from lightning_pipeshift.testing.ranks import run_ranks
+from tests import asynchronous_reference
+from tests.features_models import built, quiet_trainer, read_csv
+
+WIDTH, NUM_LAYERS, SIZE, DECAY = 8, 6, 4, 0.97
+RATES = {"sgd": 0.05, "adam": 0.01}
+
+
+class Block(nn.Module):
+    """Residual, and what else is wanted: one layer."""
+
+    def __init__(self, *more: nn.Module) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.more = nn.Sequential(*more)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.more(self.linear(x)))
+
+
+class Model(L.LightningModule):
+    """Blocks, one after the other; with ``draws``, they have dropout and running statistics."""
+
+    def __init__(self, optimizer: str, draws: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            Block(*([nn.Dropout(0.3), nn.BatchNorm1d(WIDTH)] if draws else []))
+            for _ in range(NUM_LAYERS)
+        )
+        self.mean = MeanMetric(nan_strategy="disable")
+        self.num_steps = 0
+        self._optimizer = optimizer
+
+    def training_step(self, batch: Any) -> Tensor:
+        x, target = batch
+        self.num_steps += 1
+        for layer in self.layers:
+            x = layer(x)
+        loss = loss_of(x, target)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.mean(loss.detach())
+        self.log("mean", self.mean)
+        return loss
+
+    def validation_step(self, batch: Any) -> None:
+        x, target = batch
+        for layer in self.layers:
+            x = layer(x)
+        self.log("validation", loss_of(x, target))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = optimizer_of(self._optimizer, list(self.parameters()))
+        scheduler = {"scheduler": ExponentialLR(optimizer, DECAY), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+def optimizer_of(kind: str, parameters: list[nn.Parameter]) -> Optimizer:
+    if kind == "adam":
+        return Adam(parameters, lr=RATES[kind])
+    return SGD(parameters, lr=RATES[kind], momentum=0.9)
+
+
+def loss_of(x: Tensor, target: Tensor) -> Tensor:
+    return (x - target).square().mean()
+
+
+def data(num_batches: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    shape = (SIZE * num_batches, WIDTH)
+    return TensorDataset(*(torch.randn(shape, generator=generator) for _ in range(2)))
+
+
+class Case(NamedTuple):
+    """One run.
+
+    Args:
+        moves: the counts that are wanted after a batch, counted over the run.
+        validates: after how many batches there is a validation within the epochs.
+    """
+
+    split: Any
+    schedule: str = "async"
+    accumulated: int = 1
+    moves: Mapping[int, Sequence[int]] = {}
+    optimizer: str = "sgd"
+    validates: int | None = None
+    num_batches: int = 20
+    draws: bool = False
+    num_epochs: int = 2
+
+
+class Watches(L.Callback):
+    """Moves layers, and notes what is in force at the end of each batch."""
+
+    def __init__(self, moves: Mapping[int, Sequence[int]]) -> None:
+        self.moves = dict(moves)
+        self.counts: list[tuple[int, ...]] = []
+        self.versions: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        strategy = trainer.strategy
+        if (wanted := self.moves.get(len(self.counts))) is not None:
+            placement = Placement((tuple(wanted),))
+            strategy.adopt(strategy.pipeline.coming_plan.with_placement(placement))
+        self.counts.append(strategy.plan.placement.counts[strategy.virtual_machine])
+        self.versions.append(strategy.pipeline.num_weight_versions)
+        # Under the number of the batch, unlike what its training step has logged.
+        self.log("own", float(len(self.counts) - 1))
+
+
+class Result(NamedTuple):
+    state: dict[str, Tensor]
+    counts: list[tuple[int, ...]]
+    versions: list[int]
+    metrics: dict[str, float]
+    steps: tuple[int, int]
+
+
+def train(case: Case, **arguments: Any) -> Result:
+    L.seed_everything(3, verbose=False)
+    several = isinstance(case.split[0], list)
+    counts = [n for row in case.split for n in row] if several else case.split
+    strategy = {"schedule": case.schedule, "partition": case.split, "profile_steps": 0}
+    if several:
+        strategy["virtual_machines"] = len(case.split)
+    watches = Watches(case.moves)
+    trainer = quiet_trainer(
+        {"devices": len(counts), "pipeshift": strategy},
+        callbacks=[watches, *arguments.pop("callbacks", [])],
+        accumulate_grad_batches=case.accumulated,
+        val_check_interval=case.validates,
+        max_epochs=case.num_epochs,
+        **arguments,
+    )
+    module = built(lambda: Model(case.optimizer, case.draws))
+    loader = DataLoader(data(case.num_batches), batch_size=SIZE)
+    trainer.fit(module, loader, loader if case.validates else None)
+    return Result(
+        {name: value.detach().clone() for name, value in module.state_dict().items()},
+        watches.counts,
+        watches.versions,
+        {name: float(value) for name, value in trainer.callback_metrics.items()},
+        (trainer.global_step, module.num_steps),
+    )
+
+
+def train_all(cases: Sequence[Case]) -> list[Result]:
+    return [train(case) for case in cases]
+
+
+def on_ranks(cases: Sequence[Case]) -> list[list[Result]]:
+    """The results of all ranks, by case. All cases have as many ranks."""
+    (number,) = {
+        sum(len(row) if isinstance(row, list) else 1 for row in case.split) for case in cases
+    }
+    return [list(found) for found in zip(*run_ranks(train_all, number, cases), strict=True)]
+
+
+def moved(result: Result) -> list[tuple[int, tuple[int, ...]]]:
+    """The minibatches from which on other counts are in force."""
+    found = enumerate(pairwise(result.counts), start=1)
+    return [(minibatch, after) for minibatch, (before, after) in found if before != after]
+
+
+def reference(case: Case, moves: Any = (), length: int | None = None) -> Any:
+    """What plain PyTorch makes of a case; ``length``: if it ends after that many minibatches."""
+    pairs = data(case.num_batches).tensors
+    epoch = list(zip(*(tensor.split(SIZE) for tensor in pairs), strict=True))
+    rate, rates = RATES[case.optimizer], []
+    for index in range(len(epoch) * case.num_epochs):
+        rates.append(rate)
+        batch = index % len(epoch) + 1
+        if batch % case.accumulated == 0 or batch == len(epoch):
+            rate *= DECAY
+    every, number = case.validates, case.num_batches
+    within = range(every, number, every) if every else ()
+    return asynchronous_reference.train(
+        built(lambda: Model(case.optimizer)).layers,  # type: ignore[arg-type]
+        case.split,
+        (epoch * case.num_epochs)[:length],
+        lambda parameters: optimizer_of(case.optimizer, parameters),
+        loss_of,
+        case.schedule,
+        case.accumulated,
+        [epoch * number + batch for epoch in range(case.num_epochs) for batch in within],
+        moves,
+        rates.__getitem__,
+        [number * epoch for epoch in range(1, case.num_epochs)],
+    )
+
+
+def require_same(state: Mapping[str, Tensor], layers: Sequence[nn.Module]) -> None:
+    for number, layer in enumerate(layers):
+        for name, value in layer.state_dict().items():
+            assert torch.equal(state[f"layers.{number}.{name}"], value), (number, name)
+
+
+def counts_by_chance(draw: random.Random, num_stages: int) -> list[int]:
+    counts = [0] * num_stages
+    for _ in range(NUM_LAYERS):
+        counts[draw.randrange(num_stages)] += 1
+    return counts
+
+
+def case_by_chance(draw: random.Random, num_stages: int) -> Case:
+    schedule, accumulated = draw.choice(
+        [("async", 1), ("async", 1), ("async", 2), ("async", 3), ("async-2bw", 4)]
+    )
+    num_batches = draw.choice([11, 20, 25])
+    wanted = sorted(draw.sample(range(2 * num_batches - 2), draw.choice([0, 2, 4, 8])))
+    return Case(
+        counts_by_chance(draw, num_stages),
+        schedule,
+        accumulated,
+        {batch: counts_by_chance(draw, num_stages) for batch in wanted},
+        draw.choice(["sgd", "adam"]),
+        draw.choice([None, None, 5, 7]),
+        num_batches,
+    )
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_the_bits_of_the_reference(num_stages: int) -> None:
+    """Moves in both directions, over several boundaries, one after another, to and from stages
+    without layers, and where the pipeline drains and fills.
+    """
+    draw = random.Random(num_stages)
+    cases = [case_by_chance(draw, num_stages) for _ in range(6)]
+    # Layers of two stages, with their own ages, at one new owner.
+    if num_stages == 4:
+        cases.append(Case([2, 2, 2, 0], moves={8: [0, 1, 4, 1]}))
+    num_moves = 0
+    for case, ranks in zip(cases, on_ranks(cases), strict=True):
+        moves = moved(ranks[0])
+        num_moves += len(moves)
+        expected = reference(case, moves)
+        for result in ranks:
+            assert moved(result) == moves
+            require_same(result.state, expected.layers)
+    assert num_moves > len(cases)
+
+
+def test_two_versions_of_the_weights_have_the_same_bits_on_every_split() -> None:
+    """Dropout, running statistics, validation in the middle of an update, and moves too."""
+    draw = random.Random(5)
+    whole = Case([NUM_LAYERS], "async-2bw", 4, {}, "adam", 7, draws=True)
+    ((expected,),) = on_ranks([whole])
+    for num_stages in (2, 4):
+        wanted = {batch: counts_by_chance(draw, num_stages) for batch in (3, 9, 10, 21, 30)}
+        case = whole._replace(split=counts_by_chance(draw, num_stages), moves=wanted)
+        (ranks,) = on_ranks([case])
+        assert len(moved(ranks[0])) >= 2
+        for result in ranks:
+            for name, value in expected.state.items():
+                assert torch.equal(result.state[name], value), name
+            assert result.metrics == pytest.approx(expected.metrics)
+            assert result.steps == expected.steps
+
+
+def test_virtual_machines_of_unlike_depth_with_two_versions() -> None:
+    case = Case([[6], [6]], "async-2bw", 2, optimizer="adam", num_batches=10)
+    (whole,) = on_ranks([case])
+    for split in ([[2, 4], [1, 5]], [[2, 4], [6]], [[2, 2, 2], [6]]):
+        (ranks,) = on_ranks([case._replace(split=split, accumulated=max(map(len, split)))])
+        if max(map(len, split)) == 2:
+            for result in ranks:
+                for name, value in whole[0].state.items():
+                    assert torch.equal(result.state[name], value), name
+
+
+def test_one_minibatch_number_for_updates_rates_logs_and_progress() -> None:
+    case = Case([2, 2, 2], num_batches=11)
+    logged = run_ranks(train_and_log, 3, case)
+    rows, (result, *_) = logged[0][1], [one[0] for one in logged]
+    losses = [float(loss) for loss in reference(case).losses]
+    of_steps = {int(row["step"]): row["loss_step"] for row in rows if "loss_step" in row}
+    # Every second one goes to the logger.
+    assert of_steps == pytest.approx({step: losses[step] for step in range(1, 22, 2)})
+    assert {int(row["step"]): row["own"] for row in rows if "own" in row} == {
+        step: float(step) for step in range(1, 22, 2)
+    }
+    means = [row["loss_epoch"] for row in rows if "loss_epoch" in row]
+    assert means == pytest.approx([sum(losses[:11]) / 11, sum(losses[11:]) / 11])
+    metrics = {int(row["step"]): row["mean"] for row in rows if "mean" in row}
+    assert metrics == pytest.approx({step: losses[step] for step in range(1, 22, 2)})
+    assert result.steps == (22, 22)
+    for one, _ in logged:
+        assert one.metrics == result.metrics
+
+
+def train_and_log(case: Case) -> Any:
+    result = train(case, logger=CSVLogger("logs", name="", version=""), log_every_n_steps=2)
+    return result, read_csv("logs/metrics.csv") if os.environ["RANK"] == "0" else []
+
+
+def test_no_more_versions_than_minibatches_in_flight() -> None:
+    cases = [Case([2, 2, 1, 1]), Case([2, 2, 1, 1], "async-2bw", 4)]
+    stashed, double = on_ranks(cases)
+    # At the end of a call, after the update: those in flight, and the newest.
+    assert [max(result.versions) for result in stashed] == [4, 3, 2, 1]
+    assert [max(result.versions) for result in double] == [2, 2, 2, 2]
+
+
+def save_in_the_middle(folder: str) -> Any:
+    callback = ModelCheckpoint(folder, every_n_train_steps=7, save_top_k=-1, filename="{step}")
+    case = Case([1, 3, 2], num_batches=20, num_epochs=1)
+    return train(case, callbacks=[callback], enable_checkpointing=True)
+
+
+def test_a_checkpoint_has_all_updates_until_its_step(tmp_path: Path) -> None:
+    case = Case([1, 3, 2], num_batches=20, num_epochs=1)
+    run_ranks(save_in_the_middle, 3, str(tmp_path))
+    saved = torch.load(tmp_path / "step=7.ckpt", weights_only=False)
+    assert saved["global_step"] == 7
+    require_same(saved["state_dict"], reference(case, length=7).layers)
+
+
+class TakenAway(L.Callback):
+    """One rank gets a SIGTERM while a batch runs."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, idx: int) -> None:
+        if trainer.global_rank == self.rank and idx == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def end_early(folder: str, rank: int) -> Any:
+    checkpoint = ModelCheckpoint(folder, save_top_k=0)
+    case = Case([1, 3, 2], num_epochs=1)
+    try:
+        train(case, callbacks=[TakenAway(rank), checkpoint], enable_checkpointing=True)
+    except SIGTERMException as error:
+        return error.code
+    return None
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_sigterm_on_any_rank_ends_all_after_one_minibatch(rank: int, tmp_path: Path) -> None:
+    assert run_ranks(end_early, 3, str(tmp_path), rank) == [143] * 3
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
+    length = saved["global_step"]
+    assert 7 <= length <= 13
+    case = Case([1, 3, 2], num_epochs=1)
+    require_same(saved["state_dict"], reference(case, length=length).layers)
+
+
+def test_bf16_and_clipping_by_value() -> None:
+    found = []
+    for split in ([6], [2, 1, 3]):
+        found.append(run_ranks(train_clipped, len(split), split))
+    for result in found[1]:
+        for name, value in found[0][0].state.items():
+            assert torch.equal(result.state[name], value), name
+
+
+def train_clipped(split: list[int]) -> Result:
+    case = Case(split, "async-2bw", 3, optimizer="adam", draws=True)
+    return train(
+        case, precision="bf16-mixed", gradient_clip_val=0.01, gradient_clip_algorithm="value"
+    )
+
+
+BAD: list[tuple[Case, dict[str, Any], str]] = [
+    (Case([3, 3]), {"gradient_clip_val": 1.0}, "gradient_clip_algorithm='value'"),
+    (Case([3, 3], num_batches=1), {}, "an epoch has 1 batches, fewer than the 2 stages"),
+    (Case([3, 3], "async-2bw"), {}, "accumulate_grad_batches=2 or more"),
+    (Case([3, 3]), {"limit_train_batches": 1}, "an epoch has 1 batches"),
+]
+
+
+def all_bad() -> list[str]:
+    found = []
+    for case, arguments, _ in BAD:
+        with pytest.raises(PipeShiftError) as error:
+            train(case, **arguments)
+        found.append(str(error.value))
+    return found
+
+
+def test_what_does_not_go_with_the_schedule_is_said() -> None:
+    for messages in run_ranks(all_bad, 2):
+        for message, (_, _, words) in zip(messages, BAD, strict=True):
+            assert words in message
+    with pytest.raises(PipeShiftError, match="has several batches in flight, and splits none"):
+        quiet_trainer({"pipeshift": {"schedule": "async", "microbatches": 4}})
