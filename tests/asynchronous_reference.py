@@ -74,11 +74,7 @@ def train(
     emptied = sorted({0, *drains, *epochs})
     owners = [(0, _owners(split)), *((begin, _owners(other)) for begin, other in moves)]
     trained = [{n: p for n, p in layer.named_parameters() if p.requires_grad} for layer in layers]
-    optimizers = {
-        number: make_optimizer(list(weights.values()))
-        for number, weights in enumerate(trained)
-        if weights
-    }
+    optimizers = [make_optimizer(list(weights.values())) for weights in trained if weights]
     versions = [[_copied(weights)] for weights in trained]
     losses = []
     for minibatch, (value, target) in enumerate(minibatches):
@@ -89,8 +85,7 @@ def train(
             else:
                 first = emptied[bisect_right(emptied, minibatch) - 1]
                 places = [(begin, of_layer[number]) for begin, of_layer in owners]
-                newest = max(first - 1, _newest(minibatch, places, len(split), first))
-                version = bisect_right(ends, newest)
+                version = bisect_right(ends, _newest(minibatch, places, len(split), first))
             weights = {n: w.clone().requires_grad_() for n, w in versions[number][version].items()}
             used.append(weights)
             value = functional_call(layer, weights, (value,))
@@ -103,13 +98,15 @@ def train(
                 before = parameter.grad
                 parameter.grad = gradient if before is None else before + gradient
         if minibatch in ends:
-            for number, optimizer in optimizers.items():
-                for group in optimizer.param_groups if lr_of is not None else ():
-                    group["lr"] = lr_of(minibatch)
+            for optimizer in optimizers:
+                if lr_of is not None:
+                    for group in optimizer.param_groups:
+                        group["lr"] = lr_of(minibatch)
                 optimizer.step()
                 optimizer.zero_grad()
-                versions[number].append(_copied(trained[number]))
-    return Trained(layers, list(optimizers.values()), losses)
+            for made, parameters in zip(versions, trained, strict=True):
+                made.append(_copied(parameters))
+    return Trained(layers, optimizers, losses)
 
 
 def _newest(minibatch: int, places: Sequence[tuple[int, int]], num_stages: int, first: int) -> int:

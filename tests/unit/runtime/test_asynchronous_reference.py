@@ -57,7 +57,9 @@ def product(num_minibatches, split, **options):
     """Trains a product of two weights, 10 and 1, which have each other as their gradients."""
     ones = [(torch.tensor(1.0), None)] * num_minibatches
     layers, _, losses = train([Times(10), Times(1)], split, ones, sgd, output, **options)
-    return [layer.weight.item() for layer in layers], [one.item() for one in losses]
+    return [layer.get_parameter("weight").item() for layer in layers], [
+        one.item() for one in losses
+    ]
 
 
 BY_HAND = [
@@ -155,8 +157,8 @@ def test_an_update_has_the_learning_rate_of_its_last_minibatch():
     )
     # The first weight has gradients of 1 before and of 1 again, then of 1 and of 1: the second has
     # 0 twice, then 0 and -10.
-    assert layers[0].weight.item() == -10 - 1000
-    assert layers[1].weight.item() == 1 + 1000 * 5
+    assert layers[0].get_parameter("weight").item() == -10 - 1000
+    assert layers[1].get_parameter("weight").item() == 1 + 1000 * 5
     assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [1000.0, 1000.0]
 
 
