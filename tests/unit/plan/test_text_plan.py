@@ -1,9 +1,11 @@
+import itertools
+
 import pytest
 
 from lightning_pipeshift.plan.document.plan import LayerRecord, Plan
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
-from lightning_pipeshift.plan.schedule.schedules import SCHEDULES
+from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS, SYNCHRONOUS
 
 TWO_STAGES = """
 PipeShift plan: 14 layers, 1 virtual machine, schedule 1f1b, 8 microbatches
@@ -88,9 +90,11 @@ def test_a_number_is_never_cut():
     assert all(int(number) < 20 for number in numbers)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "microbatches"),
+    [*itertools.product(SYNCHRONOUS, [1, 2, 7, 120]), *((name, 1) for name in ASYNCHRONOUS)],
+)
 @pytest.mark.parametrize("num_stages", [1, 2, 16])
-@pytest.mark.parametrize("microbatches", [1, 2, 7, 120])
 @pytest.mark.parametrize("prefix", ["", "a.very.long.prefix.of.an.encoder.decoder.layers.module."])
 def test_no_line_is_wider_than_100_columns(schedule, num_stages, microbatches, prefix):
     layers = gpt(30, prefix=prefix)
