@@ -66,7 +66,7 @@ def predict(
     computed, summed = seconds(profile, cluster, ranks, workloads, cuts)
     return Prediction(
         costs=costs,
-        step_seconds=summed + _besides(profile, cluster, ranks, cuts),
+        step_seconds=summed + _besides(profile, cluster, ranks, workloads, cuts),
         exposed_seconds=summed - computed,
         memory_bytes=held,
     )
@@ -127,7 +127,7 @@ def estimated_seconds(
     """
     if not workloads[0].objective.passes:
         _, summed = _paces(profile, cluster, ranks, workloads, cuts)
-        return summed + _besides(profile, cluster, ranks, cuts)
+        return summed + _besides(profile, cluster, ranks, workloads, cuts)
     computed: dict[tuple[int, Cut], float] = {}
     ready = []
     for workload, cut in zip(workloads, cuts, strict=True):
@@ -141,7 +141,7 @@ def estimated_seconds(
             before = accumulate((compute + message for compute, message in back), initial=0.0)
             ready.append(_ready(workload, cut, [seconds - earlier for earlier in before]))
     ends = _ring_ends(profile, cluster, ranks, cuts, ready) if len(ranks) > 1 else []
-    return max([*computed.values(), *ends]) + _besides(profile, cluster, ranks, cuts)
+    return max([*computed.values(), *ends]) + _besides(profile, cluster, ranks, workloads, cuts)
 
 
 def _paces(
@@ -180,11 +180,17 @@ def _paces(
 
 
 def _besides(
-    profile: Profile, cluster: Cluster, ranks: Sequence[Sequence[int]], cuts: Sequence[Cut]
+    profile: Profile,
+    cluster: Cluster,
+    ranks: Sequence[Sequence[int]],
+    workloads: Sequence[Workload],
+    cuts: Sequence[Cut],
 ) -> float:
-    """The time of a step or minibatch outside its actions and rings: the optimizer, the loop, the
-    data.
+    """The time of a step or minibatch outside its actions and rings: the optimizer, unless it steps
+    after each backward, the loop, the data.
     """
+    if not workloads[0].objective.passes:
+        return profile.step_seconds
     gradients = list(accumulate((layer.gradient_bytes for layer in profile.layers), initial=0))
     held = {
         cut: [gradients[end] - gradients[begin] for begin, end in pairwise(cut.bounds)]

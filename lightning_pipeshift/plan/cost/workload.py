@@ -19,7 +19,7 @@ from lightning_pipeshift.plan.cost.pace import Objective, steady_pace
 from lightning_pipeshift.plan.cost.simulator import Clock, Costs, clock
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import Profile
-from lightning_pipeshift.plan.schedule.asynchronous import weight_versions
+from lightning_pipeshift.plan.schedule.asynchronous import updates_per_backward, weight_versions
 from lightning_pipeshift.plan.schedule.schedules import recomputing_stages
 
 Numbers = NDArray[np.float64]
@@ -54,7 +54,7 @@ class Workload:
 
     Args:
         forward: (S, L) seconds.
-        backward: (S, L) seconds.
+        backward: (S, L) seconds; in an asynchronous pipeline with the update that follows.
         forward_extra: (S,) seconds of a forward in addition to its layers; on the last stage with
             the code after the last layer.
         backward_extra: (S,) likewise.
@@ -97,6 +97,8 @@ class Workload:
     @property
     def in_flight(self) -> tuple[int, ...]:
         """The peak number of microbatches of which each stage holds activations."""
+        if not self.objective.passes:
+            return tuple(range(self.num_stages, 0, -1))
         return clock(self.schedule, self.num_stages, self.microbatches).peak_in_flight
 
     @property
@@ -347,19 +349,24 @@ def workload_of(
             last, len(layers) + 1
         )
 
+    update = updates_per_backward(schedule, len(ranks)) * profile.optimizer_seconds_per_byte
+    gradients = np.array([layer.gradient_bytes for layer in layers], dtype=np.float64)
+    speeds = np.array([cluster.devices[rank].speed for rank in ranks])
+
     def of_layers(name: str, factor: float = 1.0) -> Numbers:
         return np.array([factor * getattr(layer, name) for layer in layers], dtype=np.float64)
 
     return Workload(
         forward=share * np.array([t.forward for t in times]),
-        backward=share * np.array([t.backward for t in times]),
+        backward=share * np.array([t.backward for t in times])
+        + update * gradients / speeds[:, None],
         forward_extra=extra("forward"),
         backward_extra=extra("backward"),
         payload_seconds=travel(payload),
         gradient_seconds=travel(gradient),
         static_bytes=of_layers("static_bytes"),
         # Gradients are as large as the weights that they are for.
-        weight_bytes=of_layers("gradient_bytes"),
+        weight_bytes=gradients,
         saved_bytes=of_layers("saved_bytes", share),
         input_bytes=of_layers("input_bytes", share),
         room_bytes=np.array([cluster.devices[rank].room_bytes for rank in ranks]),

@@ -93,6 +93,13 @@ def weight_versions(schedule: str, num_stages: int) -> tuple[int, ...]:
     return (2 if schedule == "async-2bw" else 1,) * num_stages
 
 
+def updates_per_backward(schedule: str, num_stages: int) -> float:
+    """How often a stage steps its optimizer, relative to its backwards, at most: 0 for a
+    synchronous schedule, whose update comes after all of them.
+    """
+    return {"async": 1.0, "async-2bw": 1 / num_stages}.get(schedule, 0.0)
+
+
 def require_equal_depths(schedule: str, depths: Iterable[int]) -> None:
     """Raises PlanError for virtual machines of unequal depth where results depend on it.
 

@@ -127,7 +127,9 @@ def recomputing_stages(name: str, num_stages: int, num_microbatches: int) -> fro
     """The stages of a schedule on which dropping saved tensors frees memory: those that do not run
     each backward directly after its forward.
     """
-    schedule = simulated_rows(name, num_stages, num_microbatches)
+    if name in ASYNCHRONOUS:
+        return frozenset(range(num_stages - 1))
+    schedule = schedule_named(name)(num_stages, num_microbatches)
     everywhere = with_recomputation(schedule, range(num_stages))
     return frozenset(
         stage
