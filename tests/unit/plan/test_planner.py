@@ -1,3 +1,4 @@
+import itertools
 import time
 from dataclasses import replace
 
@@ -441,10 +442,13 @@ def thousand(kinds, memory_bytes=0):
     )
 
 
-@pytest.mark.parametrize("kinds", ["X", "XYZ"])
 @pytest.mark.parametrize(
-    ("memory_bytes", "schedule"),
-    [(0, "1f1b"), (4 * 10**9, "1f1b"), (10**9, "1f1b"), (4 * 10**9, "async"), (10**9, "async-2bw")],
+    ("kinds", "memory_bytes", "schedule"),
+    [
+        *itertools.product(["X", "XYZ"], [0, 4 * 10**9, 10**9], ["1f1b"]),
+        ("X", 4 * 10**9, "async"),
+        ("XYZ", 10**9, "async-2bw"),
+    ],
 )
 def test_a_thousand_devices_in_under_ten_seconds(kinds, memory_bytes, schedule):
     model = profile(
