@@ -237,7 +237,7 @@ class Evaluator:
         num_bytes = sum(layer.gradient_bytes for layer in self.profile.layers)
         found = []
         per_byte = ring_seconds_per_byte(self.cluster, placed.ranks)
-        if not placed.workloads[0].objective.passes:
+        if placed.workloads[0].objective.is_pace:
             return per_byte
         for workload, seconds in zip(placed.workloads, per_byte, strict=True):
             if workload not in self._paces:

@@ -38,6 +38,11 @@ class Objective(NamedTuple):
         """
         return cls(0, 1) if schedule in ASYNCHRONOUS else cls(1, microbatches - 1)
 
+    @property
+    def is_pace(self) -> bool:
+        """Whether nothing but the pace counts, as the pipeline does not drain."""
+        return not self.passes
+
     def seconds(self, total: float, pace: float) -> float:
         """The time of a step or minibatch.
 

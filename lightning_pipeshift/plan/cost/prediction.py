@@ -62,7 +62,7 @@ def predict(
             made[id(workload), cut] = workload.costs(cut), workload.memory_bytes(cut)
     found = [made[id(workload), cut] for workload, cut in zip(workloads, cuts, strict=True)]
     costs, held = tuple(zip(*found, strict=True))
-    seconds = _steps if workloads[0].objective.passes else _paces
+    seconds = _paces if workloads[0].objective.is_pace else _steps
     computed, summed = seconds(profile, cluster, ranks, workloads, cuts)
     return Prediction(
         costs=costs,
@@ -125,7 +125,7 @@ def estimated_seconds(
 
     It omits the same parts of the pipeline as :meth:`Workload.estimate`.
     """
-    if not workloads[0].objective.passes:
+    if workloads[0].objective.is_pace:
         _, summed = _paces(profile, cluster, ranks, workloads, cuts)
         return summed + _besides(profile, cluster, ranks, workloads, cuts)
     computed: dict[tuple[int, Cut], float] = {}
@@ -189,7 +189,7 @@ def _besides(
     """The time of a step or minibatch outside its actions and rings: the optimizer, unless it steps
     after each backward, the loop, the data.
     """
-    if not workloads[0].objective.passes:
+    if workloads[0].objective.is_pace:
         return profile.step_seconds
     gradients = list(accumulate((layer.gradient_bytes for layer in profile.layers), initial=0))
     held = {

@@ -97,7 +97,7 @@ class Workload:
     @property
     def in_flight(self) -> tuple[int, ...]:
         """The peak number of microbatches of which each stage holds activations."""
-        if not self.objective.passes:
+        if self.objective.is_pace:
             return tuple(range(self.num_stages, 0, -1))
         return clock(self.schedule, self.num_stages, self.microbatches).peak_in_flight
 
@@ -232,7 +232,7 @@ class Workload:
         recomputation counts in the slowest stage, and not in the first microbatch: there it fills
         idle time.
         """
-        if not self.objective.passes:
+        if self.objective.is_pace:
             return float(steady_pace([field[:, 0] for field in self._columns([cut])]))
         costs = self.costs(cut)
         slots = [f + b for f, b in zip(costs.forward_seconds, costs.backward_seconds, strict=True)]

@@ -53,9 +53,7 @@ def fastest_cuts(workload: Workload, most: int = 8) -> list[Cut]:
 
 def programme_of(workload: Workload, again: Numbers) -> PartitionDP | PaceDP:
     """The dynamic programme for a workload's objective; see :meth:`PartitionDP.of`."""
-    if workload.objective.passes:
-        return PartitionDP.of(workload, again)
-    return PaceDP.of(workload, again)
+    return (PaceDP if workload.objective.is_pace else PartitionDP).of(workload, again)
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,7 @@ def _formulated(
         (stage, further)
         for further in range(1, num_stages)
         for stage in range(num_stages - further)
-        if not workload.objective.passes
+        if workload.objective.is_pace
     ]
     constraints = [
         x.between(0.0, np.inf),  # 1
