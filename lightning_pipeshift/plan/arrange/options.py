@@ -86,7 +86,7 @@ class Options:
         if self.is_asynchronous and self.microbatches not in ("auto", 1):
             raise ConfigurationError(
                 f"schedule={self.schedule!r} and microbatches={self.microbatches!r}: an"
-                " asynchronous pipeline has several batches in flight, and does not split them."
+                " asynchronous pipeline has several batches in flight, and splits none of them."
                 " Remove `microbatches`, or set it to 1."
             )
         if self.plan is not None and self.plan.batch_shares:
