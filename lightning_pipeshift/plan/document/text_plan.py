@@ -37,12 +37,13 @@ def draw(plan: Plan) -> str:
         plan = replace(plan, layers=layers)
     timelines = {vms: plan.timeline(vms[0]) for vms in _equal_machines(plan)}
     step_seconds = max(timeline.step_seconds for timeline in timelines.values())
-    end_seconds = max(timeline.end_seconds for timeline in timelines.values())
     scale = Scale.fitting(timelines.values(), _GRID_WIDTH)
 
     lines = [_headline(plan), _prediction(plan, step_seconds) if measured else _NOT_MEASURED]
     for vms, timeline in timelines.items():
         lines += ["", _rule(_machine_names(vms)), *_stage_table(plan, vms[0]), ""]
+        # Steps end together; of minibatches there are always more.
+        end_seconds = timeline.end_seconds if plan.is_asynchronous else step_seconds
         for stage, row in enumerate(timeline.rows):
             busy_seconds = timeline.step_seconds - timeline.idle_seconds[stage]
             drawing = draw_row(row, end_seconds, scale, _GRID_WIDTH)

@@ -59,6 +59,11 @@ def test_an_asynchronous_pipeline():
         "44% idle",
     ]
     assert "2~~  forward of minibatch 2 run again" in unlike
+    # Of the faster virtual machine, what comes after the minibatches that are drawn is not idle.
+    two = str(Plan(gpt(), Placement(((7, 7), (14, 0))), "async", 1)).splitlines()
+    rows = [line.split("│") for line in two if "% idle" in line]
+    assert [row[-1].strip() for row in rows] == ["50% idle", "50% idle", "0% idle", "100% idle"]
+    assert rows[0][1].endswith("7━━━")
 
 
 def test_a_drained_stage():
