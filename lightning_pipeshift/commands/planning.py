@@ -93,7 +93,10 @@ def report(made: Made, cluster: Cluster) -> str:
     columns = [("this plan", best)] + ([("uniform split", even)] if even is not None else [])
     rows = [
         ("", [name for name, _ in columns]),
-        ("a step", [f"{a.prediction.step_seconds:.4g} s" for _, a in columns]),
+        (
+            "a minibatch" if plan.is_asynchronous else "a step",
+            [f"{a.prediction.step_seconds:.4g} s" for _, a in columns],
+        ),
         ("samples per second", [f"{a.samples_per_second:.4g}" for _, a in columns]),
         (
             "gradients waited for",

@@ -72,6 +72,22 @@ def test_machines_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert 8 * 8 * 0.03 <= plan.prediction.step_seconds < 8 * 12 * 0.03
 
 
+def test_an_asynchronous_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = "devices:\n- {host: a, kind: big}\n- {host: a, kind: big, speed: 0.5}\n"
+    arguments = ("--virtual-machines", "1", "--schedule", "async")
+    _, plan = plan_for(tmp_path, cluster, *arguments)
+    assert sorted(plan.placement.counts[0]) == [4, 8]
+    assert plan.microbatches == 1
+    # 8 layers or 4 slow ones, of 32 samples at once.
+    assert plan.prediction is not None
+    assert plan.prediction.step_seconds == pytest.approx(8 * 8 * 0.03, rel=1e-3)
+    printed = capsys.readouterr().out
+    assert "predicted pace: 1.92 s a minibatch" in printed
+    assert "\na minibatch   " in printed
+    with pytest.raises(PlanError, match="does not split a batch"):
+        plan_for(tmp_path, cluster, *arguments, "--microbatches", "4")
+
+
 def test_a_thousand_devices(tmp_path: Path) -> None:
     cluster = (
         "devices:\n- {host: node, hosts: 128, kind: big, count: 8, memory: 80GB}\n"

@@ -25,7 +25,7 @@ from lightning_pipeshift.plan.cost.workload import Cut, Numbers, Workload, workl
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.shares import shared_out
-from lightning_pipeshift.plan.partition.dynamic_programming import PartitionDP
+from lightning_pipeshift.plan.partition.dynamic_programming import programme_of
 from lightning_pipeshift.plan.partition.equal_counts import uniform
 from lightning_pipeshift.plan.partition.local_search import best_cut
 from lightning_pipeshift.plan.partition.recomputation import Recomputation
@@ -233,10 +233,12 @@ class Evaluator:
 
         Stage 0 ends its backward last, and the time of its rings is added. Each other stage can
         hide its rings until then: only the part that it cannot hide, if all stages took equal time,
-        counts."""
+        counts. In an asynchronous pipeline no stage waits for stage 0, and all of it counts."""
         num_bytes = sum(layer.gradient_bytes for layer in self.profile.layers)
         found = []
         per_byte = ring_seconds_per_byte(self.cluster, placed.ranks)
+        if placed.workloads[0].objective.is_pace:
+            return per_byte
         for workload, seconds in zip(placed.workloads, per_byte, strict=True):
             if workload not in self._paces:
                 powers = 1 / np.maximum(workload.backward.sum(axis=1), 1e-30)
@@ -283,7 +285,7 @@ class Evaluator:
     def _quick_cut(self, workload: Workload, hindered: Workload) -> Cut:
         """The best cut in closed form. The recomputation doesn't depend on rings."""
         recomputation = self._recomputation(workload)
-        solutions = PartitionDP.of(hindered, recomputation.seconds).fastest(1, slack=0.0)
+        solutions = programme_of(hindered, recomputation.seconds).fastest(1, slack=0.0)
         cuts = recomputation.cuts([solution.counts for solution in solutions])
         if not cuts:
             raise PlanError(f"no cut into {workload.num_stages} stages fits in memory")

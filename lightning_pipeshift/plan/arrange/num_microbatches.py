@@ -17,6 +17,7 @@ from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.arrange.evaluator import Candidate, Evaluator
 from lightning_pipeshift.plan.arrange.groupings import Groups
 from lightning_pipeshift.plan.arrange.request import PlanRequest
+from lightning_pipeshift.plan.cost.pace import Objective
 
 _WORTH: Final = 1.01
 """The factor by which more microbatches must increase the samples per second."""
@@ -59,7 +60,8 @@ def slices(placer: Evaluator, ranks: Groups, shares: Sequence[float] | None) -> 
             count = max(1, min(number, int(size)))
             messages = [link.seconds(size / count / profile.samples * usual) for link in links]
             pace = max([size / count / power + extra, *messages])
-            seconds = max(seconds, (count + num_stages - 1) * pace)
+            objective = Objective.of(placer.request.schedule, count)
+            seconds = max(seconds, objective.seconds(num_stages * pace, pace))
         rates[number] = 1 / seconds if seconds else math.inf
     return rates
 

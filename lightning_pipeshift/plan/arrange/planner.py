@@ -40,10 +40,12 @@ from lightning_pipeshift.plan.arrange.stage_order import (
     num_orders,
     ranked_orders,
 )
+from lightning_pipeshift.plan.cost.pace import Objective
 from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.topology import Topology
+from lightning_pipeshift.plan.schedule.asynchronous import require_equal_depths
 
 __all__ = ["Allowed", "Arrangement", "PlanRequest", "arrange_all", "evaluate"]
 
@@ -199,13 +201,22 @@ class _Planner:
             counts = (len(depths),)
         elif request.num_virtual_machines is not None:
             counts = (request.num_virtual_machines,)
+        refused, is_possible = None, False
         for count in counts:
             if count > num_ranks:
                 raise PlanError(
                     f"{count} virtual machines on {num_ranks} devices; each has at least one device"
                 )
             for groups in groupings(self._cluster, count, self._placer.powers, self._alike, depths):
+                try:
+                    require_equal_depths(request.schedule, map(len, groups))
+                except PlanError as error:
+                    refused = error
+                    continue
+                is_possible = True
                 yield self._numbered(groups)
+        if refused is not None and not is_possible:
+            raise refused
 
     def _numbered(self, groups: Groups) -> Groups:
         """The same groups in their order in the rings, as far as the request allows."""
@@ -227,9 +238,9 @@ class _Planner:
         bound for all cuts.
         """
         slices = max(numbers_of_slices(self._request, max(map(len, groups))))
-        # One microbatch through all stages, plus the slowest stage's time for each other one.
+        objective = Objective.of(self._request.schedule, slices)
         per_sample = [
-            ((slices - 1) / sum(powers) + 1 / max(powers)) / slices / self._profile.samples
+            objective.seconds(1 / max(powers), 1 / sum(powers)) / slices / self._profile.samples
             for powers in ([self._placer.powers[rank] for rank in ranks] for ranks in groups)
         ]
         total = self._placer.total(len(groups))

@@ -13,6 +13,8 @@ from lightning_pipeshift.plan.cost.prediction import Prediction
 from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.inputs.policies import Policy
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
+from lightning_pipeshift.plan.schedule.asynchronous import require_equal_depths
+from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
 
 Allowed = Callable[[int], frozenset[int] | None]
 """The boundaries that may be cut, for a number of stages; ``None``: all."""
@@ -24,10 +26,11 @@ class PlanRequest:
 
     Args:
         virtual_machines: how many, or the ranks of each in stage order.
-        microbatches: slices of a virtual machine's batch.
+        microbatches: slices of a virtual machine's batch; 1 for an asynchronous schedule.
         schedule: by name.
         recompute: ``"full"``: all layers for which that frees memory; ``"auto"``: those that don't
-            fit otherwise; ``"none"``.
+            fit otherwise; ``"none"``. (No recomputation is free in an asynchronous pipeline, as no
+            stage waits for the first gradients of a step.)
         partition: ``"auto"``, ``"uniform"``, or for each virtual machine the layers per stage; one
             row is for all of them.
         batch_shares: how the global batch is divided; ``None``: chosen by the planner.
@@ -56,6 +59,17 @@ class PlanRequest:
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:
                 raise PlanError(f"{name}={value}; allowed are 'auto' and whole numbers from 1 on")
+        if self.schedule in ASYNCHRONOUS:
+            if self.microbatches not in ("auto", 1):
+                raise PlanError(
+                    f"schedule={self.schedule!r} with microbatches={self.microbatches}; an"
+                    " asynchronous pipeline does not split a batch: omit 'microbatches'"
+                )
+            object.__setattr__(self, "microbatches", 1)
+        if self.ranks is not None:
+            require_equal_depths(self.schedule, map(len, self.ranks))
+        if not isinstance(self.partition, str):
+            require_equal_depths(self.schedule, map(len, self.partition))
         counts = self._counts
         if len(set(counts.values())) > 1:
             found = ", ".join(f"{name} is for {count}" for name, count in counts.items())

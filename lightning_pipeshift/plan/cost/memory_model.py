@@ -202,9 +202,9 @@ class Footprints:
                 self._effects[key] = effects(stage, timeline.rows[stage], loads, self._links)
             found.append(self._effects[key])
         static = [
-            float(sum(workload.static_bytes[begin:end]))
+            float(sum(workload.fixed_bytes[stage, begin:end]))
             + passing_bytes(self._crossing(begin), self._crossing(end))
-            for begin, end in pairwise(cut.bounds)
+            for stage, (begin, end) in enumerate(pairwise(cut.bounds))
         ]
         return Footprint(costs, timeline, tuple(traces(found)), tuple(static))
 

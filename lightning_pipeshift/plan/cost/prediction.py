@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
 
+from lightning_pipeshift.plan.cost.pace import steady_pace
 from lightning_pipeshift.plan.cost.ring_contention import ring_ends
-from lightning_pipeshift.plan.cost.simulator import Costs, Timeline, clock, simulate
+from lightning_pipeshift.plan.cost.simulator import Costs, Timeline, clock, columns, simulate
 from lightning_pipeshift.plan.cost.workload import Cut, Numbers, Workload
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import Profile
@@ -18,11 +19,12 @@ from lightning_pipeshift.plan.schedule.actions import Kind
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The predicted time and memory of a step. Tuples of tuples are per virtual machine and stage.
+    """The predicted time and memory of a step, or of a minibatch in an asynchronous pipeline.
+    Tuples of tuples are per virtual machine and stage.
 
     Args:
         costs: of each virtual machine's microbatches.
-        step_seconds: from the start of one step to the start of the next.
+        step_seconds: from the start of one step, or minibatch, to the start of the next.
         exposed_seconds: how long the last virtual machine waits for gradients of the others, after
             its own compute.
         memory_bytes: the peak of each stage.
@@ -41,8 +43,7 @@ def predict(
     workloads: Sequence[Workload],
     cuts: Sequence[Cut],
 ) -> Prediction:
-    """Predicts the time and memory of a step.
-
+    """Predicts the time and memory of a step, or of a minibatch in an asynchronous pipeline.
 
     Hundreds of equal virtual machines take little longer than one if they are given the same
     :class:`Workload` object and equal cuts: each distinct pair is simulated once.
@@ -55,34 +56,43 @@ def predict(
             that :func:`~lightning_pipeshift.plan.cost.ring_contention.crowded` leaves them.
         cuts: one for each of them.
     """
-    costs: list[Costs] = []
-    timelines: list[Timeline] = []
-    held: list[tuple[float, ...]] = []
-    first: dict[tuple[int, Cut], int] = {}
-    for vm, (workload, cut) in enumerate(zip(workloads, cuts, strict=True)):
-        like = first.setdefault((id(workload), cut), vm)
-        if like == vm:
-            costs.append(workload.costs(cut))
-            # A recomputation that takes no time has no effect: one clock is enough for all cuts.
-            again = workload.recomputing if costs[vm].recomputing_stages else frozenset()
-            timed = clock(workload.schedule, workload.num_stages, workload.microbatches, again)
-            timelines.append(simulate(timed, costs[vm]))
-            held.append(workload.memory_bytes(cut))
-        else:
-            costs.append(costs[like])
-            timelines.append(timelines[like])
-            held.append(held[like])
-    computed = max(timelines[vm].step_seconds for vm in first.values())
-    summed = computed
-    if len(ranks) > 1:
-        ends = rings(profile, cluster, ranks, workloads, cuts, timelines)
-        summed = max([computed, *ends])
+    made: dict[tuple[int, Cut], tuple[Costs, tuple[float, ...]]] = {}
+    for workload, cut in zip(workloads, cuts, strict=True):
+        if (id(workload), cut) not in made:
+            made[id(workload), cut] = workload.costs(cut), workload.memory_bytes(cut)
+    found = [made[id(workload), cut] for workload, cut in zip(workloads, cuts, strict=True)]
+    costs, held = tuple(zip(*found, strict=True))
+    seconds = _paces if workloads[0].objective.is_pace else _steps
+    computed, summed = seconds(profile, cluster, ranks, workloads, cuts)
     return Prediction(
-        costs=tuple(costs),
-        step_seconds=summed + _besides(profile, cluster, ranks, cuts),
+        costs=costs,
+        step_seconds=summed + _besides(profile, cluster, ranks, workloads, cuts),
         exposed_seconds=summed - computed,
-        memory_bytes=tuple(held),
+        memory_bytes=held,
     )
+
+
+def _steps(
+    profile: Profile,
+    cluster: Cluster,
+    ranks: Sequence[Sequence[int]],
+    workloads: Sequence[Workload],
+    cuts: Sequence[Cut],
+) -> tuple[float, float]:
+    """The time of a step, without rings and with them."""
+    found: dict[tuple[int, Cut], Timeline] = {}
+    for workload, cut in zip(workloads, cuts, strict=True):
+        if (id(workload), cut) not in found:
+            costs = workload.costs(cut)
+            # A recomputation that takes no time has no effect: one clock is enough for all cuts.
+            again = workload.recomputing if costs.recomputing_stages else frozenset()
+            timed = clock(workload.schedule, workload.num_stages, workload.microbatches, again)
+            found[id(workload), cut] = simulate(timed, costs)
+    computed = max(timeline.step_seconds for timeline in found.values())
+    if len(ranks) == 1:
+        return computed, computed
+    timelines = [found[id(workload), cut] for workload, cut in zip(workloads, cuts, strict=True)]
+    return computed, max([computed, *rings(profile, cluster, ranks, workloads, cuts, timelines)])
 
 
 def rings(
@@ -115,6 +125,9 @@ def estimated_seconds(
 
     It omits the same parts of the pipeline as :meth:`Workload.estimate`.
     """
+    if workloads[0].objective.is_pace:
+        _, summed = _paces(profile, cluster, ranks, workloads, cuts)
+        return summed + _besides(profile, cluster, ranks, workloads, cuts)
     computed: dict[tuple[int, Cut], float] = {}
     ready = []
     for workload, cut in zip(workloads, cuts, strict=True):
@@ -128,13 +141,56 @@ def estimated_seconds(
             before = accumulate((compute + message for compute, message in back), initial=0.0)
             ready.append(_ready(workload, cut, [seconds - earlier for earlier in before]))
     ends = _ring_ends(profile, cluster, ranks, cuts, ready) if len(ranks) > 1 else []
-    return max([*computed.values(), *ends]) + _besides(profile, cluster, ranks, cuts)
+    return max([*computed.values(), *ends]) + _besides(profile, cluster, ranks, workloads, cuts)
+
+
+def _paces(
+    profile: Profile,
+    cluster: Cluster,
+    ranks: Sequence[Sequence[int]],
+    workloads: Sequence[Workload],
+    cuts: Sequence[Cut],
+) -> tuple[float, float]:
+    """The time of a minibatch in asynchronous pipelines, without rings and with them.
+
+    A stage's next forward needs the update of its last backward, so it waits for its rings. In
+    ``async-2bw`` it does not need it: an update has at least as many minibatches as there are
+    stages, and its rings run during the next one.
+    """
+    distinct = {(id(w), cut): (w, cut) for w, cut in zip(workloads, cuts, strict=True)}
+    costs = [workload.costs(cut) for workload, cut in distinct.values()]
+    computed = max(float(steady_pace(columns(each))) for each in costs)
+    if len(ranks) == 1:
+        return computed, computed
+    ready = [
+        _ready(workload, cut, each.backward_seconds)
+        for (workload, cut), each in zip(distinct.values(), costs, strict=True)
+    ]
+    # In seconds since the stages' backwards began, as if all of them began at once.
+    ends = _ring_ends(profile, cluster, ranks, cuts, ready)
+    if workloads[0].schedule == "async-2bw":
+        return computed, max(computed, max(ends) / max(map(len, ranks)))
+    summed = computed
+    for (_, cut), each in zip(distinct.values(), costs, strict=True):
+        ring_ends = [max(ends[begin:end], default=0.0) for begin, end in pairwise(cut.bounds)]
+        backward = tuple(map(max, each.backward_seconds, ring_ends))
+        longer = replace(each, backward_seconds=backward)
+        summed = max(summed, float(steady_pace(columns(longer))))
+    return computed, summed
 
 
 def _besides(
-    profile: Profile, cluster: Cluster, ranks: Sequence[Sequence[int]], cuts: Sequence[Cut]
+    profile: Profile,
+    cluster: Cluster,
+    ranks: Sequence[Sequence[int]],
+    workloads: Sequence[Workload],
+    cuts: Sequence[Cut],
 ) -> float:
-    """The time of a step outside its actions and rings: the optimizer, the loop, the data."""
+    """The time of a step or minibatch outside its actions and rings: the optimizer, unless it steps
+    after each backward, the loop, the data.
+    """
+    if workloads[0].objective.is_pace:
+        return profile.step_seconds
     gradients = list(accumulate((layer.gradient_bytes for layer in profile.layers), initial=0))
     held = {
         cut: [gradients[end] - gradients[begin] for begin, end in pairwise(cut.bounds)]

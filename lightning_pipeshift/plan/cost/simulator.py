@@ -22,10 +22,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_pipeshift.errors import PlanError, ScheduleError
+from lightning_pipeshift.plan.cost.pace import steady_pace
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row, Schedule
 from lightning_pipeshift.plan.schedule.communication import with_communication
 from lightning_pipeshift.plan.schedule.execution_order import execution_order
-from lightning_pipeshift.plan.schedule.schedules import schedule_named, with_recomputation
+from lightning_pipeshift.plan.schedule.schedules import (
+    ASYNCHRONOUS,
+    simulated_rows,
+    with_recomputation,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +88,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The times of a step's actions. All tuples are per stage."""
+    """The times of a step's actions, or of an asynchronous pipeline from filling to draining. All
+    tuples are per stage.
+    """
 
     rows: tuple[tuple[Span, ...], ...]
     """Compute actions, in order."""
@@ -91,11 +98,20 @@ class Timeline:
     """The stage's sends, in order: from the start of the transfer until the neighbour has the
     data.
     """
+    end_seconds: float
+    """When the last action ends."""
     step_seconds: float
+    """From the start of one step, or minibatch in an asynchronous pipeline, to that of the next."""
     idle_seconds: tuple[float, ...]
+    """Of that time."""
     peak_in_flight: tuple[int, ...]
     """The peak number of microbatches whose forward has started and whose backward has not ended,
     so whose activations are held. Zero if there are no backwards: nothing is held."""
+
+    @property
+    def is_one_step(self) -> bool:
+        """Whether it is a step, and not many minibatches of an asynchronous pipeline."""
+        return self.end_seconds == self.step_seconds
 
 
 class Instant(NamedTuple):
@@ -130,16 +146,22 @@ class _Waves(NamedTuple):
 class Clock:
     """Times one schedule; adds communication if there is none.
 
+    Args:
+        schedule: the actions.
+        is_endless: whether further minibatches follow each other as they do in these 1F1B rows, so
+            that what counts is the pace.
+
     Raises ScheduleError if the schedule deadlocks.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, is_endless: bool = False) -> None:
         if all(action.kind.is_compute for row in schedule for action in row):
             schedule = with_communication(schedule)
         order = execution_order(schedule)
         if len(order) < sum(map(len, schedule)):
             raise ScheduleError("the schedule deadlocks; check() draws where")
         self.schedule = schedule
+        self.is_endless = is_endless
         self.num_stages = len(schedule)
         self.peak_in_flight = tuple(map(_peak_in_flight, schedule))
         # Indices of the actions that an action waits for, and of its results; computed once.
@@ -216,11 +238,13 @@ class Clock:
         return instants
 
     def step_seconds(self, costs: Costing) -> Any:
-        """The step time under each of many costs, as a vector.
+        """The time of a step or minibatch under each of many costs, as a vector.
 
         Args:
             costs: the durations of the actions, a vector for each stage or boundary.
         """
+        if self.is_endless:
+            return steady_pace(costs)
         waves = self._waves
         table = np.concatenate([np.asarray(field, np.float64) for field in costs if len(field)])
         # Each step's row holds its cost until its wave is computed, and then its end. (``take``
@@ -251,8 +275,8 @@ def clock(
     recomputing: frozenset[int] = frozenset(),
 ) -> Clock:
     """Returns the clock of a schedule by its name; cached."""
-    schedule = schedule_named(name)(num_stages, num_microbatches)
-    return Clock(with_recomputation(schedule, recomputing))
+    schedule = simulated_rows(name, num_stages, num_microbatches)
+    return Clock(with_recomputation(schedule, recomputing), name in ASYNCHRONOUS)
 
 
 def simulate(schedule: Schedule | Clock, costs: Costs) -> Timeline:
@@ -271,13 +295,18 @@ def simulate(schedule: Schedule | Clock, costs: Costs) -> Timeline:
     for instant in timed.run(columns(costs), max):
         lines = rows if instant.action.kind.is_compute else transfers
         lines[instant.stage].append(Span(instant.action, instant.start, instant.end))
-    step_seconds = max(row[-1].end if row else 0.0 for row in rows)
+    step_seconds = end_seconds = max(row[-1].end if row else 0.0 for row in rows)
     # Not the spans' differences: the sum of the given costs is exact if they are.
     by_kind = columns(costs)
     busy = [sum(by_kind[_COLUMN[s.action.kind]][i] for s in row) for i, row in enumerate(rows)]
+    if timed.is_endless:
+        step_seconds = float(steady_pace(by_kind))
+        num_minibatches = sum(span.action.kind is Kind.FORWARD for span in rows[0])
+        busy = [seconds / num_minibatches for seconds in busy]
     return Timeline(
         rows=tuple(map(tuple, rows)),
         transfers=tuple(map(tuple, transfers)),
+        end_seconds=end_seconds,
         step_seconds=step_seconds,
         # Rounding can make the idle time of a fully busy stage slightly negative.
         idle_seconds=tuple(max(0.0, step_seconds - seconds) for seconds in busy),

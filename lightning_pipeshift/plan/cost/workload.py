@@ -15,9 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_pipeshift.errors import PartitionError
+from lightning_pipeshift.plan.cost.pace import Objective, steady_pace
 from lightning_pipeshift.plan.cost.simulator import Clock, Costs, clock
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import Profile
+from lightning_pipeshift.plan.schedule.asynchronous import updates_per_backward, weight_versions
 from lightning_pipeshift.plan.schedule.schedules import recomputing_stages
 
 Numbers = NDArray[np.float64]
@@ -52,7 +54,7 @@ class Workload:
 
     Args:
         forward: (S, L) seconds.
-        backward: (S, L) seconds.
+        backward: (S, L) seconds; in an asynchronous pipeline with the update that follows.
         forward_extra: (S,) seconds of a forward in addition to its layers; on the last stage with
             the code after the last layer.
         backward_extra: (S,) likewise.
@@ -60,11 +62,12 @@ class Workload:
             cut before layer b.
         gradient_seconds: (S - 1, L + 1): the transfer of the gradients back.
         static_bytes: (L,) held permanently.
+        weight_bytes: (L,) of each further version of its trained weights.
         saved_bytes: (L,) held for a microbatch in flight.
         input_bytes: (L,) held for it instead if the layer is recomputed.
         room_bytes: (S,) the memory of the stage's device; infinite if it is not known.
         schedule: by name.
-        microbatches: of a step.
+        microbatches: of a step; 1 in an asynchronous pipeline, which does not split a batch.
         allowed: the boundaries that may be cut; ``None``: all.
     """
 
@@ -75,6 +78,7 @@ class Workload:
     payload_seconds: Numbers
     gradient_seconds: Numbers
     static_bytes: Numbers
+    weight_bytes: Numbers
     saved_bytes: Numbers
     input_bytes: Numbers
     room_bytes: Numbers
@@ -93,7 +97,21 @@ class Workload:
     @property
     def in_flight(self) -> tuple[int, ...]:
         """The peak number of microbatches of which each stage holds activations."""
+        if self.objective.is_pace:
+            return tuple(range(self.num_stages, 0, -1))
         return clock(self.schedule, self.num_stages, self.microbatches).peak_in_flight
+
+    @property
+    def objective(self) -> Objective:
+        """What makes a cut fast."""
+        return Objective.of(self.schedule, self.microbatches)
+
+    @cached_property
+    def fixed_bytes(self) -> Numbers:
+        """(S, L): held for each layer on each stage regardless of the microbatches in flight."""
+        stashed = np.array(weight_versions(self.schedule, self.num_stages)) - 1
+        held: Numbers = self.static_bytes + stashed[:, None] * self.weight_bytes
+        return held
 
     @property
     def recomputing(self) -> frozenset[int]:
@@ -187,7 +205,7 @@ class Workload:
         for s, (layers, num) in enumerate(zip(self._ranges(cut), self.in_flight, strict=True)):
             held = 0.0
             for layer in layers:
-                held += self.static_bytes[layer]
+                held += self.fixed_bytes[s, layer]
                 if layer in cut.recompute and s in self.recomputing:
                     held += num * self.input_bytes[layer] + self.saved_bytes[layer]
                 else:
@@ -207,18 +225,21 @@ class Workload:
 
     def estimate(self, cut: Cut) -> float:
         """The time of a step in closed form: one microbatch through all stages and back, plus the
-        slowest stage or link once for each other microbatch.
+        slowest stage or link once for each other microbatch. Of an asynchronous pipeline the time
+        of a minibatch, exactly.
 
         The exact solvers minimise this; the simulator then chooses among their best solutions. A
         recomputation counts in the slowest stage, and not in the first microbatch: there it fills
         idle time.
         """
+        if self.objective.is_pace:
+            return float(steady_pace([field[:, 0] for field in self._columns([cut])]))
         costs = self.costs(cut)
         slots = [f + b for f, b in zip(costs.forward_seconds, costs.backward_seconds, strict=True)]
         again = costs.recompute_seconds or (0.0,) * self.num_stages
         links = costs.payload_seconds + costs.gradient_seconds
         pace = max(*(slot + r for slot, r in zip(slots, again, strict=True)), *links, 0.0)
-        return sum(slots) + sum(links) + (self.microbatches - 1) * pace
+        return self.objective.seconds(sum(slots) + sum(links), pace)
 
     def clock_of(self, cut: Cut) -> Clock:
         """The clock of the schedule with this cut's recomputations."""
@@ -226,7 +247,9 @@ class Workload:
         return clock(self.schedule, self.num_stages, self.microbatches, again)
 
     def step_seconds(self, cuts: Sequence[Cut]) -> list[float]:
-        """The simulated step time of each of many cuts."""
+        """The simulated time of a step, or of a minibatch in an asynchronous pipeline, for each of
+        many cuts.
+        """
         seconds: list[float] = []
         for begin in range(0, len(cuts), _AT_ONCE):
             columns = self._columns(cuts[begin : begin + _AT_ONCE])
@@ -326,17 +349,24 @@ def workload_of(
             last, len(layers) + 1
         )
 
+    update = updates_per_backward(schedule, len(ranks)) * profile.optimizer_seconds_per_byte
+    gradients = np.array([layer.gradient_bytes for layer in layers], dtype=np.float64)
+    speeds = np.array([cluster.devices[rank].speed for rank in ranks])
+
     def of_layers(name: str, factor: float = 1.0) -> Numbers:
         return np.array([factor * getattr(layer, name) for layer in layers], dtype=np.float64)
 
     return Workload(
         forward=share * np.array([t.forward for t in times]),
-        backward=share * np.array([t.backward for t in times]),
+        backward=share * np.array([t.backward for t in times])
+        + update * gradients / speeds[:, None],
         forward_extra=extra("forward"),
         backward_extra=extra("backward"),
         payload_seconds=travel(payload),
         gradient_seconds=travel(gradient),
         static_bytes=of_layers("static_bytes"),
+        # Gradients are as large as the weights that they are for.
+        weight_bytes=gradients,
         saved_bytes=of_layers("saved_bytes", share),
         input_bytes=of_layers("input_bytes", share),
         room_bytes=np.array([cluster.devices[rank].room_bytes for rank in ranks]),

@@ -30,7 +30,9 @@ from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
 from lightning_pipeshift.plan.inputs.shares import check_shares
 from lightning_pipeshift.plan.inputs.topology import Topology
+from lightning_pipeshift.plan.schedule.asynchronous import require_equal_depths
 from lightning_pipeshift.plan.schedule.schedules import (
+    ASYNCHRONOUS,
     MOST_MICROBATCHES,
     recomputing_stages,
     schedule_named,
@@ -75,7 +77,8 @@ class Plan:
         layers: in call order.
         placement: the owners of the layers.
         schedule: by name.
-        microbatches: the number of slices of a virtual machine's batch.
+        microbatches: the number of slices of a virtual machine's batch; 1 for an asynchronous
+            schedule.
         recompute: for each virtual machine the layers that drop their saved tensors, and are
             recomputed before the backward; empty if there are none.
         swaps: for each virtual machine, saved tensors that are swapped between their forward and
@@ -105,6 +108,7 @@ class Plan:
     def _check_machines(self) -> None:
         count = self.placement.num_virtual_machines
         depths = [self.placement.num_stages(vm) for vm in range(count)]
+        require_equal_depths(self.schedule, depths)
         costs = self.prediction.costs if self.prediction is not None else ()
         found: dict[str, Sequence[Any]] = {
             "recompute": self.recompute,
@@ -188,9 +192,19 @@ class Plan:
                 f"the field 'microbatches' is {shown(self.microbatches)}; it must be 1 to"
                 f" {MOST_MICROBATCHES}"
             )
+        if self.is_asynchronous and self.microbatches > 1:
+            raise PlanError(
+                f"the field 'microbatches' is {self.microbatches}; it must be 1, as an asynchronous"
+                f" pipeline ({self.schedule!r}) does not split a batch"
+            )
 
     def __str__(self) -> str:
         return draw(self)
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether the pipeline does not drain between two batches."""
+        return self.schedule in ASYNCHRONOUS
 
     # Properties of each stage.
 
@@ -249,7 +263,8 @@ class Plan:
         return any(layer.forward_seconds for layer in self.layers)
 
     def timeline(self, vm: int = 0) -> Timeline:
-        """The predicted timeline of a virtual machine's step.
+        """The predicted timeline of a virtual machine's step, or of an asynchronous pipeline from
+        filling to draining.
 
         Without a prediction the backward is counted as twice the forward (two matrix products for
         one), and transfers as free, because the plan then has no links.

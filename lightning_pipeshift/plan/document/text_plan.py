@@ -22,14 +22,14 @@ _BAR_WIDTH: Final = 12
 _GRID_WIDTH: Final = 82
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉"
 _NOT_MEASURED: Final = "no layer is measured yet: drawn as if all took equal time"
-_RECOMPUTED: Final = "       2~~  forward of microbatch 2 run again, for what its backward needs"
-_LEGEND: Final = (
-    "       2──  forward of microbatch 2    2━━  its backward    ···  idle    time runs right"
-)
+_RECOMPUTED: Final = "       2~~  forward of {} 2 run again, for what its backward needs"
+_LEGEND: Final = "       2──  forward of {} 2    2━━  its backward    ···  idle    time runs right"
 
 
 def draw(plan: Plan) -> str:
-    """The plan as lines of text: for each virtual machine a table of its stages, then a step."""
+    """The plan as lines of text: for each virtual machine a table of its stages, then a step, or
+    an asynchronous pipeline that fills, is full, and drains.
+    """
     measured = plan.is_measured
     if not measured:
         # A drawing before the first profile: layers of equal time.
@@ -42,14 +42,17 @@ def draw(plan: Plan) -> str:
     lines = [_headline(plan), _prediction(plan, step_seconds) if measured else _NOT_MEASURED]
     for vms, timeline in timelines.items():
         lines += ["", _rule(_machine_names(vms)), *_stage_table(plan, vms[0]), ""]
+        # Steps end together; of minibatches there are always more.
+        end_seconds = timeline.end_seconds if plan.is_asynchronous else step_seconds
         for stage, row in enumerate(timeline.rows):
-            busy_seconds = sum(span.end - span.start for span in row)
-            drawing = draw_row(row, step_seconds, scale, _GRID_WIDTH)
+            busy_seconds = timeline.step_seconds - timeline.idle_seconds[stage]
+            drawing = draw_row(row, end_seconds, scale, _GRID_WIDTH)
             lines.append(f"{stage:>5} │{drawing}│ {1 - busy_seconds / step_seconds:4.0%} idle")
         lines += _swaps(plan, vms[0])
-    lines += ["", _LEGEND]
+    unit = "minibatch" if plan.is_asynchronous else "microbatch"
+    lines += ["", _LEGEND.format(unit)]
     if any(plan.recompute):
-        lines.append(_RECOMPUTED)
+        lines.append(_RECOMPUTED.format(unit))
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -59,19 +62,22 @@ def _headline(plan: Plan) -> str:
             _count(len(plan.layers), "layer"),
             _count(plan.placement.num_virtual_machines, "virtual machine"),
             f"schedule {plan.schedule}",
-            _count(plan.microbatches, "microbatch", "microbatches"),
+            "minibatches not split"
+            if plan.is_asynchronous
+            else _count(plan.microbatches, "microbatch", "microbatches"),
         ]
     )
 
 
 def _prediction(plan: Plan, step_seconds: float) -> str:
+    what, each = ("pace", " a minibatch") if plan.is_asynchronous else ("step", "")
     if plan.prediction is not None:
         step = seconds_text(plan.prediction.step_seconds)
         exposed = plan.prediction.exposed_seconds
         waits = f", {seconds_text(exposed)} of it for other virtual machines' gradients"
-        return f"predicted step: {step}{waits if exposed else ''}"
+        return f"predicted {what}: {step}{each}{waits if exposed else ''}"
     step = seconds_text(step_seconds)
-    return f"predicted step: {step} (a backward as 2 forwards, transfers as free)"
+    return f"predicted {what}: {step}{each} (a backward as 2 forwards, transfers as free)"
 
 
 def _stage_table(plan: Plan, vm: int) -> list[str]:

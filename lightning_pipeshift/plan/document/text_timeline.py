@@ -36,7 +36,7 @@ class Scale:
         aligned.
         """
         timelines = list(timelines)
-        step_seconds = max(timeline.step_seconds for timeline in timelines)
+        end_seconds = max(timeline.end_seconds for timeline in timelines)
         spans = [span for timeline in timelines for row in timeline.rows for span in row]
         forwards = sorted(
             span.end - span.start
@@ -45,7 +45,7 @@ class Scale:
         )
         digits = len(str(max(span.action.microbatch for span in spans)))
         typical = forwards[len(forwards) // 2]
-        columns = min(typical * width / step_seconds, _MOST_COLUMNS)
+        columns = min(typical * width / end_seconds, _MOST_COLUMNS)
         if forwards[0] > 0.8 * forwards[-1]:
             columns = int(columns)
         return cls(max(digits + 1, columns) / typical)
@@ -54,13 +54,13 @@ class Scale:
         return round(seconds * self.columns_per_second)
 
 
-def draw_row(row: Sequence[Span], step_seconds: float, scale: Scale, width: int) -> str:
-    """One stage's line. If the step is wider than the width, its middle is omitted.
+def draw_row(row: Sequence[Span], end_seconds: float, scale: Scale, width: int) -> str:
+    """One stage's line. If it is wider than the width, its middle is omitted.
 
     The middle, because a pipeline fills at the left and drains at the right, and repeats itself
     between.
     """
-    text = [_IDLE] * scale.column(step_seconds)
+    text = [_IDLE] * scale.column(end_seconds)
     for span in row:
         begin, end = scale.column(span.start), scale.column(span.end)
         line = span.action.kind.properties.line

@@ -70,12 +70,13 @@ def report(machine: MachineMemory) -> str:
         found.timeline.step_seconds + found.late_seconds
         for found in (machine.footprint, machine.uncompressed)
     )
+    what = "a step" if machine.footprint.timeline.is_one_step else "a minibatch"
     parts += [
         "",
-        f"a step: {step:.4g} s by the simulator, {before:.4g} s without swaps"
+        f"{what}: {step:.4g} s by the simulator, {before:.4g} s without swaps"
         f" ({step / before - 1:+.1%})"
         if before
-        else "a step: no layer has been measured",
+        else f"{what}: no layer has been measured",
     ]
     return "\n".join(line.rstrip() for line in parts[1:])
 
@@ -93,7 +94,7 @@ def _stage(machine: MachineMemory, stage: int) -> Iterator[str]:
     yield ""
     yield from picture(
         found.traces[stage],
-        found.timeline.step_seconds,
+        found.timeline.end_seconds,
         budget - found.static_bytes[stage],
     )
 

@@ -1,7 +1,8 @@
 """The fastest cuts for a given order of the stages, exactly: dynamic programming.
 
-Stages work in parallel, so a step takes the time of one microbatch through all of them and back,
-plus the time of the slowest stage (or link), the *pace*, for each other microbatch. This is
+(For schedules of steps; ``pace_programming`` is for asynchronous pipelines.) Stages work in
+parallel, so a step takes the time of one microbatch through all of them and back, plus the time of
+the slowest stage (or link), the *pace*, for each other microbatch. This is
 :meth:`Workload.estimate`::
 
     seconds = sum of the stages and links + (microbatches - 1) * pace
@@ -19,14 +20,19 @@ compute meanwhile; their best cuts are often better, and the simulator chooses a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_pipeshift.plan.cost.workload import Counts, Cut, Numbers, Workload
+from lightning_pipeshift.plan.partition.pace_programming import PaceDP
+from lightning_pipeshift.plan.partition.ranges import (
+    Solution,
+    counts_of,
+    narrowest,
+    possible_ranges,
+    with_drained,
+)
 from lightning_pipeshift.plan.partition.recomputation import bytes_held
 
 
@@ -41,25 +47,13 @@ def fastest_cuts(workload: Workload, most: int = 8) -> list[Cut]:
     Returns the best one first; empty if nothing fits.
     """
     fits = bytes_held(workload, "none") <= workload.room_bytes[:, None, None]
-    programme = PartitionDP.of(workload, np.where(fits, 0.0, math.inf))
+    programme = programme_of(workload, np.where(fits, 0.0, math.inf))
     return [Cut(solution.counts) for solution in programme.fastest(most)]
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Solution:
-    """A cut and its estimate.
-
-    Args:
-        seconds: of a step.
-        counts: the layers per stage.
-        pace: the seconds of the slowest stage or link, for a microbatch.
-        sum: the seconds of all stages and links, for a microbatch.
-    """
-
-    seconds: float
-    counts: Counts
-    pace: float = field(compare=False)
-    sum: float = field(compare=False)
+def programme_of(workload: Workload, again: Numbers) -> PartitionDP | PaceDP:
+    """The dynamic programme for a workload's objective; see :meth:`PartitionDP.of`."""
+    return (PaceDP if workload.objective.is_pace else PartitionDP).of(workload, again)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +110,10 @@ class PartitionDP:
 
         Returns the best one first; empty if nothing is possible.
         """
-        programme = self if drained is None else self._drained(drained)
+        programme = self
+        if drained is not None:
+            sums, paces = (with_drained(table, drained) for table in (self.sums, self.paces))
+            programme = PartitionDP(sums, paces, self.microbatches)
         least_pace, _ = narrowest(programme.paces)
         if not math.isfinite(least_pace):
             return []
@@ -180,7 +177,7 @@ class PartitionDP:
             bounds.insert(0, int((before + stage[:, bounds[0]]).argmin()))
         bounds.insert(0, 0)
         pace = float(self.paces[range(len(sums)), bounds[:-1], bounds[1:]].max())
-        return Solution(total + (self.microbatches - 1) * pace, _counts(bounds), pace, total)
+        return Solution(total + (self.microbatches - 1) * pace, counts_of(bounds), pace, total)
 
     def _within(self, limit: float) -> tuple[Counts, float] | None:
         """A cut whose seconds by the third estimate are within the limit, and these seconds; of
@@ -206,45 +203,4 @@ class PartitionDP:
         sums = self.sums[where].cumsum()
         ends = takes[where]
         ends[1:] += sums[:-1]
-        return _counts(bounds), float(max(ends.max(), sums[-1]))
-
-    def _drained(self, drained: frozenset[int]) -> PartitionDP:
-        """The same with these stages owning no layer, and all others owning some."""
-        empty = np.eye(self.sums.shape[1], dtype=bool)
-        given = empty == np.array([s in drained for s in range(len(self.sums))])[:, None, None]
-        sums, paces = (np.where(given, table, math.inf) for table in (self.sums, self.paces))
-        return PartitionDP(sums, paces, self.microbatches)
-
-
-def possible_ranges(workload: Workload) -> NDArray[np.bool_]:
-    """(S, L + 1, L + 1): whether the boundaries allow stage s to have the layers from b to e, at
-    ``[s, b, e]``.
-    """
-    num_ends = workload.num_layers + 1
-    ends = np.full((workload.num_stages, num_ends), workload.allowed is None)
-    ends[:, [0, -1, *sorted(workload.allowed or ())]] = True
-    # The end of the last stage is no cut.
-    ends[-1] = True
-    possible: NDArray[np.bool_] = np.tri(num_ends, dtype=bool).T & ends[:, None, :]
-    return possible
-
-
-def narrowest(table: Numbers) -> tuple[float, Counts]:
-    """The cut whose largest entry is the smallest, and that entry.
-
-    Args:
-        table: (S, L + 1, L + 1), of stage s with the layers from b to e, at ``[s, b, e]``; infinite
-            if that is not possible.
-    """
-    best = [table[0, 0]]
-    for stage in table[1:]:
-        best.append(np.maximum(best[-1][:, None], stage).min(axis=0))
-    bounds = [table.shape[1] - 1]
-    for before, stage in zip(best[-2::-1], table[:0:-1], strict=True):
-        bounds.insert(0, int(np.maximum(before, stage[:, bounds[0]]).argmin()))
-    bounds.insert(0, 0)
-    return float(best[-1][-1]), _counts(bounds)
-
-
-def _counts(bounds: Sequence[int]) -> Counts:
-    return tuple(end - begin for begin, end in pairwise(bounds))
+        return counts_of(bounds), float(max(ends.max(), sums[-1]))

@@ -12,9 +12,9 @@ import numpy as np
 
 from lightning_pipeshift.errors import PlanError, some_of
 from lightning_pipeshift.plan.cost.workload import Numbers, Workload
-from lightning_pipeshift.plan.partition.dynamic_programming import narrowest, possible_ranges
+from lightning_pipeshift.plan.partition.ranges import narrowest, possible_ranges
 from lightning_pipeshift.plan.partition.recomputation import bytes_held
-from lightning_pipeshift.plan.schedule.schedules import SYNCHRONOUS
+from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS, SYNCHRONOUS
 
 _UNITS: Final = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
@@ -50,7 +50,8 @@ def nothing_fits(workload: Workload, recompute: str) -> PlanError:
 def _remedies(workload: Workload, recompute: str, held: Numbers) -> Iterator[str]:
     if recompute != "auto" and _fits(workload, "auto"):
         yield "recompute='auto'"
-    for schedule in SYNCHRONOUS:
+    is_asynchronous = workload.schedule in ASYNCHRONOUS
+    for schedule in ASYNCHRONOUS if is_asynchronous else SYNCHRONOUS:
         if schedule != workload.schedule:
             other = workload.with_microbatches(workload.microbatches, schedule)
             if _fits(other, recompute):
@@ -58,12 +59,16 @@ def _remedies(workload: Workload, recompute: str, held: Numbers) -> Iterator[str
     for factor in (2, 4, 8):
         number = factor * workload.microbatches
         smaller = replace(
-            workload.with_microbatches(number),
+            workload if is_asynchronous else workload.with_microbatches(number),
             saved_bytes=workload.saved_bytes / factor,
             input_bytes=workload.input_bytes / factor,
         )
         if _fits(smaller, recompute):
-            yield f"{number} microbatches instead of {workload.microbatches} of the same batch"
+            yield (
+                f"batches of 1/{factor} of the size"
+                if is_asynchronous
+                else f"{number} microbatches instead of {workload.microbatches} of the same batch"
+            )
             break
     largest = float(workload.room_bytes.max())
     for num_stages in range(workload.num_stages + 1, 2 * workload.num_stages + 3):

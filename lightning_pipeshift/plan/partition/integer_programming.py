@@ -22,14 +22,16 @@ Constraints:
 3. ``c[s, b] <= 0`` if b is not allowed.
 4. ``n[s] >= x[s, l]``. As n has a cost, it is 1 only for stages with layers.
 5. ``z[s, l] <= x[s, l]``.
-6. ``sum over l of held[s, l] x[s, l] - freed[s, l] z[s, l] <= room[s]``, with ``held = static +
+6. ``sum over l of held[s, l] x[s, l] - freed[s, l] z[s, l] <= room[s]``, with ``held = fixed +
    in flight * saved`` and ``freed = (in flight - 1) * saved - in flight * input``
    (:meth:`Workload.memory_bytes`).
 7. ``slot[s] + sum over l of forward[s, l] z[s, l] <= T``, with ``slot[s] = sum over l of
    (forward + backward)[s, l] x[s, l] + extra[s] n[s]`` (n is 1 on the last stage).
 8. ``sum over b of payload[s, b] c[s, b] <= T``, and the same for the gradients.
+9. In an asynchronous pipeline, for stages a < b: ``slots and links from a to b + recomputation on b
+   <= (b - a + 1) T`` (:func:`steady_pace`).
 
-Objective: ``sum of all slots and links + (microbatches - 1) T``, which is
+Objective: ``passes * sum of all slots and links + paces * T``, which is
 :meth:`Workload.estimate`, plus a tiny weight for each second of recomputation: among equal cuts,
 the one that recomputes less is chosen.
 """
@@ -103,7 +105,7 @@ def _formulated(
     recomputed = z.times(_per_stage(workload.forward / unit, again))
     payloads = c.times(_per_stage(workload.payload_seconds / unit))
     gradients = c.times(_per_stage(workload.gradient_seconds / unit))
-    held = workload.static_bytes + np.array(workload.in_flight)[:, None] * workload.saved_bytes
+    held = workload.fixed_bytes + np.array(workload.in_flight)[:, None] * workload.saved_bytes
     peaks = x.times(_per_stage(held)) - z.times(_per_stage(freed, again))
     byte = _SIZE / (float(held.mean(axis=0).sum()) or 1.0)
 
@@ -114,6 +116,12 @@ def _formulated(
     own = again[0] * num_layers + again[1]
     known = np.flatnonzero(np.isfinite(workload.room_bytes))
     each_stage, each_link = np.ones((num_stages, 1)), np.ones((num_stages - 1, 1))
+    windows = [
+        (stage, further)
+        for further in range(1, num_stages)
+        for stage in range(num_stages - further)
+        if workload.objective.is_pace
+    ]
     constraints = [
         x.between(0.0, np.inf),  # 1
         c.rows(inner).between(0.0, np.array(may, float)),  # 2 and 3
@@ -127,12 +135,20 @@ def _formulated(
         (pace.times(each_stage) - slots - recomputed).between(0.0, np.inf),  # 7
         (pace.times(each_link) - payloads).between(0.0, np.inf),  # 8
         (pace.times(each_link) - gradients).between(0.0, np.inf),
+        *(  # 9
+            (
+                pace.times([[further + 1]])
+                - slots.rows(np.arange(stage, stage + further + 1)).total()
+                - recomputed.rows([stage + further])
+                - (payloads + gradients).rows(np.arange(stage, stage + further)).total()
+            ).between(0.0, np.inf)
+            for stage, further in windows
+        ),
     ]
+    passes, paces = workload.objective
     objective = (
-        slots.summed()
-        + payloads.summed()
-        + gradients.summed()
-        + (workload.microbatches - 1) * pace.summed()
+        passes * (slots.summed() + payloads.summed() + gradients.summed())
+        + paces * pace.summed()
         + _NEXT_TO_NOTHING * recomputed.summed()
     )
     return objective, [constraint for constraint in constraints if constraint.A.shape[0]]
@@ -179,6 +195,9 @@ class _Rows:
 
     def rows(self, chosen: Any) -> _Rows:
         return _Rows(self.matrix[chosen], self.constant[chosen])
+
+    def total(self) -> _Rows:
+        return self.times(np.ones((1, self.num_rows)))
 
     def summed(self) -> Numbers:
         """The factors of the variables in the sum of all."""

@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.cost.workload import Counts, Cut, Workload
-from lightning_pipeshift.plan.partition.dynamic_programming import PartitionDP
+from lightning_pipeshift.plan.partition.dynamic_programming import PartitionDP, programme_of
 from lightning_pipeshift.plan.partition.equal_counts import uniform
 from lightning_pipeshift.plan.partition.infeasible import nothing_fits
+from lightning_pipeshift.plan.partition.pace_programming import PaceDP
 from lightning_pipeshift.plan.partition.recomputation import Recomputation
 
 RECOMPUTE: Final = ("auto", "full", "none")
@@ -66,9 +67,10 @@ def best_cut(workload: Workload, recompute: str = "auto", start: Sequence[Cut] =
         raise nothing_fits(workload, recompute)
     search = _Search(workload, recomputation)
     search.add(candidates)
-    hiding = PartitionDP.of(workload, recomputation.seconds, hides_forwards=True)
-    search.add(solution.counts for solution in hiding.fastest(_CLIMBERS))
-    search.add(programme.with_head_start(_CLIMBERS, search.least_seconds))
+    if isinstance(programme, PartitionDP):
+        hiding = PartitionDP.of(workload, recomputation.seconds, hides_forwards=True)
+        search.add(solution.counts for solution in hiding.fastest(_CLIMBERS))
+        search.add(programme.with_head_start(_CLIMBERS, search.least_seconds))
     if workload.num_stages <= _FEW_STAGES:
         stages = range(workload.num_stages)
         for drained in chain.from_iterable(combinations(stages, number) for number in stages):
@@ -81,21 +83,23 @@ def best_cut(workload: Workload, recompute: str = "auto", start: Sequence[Cut] =
     return search.best([cut.counts for cut in start])
 
 
-def _settled(workload: Workload, recompute: str) -> tuple[Recomputation, PartitionDP, list[Counts]]:
+def _settled(
+    workload: Workload, recompute: str
+) -> tuple[Recomputation, PartitionDP | PaceDP, list[Counts]]:
     """The recomputation, exact for the cuts with the least estimate, and these cuts."""
     longest_seconds = math.inf
     if not np.isfinite(workload.room_bytes).any() and recompute == "auto":
         recompute = "none"
     if recompute == "auto":
         for simpler in ("none", "full"):
-            programme = PartitionDP.of(workload, Recomputation(workload, simpler).seconds)
+            programme = programme_of(workload, Recomputation(workload, simpler).seconds)
             if solutions := programme.fastest(1):
                 # The step's seconds include each stage's own, for each microbatch.
                 longest_seconds = _PATIENCE * solutions[0].seconds / workload.microbatches
                 break
     recomputation = Recomputation(workload, recompute, longest_seconds)
     while True:
-        programme = PartitionDP.of(workload, recomputation.seconds)
+        programme = programme_of(workload, recomputation.seconds)
         candidates = [solution.counts for solution in programme.fastest(_CLIMBERS)]
         # Underestimated cuts are corrected, until the best one is exact.
         if not recomputation.settle(candidates):

@@ -44,13 +44,13 @@ def bytes_held(workload: Workload, recompute: str) -> Numbers:
             (any layers).
     """
     in_flight = np.array(workload.in_flight)[:, None]
-    held = workload.static_bytes + in_flight * workload.saved_bytes
+    held = workload.fixed_bytes + in_flight * workload.saved_bytes
     if recompute == "auto":
         held = held - bytes_freed(workload)
     elif recompute == "full":
         again = sorted(workload.recomputing)
         inputs = in_flight[again] * workload.input_bytes
-        held[again] = workload.static_bytes + workload.saved_bytes + inputs
+        held[again] = workload.fixed_bytes[again] + workload.saved_bytes + inputs
     return sums_of_ranges(held)
 
 

@@ -21,7 +21,9 @@ on the split.
 
 from __future__ import annotations
 
-from lightning_pipeshift.errors import ScheduleError
+from collections.abc import Iterable
+
+from lightning_pipeshift.errors import PlanError, ScheduleError
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 
 
@@ -77,3 +79,39 @@ def version_used(minibatch: int, num_accumulated: int) -> int:
     ``async-2bw``: all but the last one before its own, if there is one.
     """
     return max(0, update_of(minibatch, num_accumulated) - 1)
+
+
+def weight_versions(schedule: str, num_stages: int) -> tuple[int, ...]:
+    """The largest number of versions of its trained weights that each stage holds.
+
+    Args:
+        schedule: by name; a synchronous one has one version.
+        num_stages: of the pipeline.
+    """
+    if schedule == "async":
+        return tuple(num_stages - stage for stage in range(num_stages))
+    return (2 if schedule == "async-2bw" else 1,) * num_stages
+
+
+def updates_per_backward(schedule: str, num_stages: int) -> float:
+    """How often a stage steps its optimizer, relative to its backwards, at most: 0 for a
+    synchronous schedule, whose update comes after all of them.
+    """
+    return {"async": 1.0, "async-2bw": 1 / num_stages}.get(schedule, 0.0)
+
+
+def require_equal_depths(schedule: str, depths: Iterable[int]) -> None:
+    """Raises PlanError for virtual machines of unequal depth where results depend on it.
+
+    Args:
+        schedule: by name.
+        depths: the number of stages of each virtual machine.
+    """
+    found = list(depths)
+    if schedule == "async" and len(set(found)) > 1:
+        raise PlanError(
+            f"schedule='async' with virtual machines of {', '.join(map(str, found))} stages: a"
+            " deeper pipeline uses older weights, so the gradients of one minibatch would be of"
+            " different weights on each virtual machine. Use virtual machines of equal depth, or"
+            " schedule='async-2bw', whose weights are equally old in all of them"
+        )

@@ -18,6 +18,9 @@ from lightning_pipeshift.errors import ScheduleError
 from lightning_pipeshift.files import shortened
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row, Schedule
 
+_FEWEST_SIMULATED: Final = 8
+"""Of an asynchronous pipeline's minibatches: enough for a drawing."""
+
 MOST_MICROBATCHES: Final = 10_000
 """More than any batch is split into; the cost of a simulation grows with their number."""
 
@@ -124,6 +127,8 @@ def recomputing_stages(name: str, num_stages: int, num_microbatches: int) -> fro
     """The stages of a schedule on which dropping saved tensors frees memory: those that do not run
     each backward directly after its forward.
     """
+    if name in ASYNCHRONOUS:
+        return frozenset(range(num_stages - 1))
     schedule = schedule_named(name)(num_stages, num_microbatches)
     everywhere = with_recomputation(schedule, range(num_stages))
     return frozenset(
@@ -172,6 +177,15 @@ def schedule_named(name: str) -> ScheduleFunction:
         found = shortened(repr(name))
         raise ScheduleError(f"unknown schedule {found}; choose one of {known}")
     return SCHEDULES[name]
+
+
+def simulated_rows(name: str, num_stages: int, num_microbatches: int) -> Schedule:
+    """The rows from which a schedule's time and memory are predicted: those of a step, or of
+    enough minibatches to fill an asynchronous pipeline, keep it full and drain it.
+    """
+    if name in ASYNCHRONOUS:
+        num_microbatches = max(_FEWEST_SIMULATED, 3 * num_stages)
+    return schedule_named(name)(num_stages, num_microbatches)
 
 
 def _actions(kind: Kind, num_microbatches: int) -> Row:

@@ -31,6 +31,7 @@ from lightning_pipeshift.plan.offload.planner import fastest
 from lightning_pipeshift.plan.partition.boundaries import worthwhile_cuts
 from lightning_pipeshift.plan.partition.equal_counts import uniform
 from lightning_pipeshift.plan.partition.local_search import best_cut
+from lightning_pipeshift.plan.schedule.asynchronous import require_equal_depths
 from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
 
 _PATIENCE: Final = 1.1
@@ -135,6 +136,7 @@ class Settings(Options):
                     "`plugins`, or remove the field from the plan."
                 )
         else:
+            require_equal_depths(self.schedule, stages_per_vm)
             resolve(self.partition, num_layers=len(gates), stages_per_vm=stages_per_vm)
 
     def aggregation(

@@ -206,3 +206,25 @@ def test_near_the_best_of_all_orders_and_cuts():
     assert missed == 0
     assert len(ratios) >= 6
     assert min(ratios) > 0.9
+
+
+def test_an_asynchronous_pipeline_keeps_its_budget():
+    """Its stashed weights count, and its recomputation takes time: 80 ms instead of 60."""
+    cluster = Cluster(
+        devices("a:X " * 4, memory_bytes=100 * MB, host_bandwidth=1e10, host_bytes=1000 * MB),
+        inside=Link(0.0, 1e10),
+    )
+    request = replace(ONE, schedule="async", microbatches="auto", batch_samples=1.0)
+    trained = model(gradient=2 * MB)
+    found = arrange_compressed(trained, cluster, request)
+    assert found.cuts == (Cut((2, 2, 2, 2)),)
+    assert found.prediction.step_seconds == pytest.approx(0.06)
+    assert keeps(found, cluster)
+    # Two layers with 4 MB and four minibatches of 20 MB each, and three further versions of 2 MB.
+    wide = replace(cluster, devices=devices("a:X " * 4, memory_bytes=1000 * MB))
+    stays = arrange_compressed(trained, wide, request)
+    assert stays.prediction.memory_bytes[0][0] == 2 * (4 + 4 * 20 + 3 * 2) * MB
+    again = arrange_compressed(trained, cluster, replace(request, policy=RecomputeAll()))
+    assert again.prediction.step_seconds == pytest.approx(0.08)
+    text = str(plan_of_arrangement(found, trained, cluster))
+    assert "predicted pace: 60 ms a minibatch" in text

@@ -2,9 +2,17 @@
 
 import pytest
 
-from lightning_pipeshift.errors import ScheduleError
+from lightning_pipeshift.errors import PlanError, ScheduleError
 from lightning_pipeshift.plan.schedule.actions import Kind, format_row
-from lightning_pipeshift.plan.schedule.asynchronous import drain, turn, update_of, version_used
+from lightning_pipeshift.plan.schedule.asynchronous import (
+    drain,
+    require_equal_depths,
+    turn,
+    update_of,
+    version_used,
+    weight_versions,
+)
+from lightning_pipeshift.plan.schedule.cut_over import newest_update
 from lightning_pipeshift.plan.schedule.schedules import one_forward_one_backward
 
 
@@ -59,6 +67,25 @@ def test_two_versions_suffice(num_accumulated: int) -> None:
 
 def test_the_versions_of_two_minibatches_an_update() -> None:
     assert [version_used(k, 2) for k in range(8)] == [0, 0, 0, 0, 1, 1, 2, 2]
+
+
+def test_weight_versions() -> None:
+    assert weight_versions("async", 4) == (4, 3, 2, 1)
+    assert weight_versions("async-2bw", 3) == (2, 2, 2)
+    assert weight_versions("1f1b", 2) == (1, 1)
+    # Those of the minibatches in flight, the newest of which has just begun.
+    for num_stages in range(1, 7):
+        for stage, most in enumerate(weight_versions("async", num_stages)):
+            in_flight = range(20 - num_stages + 1 + stage, 21)
+            assert len({newest_update(k, stage, num_stages) for k in in_flight}) == most
+
+
+def test_virtual_machines_of_unequal_depth() -> None:
+    with pytest.raises(PlanError, match=r"2, 3 stages: a deeper pipeline uses older weights"):
+        require_equal_depths("async", [2, 3])
+    require_equal_depths("async", [3, 3])
+    require_equal_depths("async-2bw", [2, 3])
+    require_equal_depths("1f1b", [2, 3])
 
 
 def test_what_is_not_there() -> None:

@@ -57,6 +57,26 @@ def test_it_says_what_would_fit(given, recompute, remedy):
     assert remedy in message(given, recompute).split("What would fit: ")[1]
 
 
+def test_what_an_asynchronous_pipeline_can_do():
+    """Its minibatches are not split, and a step would train otherwise."""
+    given = workload(
+        [1] * 3,
+        [1] * 3,
+        static=3 * GB,
+        weight=1 * GB,
+        saved=0.5 * GB,
+        inputs=0.5 * GB,
+        room=[5.5 * GB] * 3,
+        schedule="async",
+        microbatches=1,
+    )
+    text = message(given).split("What would fit: ")[1]
+    # Three versions and three minibatches in flight need 6.5 GB on the first stage, two 5.5 GB.
+    assert text.startswith("schedule='async-2bw'; batches of 1/4 of the size; ")
+    assert "microbatches" not in text
+    assert "1f1b" not in text
+
+
 def test_what_would_not_fit_is_not_recommended():
     # Parameters: neither recomputation nor smaller microbatches nor a schedule has any of them.
     text = message(workload([1, 1], static=4 * GB, room=[3 * GB] * 2), "none")

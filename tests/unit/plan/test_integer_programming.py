@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_pipeshift.plan.cost.workload import Cut
-from lightning_pipeshift.plan.partition.dynamic_programming import PartitionDP, fastest_cuts
+from lightning_pipeshift.plan.partition.dynamic_programming import fastest_cuts, programme_of
 from lightning_pipeshift.plan.partition.integer_programming import joint_optimum
 from lightning_pipeshift.plan.partition.recomputation import Recomputation
 from tests.unit.plan.workloads import all_cuts, random_workload, workload
@@ -71,9 +71,9 @@ def test_dynamic_programme_with_recomputation():
     for seed in range(16):
         given = random_workload(seed, num_stages=3 + seed % 2, num_layers=16, tight=True)
         recomputation = Recomputation(given, "auto")
-        solutions = PartitionDP.of(given, recomputation.seconds).fastest(1)
+        solutions = programme_of(given, recomputation.seconds).fastest(1)
         while recomputation.settle([solution.counts for solution in solutions]):
-            solutions = PartitionDP.of(given, recomputation.seconds).fastest(1)
+            solutions = programme_of(given, recomputation.seconds).fastest(1)
         cut = joint_optimum(given)
         assert (cut is None) == (not solutions), f"seed {seed}"
         if cut is not None:
@@ -93,7 +93,7 @@ def test_of_equal_cuts_the_one_that_recomputes_less():
 @pytest.mark.parametrize("unit", [2.0**-20, 2.0**20])
 def test_units_do_not_matter(unit):
     seconds = ("forward", "backward", "forward_extra", "backward_extra", "payload_seconds")
-    sizes = ("static_bytes", "saved_bytes", "input_bytes", "room_bytes")
+    sizes = ("static_bytes", "weight_bytes", "saved_bytes", "input_bytes", "room_bytes")
     for seed in range(10):
         given = random_workload(seed, num_layers=5, tight=True)
         other = replace(

@@ -76,6 +76,15 @@ def test_with_placement():
         ({"layers": LAYERS[:3] + LAYERS[:1]}, "'layers' lists 'wte' more than once"),
         ({"schedule": "zigzag"}, "'schedule': unknown schedule 'zigzag'.*'gpipe', '1f1b'"),
         ({"microbatches": 0}, "'microbatches' is 0; it must be 1 to 10000"),
+        ({"schedule": "async", "microbatches": 2}, "'microbatches' is 2; it must be 1, as an asy"),
+        (
+            {
+                "schedule": "async",
+                "microbatches": 1,
+                "placement": Placement(((2, 2), (4,))),
+            },
+            "schedule='async' with virtual machines of 2, 1 stages",
+        ),
     ],
 )
 def test_invariants(changes, words):

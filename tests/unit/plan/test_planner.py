@@ -1,3 +1,4 @@
+import itertools
 import time
 from dataclasses import replace
 
@@ -300,6 +301,9 @@ BAD_REQUESTS = [
     ({"microbatches": 0}, "microbatches=0"),
     ({"virtual_machines": 2, "batch_shares": (1.0, 2.0, 3.0)}, "is for 2, batch_shares is for 3"),
     ({"virtual_machines": ((0, 1),), "partition": ((1,), (1,))}, "is for 1, partition is for 2"),
+    ({"schedule": "async", "microbatches": 2}, "schedule='async' with microbatches=2; an asyn"),
+    ({"schedule": "async", "virtual_machines": ((0, 1), (2,))}, "a deeper pipeline uses older"),
+    ({"schedule": "async", "partition": ((1, 1), (2,))}, "virtual machines of 2, 1 stages"),
 ]
 
 
@@ -329,6 +333,48 @@ def test_the_error_tells_of_what_comes_nearest_to_fitting():
     cluster = Cluster(devices("a:X a:X a:X a:X", memory_bytes=15))
     with pytest.raises(PlanError, match=r"\[2, 2, 2, 2\] layers.*lacks 5 bytes"):
         arrange_all(profile(8, static=10), cluster, PlanRequest(batch_samples=4))
+
+
+# --- asynchronous pipelines ---
+
+
+@pytest.mark.parametrize("schedule", ["async", "async-2bw"])
+@pytest.mark.parametrize(("seed", "room"), [(0, None), (1, None), (2, None), (4, 2.0), (23, 2.5)])
+def test_near_the_best_of_all_asynchronous_pipelines(schedule, seed, room):
+    model, cluster, request = unlike(seed, room=room)
+    request = replace(request, schedule=schedule, microbatches="auto")
+    every = list(every_arrangement(model, cluster, request))
+    found = arrange_all(model, cluster, request)
+    assert found.microbatches == 1
+    assert found.samples_per_second >= 0.97 * max(
+        one.samples_per_second
+        for one in every
+        if schedule != "async" or len({len(ranks) for ranks in one.ranks}) == 1
+    )
+
+
+def test_an_asynchronous_pipeline_is_deeper_than_a_step_of_few_microbatches_allows():
+    model = profile(4, gradient=1, saved=1)
+    cluster = Cluster(devices("a:X " * 4))
+    request = PlanRequest(batch_samples=2, virtual_machines=1)
+    step = arrange_all(model, cluster, replace(request, microbatches=2))
+    minibatch = arrange_all(model, cluster, replace(request, schedule="async"))
+    # Two microbatches through four stages take five times as long as one on a stage.
+    assert step.prediction.step_seconds == 5 * 3
+    # Both samples at once, on one of four stages.
+    assert minibatch.prediction.step_seconds == 2 * 3
+
+
+def test_three_devices_are_no_two_asynchronous_pipelines_of_equal_depth():
+    model, cluster = profile(4), Cluster(devices("a:X " * 3))
+    request = PlanRequest(schedule="async", virtual_machines=2, batch_samples=4)
+    with pytest.raises(PlanError, match="a deeper pipeline uses older weights"):
+        arrange_all(model, cluster, request)
+    found = arrange_all(model, cluster, replace(request, schedule="async-2bw"))
+    assert sorted(map(len, found.ranks)) == [1, 2]
+    # The planner itself never chooses them.
+    chosen = arrange_all(model, cluster, replace(request, virtual_machines="auto"))
+    assert len({len(ranks) for ranks in chosen.ranks}) == 1
 
 
 # --- what is predicted ---
@@ -396,9 +442,15 @@ def thousand(kinds, memory_bytes=0):
     )
 
 
-@pytest.mark.parametrize("kinds", ["X", "XYZ"])
-@pytest.mark.parametrize("memory_bytes", [0, 4 * 10**9, 10**9])
-def test_a_thousand_devices_in_under_ten_seconds(kinds, memory_bytes):
+@pytest.mark.parametrize(
+    ("kinds", "memory_bytes", "schedule"),
+    [
+        *itertools.product(["X", "XYZ"], [0, 4 * 10**9, 10**9], ["1f1b"]),
+        ("X", 4 * 10**9, "async"),
+        ("XYZ", 10**9, "async-2bw"),
+    ],
+)
+def test_a_thousand_devices_in_under_ten_seconds(kinds, memory_bytes, schedule):
     model = profile(
         96,
         kinds,
@@ -411,7 +463,8 @@ def test_a_thousand_devices_in_under_ten_seconds(kinds, memory_bytes):
     )
     # Its own time and not the clock's: others may be at work on this machine.
     begin = time.process_time()
-    found = arrange_all(model, thousand(kinds, memory_bytes), PlanRequest(batch_samples=32))
+    request = PlanRequest(batch_samples=32, schedule=schedule)
+    found = arrange_all(model, thousand(kinds, memory_bytes), request)
     assert time.process_time() - begin < 10
     assert sorted(rank for ranks in found.ranks for rank in ranks) == list(range(1024))
     depth = max(map(len, found.ranks))

@@ -3,6 +3,8 @@ from typing import Any
 import pytest
 
 from lightning_pipeshift.plan.cost import prediction
+from lightning_pipeshift.plan.cost.memory_model import Footprints
+from lightning_pipeshift.plan.cost.memory_timeline import Links
 from lightning_pipeshift.plan.cost.prediction import estimated_seconds, predict, rings
 from lightning_pipeshift.plan.cost.ring_contention import crowded, ring_seconds_per_byte
 from lightning_pipeshift.plan.cost.simulator import simulate
@@ -167,16 +169,24 @@ MEMORY = [
     (2, 1, "1f1b", (1, 1), (13, 13)),
     (3, 4, "1f1b", (2, 1, 0), (20 + 3 * 6, 10 + 2 * 3, 0)),
     (2, 4, "eager_1f1b", (1, 1), (10 + 3 * 3, 10 + 3)),
+    # Trained weights of 4 bytes, and their gradients: 3, 2 and 1 versions, and as many in flight.
+    (3, 1, "async", (1, 1, 1), (14 + 2 * 4 + 3 * 3, 14 + 4 + 2 * 3, 14 + 3), 4),
+    (3, 1, "async-2bw", (1, 1, 1), (14 + 4 + 3 * 3, 14 + 4 + 2 * 3, 14 + 4 + 3), 4),
 ]
 
 
-@pytest.mark.parametrize(("stages", "microbatches", "schedule", "counts", "held"), MEMORY)
-def test_memory(stages, microbatches, schedule, counts, held):
-    model = profile(sum(counts), static=10, saved=3)
+@pytest.mark.parametrize("case", MEMORY)
+def test_memory(case):
+    stages, microbatches, schedule, counts, held, *gradient = case
+    model = profile(sum(counts), static=10, saved=3, gradient=sum(gradient))
     cluster = Cluster(devices("a:X " * stages))
-    ranks, cuts = [range(stages)], [Cut(counts)]
-    found, _ = predicted(model, cluster, ranks, cuts, microbatches, schedule)
+    workload = workload_of(model, cluster, range(stages), schedule, microbatches)
+    cut = Cut(counts)
+    found = predict(model, cluster, [range(stages)], [workload], [cut])
     assert found.memory_bytes == (held,)
+    # The same, tensor by tensor.
+    by_tensor = Footprints(model, workload, Links()).of(cut)
+    assert by_tensor.peak_bytes == held
 
 
 def test_the_slowest_optimizer_counts():
@@ -184,6 +194,56 @@ def test_the_slowest_optimizer_counts():
     cluster = Cluster(devices("a:X a:X"))
     found, _ = predicted(model, cluster, [[0, 1]], [Cut((2, 1))], microbatches=1)
     assert found.step_seconds == 9 + 2 + 0.5
+
+
+def test_an_asynchronous_optimizer_steps_after_each_backward():
+    model = profile(3, gradient=100, optimizer_seconds_per_byte=0.01, step_seconds=0.5)
+    cluster = Cluster(devices("a:X a:X"))
+    # Two layers take 6 s and 2 s, one takes 3 s and 1 s.
+    for cut, seconds in ((Cut((2, 1)), 8), (Cut((3, 0)), 12)):
+        assert endless(model, cluster, [[0, 1]], [cut]).step_seconds == seconds + 0.5
+    # An update of at least two minibatches.
+    found = endless(model, cluster, [[0, 1]], [Cut((2, 1))], "async-2bw")
+    assert found.step_seconds == 6 + 2 / 2 + 0.5
+
+
+def endless(model, cluster, ranks, cuts, schedule="async"):
+    workloads = [workload_of(model, cluster, machine, schedule, 1) for machine in ranks]
+    found = predict(model, cluster, ranks, workloads, cuts)
+    # The closed form omits nothing.
+    assert estimated_seconds(model, cluster, ranks, workloads, cuts) == found.step_seconds
+    return found
+
+
+@pytest.mark.parametrize(
+    ("hosts", "cuts", "schedule", "seconds"),
+    [
+        # Stages of 3 s; the ring of each takes 2 s after the backward.
+        ("a:X b:X c:X d:X", [(1, 1), (1, 1)], "async", 3 + 2),
+        # Two layers: the later one's gradient is ready after 2 s of 4 s, the other one's after 4.
+        ("a:X b:X c:X d:X", [(2, 0), (2, 0)], "async", 6 + 2),
+        # Each leaves the same NIC.
+        ("a:X a:X b:X b:X", [(1, 1), (1, 1)], "async", 3 + 4),
+        # Unlike cuts: the ring waits for the later backward, and the faster stage for the ring.
+        ("a:X b:X c:X d:X", [(2, 0), (1, 1)], "async", 6 + 2),
+        # 4 s of rings in the time of at least two minibatches: 3 s each.
+        ("a:X a:X b:X b:X", [(1, 1), (1, 1)], "async-2bw", 3),
+    ],
+)
+def test_rings_of_an_asynchronous_pipeline(hosts, cuts, schedule, seconds):
+    model = profile(2, gradient=100)
+    cluster = Cluster(devices(hosts), inside=Link(0.0, 1e9), outside=Link(0.0, 50))
+    found = endless(model, cluster, [[0, 1], [2, 3]], [Cut(counts) for counts in cuts], schedule)
+    assert found.step_seconds == pytest.approx(seconds)
+    assert found.exposed_seconds == pytest.approx(seconds - max(3 * max(c) for c in cuts))
+
+
+def test_rings_of_two_buffered_weights_that_take_longer_than_an_update():
+    model = profile(2, gradient=100)
+    cluster = Cluster(devices("a:X b:X c:X d:X"), outside=Link(0.0, 5))
+    found = endless(model, cluster, [[0, 1], [2, 3]], [Cut((1, 1))] * 2, "async-2bw")
+    # 2 s of a backward, and 20 s of a ring, for two minibatches.
+    assert found.step_seconds == (2 + 20) / 2
 
 
 def test_equal_virtual_machines_are_simulated_once(monkeypatch):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from lightning_pipeshift.plan.cost.workload import Cut, Workload
-from lightning_pipeshift.plan.schedule.schedules import SCHEDULES
+from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS, SCHEDULES
 
 
 def workload(
@@ -20,6 +20,7 @@ def workload(
     extra=0.0,
     payload=0.0,
     static=0.0,
+    weight=0.0,
     saved=0.0,
     inputs=0.0,
     room=np.inf,
@@ -43,6 +44,7 @@ def workload(
         payload_seconds=travel,
         gradient_seconds=travel,
         static_bytes=np.broadcast_to(np.asarray(static, float), num_layers),
+        weight_bytes=np.broadcast_to(np.asarray(weight, float), num_layers),
         saved_bytes=np.broadcast_to(np.asarray(saved, float), num_layers),
         input_bytes=np.broadcast_to(np.asarray(inputs, float), num_layers),
         room_bytes=np.broadcast_to(np.asarray(room, float), num_stages),
@@ -70,6 +72,8 @@ def random_workload(
     num_layers = num_layers or int(draw.integers(2, 9))
     microbatches = microbatches or int(draw.choice([1, 2, 4, 8, 16]))
     schedule = schedule or str(draw.choice(sorted(SCHEDULES)))
+    if schedule in ASYNCHRONOUS:
+        microbatches = 1
     speeds = draw.choice([1, 0.5, 0.25], num_stages)
     forward = np.exp(draw.choice([0.0, 0.4, 0.9]) * draw.normal(size=num_layers))
     backward = forward * (2.0 if draw.random() < 0.5 else draw.uniform(1, 3, num_layers))
@@ -92,6 +96,8 @@ def random_workload(
         payload_seconds=payload,
         gradient_seconds=payload * draw.choice([0, 1, 1]),
         static_bytes=static,
+        # No further draw, which would change what comes after it.
+        weight_bytes=np.floor(static / 3),
         saved_bytes=saved,
         input_bytes=np.minimum(saved, draw.integers(1, 10, num_layers)),
         room_bytes=np.full(num_stages, np.inf),
@@ -99,7 +105,8 @@ def random_workload(
         microbatches=microbatches,
         allowed=allowed,
     )
-    even = (static.sum() + np.mean(boundless.in_flight) * saved.sum()) / num_stages
+    held = boundless.fixed_bytes.mean(axis=0).sum() + np.mean(boundless.in_flight) * saved.sum()
+    even = held / num_stages
     room = (even * draw.uniform(0.6, 2.0) * draw.uniform(0.7, 1.5, num_stages)).round()
     is_tight = draw.random() < 0.5 if tight is None else tight
     return replace(boundless, room_bytes=room) if is_tight else boundless

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.errors import LayerError, PlanError
 from lightning_pipeshift.model.gates.gate import Gate, Switch
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
 from lightning_pipeshift.plan.inputs.flow import Call, Flow, Value
@@ -38,6 +38,11 @@ def counts(seconds: Sequence[float], payload_bytes: Sequence[int]) -> tuple[int,
         Topology(((0, 1),)),
     )
     return plan.placement.counts[0]
+
+
+def test_virtual_machines_of_unequal_depth_are_refused_before_the_first_step() -> None:
+    with pytest.raises(PlanError, match="a deeper pipeline uses older weights"):
+        Settings(schedule="async").check([], (2, 1))
 
 
 def test_blocks_stay_whole() -> None:
