@@ -112,9 +112,7 @@ def main() -> None:
         gain = interval(gains)
         reached = interval([value / promised for value in gains])
         busy = interval([3 * seconds / pace for pace in slowest[ASYNCHRONOUS]])
-        rows.append(
-            [f"{seconds * 1000:g} ms", promised, shown(gain), shown(reached), shown(busy)]
-        )
+        rows.append([f"{seconds * 1000:g} ms", promised, shown(gain), shown(reached), shown(busy)])
         figures[f"{seconds * 1000:g} ms"] = {
             "promised": promised,
             "async_over_1f1b": gain,

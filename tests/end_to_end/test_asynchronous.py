@@ -131,7 +131,7 @@ class Watches(L.Callback):
         self.counts.append(strategy.plan.placement.counts[strategy.virtual_machine])
         self.versions.append(strategy.pipeline.num_weight_versions)
         # Under the number of the batch, unlike what its training step has logged.
-        self.log("own", float(len(self.counts) - 1))
+        self.log("own", float(len(self.counts) - 1))  # type: ignore[attr-defined]
 
 
 class Result(NamedTuple):
@@ -201,7 +201,7 @@ def reference(case: Case, moves: Any = (), length: int | None = None) -> Any:
     every, number = case.validates, case.num_batches
     within = range(every, number, every) if every else ()
     return asynchronous_reference.train(
-        built(lambda: Model(case.optimizer)).layers,  # type: ignore[arg-type]
+        built(lambda: Model(case.optimizer)).layers,
         case.split,
         (epoch * case.num_epochs)[:length],
         lambda parameters: optimizer_of(case.optimizer, parameters),
@@ -299,19 +299,21 @@ def test_one_minibatch_number_for_updates_rates_logs_and_progress() -> None:
     logged = run_ranks(train_and_log, 3, case)
     rows, (result, *_) = logged[0][1], [one[0] for one in logged]
     losses = [float(loss) for loss in reference(case).losses]
-    of_steps = {int(row["step"]): row["loss_step"] for row in rows if "loss_step" in row}
     # Every second one goes to the logger.
-    assert of_steps == pytest.approx({step: losses[step] for step in range(1, 22, 2)})
-    assert {int(row["step"]): row["own"] for row in rows if "own" in row} == {
-        step: float(step) for step in range(1, 22, 2)
-    }
-    means = [row["loss_epoch"] for row in rows if "loss_epoch" in row]
-    assert means == pytest.approx([sum(losses[:11]) / 11, sum(losses[11:]) / 11])
-    metrics = {int(row["step"]): row["mean"] for row in rows if "mean" in row}
-    assert metrics == pytest.approx({step: losses[step] for step in range(1, 22, 2)})
+    logged_steps = range(1, 22, 2)
+    assert column(rows, "loss_step") == pytest.approx({k: losses[k] for k in logged_steps})
+    assert column(rows, "mean") == pytest.approx({k: losses[k] for k in logged_steps})
+    assert column(rows, "own") == {k: float(k) for k in logged_steps}
+    means = {10: sum(losses[:11]) / 11, 21: sum(losses[11:]) / 11}
+    assert column(rows, "loss_epoch") == pytest.approx(means)
     assert result.steps == (22, 22)
     for one, _ in logged:
         assert one.metrics == result.metrics
+
+
+def column(rows: Sequence[Mapping[str, Any]], name: str) -> dict[int, float]:
+    """The values that a logger got under a name, by their step."""
+    return {int(row["step"]): row[name] for row in rows if row.get(name) is not None}
 
 
 def train_and_log(case: Case) -> Any:
