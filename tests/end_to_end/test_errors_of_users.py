@@ -4,10 +4,8 @@ all.
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
@@ -69,19 +67,14 @@ def test_the_help_shows_the_strategys_arguments_and_they_can_be_given() -> None:
 
 
 WRONG = [
-    *("fit", "--config", "examples/gpt.yaml", "--trainer.max_steps=1"),
+    *("fit", "--config", str(ROOT / "examples" / "gpt.yaml"), "--trainer.max_steps=1"),
     "--trainer.strategy.init_args.partition=[1, 2, 3]",
 ]
 
 
-def test_an_error_of_the_command_is_one_message(tmp_path: Path) -> None:
+def test_an_error_of_the_command_is_one_message() -> None:
     """Though every process has it that Lightning launches."""
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    script = tmp_path / "pipeshift.py"
-    script.write_text(COMMAND)
-    launched = launch_script(
-        script, *WRONG, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, check=False
-    )
+    launched = launch_script(COMMAND, *WRONG, check=False)
     assert launched.returncode == 2
     assert launched.output.count("pipeshift: error: ") == 1
     assert "the partition [1, 2, 3] of virtual machine 0 has 3 counts" in launched.output
@@ -89,7 +82,7 @@ def test_an_error_of_the_command_is_one_message(tmp_path: Path) -> None:
 
 
 def test_debug_shows_all_of_it() -> None:
-    for outcome in run_ranks(run_command, 2, [*WRONG, "--debug"], cwd=ROOT, expect_failure=True):
+    for outcome in run_ranks(run_command, 2, [*WRONG, "--debug"], expect_failure=True):
         assert outcome.error_type == "PartitionError"
 
 
