@@ -194,9 +194,9 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "eager, moving": (3, {"schedule": "eager_1f1b", "moves": True}),
-    "bf16": (2, {"precision": "bf16-mixed"}),
-    "double": (2, {"inner": DoublePrecision()}),
-    "two virtual machines": (4, {"virtual_machines": 2}),
+    "bf16": (2, {"precision": "bf16-mixed", "batch_sizes": (SAMPLES,) * 3}),
+    "double": (2, {"inner": DoublePrecision(), "batch_sizes": (SAMPLES,) * 3}),
+    "two virtual machines": (4, {"virtual_machines": 2, "batch_sizes": (SAMPLES,) * 3}),
     "one device": (1, {"batch_sizes": (96, 128, 40)}),
 }
 
