@@ -172,10 +172,11 @@ def test_the_first_rank_says_who_is_waited_for(
 
 def test_a_signal_prints_the_stacks_unless_the_user_handles_it() -> None:
     before = signal.getsignal(signal.SIGUSR2)
+    unregister: Any = faulthandler.unregister  # typed as returning nothing
     try:
         for handler, prints in ((signal.SIG_DFL, True), (lambda *_: None, False)):
             signal.signal(signal.SIGUSR2, handler)
             print_stacks_on_a_signal()
-            assert faulthandler.unregister(signal.SIGUSR2) == prints
+            assert unregister(signal.SIGUSR2) == prints
     finally:
         signal.signal(signal.SIGUSR2, before)
