@@ -27,13 +27,20 @@ from tests.end_to_end.test_environments import become_host
 
 # Four stages until the other host is gone, then two.
 SCRIPT = """
-import sys
+import os, sys, time
 from pathlib import Path
+# A host that comes late finds the other one alone, and both start anew.
+while os.environ["WORLD_SIZE"] == "2" and not Path("now").exists():
+    time.sleep(0.05)
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tests.features_models import QUIET
 from tests.models import LayersOfItsOwn, points
+
+def say(what):
+    # One write, so that the ranks' lines do not mix.
+    sys.stdout.write(f"{what} at {trainer.global_step} of {trainer.world_size}\\n")
 
 class Model(LayersOfItsOwn):
     def on_train_batch_end(self, *_):
@@ -43,7 +50,7 @@ class Model(LayersOfItsOwn):
                 pass
 
     def on_train_start(self):
-        print("begins at", self.trainer.global_step, "of", self.trainer.world_size, flush=True)
+        say("begins")
 
 torch.set_num_threads(1)
 L.seed_everything(1)
@@ -53,7 +60,7 @@ trainer = L.Trainer(
     callbacks=[keeps], **{**QUIET, "enable_checkpointing": True},
 )
 trainer.fit(Model(), points(64), ckpt_path="last")
-print("ends at", trainer.global_step, "of", trainer.world_size, flush=True)
+say("ends")
 """
 
 
