@@ -103,8 +103,8 @@ class AsynchronousTraining(TrainingSteps):
         if self._pipeline.memory is not None:
             raise ConfigurationError(
                 f"schedule={schedule!r} and MemoryCompression: it plans the saved tensors of whole"
-                " steps, and an asynchronous pipeline has none. Remove the plugin (stages hold fewer"
-                " batches with fewer stages), use recompute='full', or schedule='1f1b'."
+                " steps, and an asynchronous pipeline has none. Remove the plugin, use"
+                " recompute='full', or schedule='1f1b'."
             )
         if length < depth:
             raise BatchError(

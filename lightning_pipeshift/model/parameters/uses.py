@@ -203,6 +203,12 @@ def copies_in(
         elif are_idle == {True}:
             num_idle[signature] = num_idle.get(signature, 0) + 1
 
+    def are_blocks(parent: nn.Module | None, signature: Any) -> bool:
+        """Whether a list has several blocks of a kind; two may be a student and its teacher."""
+        if not isinstance(parent, _LISTS):
+            return False
+        return sum(_signature(child) == signature for child in parent.children()) > 2
+
     def pairs_in(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
         originals: list[nn.Module] = []
         signature = _signature(module)
@@ -215,6 +221,9 @@ def copies_in(
                 if not (isinstance(parent, _LISTS) and parent_of.get(id(other)) is parent)
                 and all(id(parameter) in idle for parameter in module.parameters())
             ]
+            if not originals and others and are_blocks(parent, signature):
+                # Neither are its parts copies of those blocks' parts.
+                return
         yield from ((module, original) for original in originals)
         if not originals:
             for child in module.children():

@@ -820,7 +820,8 @@ class Pipeline:
             trace=trace,
             tag=tag,
         )
-        if minibatches.are_over:
+        if self.is_last and self.channels.num_stages > 1:
+            # What hooks change between two calls, they change on every stage.
             self._tail.remember()
         if trace is not None and trace.state:
             self._written[id(trace)] = microbatch

@@ -383,6 +383,14 @@ def test_copies_are_known_by_their_structure():
     assert use.holders([0, 1], 3) == [0, 1]
 
 
+def test_parts_of_frozen_blocks_are_no_copies():
+    root = nn.Module()
+    root.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(5)])
+    root.head = nn.Linear(4, 2)
+    root.blocks[:3].requires_grad_(False)
+    assert copied_pairs(root, ["blocks", "head"]) == set()
+
+
 def test_frozen_blocks_are_no_copies():
     root = nn.Module()
     root.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(6)])
