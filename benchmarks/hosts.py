@@ -117,36 +117,39 @@ class Hosts:
         """The command that runs ``argv`` on a host."""
         return ["ip", "netns", "exec", self.namespaces[host], *argv]
 
-    def environment(self, rank: int) -> dict[str, str]:
-        """The environment variables that a launcher sets for the one rank of a host; the first host
-        has the store.
+    def environment(self, rank: int, per_host: int = 1) -> dict[str, str]:
+        """The environment variables that a launcher sets for a rank; the first host has the store.
+
+        Args:
+            rank: the rank; those of a host follow each other.
+            per_host: the number of ranks on each host.
         """
+        host, local_rank = divmod(rank, per_host)
         return {
             "RANK": str(rank),
-            "LOCAL_RANK": "0",
-            "NODE_RANK": str(rank),
-            "GROUP_RANK": str(rank),
-            "WORLD_SIZE": str(len(self.namespaces)),
-            "LOCAL_WORLD_SIZE": "1",
+            "LOCAL_RANK": str(local_rank),
+            "NODE_RANK": str(host),
+            "GROUP_RANK": str(host),
+            "WORLD_SIZE": str(len(self.namespaces) * per_host),
+            "LOCAL_WORLD_SIZE": str(per_host),
             "MASTER_ADDR": self.address(0),
             "MASTER_PORT": str(self._port),
             "GLOO_SOCKET_IFNAME": CARD,
         }
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> list[Any]:
-        """Calls a function as one rank on each host; see
+    def run(
+        self, function: Callable[..., Any], *args: Any, per_host: int = 1, **options: Any
+    ) -> list[Any]:
+        """Calls a function as so many ranks on each host; ``options`` are those of
         :func:`lightning_pipeshift.testing.run_ranks`.
         """
-        environments = [self.environment(rank) for rank in range(len(self.namespaces))]
-        return run_ranks(
-            _call_on_host,
-            len(self.namespaces),
-            list(self.namespaces),
-            environments,
-            function,
-            args,
-            timeout=timeout,
-        )
+        num_ranks = len(self.namespaces) * per_host
+        places = [
+            (self.namespaces[rank // per_host], self.environment(rank, per_host))
+            for rank in range(num_ranks)
+        ]
+        found: list[Any] = run_ranks(_call_on_host, num_ranks, places, function, args, **options)
+        return found
 
 
 @functools.cache
@@ -250,18 +253,18 @@ def _remove(names: Iterable[str]) -> None:
 
 
 def _call_on_host(
-    namespaces: Sequence[str],
-    environments: Sequence[Mapping[str, str]],
+    places: Sequence[tuple[str, Mapping[str, str]]],
     function: Callable[..., Any],
     args: Sequence[Any],
 ) -> Any:
     rank = int(os.environ["RANK"])
+    name, environment = places[rank]
     # What `ip netns exec` does, but for a process that runs already. It has one thread so far, and
     # later ones stay in the namespace of the thread that starts them.
     libc = ctypes.CDLL(None, use_errno=True)
-    with (_FOLDER / namespaces[rank]).open() as namespace:
+    with (_FOLDER / name).open() as namespace:
         if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
             number = ctypes.get_errno()
             raise HostsError(f"rank {rank} cannot enter its host: {os.strerror(number)}")
-    os.environ.update(environments[rank])
+    os.environ.update(environment)
     return function(*args)

@@ -251,7 +251,7 @@ def run(made: Hosts, moment: str, fault: str, restarts: int = 0) -> Result:
         try:
             seconds = _strike_and_wait(made, processes, folder, fault)
         finally:
-            _set_link(made, fault, is_up=True)
+            set_link(made, fault, is_up=True)
             for process in processes:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -273,7 +273,7 @@ def _strike_and_wait(
         if has_ended or time.monotonic() - begun > GIVE_UP_SECONDS:
             return None
         time.sleep(0.02)
-    _set_link(made, fault, is_up=False)
+    set_link(made, fault, is_up=False)
     (folder / "done").touch()
     struck = time.monotonic()
     while time.monotonic() - struck < GIVE_UP_SECONDS:
@@ -283,7 +283,7 @@ def _strike_and_wait(
     return None
 
 
-def _set_link(made: Hosts, fault: str, is_up: bool) -> None:
+def set_link(made: Hosts, fault: str, is_up: bool) -> None:
     """The cable of the second host, or one direction of it."""
     if fault == "cable":
         made.set_cable(1, is_up)

@@ -67,9 +67,10 @@ def train(
         lr_of: the learning rate that is in force when a minibatch's forward begins on the first
             stage. An update has that of its last minibatch. ``None``: the optimizers' own.
         epochs: the first minibatches of the epochs after the first. The pipeline is drained before
-            them, and the update before them has the minibatches that are left.
+            them, the update before them has the minibatches that are left, and ``"async-2bw"``
+            begins again with one version of the weights.
     """
-    layers = copy.deepcopy(list(model_layers))
+    layers, epochs = copy.deepcopy(list(model_layers)), list(epochs)
     ends = _ends_of_groups(num_accumulated, sorted({0, *epochs, len(minibatches)}))
     emptied = sorted({0, *drains, *epochs})
     owners = [(0, _owners(split)), *((begin, _owners(other)) for begin, other in moves)]
@@ -81,7 +82,9 @@ def train(
         used = []
         for number, layer in enumerate(layers):
             if schedule == "async-2bw":
-                version = max(0, bisect_left(ends, minibatch) - 1)
+                # Each epoch begins with the newest weights.
+                begin = max(first for first in (0, *epochs) if first <= minibatch)
+                version = max(bisect_left(ends, begin), bisect_left(ends, minibatch) - 1)
             else:
                 first = emptied[bisect_right(emptied, minibatch) - 1]
                 places = [(begin, of_layer[number]) for begin, of_layer in owners]

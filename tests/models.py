@@ -1105,7 +1105,7 @@ class Specimen:
     @property
     def num_steps(self) -> int:
         """How many steps a comparison should take."""
-        return 20 if self.draws else 5
+        return 8 if self.draws else 5
 
     def build(self) -> L.LightningModule:
         """A new module, the same weights every time; the global random state stays as it was."""

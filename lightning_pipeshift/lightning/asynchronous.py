@@ -78,7 +78,7 @@ class AsynchronousTraining(TrainingSteps):
 
     def adjust(self, adjustments: Adjustments) -> None:
         """Makes Lightning's loop drain the pipeline before validation and at its end."""
-        adjustments.drain_before_validation(self._trainer, self.drain)
+        adjustments.drain_before_validation(self._trainer, self.drain, self._end_epoch)
         adjustments.log_steps_by(self._trainer, self._log_others)
 
     def begin(self) -> None:
@@ -86,7 +86,7 @@ class AsynchronousTraining(TrainingSteps):
         super().begin()
         trainer, schedule = self._trainer, self._pipeline.settings.schedule
         depth, length = self._depth, trainer.num_training_batches
-        clip, accumulated = trainer.gradient_clip_val, trainer.accumulate_grad_batches
+        clip = trainer.gradient_clip_val
         if clip and trainer.gradient_clip_algorithm != "value":
             raise ConfigurationError(
                 f"schedule={schedule!r} and gradient_clip_val={clip}: the norm of all gradients is"
@@ -106,16 +106,35 @@ class AsynchronousTraining(TrainingSteps):
                 f" stages, so the pipeline is never full. Use at least {depth} batches, fewer"
                 " stages, or schedule='1f1b'."
             )
-        if schedule == "async-2bw" and accumulated < depth:
+        for optimizer in trainer.optimizers:
+            # Schedulers would warn that they step before their optimizer does.
+            mark_as_stepped(optimizer)
+
+    def _check_call(self, ends_update: bool) -> None:
+        """Checks what may change from batch to batch."""
+        depth, accumulated = self._depth, self._trainer.accumulate_grad_batches
+        if self._pipeline.settings.schedule == "async-2bw" and accumulated < depth:
             raise ConfigurationError(
                 f"schedule='async-2bw' and accumulate_grad_batches={accumulated} on {depth} stages:"
                 " with two versions of the weights, an update needs the gradients of at least as"
                 f" many batches as there are stages. Use accumulate_grad_batches={depth} or more,"
                 " or schedule='async'."
             )
-        for optimizer in trainer.optimizers:
-            # Schedulers would warn that they step before their optimizer does.
-            mark_as_stepped(optimizer)
+        if ends_update and not self.is_in_optimizer_step:
+            raise ConfigurationError(
+                "An asynchronous schedule: `optimizer_step` of the LightningModule has called its"
+                " closure without `optimizer.step(closure=...)`. The update of a batch follows its"
+                " backward, in a later call, so it cannot be left out. Call `optimizer.step` with"
+                " the closure in each call, or use schedule='1f1b'."
+            )
+
+    def norms_of(self, parameters: list[Tensor], norm_type: float) -> Tensor:
+        """Raises ConfigurationError: the stages are at different batches."""
+        raise ConfigurationError(
+            "An asynchronous schedule: the norms of all gradients are not known when a stage"
+            " steps, as the stages are at different batches. Clip by value, log the norms of a"
+            " stage's own gradients, or use schedule='1f1b'."
+        )
 
     @property
     def _depth(self) -> int:
@@ -129,7 +148,9 @@ class AsynchronousTraining(TrainingSteps):
         check_backward(trainer.lightning_module)
         call = _Call(self._number, _options_of(trainer.optimizers[0]), step_of_loggers(trainer))
         self._number += 1
-        for late in pipeline.before_minibatch(ends_update=not self._accumulates):
+        ends_update = not self._accumulates
+        self._check_call(ends_update)
+        for late in pipeline.before_minibatch(batch, epoch_loop.batch_idx, ends_update):
             self._make_up_for(late)
         with self._context():
             finished = pipeline.begin_minibatch(
@@ -174,6 +195,10 @@ class AsynchronousTraining(TrainingSteps):
             while self._arrived:
                 self._log(self._arrived.popleft())
         logger_connector(self._trainer).on_batch_end()
+
+    def _end_epoch(self) -> None:
+        self.drain()
+        self._pipeline.begin_epoch()
 
     def backward(self, loss: Tensor, plain: Callable[[], Tensor]) -> Tensor:
         """The backward has run in the call of ``training_step``."""

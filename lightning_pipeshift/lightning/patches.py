@@ -88,14 +88,16 @@ class Adjustments:
         if hasattr(loop, SIGTERM_BROADCAST):
             self._set(loop, SIGTERM_BROADCAST, lambda: None)
 
-    def drain_before_validation(self, trainer: pl.Trainer, drain: Callable[[], None]) -> None:
-        """Calls ``drain`` before validation within an epoch, and when an epoch's batches end."""
+    def drain_before_validation(
+        self, trainer: pl.Trainer, drain: Callable[[], None], end_epoch: Callable[[], None]
+    ) -> None:
+        """Calls ``drain`` before validation, and ``end_epoch`` when an epoch's batches end."""
         loop = trainer.fit_loop.epoch_loop
         run, asks = loop.run, getattr(loop, CHECKS_FOR_VALIDATION)
 
         def run_and_drain(*args: Any) -> None:
             run(*args)
-            drain()
+            end_epoch()
 
         def ask_and_drain(*args: Any) -> bool:
             follows: bool = asks(*args)

@@ -614,7 +614,11 @@ class PipeShiftStrategy(ParallelStrategy):
     ) -> Any:
         training = self._require_run().training
         if training.steps_itself:
-            return closure()
+            training.is_in_optimizer_step = True
+            try:
+                return closure()
+            finally:
+                training.is_in_optimizer_step = False
         result = super().optimizer_step(optimizer, closure, *args, **kwargs)
         training.end_optimizer_step()
         return result

@@ -170,6 +170,9 @@ class TrainingSteps:
     steps_itself = False
     """Whether ``run`` makes the optimizer's steps, instead of Lightning's loop."""
 
+    is_in_optimizer_step = False
+    """Whether Lightning's loop has called ``Strategy.optimizer_step``."""
+
     def adjust(self, adjustments: Adjustments) -> None:
         """Changes what Lightning's loop does, if needed."""
 

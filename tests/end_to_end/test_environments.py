@@ -6,45 +6,27 @@ scheduler tells nodes apart by their names.
 
 from __future__ import annotations
 
+import ctypes
 import os
-import subprocess
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from lightning.pytorch.plugins.environments import KubeflowEnvironment
 
-from lightning_pipeshift.testing.ranks import TIMEOUT_SECONDS
+from lightning_pipeshift.testing.ranks import run_ranks
 from lightning_pipeshift.testing.workers import free_port
-from tests import ROOT
+from tests.features_models import quiet_trainer
+from tests.models import LayersOfItsOwn, points
+
+CLONE_NEWUTS = 0x04000000
 
 NODES, PER_NODE = 2, 2
 # The first has to be found by its name.
 NAMES = ("localhost", "beta")
-
-SCRIPT = """
-import socket, sys
-import lightning.pytorch as L
-import torch
-from lightning.pytorch.plugins.environments import KubeflowEnvironment
-from lightning_pipeshift import PipeShiftStrategy
-from tests.models import LayersOfItsOwn, points
-
-torch.set_num_threads(1)
-L.seed_everything(1)
-plugins = [KubeflowEnvironment()] if "kubeflow" in sys.argv else []
-trainer = L.Trainer(
-    accelerator="cpu", num_nodes=int(sys.argv[1]), devices=int(sys.argv[2]), max_epochs=1,
-    strategy=PipeShiftStrategy(partition=[1, 1, 1, 1]), plugins=plugins, logger=False,
-    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-)
-model = LayersOfItsOwn()
-trainer.fit(model, points(8))
-strategy = trainer.strategy
-values = trainer.callback_metrics
-print("found", trainer.global_rank, trainer.world_size, strategy.stage, strategy.cluster_environment
-      .__class__.__name__, strategy.hosts, sep="|")
-"""
 
 # Stands in for mpi4py, with files in place of messages.
 MPI = """
@@ -144,6 +126,37 @@ def kubeflow(rank: int, folder: Path, port: int) -> dict[str, str]:
     }
 
 
+def become_host(name: str) -> None:
+    """Gives this process a host name of its own."""
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUTS) != 0:
+        raise OSError(ctypes.get_errno(), "unshare")
+    socket.sethostname(name)
+
+
+def train_on_node(variables: Sequence[dict[str, str]], is_kubeflow: bool, folder: Path) -> Any:
+    """Trains as one of the processes that the scheduler has started."""
+    rank = int(os.environ["RANK"])
+    schedulers = ("SLURM_", "LSB_", "JSM_", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_")
+    for name in list(os.environ):
+        if name.startswith(schedulers) or name in ("RANK", "NODE_RANK", "WORLD_SIZE"):
+            del os.environ[name]
+    os.environ.update({**variables[rank], "GLOO_SOCKET_IFNAME": "lo"})
+    sys.path.insert(0, str(folder))
+    become_host(NAMES[rank // PER_NODE])
+    # Kubeflow counts every process as a node, and has to be named.
+    trainer = quiet_trainer(
+        {"pipeshift": {"partition": [1, 1, 1, 1]}},
+        num_nodes=NODES * PER_NODE if is_kubeflow else NODES,
+        devices=1 if is_kubeflow else PER_NODE,
+        plugins=[KubeflowEnvironment()] if is_kubeflow else [],
+        max_epochs=1,
+    )
+    trainer.fit(LayersOfItsOwn(), points(8))
+    strategy: Any = trainer.strategy
+    name = type(strategy.cluster_environment).__name__
+    return trainer.global_rank, trainer.world_size, strategy.stage, name, strategy.hosts
+
+
 @pytest.mark.parametrize(
     ("variables", "name"),
     [
@@ -158,41 +171,8 @@ def test_four_stages_on_two_nodes(
 ) -> None:
     if os.geteuid():
         pytest.skip("only root can give processes a host name")
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    is_kubeflow = variables is kubeflow
-    # Kubeflow counts every process as a node.
-    shape = ["4", "1", "kubeflow"] if is_kubeflow else [str(NODES), str(PER_NODE)]
-    port = free_port()
-    plain = {
-        key: value
-        for key, value in os.environ.items()
-        if not key.startswith(("SLURM_", "LSB_", "JSM_", "MASTER_")) and key not in ("RANK",)
-    }
-    running = []
-    for rank in range(NODES * PER_NODE):
-        host = NAMES[rank // PER_NODE]
-        command = f'hostname {host} && exec "$0" "$@"'
-        running.append(
-            subprocess.Popen(
-                ["unshare", "--uts", "sh", "-c", command, sys.executable, str(script), *shape],
-                env={
-                    **plain,
-                    **variables(rank, tmp_path, port),
-                    "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
-                    "GLOO_SOCKET_IFNAME": "lo",
-                },
-                cwd=tmp_path,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    try:
-        outputs = [process.communicate(timeout=TIMEOUT_SECONDS)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    hosts = [NAMES[rank // PER_NODE] for rank in range(NODES * PER_NODE)]
-    for rank, output in enumerate(outputs):
-        assert f"found|{rank}|4|{rank}|{name}|{hosts}" in output, "\n=====\n".join(outputs)
+    ranks, port = range(NODES * PER_NODE), free_port()
+    of_each = [variables(rank, tmp_path, port) for rank in ranks]
+    found = run_ranks(train_on_node, len(ranks), of_each, variables is kubeflow, tmp_path)
+    hosts = [NAMES[rank // PER_NODE] for rank in ranks]
+    assert found == [(rank, 4, rank, name, hosts) for rank in ranks]

@@ -4,14 +4,15 @@ all.
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
+import sys
+from collections.abc import Sequence
 
 import pytest
 
 from lightning_pipeshift.commands.brief_errors import without_traceback
+from lightning_pipeshift.commands.cli import main
 from lightning_pipeshift.errors import StageFailedError
-from lightning_pipeshift.testing.ranks import Launched, launch_script
+from lightning_pipeshift.testing.ranks import launch_script, run_ranks
 from tests import ROOT
 
 COMMAND = "from lightning_pipeshift.commands.cli import main; main()"
@@ -45,42 +46,44 @@ trainer.fit(LayersOfItsOwn(), points(8))
 """
 
 
-def command(tmp_path: Path, *options: str) -> Launched:
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    script = tmp_path / "pipeshift.py"
-    script.write_text(COMMAND)
-    arguments = ["fit", "--config", "examples/gpt.yaml", "--trainer.max_steps=1", *options]
-    env = {"PYTHONPATH": str(tmp_path)}
-    return launch_script(script, *arguments, cwd=tmp_path, env=env, check=False)
+def run_command(arguments: Sequence[str]) -> None:
+    """Runs the command on one rank."""
+    sys.argv = ["pipeshift", *arguments]
+    main()
 
 
-def test_the_help_shows_the_strategys_arguments_and_they_can_be_given(tmp_path: Path) -> None:
-    script = tmp_path / "pipeshift.py"
-    script.write_text(COMMAND)
-    shown = launch_script(script, "fit", "--help", cwd=tmp_path).output
-    assert "--trainer.strategy.microbatches" in shown
-    assert "the number of slices of a batch" in shown
+def test_the_help_shows_the_strategys_arguments_and_they_can_be_given() -> None:
     given = ["--model=lightning.pytorch.demos.boring_classes.BoringModel", "--print_config"]
     given.append("--trainer.strategy.microbatches=6")
-    assert "microbatches: 6" in launch_script(script, "fit", *given, cwd=tmp_path).output
+    shown, configured = (
+        run_ranks(run_command, 1, ["fit", *options], expect_failure=True)[0]
+        for options in (["--help"], given)
+    )
+    assert (shown.error_type, shown.message) == ("SystemExit", "0")
+    assert "--trainer.strategy.microbatches" in shown.output
+    assert "the number of slices of a batch" in shown.output
+    assert (configured.error_type, configured.message) == ("SystemExit", "0")
+    assert "microbatches: 6" in configured.output
 
 
-WRONG = "--trainer.strategy.init_args.partition=[1, 2, 3]"
+WRONG = [
+    *("fit", "--config", str(ROOT / "examples" / "gpt.yaml"), "--trainer.max_steps=1"),
+    "--trainer.strategy.init_args.partition=[1, 2, 3]",
+]
 
 
-def test_an_error_of_the_command_is_one_message(tmp_path: Path) -> None:
-    launched = command(tmp_path, WRONG)
+def test_an_error_of_the_command_is_one_message() -> None:
+    """Though every process has it that Lightning launches."""
+    launched = launch_script(COMMAND, *WRONG, check=False)
     assert launched.returncode == 2
     assert launched.output.count("pipeshift: error: ") == 1
     assert "the partition [1, 2, 3] of virtual machine 0 has 3 counts" in launched.output
     assert "Traceback" not in launched.output
 
 
-def test_debug_shows_all_of_it(tmp_path: Path) -> None:
-    launched = command(tmp_path, WRONG, "--debug")
-    assert launched.returncode == 1
-    assert "Traceback" in launched.output
-    assert "PartitionError" in launched.output
+def test_debug_shows_all_of_it() -> None:
+    for outcome in run_ranks(run_command, 2, [*WRONG, "--debug"], expect_failure=True):
+        assert outcome.error_type == "PartitionError"
 
 
 @pytest.mark.parametrize(

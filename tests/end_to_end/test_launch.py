@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from lightning_pipeshift.testing.ranks import (
     launch_torchrun,
     run_ranks,
 )
-from lightning_pipeshift.testing.workers import free_port
+from lightning_pipeshift.testing.workers import RANK_VARIABLES, free_port
 from tests.features_models import differences, fit, on_one_device, on_rank, parameters_of
 from tests.models import SequentialMLP, points
 
@@ -72,18 +73,6 @@ def require_like_one_device(results: list[dict[str, Any]], stages: int) -> None:
         assert result["loss"] == results[0]["loss"]
 
 
-def test_lightning_and_torchrun_launch_the_ranks() -> None:
-    """Two stages by the strategy's name, three with as many microbatches: the same bits."""
-    by_name = json.dumps({"devices": 2, "strategy": "pipeshift"})
-    by_lightning = results_of(launch_script(SCRIPT, by_name))
-    require_like_one_device(by_lightning, 2)
-    assert by_lightning[0]["microbatches"] == 8
-    arguments = json.dumps({"devices": 3, "strategy": {"microbatches": 8}})
-    by_torchrun = results_of(launch_torchrun(SCRIPT, 3, arguments))
-    require_like_one_device(by_torchrun, 3)
-    assert {result["total"] for result in by_lightning + by_torchrun} == {by_torchrun[0]["total"]}
-
-
 # Two hosts with two devices and one: an agent of torchrun on each.
 UNEVEN_HOSTS = """
 import json, os, subprocess, sys, tempfile
@@ -105,16 +94,33 @@ with tempfile.TemporaryDirectory() as folder:
 """
 
 
-def test_hosts_with_different_numbers_of_devices() -> None:
-    arguments = {"strategy": {"virtual_machines": [[0, 1], [2]], "microbatches": 8}}
-    launched = launch_script(UNEVEN_HOSTS, str(free_port()), json.dumps(arguments), SCRIPT)
-    results = results_of(launched)
-    assert [result["stage"] for result in results] == [0, 1, 0]
-    assert len({result["total"] for result in results}) == 1
+def test_lightning_and_torchrun_launch_the_ranks() -> None:
+    """Two stages by the strategy's name, three on two hosts with as many microbatches: the same
+    bits.
+    """
+    by_name = json.dumps({"devices": 2, "strategy": "pipeshift"})
+    by_lightning = results_of(launch_script(SCRIPT, by_name))
+    require_like_one_device(by_lightning, 2)
+    assert by_lightning[0]["microbatches"] == 8
+    arguments = json.dumps({"strategy": {"microbatches": 8}})
+    by_torchrun = results_of(launch_script(UNEVEN_HOSTS, str(free_port()), arguments, SCRIPT))
+    require_like_one_device(by_torchrun, 3)
+    assert {result["total"] for result in by_lightning + by_torchrun} == {by_torchrun[0]["total"]}
+
+
+def without_a_launcher(how: Any) -> Any:
+    for name in list(os.environ):
+        if name in RANK_VARIABLES or name.startswith("TORCHELASTIC_"):
+            del os.environ[name]
+    _, trainer, module = fit({**how, "devices": 1}, SequentialMLP, points(3), max_epochs=2)
+    return parameters_of(module), trainer.world_size
 
 
 def test_one_device() -> None:
-    require_like_one_device(results_of(launch_script(SCRIPT, json.dumps({"devices": 1}))), 1)
+    ((parameters, world_size),) = run_ranks(on_rank, 1, without_a_launcher, {}, (), {})
+    expected = on_one_device(fit, SequentialMLP, points(3), max_epochs=2)[0]["parameters"]
+    assert world_size == 1
+    assert not differences(parameters, expected, 1e-4, 1e-6)
 
 
 def of_so_many_devices(how: Any, devices: int) -> None:
@@ -130,27 +136,34 @@ def test_devices_that_do_not_match_the_processes(processes: int, devices: int) -
             assert part in outcome.message
 
 
-def of_unequal_hosts(how: Any) -> Any:
-    """Rank 0 is alone on its host, 1 and 2 share one: node rank times devices would be wrong."""
+def of_unequal_hosts(how: Any, hosts: Sequence[int]) -> Any:
+    """One host has one rank, the other two: node rank times devices would be wrong."""
     rank = int(os.environ["RANK"])
-    first_host = rank == 0
+    devices = hosts.count(hosts[rank])
     os.environ.update(
-        GROUP_RANK=str(int(not first_host)),
-        LOCAL_RANK=str(0 if first_host else rank - 1),
-        LOCAL_WORLD_SIZE=str(1 if first_host else 2),
+        GROUP_RANK=str(hosts[rank]),
+        LOCAL_RANK=str(rank - hosts.index(hosts[rank])),
+        LOCAL_WORLD_SIZE=str(devices),
         GROUP_WORLD_SIZE="2",
     )
-    how = {**how, "devices": 1 if first_host else 2, "num_nodes": 2}
+    how = {**how, "devices": devices, "num_nodes": 2}
     _, trainer, module = fit(how, SequentialMLP, points(3), max_epochs=2)
     strategy: Any = trainer.strategy
     return parameters_of(module), trainer.global_rank, trainer.world_size, strategy.stage
 
 
-def test_rank_and_world_size_are_the_launchers() -> None:
-    results = run_ranks(on_rank, 3, of_unequal_hosts, {"microbatches": 4}, (), {})
-    expected = on_one_device(fit, SequentialMLP, points(3), max_epochs=2)[0]["parameters"]
+@pytest.mark.parametrize(
+    ("hosts", "machines", "stages"),
+    [([0, 1, 1], 1, [0, 1, 2]), ([0, 0, 1], [[0, 1], [2]], [0, 1, 0])],
+)
+def test_rank_and_world_size_are_the_launchers(hosts: Any, machines: Any, stages: Any) -> None:
+    strategy = {"microbatches": 4, "virtual_machines": machines}
+    results = run_ranks(on_rank, 3, of_unequal_hosts, strategy, (hosts,), {})
+    expected = results[0][0]
+    if machines == 1:
+        expected = on_one_device(fit, SequentialMLP, points(3), max_epochs=2)[0]["parameters"]
     for rank, (parameters, global_rank, world_size, stage) in enumerate(results):
-        assert (global_rank, world_size, stage) == (rank, 3, rank)
+        assert (global_rank, world_size, stage) == (rank, 3, stages[rank])
         assert not differences(parameters, expected, 1e-4, 1e-6)
 
 

@@ -699,16 +699,12 @@ def metrics(how: Any, on_step: bool, on_epoch: bool, two_loaders: bool) -> Any:
     return record, module.matrices
 
 
-@pytest.mark.parametrize(
-    ("on_step", "on_epoch"),
-    [(True, False), (False, True), (True, True)],
-    ids=["step", "epoch", "both"],
-)
-def test_torchmetrics(on_step: bool, on_epoch: bool) -> None:
-    compare(metrics, on_step, on_epoch, False)
+@pytest.mark.parametrize("on_epoch", [False, True], ids=["step", "both"])
+def test_torchmetrics(on_epoch: bool) -> None:
+    compare(metrics, True, on_epoch, False)
 
 
-def test_torchmetrics_with_two_validation_loaders() -> None:
+def test_torchmetrics_by_epoch_with_two_validation_loaders() -> None:
     compare(metrics, False, True, True, stages=3)
 
 

@@ -1,36 +1,46 @@
 """A rank that is gone, on hosts of their own: all processes end, and say which rank it is.
 
-How soon is measured by ``python -m benchmarks.liveness``; here the longest time is that benchmark's
-own, several times what it takes.
+How soon is measured by ``python -m benchmarks.liveness``, which has these runs under torchrun.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.hosts import CARD, Hosts, hosts, why_not
-from benchmarks.liveness import run
+from benchmarks.liveness import NAMES, PER_HOST, on_rank, set_link
 from lightning_pipeshift.testing.ranks import TIMEOUT_SECONDS
 from tests import ROOT
+from tests.end_to_end.test_environments import become_host
 
 # Four stages until the other host is gone, then two.
 SCRIPT = """
-import sys
+import os, sys, time
 from pathlib import Path
+# A host that comes late finds the other one alone, and both start anew.
+while os.environ["WORLD_SIZE"] == "2" and not Path("now").exists():
+    time.sleep(0.05)
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tests.features_models import QUIET
 from tests.models import LayersOfItsOwn, points
+
+def say(what):
+    # One write, so that the ranks' lines do not mix.
+    sys.stdout.write(f"{what} at {trainer.global_step} of {trainer.world_size}\\n")
 
 class Model(LayersOfItsOwn):
     def on_train_batch_end(self, *_):
@@ -40,7 +50,7 @@ class Model(LayersOfItsOwn):
                 pass
 
     def on_train_start(self):
-        print("begins at", self.trainer.global_step, "of", self.trainer.world_size, flush=True)
+        say("begins")
 
 torch.set_num_threads(1)
 L.seed_everything(1)
@@ -50,7 +60,7 @@ trainer = L.Trainer(
     callbacks=[keeps], **{**QUIET, "enable_checkpointing": True},
 )
 trainer.fit(Model(), points(64), ckpt_path="last")
-print("ends at", trainer.global_step, "of", trainer.world_size, flush=True)
+say("ends")
 """
 
 
@@ -63,16 +73,48 @@ def two_hosts() -> Iterator[Hosts]:
         yield made
 
 
+def on_named_host(*args: Any) -> None:
+    become_host(NAMES[int(os.environ["GROUP_RANK"])])
+    on_rank(*args)
+
+
 @pytest.mark.parametrize(
     ("moment", "fault"),
     [("start", "out"), ("async save", "cable"), ("rings", "stopped"), ("validation", "stuck")],
 )
 def test_all_processes_end_and_name_the_rank_that_is_gone(
-    moment: str, fault: str, two_hosts: Hosts
+    moment: str, fault: str, two_hosts: Hosts, tmp_path: Path
 ) -> None:
-    result = run(two_hosts, moment, fault)
-    assert result.seconds is not None, "\n=====\n".join(result.output)
-    assert result.named == (True, True), "\n=====\n".join(result.output)
+    ended = threading.Event()
+
+    def happens() -> None:
+        while not (tmp_path / "now").exists():
+            if ended.wait(0.02):
+                return
+        set_link(two_hosts, fault, is_up=False)
+        (tmp_path / "done").touch()
+
+    happening = threading.Thread(target=happens)
+    happening.start()
+    try:
+        outcomes = two_hosts.run(
+            on_named_host, tmp_path, moment, fault, per_host=PER_HOST, expect_failure=True
+        )
+    finally:
+        ended.set()
+        happening.join()
+        set_link(two_hosts, fault, is_up=True)
+    struck = int((tmp_path / "now").read_text())
+    for rank, outcome in enumerate(outcomes):
+        if fault in ("out", "cable"):
+            gone = rf"\(rank \d on {NAMES[rank < PER_HOST]}\)"
+        elif rank != struck:
+            gone = rf"\(rank {struck} on {NAMES[1]}\)"
+        else:
+            assert outcome.error_type != "Killed", "its neighbour has ended it, or it has by itself"
+            continue
+        assert outcome.error_type == "StageFailedError", str(outcome)
+        assert re.search(gone, outcome.message), str(outcome)
 
 
 def test_the_other_host_goes_on_alone(two_hosts: Hosts, tmp_path: Path) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pipeshift import ConfigurationError, Plan
 from lightning_pipeshift.commands import memory as memory_command
 from lightning_pipeshift.commands import planning as planning_command
+from lightning_pipeshift.commands.cli import main
 from lightning_pipeshift.plan.document.files import load_cluster, load_profile, save_profile
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
 from lightning_pipeshift.testing.ranks import run_ranks
-from lightning_pipeshift.testing.workers import free_port
-from tests import ROOT
 from tests.end_to_end.test_memory_compression import SAMPLES, WIDTH, same_bits, train
 
 MB = 10**6
@@ -49,24 +47,19 @@ data: {class_path: tests.end_to_end.test_memory_command.Rows}
 """
 
 
-def pipeshift(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command in a folder, as a user would."""
+def run_command(arguments: Sequence[str]) -> None:
+    """Runs the command on one rank."""
+    sys.argv = ["pipeshift", *arguments, "--config", "config.yaml"]
+    main()
+
+
+def pipeshift(folder: Path, *arguments: str) -> str:
+    """What the command prints on the first rank of two, in a folder."""
     (folder / "config.yaml").write_text(CONFIGURATION)
-    root = str(ROOT)
-    return subprocess.run(
-        [sys.executable, "-m", "lightning_pipeshift", *arguments, "--config", "config.yaml"],
-        cwd=folder,
-        env={
-            **os.environ,
-            "PYTHONPATH": root,
-            "OMP_NUM_THREADS": "1",
-            # Lightning, which launches the ranks, would take one that somebody else may take too.
-            "MASTER_PORT": str(free_port()),
-        },
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    first, second = run_ranks(run_command, 2, arguments, cwd=folder, expect_failure=True)
+    assert not first.failed, str(first)
+    assert not second.failed, str(second)
+    return first.output
 
 
 def number(text: str) -> float:
@@ -79,17 +72,16 @@ def number(text: str) -> float:
 
 
 def test_every_tensor_is_shown_and_each_stage(tmp_path: Path) -> None:
-    ran = pipeshift(tmp_path, "memory", "--budget", "2.4MB", "--picture", "memory.png")
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    assert "LightningCLI's args" not in ran.stderr
+    shown = pipeshift(tmp_path, "memory", "--budget", "2.4MB", "--picture", "memory.png")
+    assert "LightningCLI's args" not in shown
     size = r"([\d.]+ \w+)"
-    heads = re.findall(rf"── stage (\d): at most {size} of 2.4 MB \({size} .*; {size}", ran.stdout)
+    heads = re.findall(rf"── stage (\d): at most {size} of 2.4 MB \({size} .*; {size}", shown)
     assert [head[0] for head in heads] == ["0", "1"]
     for _, most, static, before in heads:
         assert number(static) < number(most) <= 2.4e6
         assert number(most) <= number(before)
     assert number(heads[0][3]) > 2.4e6, "it would not fit if everything stayed"
-    first = ran.stdout.split("── stage 1")[0]
+    first = shown.split("── stage 1")[0]
     table = [line for line in first.splitlines() if re.search(r"(float32|bool)\[", line)]
     sizes = [re.search(r"\] +([\d.]+ k?B) ", line) for line in table]
     assert all(sizes)
@@ -99,10 +91,10 @@ def test_every_tensor_is_shown_and_each_stage(tmp_path: Path) -> None:
         assert maker in made, made
     # Of the microbatch's 16 rows of 256 numbers in 4 bytes, and in 1; the batch is there anyway.
     assert {number(size[1]) for size in sizes if size} <= {64, 4.1e3, 16.4e3}
-    assert "code behind" in ran.stdout.split("── stage 1")[1], "the loss saves something, too"
+    assert "code behind" in shown.split("── stage 1")[1], "the loss saves something, too"
     assert re.search("to the host|to stage 1|made again", made)
     assert "← budget" in first
-    assert re.search(r"a step: [\d.]+ s by the simulator, [\d.]+ s without swaps", ran.stdout)
+    assert re.search(r"a step: [\d.]+ s by the simulator, [\d.]+ s without swaps", shown)
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "memory.png"}
 
@@ -120,13 +112,12 @@ def test_pictures_need_matplotlib_and_say_so_before_measuring(
 
 def test_a_plan_that_moves_tensors_is_made_and_run(tmp_path: Path) -> None:
     # One block and the head are left to the second stage: the first has to let go of something.
-    ran = pipeshift(tmp_path, "plan", "--budget", "2.4MB", "--host-budget", "100MB")
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    shown = pipeshift(tmp_path, "plan", "--budget", "2.4MB", "--host-budget", "100MB")
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.prediction is not None
     assert max(plan.prediction.memory_bytes[0]) <= 2.4 * MB
     assert any(plan.swaps) or any(plan.recompute)
-    assert "least room left" in ran.stdout
+    assert "least room left" in shown
     measured = load_cluster(tmp_path / "plan.cluster.yaml")
     assert {device.memory_bytes for device in measured.devices} == {2_400_000}
     assert {device.host_bytes for device in measured.devices} == {100 * MB}

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import re
 import warnings
 from collections.abc import Sequence
@@ -35,7 +34,7 @@ from lightning_pipeshift import (
 )
 from lightning_pipeshift.lightning.precision.memory_compression import bytes_of_text
 from lightning_pipeshift.plan.inputs.saved_tensors import BEHIND, FRONT
-from lightning_pipeshift.testing.ranks import launch_script, run_ranks
+from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import AwaitsPlanning, built, quiet_trainer
 
 WIDTH, SAMPLES = 64, 128
@@ -195,9 +194,9 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "eager, moving": (3, {"schedule": "eager_1f1b", "moves": True}),
-    "bf16": (2, {"precision": "bf16-mixed"}),
-    "double": (2, {"inner": DoublePrecision()}),
-    "two virtual machines": (4, {"virtual_machines": 2}),
+    "bf16": (2, {"precision": "bf16-mixed", "batch_sizes": (SAMPLES,) * 3}),
+    "double": (2, {"inner": DoublePrecision(), "batch_sizes": (SAMPLES,) * 3}),
+    "two virtual machines": (4, {"virtual_machines": 2, "batch_sizes": (SAMPLES,) * 3}),
     "one device": (1, {"batch_sizes": (96, 128, 40)}),
 }
 
@@ -494,19 +493,16 @@ def test_a_precision_beside_it_is_wrapped_and_two_others_are_still_lightnings_er
         )
 
 
-def test_a_plugin_that_came_by_pickle_is_allowed_beside_a_precision(tmp_path: Path) -> None:
+def beside_a_precision(plugin: MemoryCompression) -> Any:
+    trainer = L.Trainer(accelerator="cpu", plugins=[plugin], precision="bf16-mixed", logger=False)
+    found: Any = trainer.precision_plugin
+    return found.precision, found.memory_request.budget_bytes
+
+
+def test_a_plugin_that_came_by_pickle_is_allowed_beside_a_precision() -> None:
     """In a process that has made none."""
-    (tmp_path / "plugin").write_bytes(pickle.dumps(MemoryCompression(budget="20GB")))
-    launched = launch_script(
-        f"""
-import pathlib, pickle
-import lightning.pytorch as L
-plugin = pickle.loads(pathlib.Path({str(tmp_path / "plugin")!r}).read_bytes())
-trainer = L.Trainer(accelerator="cpu", plugins=[plugin], precision="bf16-mixed", logger=False)
-print(trainer.precision_plugin.precision, trainer.precision_plugin.memory_request.budget_bytes)
-"""
-    )
-    assert "bf16-mixed 20000000000.0" in launched.output
+    found = run_ranks(beside_a_precision, 1, MemoryCompression(budget="20GB"))
+    assert found == [("bf16-mixed", 20e9)]
 
 
 class _OtherArguments:

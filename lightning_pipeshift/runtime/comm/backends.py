@@ -56,6 +56,8 @@ def store_of_this_start(
     """
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
+        if rank:
+            _await_listener(address, port, deadline)
         try:
             store = dist.TCPStore(
                 address,
@@ -73,6 +75,21 @@ def store_of_this_start(
             if rank == 0 or time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
+
+
+def _await_listener(address: str, port: int, deadline: float) -> None:
+    """Waits until the first rank listens. A store that is refused pauses for several hundred
+    milliseconds before it tries again, and ranks that start together often come before the first.
+    """
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((address, port), timeout=1.0).close()
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+        except OSError:  # the store says what is wrong
+            return
+        else:
+            return
 
 
 def _agreed_name(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:

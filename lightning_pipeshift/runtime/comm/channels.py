@@ -46,6 +46,9 @@ from lightning_pipeshift.runtime.comm.sockets import (
 from lightning_pipeshift.runtime.comm.threads import InOrder
 from lightning_pipeshift.runtime.comm.waits import complete
 
+# The number of a lane.
+_MEASUREMENTS = 8
+
 
 class Direction(enum.IntEnum):
     """The direction in which a tensor travels between neighbours."""
@@ -209,6 +212,8 @@ class Channels(Lane):
         self._staged = self._devices is None and device.type != "cpu"
         self._staging = InOrder("send")
         self._bulk = groups.bulk
+        self.measurements = Lane(ranks, stage, groups.control, watched, _MEASUREMENTS)
+        """Apart from what is sent in steps."""
         self._sockets = groups.sockets
         self._bulk_sockets = groups.bulk_sockets
         self.num_done = 0
@@ -260,6 +265,7 @@ class Channels(Lane):
     def close(self) -> None:
         """Closes the connections; peers that wait on them see an error at once."""
         self._object_sends.clear()
+        self.measurements = Lane([], 0, None, self.watched)
         self._staging.close()
         shut_down(self._sockets)
         if not all(map(ends_soon, self._under_way)):

@@ -9,7 +9,7 @@ layer by layer, until its GPU has summed them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -62,6 +62,7 @@ class GradientGroup:
     _missing: int = 0
     _sums: list[tuple[list[nn.Parameter], Tensor, Sum]] = field(default_factory=list)
     _buffers: dict[torch.dtype, Tensor] = field(default_factory=dict)
+    _counts: tuple[Tensor, Sum] | None = None
     _present: set[int] = field(default_factory=set)
     """The indices of the parameters that had a gradient when the sum started."""
 
@@ -70,19 +71,27 @@ class GradientGroup:
         """The parameters that may have a gradient now."""
         return [parameter for parameter in self.parameters if parameter.requires_grad]
 
-    def start(self, start_sum: StartSum, device: torch.device, staging: InOrder) -> None:
+    def start(
+        self, start_sum: StartSum, device: torch.device, staging: InOrder, counts: bool
+    ) -> None:
         """Starts to sum the gradients that exist.
 
         Args:
             start_sum: starts a sum.
             device: where the sum is made.
             staging: waits for gradients of a GPU that are summed in host memory.
+            counts: whether the members also count who has a gradient of each parameter.
         """
         self._present = {
             place
             for place, parameter in zip(self.places, self.parameters, strict=True)
             if parameter.grad is not None
         }
+        if counts and self.trained:
+            present = [float(place in self._present) for place in self.places]
+            flags = torch.tensor(present, device=device)
+            number = self.number * _MOST_TYPES + _MOST_TYPES - 1
+            self._counts = flags, start_sum(number, self.members, flags)
         by_type: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in self.trained:
             by_type.setdefault(parameter.dtype, []).append(parameter)
@@ -121,12 +130,18 @@ class GradientGroup:
                     parameter.grad = torch.empty_like(parameter)
                 parameter.grad.copy_(part.view(parameter.shape))
         self._sums = []
+        if self._counts is not None:
+            counts, under_way = self._counts
+            under_way.wait()
+            self._counts = None
+            num_owners = dict(zip(self.places, counts.tolist(), strict=True))
+            self.let_go(num_owners)
 
-    def let_go(self, num_owners: Sequence[float]) -> None:
+    def let_go(self, num_owners: Sequence[float] | Mapping[int, float]) -> None:
         """Removes the gradients of parameters for which no virtual machine had one.
 
         Args:
-            num_owners: how many had one, for each parameter of the model.
+            num_owners: how many had one, for each parameter of the model, or of this group.
         """
         for place, parameter in zip(self.places, self.parameters, strict=True):
             if parameter.requires_grad and not num_owners[place]:
@@ -144,7 +159,8 @@ class Aggregation:
     Args:
         groups: one for each layer that this rank owns, in call order.
         start_sum: begins a sum.
-        agree: sums a vector over all ranks, in host memory.
+        agree: sums a vector over all ranks, in host memory; ``None`` if ranks at different
+            minibatches must not wait for each other.
         num_parameters: how many the model has.
         device: where the sums are made.
         in_order: whether sums have to begin in the same order on all ranks; that order is then the
@@ -155,7 +171,7 @@ class Aggregation:
         self,
         groups: list[GradientGroup],
         start_sum: StartSum,
-        agree: Agree,
+        agree: Agree | None,
         num_parameters: int,
         device: torch.device,
         in_order: bool,
@@ -214,29 +230,35 @@ class Aggregation:
             later = self._groups[index + 1 :] if self._in_order else []
             if all(group.is_started or not group.trained for group in later):
                 self._ready.discard(index)
-                self._groups[index].start(self._start_sum, self._device, self._staging)
+                self._start(self._groups[index])
 
     def finish(self) -> None:
         """Starts the sums that have not started (of layers that no gradient reached), and waits for
         all sums.
 
-        Every rank calls this, and it returns when all have their sums: no rank takes its optimizer
-        step before. (On a GPU the sums are queued then, and later work runs after them.)
+        Every rank calls this, and with ``agree`` it returns when all have their sums: no rank takes
+        its optimizer step before. (On a GPU the sums are queued then, and later work runs after
+        them.)
         """
         self._is_armed = False
         with torch.no_grad():
             for group in reversed(self._groups):
                 if not group.is_started:
-                    group.start(self._start_sum, self._device, self._staging)
+                    self._start(group)
         begin = time.perf_counter()
         present = torch.zeros(self._num_parameters)
         for group in reversed(self._groups):
             group.finish()
             present[list(group._present)] = 1.0
         self.exposed_seconds = time.perf_counter() - begin
+        if self._agree is None:
+            return
         num_owners = self._agree(present).tolist()
         for group in self._groups:
             group.let_go(num_owners)
+
+    def _start(self, group: GradientGroup) -> None:
+        group.start(self._start_sum, self._device, self._staging, counts=self._agree is None)
 
 
 def _behind(event: Event, begin: Callable[[], Sum]) -> Sum:

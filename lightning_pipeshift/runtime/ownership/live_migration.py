@@ -294,7 +294,9 @@ class LiveMigration(ActionListener):
         """
         newest = min(self._versions.num_updates, self.update)
         for outgoing in self._outgoing.values():
-            if minibatch < outgoing.first or outgoing.sent >= newest:
+            # With two versions, the new owner needs the one that the next update makes old.
+            is_urgent = self._versions.delays and self.begin is not None
+            if outgoing.sent >= newest or (minibatch < outgoing.first and not is_urgent):
                 continue
             parameters, is_first = outgoing.parameters, outgoing.sent < 0
             outgoing.sent = newest
@@ -343,8 +345,10 @@ class LiveMigration(ActionListener):
         """How many updates are in the weights that a forward on this stage uses."""
         done = self._versions.num_updates
         if self._versions.delays:
-            # Its first update is made to weights that no forward of that update uses.
-            return self.update - (update == self.update)
+            # Its first update is made to weights that no forward of that update uses, unless the
+            # pipeline has begun anew with it.
+            is_first = update == self.update != self._versions.began_anew_with
+            return self.update - is_first
         if source < self._holdings.stage:
             done = self._newest(source, minibatch)
         return min(done, self.update)

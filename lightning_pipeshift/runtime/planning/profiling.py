@@ -278,8 +278,12 @@ def gather_figures(mine: T, replicas: Replicas) -> list[T] | None:
     others. Every rank calls this.
     """
     world = replicas.world
-    found = world.gather_objects(mine)
-    if found is None:
+    # On a lane of their own: the first rank may take them in later than they are sent.
+    lane = world.measurements
+    lane.settle()
+    if world.stage:
+        lane.send_object(mine, 0)
         return None
+    found = [mine, *(lane.receive_object(stage) for stage in range(1, world.num_stages))]
     by_rank = dict(zip(world.ranks, found, strict=True))
     return [by_rank[rank] for rank in range(world.num_stages)]

@@ -51,12 +51,17 @@ def require_same_batch(batch: Any, batch_idx: int, channels: Channels) -> None:
     sums = channels.gather_int(checksum(batch))
     if len(set(sums)) > 1:
         odd = [stage for stage, value in enumerate(sums) if value != sums[0]]
-        raise BatchError(
-            f"The stages of a virtual machine see different batches: at batch {batch_idx}, stage"
-            f" {', '.join(map(str, odd))} got a different one from stage 0. All stages must see the"
-            " same data in the same order. Look for a sampler or data set that depends on the"
-            " rank, on the time, on unseeded randomness, or on the order of files in a folder."
-        )
+        raise different_batches(batch_idx, odd)
+
+
+def different_batches(batch_idx: int, odd: Sequence[int]) -> BatchError:
+    """The error of stages that see another batch than stage 0."""
+    return BatchError(
+        f"The stages of a virtual machine see different batches: at batch {batch_idx}, stage"
+        f" {', '.join(map(str, odd))} got a different one from stage 0. All stages must see the"
+        " same data in the same order. Look for a sampler or data set that depends on the"
+        " rank, on the time, on unseeded randomness, or on the order of files in a folder."
+    )
 
 
 def require_same_lengths(lengths: Sequence[float], what: str, channels: Channels) -> None:

@@ -83,6 +83,8 @@ from lightning_pipeshift.runtime.planning.make_plan import (
 )
 from lightning_pipeshift.runtime.planning.replanning import Replanning
 from lightning_pipeshift.runtime.step.checksum import (
+    checksum,
+    different_batches,
     is_checked,
     require_same_batch,
     require_same_end,
@@ -128,12 +130,14 @@ class _Notice(NamedTuple):
         ends: whether the run ends after the minibatch.
         asks_to_end: whether an earlier stage of the virtual machine asks for the end; the last
             stage passes it on to the first rank.
+        checksum: that of stage 0's batch, if it is compared.
     """
 
     plans: list[str]
     has_decided: bool
     ends: bool
     asks_to_end: bool
+    checksum: int = 0
 
 
 class _Votes(NamedTuple):
@@ -567,7 +571,7 @@ class Pipeline:
         if is_new:
             self.messages.append(f"gradient_aggregation is {kind!r}: {why}.")
         device, watched = self.channels.device, self.channels.watched
-        agree = self.replicas.world.sum
+        agree = None if self.is_asynchronous else self.replicas.world.sum
         if self.channels.backend == "gloo":
             device = torch.device("cpu")
             if kind == "ring":
@@ -786,7 +790,9 @@ class Pipeline:
                 :meth:`training_step`.
         """
         self._note_begin()
-        self._check_batch(batch, batch_idx)
+        if self._minibatches is None:
+            # Later batches are compared by :meth:`before_minibatch`.
+            self._check_batch(batch, batch_idx)
         ((part, size),) = split(batch, 1)
         key = self._key("train", step_number, 0)
         self._settle(key, step, part, optimizers, final=True, trains=True)
@@ -858,15 +864,17 @@ class Pipeline:
         changes = self.channels.share_object(changes, self.channels.num_stages - 1)
         self._share_state(Report(None, [], [changes]), written)
 
-    def before_minibatch(self, ends_update: bool) -> list[LateUpdate]:
+    def before_minibatch(self, batch: Any, batch_idx: int, ends_update: bool) -> list[LateUpdate]:
         """Called before :meth:`begin_minibatch`; returns updates that are to be made first.
 
         Args:
+            batch: the minibatch.
+            batch_idx: its index in the epoch.
             ends_update: whether the minibatch is the last one of its update.
         """
         if self._minibatches is None:
             return []
-        self._take_notice()
+        self._take_notice(batch, batch_idx)
         if self._live is None:
             return []
         number, update = self._minibatches.next, self._minibatches.versions.update
@@ -880,7 +888,7 @@ class Pipeline:
             self.planning.profiler.begin_anew(for_good=self.planning.profiler.is_over)
         return late
 
-    def _take_notice(self) -> None:
+    def _take_notice(self, batch: Any, batch_idx: int) -> None:
         """Learns what the first rank has decided, before a minibatch from which on it holds. This
         travels down the pipeline ahead of the minibatch's payload, so nobody waits for it.
         """
@@ -894,6 +902,12 @@ class Pipeline:
             notice = world.receive_object(world.ranks.index(0))
         else:
             notice = channels.receive_object(stage - 1)
+        if channels.num_stages > 1 and is_checked(batch_idx):
+            mine = checksum(batch)
+            if not stage:
+                notice = notice._replace(checksum=mine)
+            elif notice.checksum != mine:
+                raise different_batches(batch_idx, [stage])
         self._asks_to_end_here |= self.asks_to_end | notice.asks_to_end
         if not self.is_last:
             channels.send_object(notice._replace(asks_to_end=self._asks_to_end_here), stage + 1)
@@ -936,6 +950,13 @@ class Pipeline:
             self.messages.append(f"the new plan was left alone. {error}")
             return False
         return True
+
+    def begin_epoch(self) -> None:
+        """Called at the end of an epoch, after :meth:`end_moves`. A run that resumes there goes on
+        with the newest weights only, so this one does, too.
+        """
+        if self._minibatches is not None:
+            self._minibatches.versions.begin_anew()
 
     def end_moves(self) -> list[LateUpdate]:
         """Called when :meth:`drain` is over: ends the moves that have begun; returns updates that

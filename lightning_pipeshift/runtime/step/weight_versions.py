@@ -38,6 +38,8 @@ class WeightVersions(ActionListener):
         """How many updates the stage has made."""
         self.update = 0
         """The number of the update that the next forward's gradient is part of."""
+        self.began_anew_with = 0
+        """The number of the first update since an epoch, or training, began."""
         self._parameters: list[nn.Parameter] = []
         self._newest: Weights = []
         """The newest weights, while the parameters have others."""
@@ -54,6 +56,11 @@ class WeightVersions(ActionListener):
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         known = set(map(id, self._parameters))
         self._before = {key: weight for key, weight in self._before.items() if key in known}
+
+    def begin_anew(self) -> None:
+        """Lets the next forwards use the newest weights, in an empty pipeline."""
+        self._before = {}
+        self.began_anew_with = self.update
 
     def set_before(self, parameters: Sequence[nn.Parameter], weights: Sequence[Tensor]) -> None:
         """Sets the weights before the last update, for parameters from another stage."""

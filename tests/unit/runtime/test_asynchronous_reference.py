@@ -95,8 +95,8 @@ def test_two_buffered_weights_by_hand(split, options):
 def test_an_epoch_ends_an_update_of_two_buffered_weights():
     """The second update has one minibatch, so the third begins with the fourth one."""
     found = product(4, [1, 1], schedule="async-2bw", num_accumulated=2, epochs=[3])
-    # 10 and 1 three times; then 9 and -9.
-    assert found == ([8.5 + 4.5, -14 - 4.5], [10, 10, 10, -81])
+    # 10 and 1 three times; then the newest, 8.5 and -14.
+    assert found == ([8.5 + 7, -14 - 4.25], [10, 10, 10, 8.5 * -14])
 
 
 def versions(split, num_minibatches, **options):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import re
-import subprocess
-import sys
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,12 @@ from typing import Any
 import pytest
 
 from lightning_pipeshift.runtime.liveness import failure
-from lightning_pipeshift.runtime.liveness.stalls import StallWatch, activity, write_stacks
+from lightning_pipeshift.runtime.liveness.stalls import (
+    StallWatch,
+    activity,
+    print_stacks_on_a_signal,
+    write_stacks,
+)
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import fit, on_rank
 from tests.models import LayersOfItsOwn, points
@@ -166,14 +171,12 @@ def test_the_first_rank_says_who_is_waited_for(
 
 
 def test_a_signal_prints_the_stacks_unless_the_user_handles_it() -> None:
-    code = """
-import faulthandler, signal
-from lightning_pipeshift.runtime.liveness.stalls import print_stacks_on_a_signal
-
-for handler in (signal.SIG_DFL, lambda *_: None):
-    signal.signal(signal.SIGUSR2, handler)
-    print_stacks_on_a_signal()
-    print(faulthandler.unregister(signal.SIGUSR2))
-"""
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ended.stdout.split() == ["True", "False"], ended.stderr
+    before = signal.getsignal(signal.SIGUSR2)
+    unregister: Any = faulthandler.unregister  # typed as returning nothing
+    try:
+        for handler, prints in ((signal.SIG_DFL, True), (lambda *_: None, False)):
+            signal.signal(signal.SIGUSR2, handler)
+            print_stacks_on_a_signal()
+            assert unregister(signal.SIGUSR2) == prints
+    finally:
+        signal.signal(signal.SIGUSR2, before)
