@@ -10,8 +10,8 @@ takes the whole batch as one minibatch, as if only the schedule's name had been 
 contenders make an update from a quarter of the samples.
 
 The learning rate rises over the first samples and stays, so that each point of a curve is the end
-of a training of its own. It is the best one of those that were tried, with the first seed. There
-is no clipping by norm, which an asynchronous pipeline cannot do.
+of a training of its own. It is the best one for the first seed: half and twice of it are worse.
+There is no clipping by norm, which an asynchronous pipeline cannot do.
 
 Two cores cannot show how fast four stages are. So the seconds of an update are measured in another
 run, where layers sleep instead of computing, in proportion to their samples (see
@@ -25,7 +25,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -47,6 +47,8 @@ WARM_UP = 16 * BATCH
 FORWARD_SECONDS = 0.020
 """Of a quarter of a batch on one stage; a backward takes twice as long."""
 PLOT = Path(__file__).resolve().parent.parent / "docs" / "convergence.svg"
+Points = list[tuple[int, float]]
+"""The validation loss by the number of samples that were trained with."""
 COLOURS = ("#1b1b1b", "#d1495b", "#edae49", "#00798c", "#8a8a8a", "#6a4c93")
 
 
@@ -105,7 +107,7 @@ class Curve(pl.Callback):
     """The validation loss by the number of samples that were trained with."""
 
     def __init__(self, samples_of_update: int) -> None:
-        self.points: list[tuple[int, float]] = []
+        self.points: Points = []
         self._samples = samples_of_update
 
     def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -135,7 +137,7 @@ class Job:
     width: int
 
 
-def curve(job: Job) -> list[tuple[int, float]]:
+def curve(job: Job) -> Points:
     """Trains, on every rank; returns the validation losses."""
     torch.set_num_threads(1)
     contender = job.contender
@@ -177,15 +179,31 @@ def curve(job: Job) -> list[tuple[int, float]]:
     return found.points
 
 
-def curves(jobs: Sequence[Job]) -> list[list[tuple[int, float]]]:
+def curves(jobs: Sequence[Job]) -> list[Points]:
     """Runs on every rank."""
     return [curve(job) for job in jobs]
 
 
-def train(jobs: Sequence[Job], timeout: float) -> list[list[tuple[int, float]]]:
-    """The curves of all trainings."""
-    found: list[list[tuple[int, float]]] = run_ranks(curves, NUM_STAGES, jobs, timeout=timeout)[0]
+def searches(jobs: Sequence[Job]) -> list[dict[float, Points]]:
+    """Runs on every rank, where losses are the same."""
+    return [search(job) for job in jobs]
+
+
+def search(job: Job) -> dict[float, Points]:
+    """The training's curves by learning rate: its own one and others, by factors of two, until the
+    best one of them stands between two that are worse.
+    """
+    found = {rate: curve(replace(job, rate=rate)) for rate in (job.rate, 2 * job.rate)}
+    while (best := best_of(found)) in (min(found), max(found)):
+        rate = best / 2 if best == min(found) else best * 2
+        found[rate] = curve(replace(job, rate=rate))
     return found
+
+
+def best_of(found: Mapping[float, Points]) -> float:
+    """The learning rate with the lowest loss in the end."""
+    ends = {rate: points[-1][1] for rate, points in found.items()}
+    return min(ends, key=lambda rate: ends[rate] if math.isfinite(ends[rate]) else math.inf)
 
 
 def measured_paces(num_batches: int) -> dict[str, float]:
@@ -280,26 +298,28 @@ def _panel(contenders: Sequence[Mapping[str, Any]], key: str, left: int) -> str:
 
 def summary(
     contender: Contender,
-    searched: Mapping[float, float],
-    found: Sequence[Sequence[tuple[int, float]]],
+    searched: Mapping[float, Points],
+    others: Sequence[Points],
     paces: Mapping[str, float],
 ) -> dict[str, Any]:
     """The figures of one contender.
 
     Args:
         contender: the contender.
-        searched: the last loss by learning rate.
-        found: the curve of each seed, with the best of them.
+        searched: the curves of the first seed by learning rate.
+        others: those of the other seeds, with the best of them.
         paces: :func:`measured_paces`.
     """
+    rate = best_of(searched)
+    found = [searched[rate], *others]
     points = [samples for samples, _ in found[0]]
     by_seed = [[loss for _, loss in one] for one in found]
     return {
         "name": contender.name,
         "samples": contender.samples,
         "is_synchronous": contender.is_synchronous,
-        "rate": min(searched, key=searched.__getitem__),
-        "searched": {f"{rate:g}": loss for rate, loss in searched.items()},
+        "rate": rate,
+        "searched": {f"{rate:g}": searched[rate][-1][1] for rate in sorted(searched)},
         "points": points,
         "seconds": seconds(contender, points, paces),
         "losses": [median(losses) for losses in zip(*by_seed, strict=True)],
@@ -329,17 +349,11 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--draw", type=Path, metavar="FILE", help="draw this result, and end")
     parser.add_argument("--plot", type=Path, default=PLOT, help="where the plot goes")
-    parser.add_argument("--updates", type=int, default=112, help=f"of {BATCH} samples")
+    parser.add_argument("--updates", type=int, default=96, help=f"of {BATCH} samples")
     parser.add_argument("--points", type=int, default=8, help="validations of a training")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument(
-        "--rates",
-        type=float,
-        nargs="+",
-        default=[2e-3, 4e-3, 8e-3],
-        help=f"that are tried for updates of {BATCH} samples",
-    )
+    parser.add_argument("--rate", type=float, default=2e-3, help="where the search begins")
     parser.add_argument("--timeout", type=float, default=3600, help="of all trainings, in seconds")
     options = parser.parse_args()
     if options.draw is not None:
@@ -351,29 +365,21 @@ def main() -> None:
         samples = options.updates * BATCH
         return Job(contender, rate, seed, samples, options.points, options.width)
 
+    def train(function: Any, jobs: Sequence[Job]) -> Any:
+        return run_ranks(function, NUM_STAGES, jobs, timeout=options.timeout)[0]
+
     # Larger for larger batches, as gradients are less noisy: by the square root, for Adam (Malladi
     # et al., NeurIPS 2022).
-    rates = {
-        one: [rate * math.sqrt(one.samples / BATCH) for rate in options.rates] for one in CONTENDERS
-    }
-    searches = [(one, rate) for one in CONTENDERS for rate in rates[one]]
-    firsts = train([job(one, rate, 1) for one, rate in searches], options.timeout)
-    curves_of = dict(zip(searches, firsts, strict=True))
-    searched = {
-        one: {rate: curves_of[one, rate][-1][1] for rate in rates[one]} for one in CONTENDERS
-    }
-    best = {one: min(losses, key=losses.__getitem__) for one, losses in searched.items()}
-    others = [(one, seed) for one in CONTENDERS for seed in range(2, options.seeds + 1)]
-    more = train([job(one, best[one], seed) for one, seed in others], options.timeout)
-    by_contender = {one: [curves_of[one, best[one]]] for one in CONTENDERS}
-    for (one, _), found in zip(others, more, strict=True):
-        by_contender[one].append(found)
-
+    begin = [options.rate * math.sqrt(one.samples / BATCH) for one in CONTENDERS]
+    found = train(searches, [job(*one, 1) for one in zip(CONTENDERS, begin, strict=True)])
+    seeds = range(2, options.seeds + 1)
+    best = zip(CONTENDERS, map(best_of, found), strict=True)
+    others = train(curves, [job(*one, seed) for one in best for seed in seeds])
     contenders = {
         f"{one.schedule}, {one.samples}, {one.size}": summary(
-            one, searched[one], by_contender[one], paces
+            one, searched, others[place * len(seeds) : (place + 1) * len(seeds)], paces
         )
-        for one in CONTENDERS
+        for place, (one, searched) in enumerate(zip(CONTENDERS, found, strict=True))
     }
     compare(contenders.values())
     print_table(
