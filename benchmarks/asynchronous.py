@@ -1,6 +1,7 @@
 """The asynchronous pipeline against a synchronous one: throughput, and how busy its stages are.
 
     python -m benchmarks.asynchronous
+    python -m benchmarks.asynchronous --moves
 
 Layers that sleep instead of computing let two cores carry four stages: one layer on each stage
 sleeps in its forward, and twice as long in its backward. A step of 1F1B with n stages and m
@@ -8,12 +9,19 @@ microbatches takes m + n - 1 times as long as both; a minibatch of the asynchron
 the time of one microbatch, as it never drains. So with minibatches as large as microbatches its
 throughput should be (m + n - 1) / m times as high. Both schedules run in the same processes in
 turn. A stage's utilisation is the time in which its layers sleep over the time that passes.
+
+With ``--moves``, a layer changes its owner again and again while the pipeline runs, between stages
+that are not the slowest, so the pace should stay as it is. From the announcement of a move until
+its new owner makes its own updates, the time of a minibatch is compared with that of all others.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,10 +30,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.measuring import arguments, interval, print_table, ratios, save, shown
 from lightning_pipeshift import PipeShiftStrategy
+from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.testing.ranks import run_ranks
 from lightning_pipeshift.testing.sleeping import Sleeper
 
-WIDTH = 64
+WIDTH, MOVED_WIDTH = 64, 1024
 SYNCHRONOUS, ASYNCHRONOUS = "1f1b", "async"
 
 
@@ -86,14 +95,122 @@ def measure(
     return found
 
 
+class Moves(Times):
+    """Moves a layer to and fro, and notes what each move has cost."""
+
+    def __init__(self, placements: Sequence[tuple[int, ...]], every: int) -> None:
+        super().__init__()
+        self.placements = itertools.cycle(placements)
+        self.every = every
+        self.moves: list[dict[str, float]] = []
+        self._noted: Any = None
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Notes the time; asks for a move, and notes what the last one has cost."""
+        super().on_train_batch_end()
+        pipeline, number = trainer.strategy.pipeline, len(self.ends)
+        if number % self.every:
+            return
+        done = pipeline.live_migration
+        if done is not None and done is not self._noted:
+            self._noted = done
+            self.moves.append(
+                {
+                    "begin": done.begin,
+                    "sent_bytes": done.sent_bytes,
+                    "transfer_seconds": done.transfer_seconds,
+                    "exposed_seconds": done.exposed_seconds,
+                }
+            )
+        placement = Placement((next(self.placements),))
+        trainer.strategy.adopt(pipeline.coming_plan.with_placement(placement))
+
+
+def measure_moves(
+    placements: Sequence[tuple[int, ...]], num_moves: int, every: int, seconds: float
+) -> tuple[list[float], list[dict[str, float]]]:
+    """When batches ended on this rank, and what moves have cost."""
+    torch.set_num_threads(1)
+    num_stages, num_layers = len(placements[0]), sum(placements[0])
+    data = TensorDataset(*(torch.randn((num_moves + 2) * every, MOVED_WIDTH),) * 2)
+    moves = Moves([*placements[1:], placements[0]], every)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=num_stages,
+        strategy=PipeShiftStrategy(
+            schedule=ASYNCHRONOUS, partition=list(placements[0]), profile_steps=0
+        ),
+        callbacks=[moves],
+        max_epochs=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    model = Sleeper(num_layers, MOVED_WIDTH, seconds, 2 * seconds)
+    trainer.fit(model, DataLoader(data, batch_size=1))
+    return moves.ends, moves.moves
+
+
+def with_moves(num_moves: int, path: Path | None) -> None:
+    """Prints what moves cost, and whether they disturb the pace."""
+    rows, figures = [], {}
+    num_stages, every, layer_bytes = 4, 24, MOVED_WIDTH**2 * 4
+    cases = {
+        "downstream, to the next": [(3, 2, 2, 2), (3, 1, 3, 2)],
+        "upstream, to the one before": [(3, 1, 3, 2), (3, 2, 2, 2)],
+        "three layers, over three boundaries": [(3, 2, 2, 2), (2, 2, 2, 3)],
+    }
+    for name, placements in cases.items():
+        ranks = run_ranks(measure_moves, num_stages, placements, num_moves, every, 0.020)
+        ends = ranks[0][0]
+        durations = [b - a for a, b in itertools.pairwise(ends)]
+        begun = [int(move["begin"]) for move in ranks[0][1]]
+        near = {k for begin in begun for k in range(begin - 3, begin + 2 * num_stages)}
+        during = [durations[k - 1] for k in sorted(near) if 0 < k <= len(durations)]
+        steady = [
+            duration
+            for k, duration in enumerate(durations, start=1)
+            if k not in near and k > 2 * num_stages and k < len(durations) - num_stages
+        ]
+        sums = [
+            {
+                what: sum(rank[1][place][what] for rank in ranks)
+                for what in ("sent_bytes", "transfer_seconds", "exposed_seconds")
+            }
+            for place in range(len(begun))
+        ]
+        # The first move of each two is the one that the case is named after.
+        versions = [one["sent_bytes"] / layer_bytes for one in sums]
+        overlap = [1 - one["exposed_seconds"] / one["transfer_seconds"] for one in sums]
+        ratio = (sum(steady) / len(steady)) / (sum(during) / len(during))
+        rows.append([name, ratio, min(overlap), shown(interval(overlap)), str(versions[:2])])
+        figures[name] = {
+            "throughput_during_over_steady": ratio,
+            "overlap": interval(overlap),
+            "versions_sent": versions,
+        }
+    print_table(
+        f"{num_moves} moves of layers of {layer_bytes / 1e6:.1f} MB, one in {every} minibatches",
+        ["move", "throughput during / steady", "least overlap", "overlap", "versions sent"],
+        rows,
+    )
+    save(path, figures)
+
+
 def main() -> None:
     parser = arguments(__doc__)
+    parser.add_argument("--moves", action="store_true", help="what moves of layers cost")
+    parser.add_argument("--num-moves", type=int, default=8)
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=4, help="of 1f1b")
     parser.add_argument("--num-rounds", type=int, default=6)
     parser.add_argument("--num-batches", type=int, default=60, help="minibatches in a round")
     parser.add_argument("--seconds", type=float, nargs="+", default=[0.020, 0.005])
     options = parser.parse_args()
+    if options.moves:
+        with_moves(options.num_moves, options.json)
+        return
 
     n, m = options.stages, options.microbatches
     promised = (m + n - 1) / m

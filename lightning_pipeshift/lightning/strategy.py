@@ -379,7 +379,7 @@ class PipeShiftStrategy(ParallelStrategy):
         """How long this rank has waited for the last change of owners, in seconds: the part that
         did not overlap with its steps.
         """
-        return self.pipeline.changes.seconds
+        return self.pipeline.migration_seconds
 
     @property
     def memory_figures(self) -> dict[str, float]:

@@ -22,11 +22,14 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
+from lightning_pipeshift import LayerMigration
 from lightning_pipeshift.errors import PipeShiftError
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests import asynchronous_reference
-from tests.features_models import built, quiet_trainer, read_csv
+from tests.end_to_end.test_changing_plans import SLOW, Sleeper, SlowsDown, go_by_sleep
+from tests.features_models import AwaitsPlanning, built, quiet_trainer, read_csv
+from tests.models import points
 
 WIDTH, NUM_LAYERS, SIZE, DECAY = 8, 6, 4, 0.97
 RATES = {"sgd": 0.05, "adam": 0.01}
@@ -413,3 +416,28 @@ def test_what_does_not_go_with_the_schedule_is_said() -> None:
             assert words in message
     with pytest.raises(PipeShiftError, match="has several batches in flight, and splits none"):
         quiet_trainer({"pipeshift": {"schedule": "async", "microbatches": 4}})
+
+
+def train_slowly(partition: Any, migrates: bool) -> dict[str, Any]:
+    """The last stage gets slow; by a clock that no other process slows down."""
+    L.seed_everything(7, verbose=False)
+    SLOW["factor"] = 1.0
+    go_by_sleep()
+    callbacks: list[L.Callback] = [SlowsDown(), AwaitsPlanning()]
+    if migrates:
+        callbacks.insert(1, LayerMigration(patience=4))
+    how = {"schedule": "async", "partition": partition, "profile_steps": 0 if migrates else 5}
+    watches = Watches({})
+    trainer = quiet_trainer(
+        {"devices": 2, "pipeshift": how}, callbacks=[*callbacks, watches], max_epochs=1
+    )
+    trainer.fit(built(Sleeper), DataLoader(points(40).dataset, batch_size=8))
+    return {"counts": watches.counts, "messages": trainer.strategy.pipeline.messages}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("partition", "migrates"), [("auto", False), ([4, 4], True)])
+def test_layers_leave_a_slow_stage_by_measured_times(partition: Any, migrates: bool) -> None:
+    first, second = run_ranks(train_slowly, 2, partition, migrates)
+    assert first["counts"][0] == (4, 4)
+    assert first["counts"][-1][0] >= 6, first["counts"]
+    assert first["counts"] == second["counts"]

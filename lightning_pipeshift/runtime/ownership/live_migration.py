@@ -17,6 +17,7 @@ from __future__ import annotations
 import enum
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -174,6 +175,12 @@ class LiveMigration(ActionListener):
         self._versions = versions
         self._deferred = deferred
         self._newest = newest
+        self.exposed_seconds = 0.0
+        """How long training has waited for the move on this stage."""
+        self.transfer_seconds = 0.0
+        """How long this stage has been receiving weights, beside training."""
+        self.sent_bytes = 0
+        """The bytes of the weights that this stage has sent."""
         self._has_changed = threading.Condition()
         self._has_begun = self._is_placed = False
         self._outgoing: dict[int, _Outgoing] = {}
@@ -237,6 +244,7 @@ class LiveMigration(ActionListener):
             if kind is _Kind.CANCELLED:
                 return
             values: dict[Any, Any] = {}
+            begin = time.perf_counter()
             with side_stream(device, "moves"):
                 for place in places:
                     like = incoming.parameters[place]
@@ -248,6 +256,7 @@ class LiveMigration(ActionListener):
                         name: value.to(device) if isinstance(value, Tensor) else value
                         for name, value in lane.receive_values(source)
                     }
+            self.transfer_seconds += time.perf_counter() - begin
             with self._has_changed:
                 if kind is _Kind.STATE:
                     incoming.state = values
@@ -305,6 +314,7 @@ class LiveMigration(ActionListener):
                 for place, parameter in enumerate(parameters)
                 if is_first or parameter.requires_grad
             }
+            self.sent_bytes += sum(weight.nbytes for weight in weights.values())
             if newest < self.update:
                 self._hand_over(outgoing, _Message(_Kind.WEIGHTS, newest, weights))
                 continue
@@ -399,8 +409,10 @@ class LiveMigration(ActionListener):
                 self._optimizers[index].state[parameter][name] = value
 
     def _await(self, incoming: _Incoming, is_there: Callable[[], bool]) -> None:
+        begin = time.perf_counter()
         with self._has_changed:
             self._has_changed.wait_for(lambda: is_there() or incoming.error is not None)
+        self.exposed_seconds += time.perf_counter() - begin
         if not is_there():
             assert incoming.error is not None
             raise incoming.error

@@ -1041,6 +1041,17 @@ class Pipeline:
         return self._minibatches.in_flight if self._minibatches is not None else []
 
     @property
+    def migration_seconds(self) -> float:
+        """How long this stage has waited because of the last change of owners."""
+        live = self._live.migration if self._live is not None else None
+        return live.exposed_seconds if live is not None else self.changes.seconds
+
+    @property
+    def live_migration(self) -> LiveMigration | None:
+        """The last change of owners in an asynchronous schedule, if there was one."""
+        return self._live.migration if self._live is not None else None
+
+    @property
     def num_weight_versions(self) -> int:
         """How many versions of its weights the stage holds."""
         return self._minibatches.versions.num_versions if self._minibatches is not None else 1
