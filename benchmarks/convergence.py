@@ -259,17 +259,19 @@ def svg(figures: Mapping[str, Any]) -> str:
     ]
     return "\n".join(
         [
-            '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 740 360" font-size="11">',
+            '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 740 360">',
             '<rect width="740" height="360" fill="white"/>',
+            '<g font-size="11" font-family="sans-serif">',
             *panels,
             *legend,
+            "</g>",
             "</svg>\n",
         ]
     )
 
 
 def _panel(contenders: Sequence[Mapping[str, Any]], key: str, left: int) -> str:
-    titles = {"points": "samples", "seconds": "seconds, from measured paces"}
+    titles = {"points": "samples", "seconds": "seconds of measured paces"}
     most = max(one[key][-1] for one in contenders)
     losses = [loss for one in contenders for loss in one["losses"]]
     low, high = min(losses), max(losses)
@@ -290,7 +292,7 @@ def _panel(contenders: Sequence[Mapping[str, Any]], key: str, left: int) -> str:
             f'<text x="{left + 54}" y="{y}" text-anchor="end">{loss:.2f}</text>',
             f'<text x="{x}" y="286" text-anchor="middle">{most * part / 4:.0f}</text>',
         ]
-    title = f"validation loss (nats per byte) over {titles[key]}"
+    title = f"validation loss, nats per byte, over {titles[key]}"
     return "\n".join(
         [*marks, *lines, f'<text x="{left + 210}" y="18" text-anchor="middle">{title}</text>']
     )
