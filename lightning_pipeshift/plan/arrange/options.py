@@ -28,6 +28,7 @@ class Options:
 
     Args:
         plan: has been read, if it was given as a file.
+        schedule: replaced by the plan's.
         batch_shares: replaced by the plan's, if the plan has some.
 
     Raises:
@@ -89,6 +90,8 @@ class Options:
                 " asynchronous pipeline has several batches in flight, and splits none of them."
                 " Remove `microbatches`, or set it to 1."
             )
+        if self.plan is not None:
+            object.__setattr__(self, "schedule", self.plan.schedule)
         if self.plan is not None and self.plan.batch_shares:
             object.__setattr__(self, "batch_shares", list(self.plan.batch_shares))
 
