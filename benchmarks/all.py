@@ -105,6 +105,7 @@ RUNS = (
         "migration --only reaction --num-rounds 2 --num-steps 12 --num-static-steps 3",
         (*PLANNING, *STEP, f"{PACKAGE}/lightning/callbacks"),
     ),
+    Run("convergence", "convergence", (*STEP, f"{PACKAGE}/lightning/asynchronous.py")),
     *(
         Run(f"zoo_{library}", f"zoo --library {library} --steps 2", (PACKAGE,), is_sweep=True)
         for library in ("timm", "torchvision", "transformers")

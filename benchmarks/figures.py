@@ -131,8 +131,8 @@ class Results:
 
 
 def _command(record: Mapping[str, Any]) -> str:
-    """The command that made a result; older files also contain its output path."""
-    return re.sub(r" --json \S+", "", record["command"])
+    """The command that made a result, without the paths of its output."""
+    return re.sub(r" --(json|plot) \S+", "", record["command"])
 
 
 def filled(page: str, results: Results) -> str:

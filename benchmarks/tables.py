@@ -54,6 +54,10 @@ NOT_MEASURED: Mapping[str, Mapping[str, str]] = {
         "with 8 MB a layer, `save_on_cpu`": _SETUP,
         "With 64 MB, three units": _SETUP,
     },
+    "docs/asynchronous.md": {
+        "arxiv.org/abs/1806.03377": "an address",
+        "arxiv.org/abs/2006.09503": "an address",
+    },
     "docs/compatibility.md": {},
 }
 """The numbers on the pages that are no measurement, and what they are instead."""
@@ -78,6 +82,7 @@ def tables(results: Values) -> dict[str, Callable[[], Rows]]:
         "migration": migration,
         "moves": moves,
         "compression": lambda: compression(results),
+        "convergence": lambda: convergence(results),
     }
 
 
@@ -355,4 +360,35 @@ def compression(results: Values) -> Rows:
             for size, found in zip(sizes, by_size, strict=True)
         ]
         rows.append([name.replace("save_on_cpu", "`save_on_cpu`"), units, *times])
+    return rows
+
+
+def convergence(results: Values) -> Rows:
+    """What each schedule has learned."""
+    rows = [
+        [
+            "",
+            "samples of an update",
+            "learning rate",
+            "loss in the end",
+            "more than `1f1b` from as many samples",
+            "more than `1f1b` in as much time",
+        ]
+    ]
+    for name, found in results.value("convergence / contenders").items():
+        where = f"convergence / contenders / {name}"
+        schedule, _, what = found["name"].partition(", ")
+        more = [
+            "" if found["is_synchronous"] else f"{{{where} / more_by_{key} +.2f}}"
+            for key in ("points", "seconds")
+        ]
+        rows.append(
+            [
+                f"`{schedule}`, {what}",
+                f"{{{where} / samples d}}",
+                f"{{{where} / rate g}}",
+                f"{{{where} / end .2f}}",
+                *more,
+            ]
+        )
     return rows

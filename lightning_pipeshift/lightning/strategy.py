@@ -82,7 +82,8 @@ class PipeShiftStrategy(ParallelStrategy):
             many as ``partition`` or ``plan`` has.
         microbatches: the number of slices of a batch; ``"auto"``: four for each stage.
         schedule: ``"1f1b"``, ``"gpipe"``, or ``"eager_1f1b"``, which overlaps communication with
-            compute and holds up to twice the activations.
+            compute and holds up to twice the activations; or ``"async"`` or ``"async-2bw"``, which
+            do not drain between batches, and use older weights (``docs/asynchronous.md``).
         partition: the layers of each stage. ``"auto"`` balances the measured forward times,
             ``"uniform"`` the number of layers, a list gives the number of layers of each stage, and
             a list of lists does so for each virtual machine.

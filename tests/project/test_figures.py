@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import all as all_benchmarks
-from benchmarks import figures
+from benchmarks import convergence, figures
 from benchmarks.all import ROOT, RUNS, Run
 from benchmarks.figures import FigureError, Results, filled, unsourced
 from benchmarks.measuring import interval
@@ -41,6 +41,11 @@ def results(tmp_path: Path) -> Results:
 @pytest.mark.parametrize("path", figures.PAGES, ids=lambda path: path.name)
 def test_every_number_of_a_page_comes_from_a_result(path: Path) -> None:
     assert list(figures.problems_of(path, Results())) == []
+
+
+def test_the_plot_is_that_of_its_result() -> None:
+    figures = Results().record("convergence")["figures"]
+    assert convergence.PLOT.read_text() == convergence.svg(figures)
 
 
 def test_results_are_of_this_code() -> None:
