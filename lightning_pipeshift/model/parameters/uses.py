@@ -207,7 +207,8 @@ def copies_in(
         """Whether a list has several blocks of a kind; two may be a student and its teacher."""
         if not isinstance(parent, _LISTS):
             return False
-        return sum(_signature(child) == signature for child in parent.children()) > 2
+        alike = [child for child in parent.children() if _signature(child) == signature]
+        return len(alike) > 2
 
     def pairs_in(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
         originals: list[nn.Module] = []
