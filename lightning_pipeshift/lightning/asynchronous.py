@@ -202,6 +202,15 @@ class AsynchronousTraining(TrainingSteps):
                 self._log(self._arrived.popleft())
         logger_connector(self._trainer).on_batch_end()
 
+    def end(self) -> None:
+        """See :class:`TrainingSteps`. Says which moves were asked for too late."""
+        super().end()
+        if self._pipeline.num_waiting_changes:
+            self._say(
+                f"{self._pipeline.num_waiting_changes} changes of owners were given up, as training"
+                " has ended before they could begin."
+            )
+
     def _end_epoch(self) -> None:
         self.drain()
         self._pipeline.begin_epoch()

@@ -27,7 +27,13 @@ from lightning_pipeshift.errors import PipeShiftError
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests import asynchronous_reference
-from tests.end_to_end.test_changing_plans import SLOW, Sleeper, SlowsDown, go_by_sleep
+from tests.end_to_end.test_changing_plans import (
+    SLOW,
+    Sleeper,
+    SlowsDown,
+    go_by_sleep,
+    hearing,
+)
 from tests.features_models import AwaitsPlanning, built, quiet_trainer, read_csv
 from tests.models import points
 
@@ -344,6 +350,33 @@ def test_a_checkpoint_has_all_updates_until_its_step(tmp_path: Path) -> None:
     saved = torch.load(tmp_path / "step=7.ckpt", weights_only=False)
     assert saved["global_step"] == 7
     require_same(saved["state_dict"], reference(case, length=7).layers)
+
+
+class Holds(L.Callback):
+    """Counts the blocks whose weights are here, at the end of each batch."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        here = [layer.linear.weight.device.type != "meta" for layer in module.layers]
+        self.counts.append(sum(here))
+
+
+def move_late_and_too_late() -> tuple[list[int], list[str]]:
+    holds = Holds()
+    with hearing() as heard:
+        train(Case([3, 3], moves={5: [1, 5], 39: [2, 4]}), callbacks=[holds])
+    return holds.counts, heard
+
+
+def test_the_old_owner_frees_what_has_moved_and_a_move_too_late_is_said() -> None:
+    (first, heard), (second, _) = run_ranks(move_late_and_too_late, 2)
+    assert (first[0], second[0]) == (3, 3)
+    # While both have minibatches of theirs in flight, both have the layers.
+    assert (max(first), max(second)) == (3, 5)
+    assert (first[-1], second[-1]) == (1, 5)
+    assert any("1 changes of owners were given up" in line for line in heard)
 
 
 class TakenAway(L.Callback):

@@ -80,14 +80,17 @@ class LiveChanges:
         """Called when the pipeline is empty; see :meth:`LiveMigration.settle`."""
         return self._migration.settle(minibatch) if self._migration is not None else []
 
-    def cancel(self) -> int:
-        """Gives up the changes that have not begun, on all stages; returns how many."""
-        num_given_up = len(self._requests) + (self._plan is not None)
+    @property
+    def num_waiting(self) -> int:
+        """How many changes have not begun."""
+        return len(self._requests) + (self._plan is not None)
+
+    def cancel(self) -> None:
+        """Gives up the changes that have not begun, on all stages."""
         self._requests.clear()
         if self._migration is not None and self._plan is not None:
             self._migration.cancel()
         self._plan = self._migration = None
-        return num_given_up
 
     def abandon(self) -> None:
         """Lets the threads of a move end, after an error."""

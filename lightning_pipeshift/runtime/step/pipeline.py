@@ -1048,6 +1048,11 @@ class Pipeline:
         return live.exposed_seconds if live is not None else self.changes.seconds
 
     @property
+    def num_waiting_changes(self) -> int:
+        """How many changes of owners have been asked for, and have not begun."""
+        return self._live.num_waiting if self._live is not None else 0
+
+    @property
     def live_migration(self) -> LiveMigration | None:
         """The last change of owners in an asynchronous schedule, if there was one."""
         return self._live.migration if self._live is not None else None
@@ -1493,8 +1498,8 @@ class Pipeline:
         if self.holdings is None:
             return
         self.changes.cancel()
-        if self._live is not None and self._live.cancel():
-            self.messages.append("the last moves of layers were given up, as the run has ended.")
+        if self._live is not None:
+            self._live.cancel()
         if self._was_whole:
             self.holdings.make_whole()
         else:
