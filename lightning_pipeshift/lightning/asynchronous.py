@@ -22,16 +22,14 @@ from lightning_pipeshift.compat.lightning_private import (
 )
 from lightning_pipeshift.compat.torch_private import mark_as_stepped
 from lightning_pipeshift.errors import BatchError, ConfigurationError
-from lightning_pipeshift.lightning.checks import check_backward
-from lightning_pipeshift.lightning.patches import NO_LOSS, Adjustments
-from lightning_pipeshift.lightning.precision.all_stages import loss_scale_of
-from lightning_pipeshift.lightning.steps import StepContext, are_results_used
+from lightning_pipeshift.lightning.patches import Adjustments
+from lightning_pipeshift.lightning.steps import StepContext
 from lightning_pipeshift.lightning.training import TrainingSteps
 from lightning_pipeshift.model.execution.transfer import to_device
-from lightning_pipeshift.model.user_state.logs import say_again
 from lightning_pipeshift.runtime.ownership.live_migration import LateUpdate
 from lightning_pipeshift.runtime.step.minibatches import Finished
-from lightning_pipeshift.runtime.step.pipeline import Accumulation, Pipeline
+from lightning_pipeshift.runtime.step.pipeline import Pipeline
+from lightning_pipeshift.runtime.step.training_batch import TrainingBatch
 
 OptimizerOptions = list[dict[str, Any]]
 """The options of an optimizer's parameter groups (learning rates, for example)."""
@@ -39,7 +37,7 @@ OptimizerOptions = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class _Call:
-    """What Lightning's loop says when a minibatch begins.
+    """The state of Lightning's loop when a minibatch begins.
 
     Args:
         number: counts the minibatches since the pipeline was empty.
@@ -148,32 +146,16 @@ class AsynchronousTraining(TrainingSteps):
 
     # --- a call ---
 
-    def _pipelined(self, batch: Any, step: Callable[[Any, Any], Any], number: int) -> Any:
+    def _pipelined(self, given: TrainingBatch) -> Any:
         trainer, pipeline = self._trainer, self._pipeline
-        epoch_loop = trainer.fit_loop.epoch_loop
-        check_backward(trainer.lightning_module)
         call = _Call(self._number, _options_of(trainer.optimizers[0]), step_of_loggers(trainer))
         self._number += 1
-        ends_update = not self._accumulates
+        ends_update = not given.accumulation.goes_on
         self._check_call(ends_update)
-        for late in pipeline.before_minibatch(batch, epoch_loop.batch_idx, ends_update):
+        for late in pipeline.before_minibatch(given.batch, given.batch_idx, ends_update):
             self._make_up_for(late)
         with self._context():
-            finished = pipeline.begin_minibatch(
-                batch,
-                epoch_loop.batch_idx,
-                step,
-                number,
-                loss_scale_of(trainer.precision_plugin, trainer.accumulate_grad_batches),
-                trainer.optimizers,
-                wants_result=are_results_used(trainer, "train_step"),
-                is_last_batch=bool(epoch_loop.batch_progress.is_last_batch),
-                accumulation=Accumulation(
-                    has_begun=bool(epoch_loop.batch_idx % trainer.accumulate_grad_batches),
-                    goes_on=self._accumulates,
-                ),
-                tag=call,
-            )
+            finished = pipeline.begin_minibatch(given, tag=call)
         for one in finished:
             self._update(one)
         result: Any = torch.full((), torch.nan)
@@ -269,7 +251,7 @@ class AsynchronousTraining(TrainingSteps):
             changed = {
                 name: group[name]
                 for name, value in before.items()
-                if group.get(name) is not value and not _are_equal(group.get(name), value)
+                if group[name] is not value and not bool(group[name] == value)
             }
             for options in waiting if changed else ():
                 options[place].update(changed)
@@ -279,24 +261,16 @@ class AsynchronousTraining(TrainingSteps):
 
     def _log(self, one: Finished) -> Any:
         """Logs a minibatch's values under its own number; returns its result."""
-        trainer, pipeline, report = self._trainer, self._pipeline, one.report
-        module, device = trainer.lightning_module, pipeline.channels.device
-        pipeline.take_metrics(report)
-        say_again(
-            report.logs, module.log, module, device, False if pipeline.replicas.count > 1 else None
-        )
-        call = one.minibatch.tag
+        trainer, call = self._trainer, one.minibatch.tag
+        self._pipeline.take_metrics(one.report)
+        self._log_again(one.report)
         if one.minibatch.ends_update and logs_step(trainer, call.step_of_loggers):
             values = step_metrics(trainer, lambda hook: hook == "training_step")
             step = None if "step" in values else call.step_of_loggers
             if values:
                 values.setdefault("epoch", trainer.current_epoch)
                 logger_connector(trainer).log_metrics(values, step)
-        if report.loss is None:
-            return NO_LOSS
-        loss = to_device(report.loss, device)
-        has_more = isinstance(report.result, dict)
-        return {**report.result, "loss": loss} if has_more else loss
+        return self._result_of(one.report)
 
     def _log_others(self) -> None:
         """In place of Lightning's own: passes values that were not logged in ``training_step``,
@@ -323,7 +297,3 @@ def _options_of(optimizer: Optimizer) -> OptimizerOptions:
 def _set_options(optimizer: Optimizer, options: OptimizerOptions) -> None:
     for group, own in zip(optimizer.param_groups, options, strict=True):
         group.update(own)
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    return bool(one == other)

@@ -25,7 +25,9 @@ from lightning_pipeshift.runtime.step.checksum import (
     require_same_lengths,
     require_same_lengths_over_replicas,
 )
-from lightning_pipeshift.runtime.step.pipeline import Accumulation, Pipeline
+from lightning_pipeshift.runtime.step.pipeline import Pipeline
+from lightning_pipeshift.runtime.step.step_report import Report
+from lightning_pipeshift.runtime.step.training_batch import Accumulation, TrainingBatch
 
 
 def _weighed(result: Any) -> Any:
@@ -93,7 +95,8 @@ class TrainingSteps:
         if self._is_plain:
             result = _weighed(pipeline.plain_training_step(batch, step, number))
         else:
-            result = self._pipelined(batch, step, number)
+            check_backward(trainer.lightning_module)
+            result = self._pipelined(self._given(batch, step, number))
         if not self._num_steps:
             self._show_stages()
         while pipeline.messages:
@@ -102,33 +105,42 @@ class TrainingSteps:
         self._num_losses += result is not None and result is not NO_LOSS
         return result
 
-    def _pipelined(self, batch: Any, step: Callable[[Any, Any], Any], number: int) -> Any:
-        trainer, pipeline = self._trainer, self._pipeline
-        module, epoch_loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
-        check_backward(module)
+    def _pipelined(self, given: TrainingBatch) -> Any:
         with self._context():
-            report = pipeline.training_step(
-                batch,
-                epoch_loop.batch_idx,
-                step,
-                number,
-                loss_scale_of(trainer.precision_plugin, trainer.accumulate_grad_batches),
-                trainer.optimizers,
-                wants_result=are_results_used(trainer, "train_step"),
-                keeps_gradients=self._keeps_gradients(epoch_loop.batch_idx),
-                is_last_batch=bool(epoch_loop.batch_progress.is_last_batch),
-                accumulation=Accumulation(
-                    has_begun=bool(epoch_loop.batch_idx % trainer.accumulate_grad_batches),
-                    goes_on=self._accumulates,
-                ),
-            )
-        device = pipeline.channels.device
+            report = self._pipeline.training_step(given, self._keeps_gradients(given.batch_idx))
+        self._log_again(report)
+        return self._result_of(report)
+
+    def _given(self, batch: Any, step: Callable[[Any, Any], Any], number: int) -> TrainingBatch:
+        """A batch, with all that Lightning's loop says of it."""
+        trainer, epoch_loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        return TrainingBatch(
+            batch=batch,
+            batch_idx=epoch_loop.batch_idx,
+            step=step,
+            step_number=number,
+            loss_scale=loss_scale_of(trainer.precision_plugin, trainer.accumulate_grad_batches),
+            optimizers=trainer.optimizers,
+            wants_result=are_results_used(trainer, "train_step"),
+            is_last_batch=bool(epoch_loop.batch_progress.is_last_batch),
+            accumulation=Accumulation(
+                has_begun=bool(epoch_loop.batch_idx % trainer.accumulate_grad_batches),
+                goes_on=self._accumulates,
+            ),
+        )
+
+    def _log_again(self, report: Report) -> None:
+        """Logs what a step has logged on the last stage."""
+        module, pipeline = self._trainer.lightning_module, self._pipeline
         # The logged values are already those of all virtual machines.
         synchronised = False if pipeline.replicas.count > 1 else None
-        say_again(report.logs, module.log, module, device, synchronised)
+        say_again(report.logs, module.log, module, pipeline.channels.device, synchronised)
+
+    def _result_of(self, report: Report) -> Any:
+        """A step's result, for Lightning's loop."""
         if report.loss is None:
             return NO_LOSS
-        loss = to_device(report.loss, device)
+        loss = to_device(report.loss, self._pipeline.channels.device)
         return {**report.result, "loss": loss} if isinstance(report.result, Mapping) else loss
 
     def _keeps_gradients(self, batch_idx: int) -> bool:

@@ -72,9 +72,7 @@ def placement_after(plan: Plan, moves: Iterable[Move]) -> Placement:
     names = [layer.name for layer in plan.layers]
     count = plan.placement.num_virtual_machines
     check_moves(moves, names, [plan.placement.num_stages(vm) for vm in range(count)])
-    owners = [
-        [plan.placement.stage_of(vm, layer) for layer in range(len(names))] for vm in range(count)
-    ]
+    owners = [plan.placement.stages(vm) for vm in range(count)]
     moved: Counter[tuple[int, str]] = Counter()
     for move in moves:
         machines = range(count) if move.virtual_machine is None else [move.virtual_machine]

@@ -70,6 +70,10 @@ class Placement:
         # Of stages that begin at one layer, all but the last are empty: hence the rightmost.
         return bisect_right(self.bounds(vm), layer) - 1
 
+    def stages(self, vm: int) -> list[int]:
+        """The stage that owns each layer."""
+        return [stage for stage, count in enumerate(self.counts[vm]) for _ in range(count)]
+
     def layers_of(self, vm: int, stage: int) -> range:
         """The layers that a stage owns."""
         first = self.bounds(vm)[stage]

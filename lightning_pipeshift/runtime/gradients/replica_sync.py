@@ -27,7 +27,7 @@ def holder_ranks(use: ParameterUse, placement: Placement, topology: Topology) ->
     """The ranks that hold a parameter, for every virtual machine, by ascending stage."""
     found = []
     for vm, ranks in enumerate(topology.ranks):
-        stage_of = [placement.stage_of(vm, layer) for layer in range(placement.num_layers)]
+        stage_of = placement.stages(vm)
         found.append([ranks[stage] for stage in use.holders(stage_of, len(ranks))])
     return found
 

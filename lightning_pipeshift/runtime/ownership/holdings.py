@@ -115,8 +115,6 @@ class Holdings:
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
         self._withdrawn: list[tuple[nn.Parameter, Tensor]] = []
         self._replaces = False
-        self._sums_here = False
-        """Whether no other stage has gradients of the parameters that this one holds."""
 
     def place(self, stage_of: Sequence[int], keeps_old: bool = False) -> None:
         """Sets the stage of each layer, without moving anything.
@@ -507,18 +505,14 @@ class Holdings:
             joins: whether the sum over the virtual machines covers all steps since the last
                 optimizer step; each virtual machine has accumulated these steps itself.
         """
-        if self._sums_here:
-            self._sum_shared_here()
-        else:
-            self._sum_shared()
+        self._sum_shared()
         self._replaces = joins
         if joins:
             self._join(correction)
             correction = 1.0
         if sum_over_replicas is not None:
             sum_over_replicas()
-        if not self._sums_here:
-            self._pass_shared_around()
+        self._pass_shared_around()
         self._fresh = {}
         for use in self.held:
             gradient, use.parameter.grad = use.parameter.grad, None
@@ -537,7 +531,7 @@ class Holdings:
         for use in self.held:
             fresh, before = use.parameter.grad, earlier.get(id(use.parameter))
             fresh = fresh * correction if fresh is not None and correction else None
-            if use.is_shared and self.holders_of(use.parameter)[-1] != self.stage:
+            if use.is_shared and self._sharers(use.parameter)[-1] != self.stage:
                 continue
             if before is not None:
                 fresh = before.clone() if fresh is None else fresh + before
@@ -563,7 +557,6 @@ class Holdings:
         Raises:
             PlanError: one is. Its stages would step at different times.
         """
-        self._sums_here = True
         for use, holders in zip(self.uses, self.all_holders(stage_of), strict=False):
             if use.parameter.requires_grad and len(holders) > 1:
                 raise PlanError(
@@ -678,16 +671,6 @@ class Holdings:
             use.parameter.grad = _total(of_segments).clone() if of_segments else None
         self._parts = []
 
-    def _sum_shared_here(self) -> None:
-        """As :meth:`_sum_shared`, where each shared parameter is held by one stage, which may be
-        about to change.
-        """
-        self.shared.add_own(self.held)
-        for use in self.shared.uses:
-            total = self.shared.total_with_own(use, None)
-            use.parameter.grad = None if total is None else total.clone()
-        self.shared.sums.clear()
-
     def _sum_shared(self) -> None:
         """Adds up the segments' gradients in their order, from stage to stage; the last holder has
         the sum.
@@ -702,7 +685,7 @@ class Holdings:
         for use in self.shared.uses:
             if not use.parameter.requires_grad:
                 continue
-            holders = self.holders_of(use.parameter)
+            holders = self._sharers(use.parameter)
             place = holders.index(self.stage)
             start = self._receive_optional(use, holders[place - 1]) if place else None
             total = self.shared.total_with_own(use, start)
@@ -712,12 +695,19 @@ class Holdings:
                 use.parameter.grad = None if total is None else total.clone()
         self.shared.sums.clear()
 
+    def _sharers(self, parameter: Tensor) -> list[int]:
+        """The stages that add up a shared parameter's gradients, this one included. One that only
+        ends what it has begun with a layer adds up its own.
+        """
+        holders = self.holders_of(parameter)
+        return holders if self.stage in holders else [self.stage]
+
     def _pass_shared_around(self) -> None:
         """Sends the last holder's gradient of a shared parameter to every holder."""
         for use in self.shared.uses:
             if not use.parameter.requires_grad:
                 continue
-            *others, last = self.holders_of(use.parameter)
+            *others, last = self._sharers(use.parameter)
             if self.stage == last:
                 for to in others:
                     self._send_optional(use.parameter.grad, to)

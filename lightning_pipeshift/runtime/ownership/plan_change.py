@@ -13,6 +13,7 @@ from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.migration import Migration
@@ -77,10 +78,11 @@ class Changes:
 
     def objection(self) -> str:
         """The reason why the requested plan is impossible, in words; empty if it is possible."""
-        if self.wanted is None:
-            return ""
+        return "" if self.wanted is None else self.objection_to(self.wanted.plan.placement)
+
+    def objection_to(self, placement: Placement) -> str:
+        """The reason why layers cannot be placed so, in words; empty if they can be."""
         try:
-            placement = self.wanted.plan.placement
             for trace in self._follower.traces():
                 check_order(trace.flow, placement, self._vm, self._follower.gates)
         except LayerError as error:
@@ -110,8 +112,7 @@ class Changes:
         wanted, self.wanted = self.wanted, None
         if wanted is None:
             return
-        placement = wanted.plan.placement
-        stage_of = [placement.stage_of(self._vm, layer) for layer in range(placement.num_layers)]
+        stage_of = wanted.plan.placement.stages(self._vm)
         migration = Migration(holdings, stage_of, optimizers, self._threads, self._deferred)
         self._prepared = _Prepared(wanted, migration)
 

@@ -7,12 +7,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.plan.schedule.asynchronous import drain, turn
 from lightning_pipeshift.plan.schedule.communication import row_with_communication
 from lightning_pipeshift.plan.schedule.cut_over import newest_update
-from lightning_pipeshift.runtime.step.losses import Losses
 from lightning_pipeshift.runtime.step.stage import Stage, Step
 from lightning_pipeshift.runtime.step.step_report import Report
 from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
@@ -24,22 +22,18 @@ class Minibatch:
 
     Args:
         step: how it runs.
-        losses: its loss, on the last stage.
         batch_idx: its index in the epoch.
         is_last_batch: whether the epoch ends with it.
         begins_update: whether it is the first of those whose gradients make one update.
         ends_update: whether it is the last of them.
-        trace: the flow of its step.
         tag: what belongs to it for the caller.
     """
 
     step: Step
-    losses: Losses
     batch_idx: int
     is_last_batch: bool
     begins_update: bool
     ends_update: bool
-    trace: Trace | None
     tag: Any
 
 

@@ -103,26 +103,15 @@ from lightning_pipeshift.runtime.step.stage import (
 )
 from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
 from lightning_pipeshift.runtime.step.trace_cache import Key, TraceCache
+from lightning_pipeshift.runtime.step.training_batch import Accumulation, TrainingBatch
 from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
 
 # How many batches a stage may run ahead of the next in an evaluation.
 _AHEAD = 4
 
 
-class Accumulation(NamedTuple):
-    """A step's position among the steps between two optimizer steps.
-
-    Args:
-        has_begun: whether this step's gradients are added to those of earlier steps.
-        goes_on: whether no optimizer step follows this step.
-    """
-
-    has_begun: bool
-    goes_on: bool
-
-
 class _Notice(NamedTuple):
-    """What the first rank tells all others before a minibatch.
+    """A message of the first rank to all others before a minibatch.
 
     Args:
         plans: those that come into force as soon as they can.
@@ -284,14 +273,14 @@ class Pipeline:
         self._pending: list[tuple[list[Outcome], int]] = []
         self._minibatches: Minibatches | None = None
         """Those in flight, in an asynchronous schedule."""
-        self._asks_to_end_here = self._end_is_wanted = self._ends_now = False
+        self._asks_to_end_here = self._end_is_wanted = False
         self._timers: dict[int, Timer] = {}
         """By minibatch in flight."""
-        self._live: LiveChanges | None = None
+        self._live = LiveChanges(channels.num_stages, self._start_moving)
         """The changes of the plan, in an asynchronous schedule."""
         self._optimizers: Sequence[Optimizer] = ()
         self._late_changes: dict[tuple[str, str], Any] = {}
-        """What user code has changed on the last stage since the pipeline was empty."""
+        """Changes of user code on the last stage since the pipeline was empty."""
         self._written: dict[int, Microbatch] = {}
         """Those since the pipeline was empty in which user code keeps values of several stages: one
         for each trace.
@@ -407,7 +396,7 @@ class Pipeline:
         scopes = [scope.layer for scope in self._scopes]
         uses = parameter_uses(self.root, layers, touched, called, scopes)
         of_user_code = modules_of_user_code(self.root, layers, uses, called)
-        stage_of = [placement.stage_of(self.vm, layer) for layer in range(placement.num_layers)]
+        stage_of = placement.stages(self.vm)
         self._plan = plan
         self._ownership = Ownership.of(placement)
         self._touched = touched
@@ -465,8 +454,7 @@ class Pipeline:
     @property
     def coming_plan(self) -> Plan:
         """The plan that will be in force when all requested changes are done."""
-        live = self._live.last if self._live is not None else None
-        return self.changes.last or live or self.plan
+        return self.changes.last or self._live.last or self.plan
 
     def adopt(self, plan: Plan, from_microbatch: int = 0) -> None:
         """Puts another plan in force after the next step. Every rank calls this, with the same
@@ -502,7 +490,7 @@ class Pipeline:
             )
         if self.is_asynchronous:
             self._require_movable(plan)
-            self._live_changes().request(plan)
+            self._live.request(plan)
         else:
             self.changes.wanted = CutOver(plan, from_microbatch)
 
@@ -692,73 +680,55 @@ class Pipeline:
 
     # --- training ---
 
-    def training_step(
-        self,
-        batch: Any,
-        batch_idx: int,
-        step: UserStep,
-        step_number: int,
-        loss_scale: float | Tensor,
-        optimizers: Sequence[Optimizer],
-        wants_result: bool,
-        keeps_gradients: bool,
-        is_last_batch: bool,
-        accumulation: Accumulation,
-    ) -> Report:
+    def training_step(self, given: TrainingBatch, keeps_gradients: bool) -> Report:
         """Runs a whole training step, forwards and backwards, and saves its gradients for
         :meth:`Strategy.backward`.
 
         Args:
-            batch: the virtual machine's batch.
-            batch_idx: its index in the epoch.
-            step: runs the user's ``training_step`` on a module and a slice.
-            step_number: counts batches over the whole run; the random streams depend on it.
-            loss_scale: a factor of the losses.
-            optimizers: their state follows the parameters.
-            wants_result: whether more of the step's result than the loss is needed.
+            given: the batch.
             keeps_gradients: whether the gradients from before the step are still needed.
-            is_last_batch: whether this stage's data ends with the batch.
-            accumulation: how gradients of this step and of earlier ones are accumulated.
         """
         self._note_begin()
         # The objects sent in the last step have been received by now, so this hardly waits.
         self.channels.settle()
         votes = self._begin_votes()
-        self._check_batch(batch, batch_idx)
-        slices = split(batch, self.settings.num_microbatches(self.replicas.topology.stages_per_vm))
-        keys = [self._key("train", step_number, number) for number in range(len(slices))]
-        self._settle(keys[0], step, slices[0][0], optimizers, final=True, trains=True)
+        self._check_batch(given.batch, given.batch_idx)
+        slices = split(
+            given.batch, self.settings.num_microbatches(self.replicas.topology.stages_per_vm)
+        )
+        keys = [self._key("train", given.step_number, number) for number in range(len(slices))]
+        self._settle(keys[0], given.step, slices[0][0], given.optimizers, final=True, trains=True)
         assert self.holdings is not None
         state = module_signature(self.root)
         traces = [
-            self._trace(key, step, part, state) for key, (part, _) in zip(keys, slices, strict=True)
+            self._trace(key, given.step, part, state)
+            for key, (part, _) in zip(keys, slices, strict=True)
         ]
-        self._cut_over(keeps_gradients, optimizers, traces)
+        self._cut_over(keeps_gradients, given.optimizers, traces)
         microbatches = self._microbatches(keys, slices, traces)
-        sums = self._aggregation if not accumulation.goes_on else None
-        losses = self._losses(microbatches, loss_scale)
-        todo = self._step(step, microbatches, losses, sums, accumulation, wants_result)
+        sums = self._sums(given.accumulation)
+        todo = self._step(given, microbatches)
         self.holdings.set_gradients_aside(keeps_gradients)
         posted = None if self.is_last else self.channels.post_object(self.channels.num_stages - 1)
         self._run(todo)
-        report = self._shared_report(losses, is_last_batch, posted)
-        require_same_end(is_last_batch, report.is_last_batch, batch_idx)
+        report = self._shared_report(todo.losses, given.is_last_batch, posted)
+        require_same_end(given.is_last_batch, report.is_last_batch, given.batch_idx)
         self._finish_change()
         with self._profile("[PipeShift] sum gradients"):
             self.holdings.collect_gradients(
                 report.correction,
                 sums.finish if sums is not None else None,
-                joins=sums is not None and accumulation.has_begun,
+                joins=sums is not None and given.accumulation.has_begun,
             )
         self._num_microbatches_done += len(microbatches)
         self._share_state(report, microbatches)
         has_mail = self._count_votes(votes)
-        if accumulation.goes_on:
+        if given.accumulation.goes_on:
             self.changes.weights_are_final()
-        self._think_after_step(optimizers)
+        self._think_after_step(given.optimizers)
         if has_mail:
             self._open_mail()
-        self.num_steps_done = step_number + 1
+        self.num_steps_done = given.step_number + 1
         return report
 
     # --- training: asynchronous schedules ---
@@ -768,56 +738,40 @@ class Pipeline:
         """Whether the pipeline does not drain between two batches."""
         return self.settings.is_asynchronous
 
-    def begin_minibatch(
-        self,
-        batch: Any,
-        batch_idx: int,
-        step: UserStep,
-        step_number: int,
-        loss_scale: float | Tensor,
-        optimizers: Sequence[Optimizer],
-        wants_result: bool,
-        is_last_batch: bool,
-        accumulation: Accumulation,
-        tag: Any = None,
-    ) -> list[Finished]:
+    def begin_minibatch(self, given: TrainingBatch, tag: Any = None) -> list[Finished]:
         """Runs this stage's turn in an asynchronous schedule: the forward of a batch, and the
         backward of an earlier one, which is returned if there is one. Its gradients are in
         ``holdings``, ready for :meth:`Holdings.hand_gradients_over`.
 
         Args:
-            tag: what comes back with the minibatch; the other arguments are those of
-                :meth:`training_step`.
+            given: the batch.
+            tag: comes back with the minibatch.
         """
         self._note_begin()
         if self._minibatches is None:
             # Later batches are compared by :meth:`before_minibatch`.
-            self._check_batch(batch, batch_idx)
-        ((part, size),) = split(batch, 1)
-        key = self._key("train", step_number, 0)
-        self._settle(key, step, part, optimizers, final=True, trains=True)
-        self._optimizers = optimizers
+            self._check_batch(given.batch, given.batch_idx)
+        ((part, size),) = split(given.batch, 1)
+        key = self._key("train", given.step_number, 0)
+        self._settle(key, given.step, part, given.optimizers, final=True, trains=True)
+        self._optimizers = given.optimizers
         assert self.holdings is not None
         minibatches = self._minibatches or self._make_minibatches(self.holdings)
-        trace = self._trace(key, step, part, module_signature(self.root))
+        trace = self._trace(key, given.step, part, module_signature(self.root))
         (microbatch,) = self._microbatches([key], [(part, size)], [trace])
-        losses = self._losses([microbatch], loss_scale)
-        sums = self._aggregation if not accumulation.goes_on else None
         todo = replace(
-            self._step(step, [microbatch], losses, sums, accumulation, wants_result),
+            self._step(given, [microbatch]),
             first=minibatches.next,
             versions=minibatches.versions,
-            live_migration=self._live.migration if self._live is not None else None,
+            live_migration=self.live_migration,
             timers=self._timers,
         )
         minibatch = Minibatch(
             step=todo,
-            losses=losses,
-            batch_idx=batch_idx,
-            is_last_batch=is_last_batch,
-            begins_update=not accumulation.has_begun,
-            ends_update=not accumulation.goes_on,
-            trace=trace,
+            batch_idx=given.batch_idx,
+            is_last_batch=given.is_last_batch,
+            begins_update=not given.accumulation.has_begun,
+            ends_update=not given.accumulation.goes_on,
             tag=tag,
         )
         if self.is_last and self.channels.num_stages > 1:
@@ -834,13 +788,12 @@ class Pipeline:
         finished = minibatches.begin(minibatch)
         profiler.end_step()
         self._num_microbatches_done += 1
-        self.num_steps_done = step_number + 1
+        self.num_steps_done = given.step_number + 1
         found = [] if finished is None else [self._finish(finished)]
-        self.is_to_end = self._ends_now
-        if self._live is None or self._live.last is None:
+        if self._live.last is None:
             own = self.plan.placement.layers_of(self.vm, self.channels.stage)
             gates, lag = self._follower.gates, self.channels.num_stages
-            self.planning.after_step(self.plan, own, gates, optimizers, lag)
+            self.planning.after_step(self.plan, own, gates, given.optimizers, lag)
         return found
 
     def drain(self) -> Iterator[Finished]:
@@ -876,8 +829,6 @@ class Pipeline:
         if self._minibatches is None:
             return []
         self._take_notice(batch, batch_idx)
-        if self._live is None:
-            return []
         number, update = self._minibatches.next, self._minibatches.versions.update
         plan, late = self._live.before_turn(number, update, ends_update)
         if plan is not None:
@@ -914,18 +865,18 @@ class Pipeline:
             channels.send_object(notice._replace(asks_to_end=self._asks_to_end_here), stage + 1)
             channels.settle(all_but=2 * channels.num_stages)
         for text in notice.plans:
-            self._live_changes().request(Plan.from_json(text))
+            self._live.request(Plan.from_json(text))
         if notice.has_decided:
             decision = self.planning.announce(self.coming_plan)
             plan = Plan.from_json(decision.plan)
             if decision.is_new and self._is_movable(plan):
-                self._live_changes().request(plan)
+                self._live.request(plan)
             elif not decision.is_new and self.coming_plan is self.plan:
                 self._plan = plan
-        self._ends_now = notice.ends
+        self.is_to_end = notice.ends
 
     def _notice(self) -> _Notice:
-        """What the first rank has decided."""
+        """The first rank's decisions since the last minibatch."""
         plans: list[str] = []
         now = self.coming_plan
         for request in self._outside.take_requests() if self._outside.has_requests else ():
@@ -963,7 +914,7 @@ class Pipeline:
         """Called when :meth:`drain` is over: ends the moves that have begun; returns updates that
         are still to be made.
         """
-        if self._live is None or self._minibatches is None:
+        if self._minibatches is None:
             return []
         return self._live.settle(self._minibatches.next)
 
@@ -977,18 +928,13 @@ class Pipeline:
         """
         assert self._minibatches is not None
         assert self.holdings is not None
-        if self._live is not None and not is_late:
+        if not is_late:
             self._live.withhold(tag)
         parameters = [use.parameter for use in self.holdings.held]
         with self._minibatches.versions.updating(parameters, counts=not is_late):
             yield
-        if self._live is not None and self._live.migration is not None:
-            self._live.migration.send_newest(self._minibatches.next)
-
-    def _live_changes(self) -> LiveChanges:
-        if self._live is None:
-            self._live = LiveChanges(self.channels.num_stages, self._start_moving)
-        return self._live
+        if self.live_migration is not None:
+            self.live_migration.send_newest(self._minibatches.next)
 
     def _start_moving(self, plan: Plan, minibatch: int) -> LiveMigration:
         """Begins to move layers for a plan.
@@ -999,18 +945,14 @@ class Pipeline:
         """
         assert self.holdings is not None
         assert self._minibatches is not None
-        before, after = self.plan.placement, plan.placement
-        stages = [
-            (before.stage_of(self.vm, layer), after.stage_of(self.vm, layer))
-            for layer in range(after.num_layers)
-        ]
+        before, after = (one.placement.stages(self.vm) for one in (self.plan, plan))
         earliest = minibatch + 1
-        for source, target in stages:
+        for source, target in zip(before, after, strict=True):
             if source != target:
                 earliest = max(earliest, cut_over(minibatch, source, min(source, target)))
         return LiveMigration(
             self.holdings,
-            [stage for _, stage in stages],
+            after,
             self._optimizers,
             self._threads,
             earliest,
@@ -1021,19 +963,16 @@ class Pipeline:
 
     def _require_movable(self, plan: Plan) -> None:
         """Raises PlanError where a plan cannot come into force in an asynchronous schedule."""
-        for trace in self._follower.traces():
-            try:
-                check_order(trace.flow, plan.placement, self.vm, self._follower.gates)
-            except LayerError as error:
-                raise PlanError(str(error)) from error
+        objection = self.changes.objection_to(plan.placement)
+        if objection:
+            raise PlanError(objection)
         if self.replicas.count > 1:
             raise PlanError(
                 f"schedule={self.settings.schedule!r}: layers cannot move between the stages of"
                 " several virtual machines. Use schedule='1f1b', or virtual_machines=1."
             )
         assert self.holdings is not None
-        placement = plan.placement
-        stage_of = [placement.stage_of(self.vm, layer) for layer in range(placement.num_layers)]
+        stage_of = plan.placement.stages(self.vm)
         self.holdings.require_separate(self.settings.schedule, stage_of)
 
     @property
@@ -1044,18 +983,18 @@ class Pipeline:
     @property
     def migration_seconds(self) -> float:
         """How long this stage has waited because of the last change of owners."""
-        live = self._live.migration if self._live is not None else None
+        live = self.live_migration
         return live.exposed_seconds if live is not None else self.changes.seconds
 
     @property
     def num_waiting_changes(self) -> int:
         """How many changes of owners have been asked for, and have not begun."""
-        return self._live.num_waiting if self._live is not None else 0
+        return self._live.num_waiting
 
     @property
     def live_migration(self) -> LiveMigration | None:
         """The last change of owners in an asynchronous schedule, if there was one."""
-        return self._live.migration if self._live is not None else None
+        return self._live.migration
 
     @property
     def num_weight_versions(self) -> int:
@@ -1095,7 +1034,7 @@ class Pipeline:
         """
         stage = self.channels.stage
         if self.is_last:
-            mine = self._training_report(minibatch.losses, minibatch.is_last_batch)
+            mine = self._training_report(minibatch.step.losses, minibatch.is_last_batch)
             self._has_agreed = True
             # Earlier stages have run the same code for later minibatches: what it keeps is compared
             # when the pipeline is empty. Metrics are logged with the minibatch.
@@ -1207,22 +1146,19 @@ class Pipeline:
             agree=self._agree if self.replicas.count > 1 and not self._has_agreed else None,
         )
 
-    def _step(
-        self,
-        step: UserStep,
-        microbatches: Sequence[Microbatch],
-        losses: Losses,
-        sums: Aggregation | None,
-        accumulation: Accumulation,
-        wants_result: bool,
-    ) -> Step:
+    def _sums(self, accumulation: Accumulation) -> Aggregation | None:
+        """Sums a step's gradients over the virtual machines, if an optimizer step follows it."""
+        return self._aggregation if not accumulation.goes_on else None
+
+    def _step(self, given: TrainingBatch, microbatches: Sequence[Microbatch]) -> Step:
         assert self.holdings is not None
         profiler, migration = self.planning.profiler, self.changes.migration
         is_measured = self.planning.measures and not profiler.is_over
-        begins_sums = sums is not None and not accumulation.has_begun
-        reports = partial(self._begin_report, wants_result, losses)
+        losses = self._losses(microbatches, given.loss_scale)
+        sums = self._sums(given.accumulation)
+        reports = partial(self._begin_report, given.wants_result, losses)
         return Step(
-            function=step,
+            function=given.step,
             microbatches=microbatches,
             trains=True,
             shared=self.holdings.shared,
@@ -1230,7 +1166,7 @@ class Pipeline:
             after_last_forward=reports if self.is_last else None,
             before_last_backward=(
                 partial(sums.arm, migration.late if migration is not None else ())
-                if sums is not None and begins_sums
+                if sums is not None and not given.accumulation.has_begun
                 else None
             ),
             timers=profiler.timers(len(microbatches)) if is_measured else {},
@@ -1483,8 +1419,7 @@ class Pipeline:
     def release_gates(self) -> None:
         """Restores the layers' own ``forward``."""
         self.changes.abandon()
-        if self._live is not None:
-            self._live.abandon()
+        self._live.abandon()
         if self._aggregation is not None:
             self._aggregation.close()
         if self.memory is not None:
@@ -1498,8 +1433,7 @@ class Pipeline:
         if self.holdings is None:
             return
         self.changes.cancel()
-        if self._live is not None:
-            self._live.cancel()
+        self._live.cancel()
         if self._was_whole:
             self.holdings.make_whole()
         else:

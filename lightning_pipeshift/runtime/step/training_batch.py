@@ -1,0 +1,51 @@
+"""A batch of training, and how Lightning's loop wants it to be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipeshift.runtime.step.stage import UserStep
+
+
+class Accumulation(NamedTuple):
+    """A step's position among the steps between two optimizer steps.
+
+    Args:
+        has_begun: whether this step's gradients are added to those of earlier steps.
+        goes_on: whether no optimizer step follows this step.
+    """
+
+    has_begun: bool
+    goes_on: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingBatch:
+    """A virtual machine's batch, with all that belongs to it.
+
+    Args:
+        batch: the batch.
+        batch_idx: its index in the epoch.
+        step: runs the user's ``training_step`` on a module and a slice.
+        step_number: counts batches over the whole run; the random streams depend on it.
+        loss_scale: a factor of the losses.
+        optimizers: their state follows the parameters.
+        wants_result: whether more of the step's result than the loss is needed.
+        is_last_batch: whether this stage's data ends with the batch.
+        accumulation: how gradients of this batch and of earlier ones are accumulated.
+    """
+
+    batch: Any
+    batch_idx: int
+    step: UserStep
+    step_number: int
+    loss_scale: float | Tensor
+    optimizers: Sequence[Optimizer]
+    wants_result: bool
+    is_last_batch: bool
+    accumulation: Accumulation
