@@ -33,6 +33,7 @@ from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.testing.ranks import run_ranks
 from lightning_pipeshift.testing.sleeping import Sleeper
+from lightning_pipeshift.testing.training import QUIET
 
 WIDTH, MOVED_WIDTH = 64, 1024
 SYNCHRONOUS, ASYNCHRONOUS = "1f1b", "async"
@@ -49,6 +50,26 @@ class Times(pl.Callback):
         self.ends.append(time.perf_counter())
 
 
+def fit(model: pl.LightningModule, loader: Any, callback: pl.Callback, **options: Any) -> None:
+    """Trains for an epoch on a stage for each entry of ``partition``.
+
+    Args:
+        model: the model.
+        loader: of its data.
+        callback: notes what is measured.
+        options: the strategy's.
+    """
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=len(options["partition"]),
+        strategy=PipeShiftStrategy(profile_steps=0, **options),
+        callbacks=[callback],
+        max_epochs=1,
+        **QUIET,
+    )
+    trainer.fit(model, loader)
+
+
 def seconds_per_batch(
     schedule: str, num_stages: int, num_microbatches: int, num_batches: int, seconds: float
 ) -> float:
@@ -58,23 +79,9 @@ def seconds_per_batch(
     warm_up = 2 * num_stages if is_async else 2
     data = TensorDataset(*(torch.randn((num_batches + warm_up + 1) * size, WIDTH),) * 2)
     times = Times()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=num_stages,
-        strategy=PipeShiftStrategy(
-            schedule=schedule,
-            microbatches=1 if is_async else num_microbatches,
-            partition=[1] * num_stages,
-            profile_steps=0,
-        ),
-        callbacks=[times],
-        max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
-    trainer.fit(Sleeper(num_stages, WIDTH, seconds, 2 * seconds), DataLoader(data, batch_size=size))
+    model = Sleeper(num_stages, WIDTH, seconds, 2 * seconds)
+    options = {"microbatches": 1 if is_async else num_microbatches, "partition": [1] * num_stages}
+    fit(model, DataLoader(data, batch_size=size), times, schedule=schedule, **options)
     return (times.ends[warm_up + num_batches - 1] - times.ends[warm_up - 1]) / num_batches
 
 
@@ -131,24 +138,12 @@ def measure_moves(
 ) -> tuple[list[float], list[dict[str, float]]]:
     """When batches ended on this rank, and what moves have cost."""
     torch.set_num_threads(1)
-    num_stages, num_layers = len(placements[0]), sum(placements[0])
+    num_layers = sum(placements[0])
     data = TensorDataset(*(torch.randn((num_moves + 2) * every, MOVED_WIDTH),) * 2)
     moves = Moves([*placements[1:], placements[0]], every)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=num_stages,
-        strategy=PipeShiftStrategy(
-            schedule=ASYNCHRONOUS, partition=list(placements[0]), profile_steps=0
-        ),
-        callbacks=[moves],
-        max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
     model = Sleeper(num_layers, MOVED_WIDTH, seconds, 2 * seconds)
-    trainer.fit(model, DataLoader(data, batch_size=1))
+    loader = DataLoader(data, batch_size=1)
+    fit(model, loader, moves, schedule=ASYNCHRONOUS, partition=list(placements[0]))
     return moves.ends, moves.moves
 
 

@@ -96,7 +96,7 @@ LOGS_STEP: Final = "update_train_step_metrics"
 
 
 def logger_connector(trainer: pl.Trainer) -> Any:
-    """What passes logged values on to loggers, progress bars and callbacks."""
+    """The object that passes logged values on to loggers, progress bars and callbacks."""
     return trainer._logger_connector
 
 

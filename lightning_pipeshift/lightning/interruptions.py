@@ -49,7 +49,7 @@ class Interruptions:
             is_sharded: whether each rank saves its own part of a checkpoint.
         """
         adjustments.notify_of_sigterm(self._trainer, self._note_sigterm)
-        adjustments.ask_nobody_of_sigterm(self._trainer)
+        adjustments.skip_sigterm_broadcast(self._trainer)
         if self._pipeline.channels.num_stages == 1 and not is_sharded:
             return
         for callback in self._trainer.callbacks:  # type: ignore[attr-defined]

@@ -82,8 +82,8 @@ class Adjustments:
         """Calls ``notify`` on SIGTERM instead of Lightning's own handler, which broadcasts."""
         self._set(signal_connector(trainer), SIGTERM_NOTIFIER, notify)
 
-    def ask_nobody_of_sigterm(self, trainer: pl.Trainer) -> None:
-        """Keeps Lightning's loop from asking the first rank for a SIGTERM before each batch."""
+    def skip_sigterm_broadcast(self, trainer: pl.Trainer) -> None:
+        """Removes the broadcast of a SIGTERM by the first rank before each batch."""
         loop = trainer.fit_loop.epoch_loop
         if hasattr(loop, SIGTERM_BROADCAST):
             self._set(loop, SIGTERM_BROADCAST, lambda: None)

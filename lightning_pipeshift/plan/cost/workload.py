@@ -103,7 +103,7 @@ class Workload:
 
     @property
     def objective(self) -> Objective:
-        """What makes a cut fast."""
+        """The measure of a cut: the lower, the faster."""
         return Objective.of(self.schedule, self.microbatches)
 
     @cached_property

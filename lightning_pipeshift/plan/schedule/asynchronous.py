@@ -28,7 +28,7 @@ from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 
 
 def turn(minibatch: int, stage: int, num_stages: int, first: int = 0) -> Row:
-    """What a stage does when a minibatch arrives.
+    """The actions of a stage when a minibatch arrives.
 
     Args:
         minibatch: its number.
@@ -49,8 +49,7 @@ def turn(minibatch: int, stage: int, num_stages: int, first: int = 0) -> Row:
 
 
 def drain(last: int, stage: int, num_stages: int, first: int = 0) -> Row:
-    """What a stage has left to do after its turn for the last minibatch, so that the pipeline is
-    empty.
+    """The actions of a stage after its turn for the last minibatch, which leave the pipeline empty.
 
     Args:
         last: the last minibatch that was begun.

@@ -264,13 +264,13 @@ class Channels(Lane):
 
     def close(self) -> None:
         """Closes the connections; peers that wait on them see an error at once."""
-        self._object_sends.clear()
-        self.measurements = Lane([], 0, None, self.watched)
         self._staging.close()
         shut_down(self._sockets)
         if not all(map(ends_soon, self._under_way)):
             keep_for_ever(self.control)
-        self.control = self._bulk = None
+        for lane in (self.measurements, self):
+            lane.release()
+        self._bulk = None
 
     # --- payloads and gradients ---
 

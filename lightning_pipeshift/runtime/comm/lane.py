@@ -290,6 +290,11 @@ class Lane:
         with self.watched(self.ranks[source]):
             complete(self.control.recv([buffer], self._members[source], tag))
 
+    def release(self) -> None:
+        """Lets go of the group, and of what is being sent. The lane is not used any more."""
+        self._object_sends.clear()
+        self.control = None
+
     def settle(self, all_but: int = 0) -> None:
         """Waits for the sends of objects, but not for the last ``all_but`` of them."""
         while len(self._object_sends) > all_but:

@@ -90,7 +90,7 @@ class LateUpdate:
 
 @dataclass
 class _Outgoing:
-    """What one stage sends to another.
+    """The tensors that one stage sends to another.
 
     Args:
         first: the first minibatch before whose forward weights are sent.
@@ -112,7 +112,7 @@ class _Outgoing:
 
 @dataclass
 class _Incoming:
-    """What one stage gets from another.
+    """The tensors that one stage gets from another, as far as they have arrived.
 
     Args:
         source: the old owner.

@@ -118,7 +118,7 @@ class TensorMove:
 
 
 def moves_of(holdings: Holdings, stage_of: Sequence[int]) -> list[TensorMove]:
-    """What this stage sends or receives, in the order in which layers need it.
+    """The tensors that this stage sends or receives, in the order in which layers need it.
 
     Args:
         holdings: the stage's tensors.
