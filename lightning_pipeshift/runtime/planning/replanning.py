@@ -189,9 +189,15 @@ class Replanning:
         by_tensor = self._settings.memory is not None
         return Measured(profile, cluster, topology.ranks, by_tensor)
 
-    def static_bytes(self) -> dict[int, float]:
-        """The bytes that each layer takes permanently."""
-        return {index: layer.static_bytes for index, layer in enumerate(self._layers)}
+    def static_bytes(self, num_versions: int = 1) -> dict[int, float]:
+        """The bytes that each layer takes permanently.
+
+        Args:
+            num_versions: of its trained weights.
+        """
+        return {
+            index: layer.static_bytes_with(num_versions) for index, layer in enumerate(self._layers)
+        }
 
     def predicted(self, plan: Plan) -> Plan:
         """A plan with the simulator's prediction. Every rank calls this."""

@@ -50,6 +50,7 @@ from lightning_pipeshift.plan.inputs.cluster import Device
 from lightning_pipeshift.plan.inputs.flow import Call, Flow, call_order
 from lightning_pipeshift.plan.inputs.placement import Ownership, Placement
 from lightning_pipeshift.plan.schedule.actions import Row, Schedule
+from lightning_pipeshift.plan.schedule.asynchronous import weight_versions
 from lightning_pipeshift.plan.schedule.checker import check
 from lightning_pipeshift.plan.schedule.communication import with_communication
 from lightning_pipeshift.plan.schedule.cut_over import cut_over
@@ -525,9 +526,16 @@ class Pipeline:
             self.memory.follow(
                 self.plan,
                 self.vm,
-                self.planning.static_bytes(),
+                self.planning.static_bytes(self._most_versions),
                 self.planning.profiler.expected_bytes,
+                self._live.layers,
             )
+
+    @property
+    def _most_versions(self) -> int:
+        """The largest number of versions of its weights that the stage holds."""
+        stage, num_stages = self.channels.stage, self.channels.num_stages
+        return weight_versions(self.settings.schedule, num_stages)[stage]
 
     def match_replicas(self, parameters_too: bool) -> None:
         """Copies the values of the first virtual machine to all others: the state of layers other
@@ -830,6 +838,7 @@ class Pipeline:
             return []
         self._take_notice(batch, batch_idx)
         number, update = self._minibatches.next, self._minibatches.versions.update
+        moving = self._live.layers
         plan, late = self._live.before_turn(number, update, ends_update)
         if plan is not None:
             assert self._ownership is not None
@@ -838,6 +847,8 @@ class Pipeline:
             self._say_who_has_no_work()
             # Times under the old plan do not hold for the new one.
             self.planning.profiler.begin_anew(for_good=self.planning.profiler.is_over)
+        if plan is not None or moving != self._live.layers:
+            self._follow_with_memory()
         return late
 
     def _take_notice(self, batch: Any, batch_idx: int) -> None:
@@ -916,7 +927,9 @@ class Pipeline:
         """
         if self._minibatches is None:
             return []
-        return self._live.settle(self._minibatches.next)
+        late = self._live.settle(self._minibatches.next)
+        self._follow_with_memory()
+        return late
 
     @contextmanager
     def updating(self, tag: Any, is_late: bool = False) -> Iterator[None]:

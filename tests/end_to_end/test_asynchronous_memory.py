@@ -1,0 +1,192 @@
+"""``MemoryCompression`` in an asynchronous pipeline, and the memory of its weights and moves."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_pipeshift import KeepAll, MemoryCompression
+from lightning_pipeshift.plan.inputs.placement import Placement
+from lightning_pipeshift.testing.ranks import run_ranks
+from tests.end_to_end.test_memory_compression import POLICIES, Block, Trains
+from tests.features_models import built, quiet_trainer
+
+WIDTH, SAMPLES, NUM_BATCHES = 64, 16, 14
+
+SCHEDULES = {"async": 1, "async-2bw": 3}
+"""And how many minibatches make an update."""
+
+
+class Moves(L.Callback):
+    """Asks for other splits.
+
+    Args:
+        wanted: the layers of each stage, by the batch after which they are wanted.
+    """
+
+    def __init__(self, wanted: Mapping[int, Sequence[int]]) -> None:
+        self._wanted = dict(wanted)
+
+    def on_train_batch_end(self, trainer: Any, *others: Any) -> None:
+        counts = self._wanted.get(others[-1])
+        if counts is not None:
+            coming = trainer.strategy.pipeline.coming_plan
+            trainer.strategy.adopt(coming.with_placement(Placement((tuple(counts),))))
+
+
+class Validates(Trains):
+    """Also validates, which drains the pipeline."""
+
+    def validation_step(self, batch: Any) -> None:
+        x, y = batch
+        for block in self.blocks:
+            x = block(x)
+        self.log("validation", F.cross_entropy(self.head(x), y))
+
+
+class Result(NamedTuple):
+    state: dict[str, Tensor]
+    metrics: dict[str, float]
+    figures: dict[str, float]
+    counts: tuple[int, ...]
+
+
+def train(
+    compression: Mapping[str, Any] | None = None,
+    schedule: str = "async",
+    moves: Mapping[int, Sequence[int]] | None = None,
+    **how: Any,
+) -> Result:
+    """Trains on all ranks, with dropout; drains in the middle and at the end of each epoch."""
+    L.seed_everything(3, verbose=False)
+    generator = torch.Generator().manual_seed(1)
+    batches: Any = [
+        (
+            torch.randn(SAMPLES, WIDTH, generator=generator),
+            torch.randint(4, (SAMPLES,), generator=generator),
+        )
+        for _ in range(NUM_BATCHES)
+    ]
+    loader = DataLoader(batches, batch_size=None)
+    model = built(Validates)
+    strategy = {"schedule": schedule, "partition": "uniform", "profile_steps": 0, **how}
+    trainer = quiet_trainer(
+        {"devices": int(os.environ["WORLD_SIZE"]), "pipeshift": strategy},
+        accumulate_grad_batches=SCHEDULES[schedule],
+        max_epochs=2,
+        val_check_interval=5,
+        callbacks=[Moves(moves or {})],
+        plugins=[MemoryCompression(**compression)] if compression is not None else [],
+    )
+    trainer.fit(model, loader, loader)
+    found: Any = trainer.strategy
+    return Result(
+        {name: value.detach().clone() for name, value in model.state_dict().items()},
+        {name: float(value) for name, value in trainer.callback_metrics.items()},
+        found.memory_figures if compression is not None else {},
+        found.plan.placement.counts[0],
+    )
+
+
+def train_each(runs: Sequence[dict[str, Any]]) -> list[Result]:
+    return [train(**run) for run in runs]
+
+
+def on_ranks(num_ranks: int, runs: Sequence[dict[str, Any]]) -> list[list[Result]]:
+    """The results of all ranks, by run."""
+    return [list(found) for found in zip(*run_ranks(train_each, num_ranks, runs), strict=True)]
+
+
+def require_same(found: Sequence[Result], expected: Sequence[Result], what: str = "") -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        for name, value in theirs.state.items():
+            assert torch.equal(mine.state[name], value), (what, name)
+        assert mine.metrics == theirs.metrics, what
+
+
+# --- nothing that is computed changes ---
+
+
+@pytest.mark.parametrize("moves", [None, {2: [1, 3, 3], 6: [4, 1, 2]}], ids=["still", "moving"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_policy_changes_a_bit(schedule: str, moves: Any) -> None:
+    """Tensors of several minibatches are elsewhere at once, and layers move meanwhile."""
+    given = {"schedule": schedule, "moves": moves}
+    runs = [{"compression": wish, **given} for wish in (None, *POLICIES.values())]
+    plain, *compressed = on_ranks(3, [*runs, {"recompute": "full", **given}])
+    *compressed, recomputed = compressed
+    assert plain[0].counts == ((4, 1, 2) if moves else (3, 2, 2))
+    require_same(recomputed, plain, "recompute")
+    for name, found in zip(POLICIES, compressed, strict=True):
+        require_same(found, plain, name)
+        moved_bytes = sum(one.figures["moved_bytes"] for one in found)
+        assert bool(moved_bytes) == (name != "again"), name
+
+
+def test_one_stage_and_two_virtual_machines() -> None:
+    for num_ranks, how in ((1, {}), (4, {"virtual_machines": 2})):
+        runs: list[dict[str, Any]] = [{}, {"compression": POLICIES["host"]}]
+        plain, found = on_ranks(num_ranks, [run | how for run in runs])
+        require_same(found, plain)
+        assert sum(one.figures["moved_bytes"] for one in found) > 0
+
+
+# --- budgets ---
+
+
+def weight_bytes(num_blocks: int) -> int:
+    return num_blocks * sum(p.numel() * p.element_size() for p in Block().parameters())
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_budget_counts_every_version_of_the_weights(schedule: str) -> None:
+    """Weights in as many versions as the schedule keeps, gradients, and Adam's two averages."""
+    ((first, second, _),) = on_ranks(
+        3, [{"compression": {"budget": 1e8, "policy": KeepAll()}, "schedule": schedule}]
+    )
+    payload = SAMPLES * WIDTH * 4
+    for one, num_blocks, num_versions, passing in (
+        (first, 3, 3 if schedule == "async" else 2, payload),
+        (second, 2, 2, 4 * payload),
+    ):
+        static = 1e8 - one.figures["budget_bytes"] - passing
+        assert static == (num_versions + 3) * weight_bytes(num_blocks)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_budget_is_kept_on_every_stage_and_costs_no_bit(schedule: str) -> None:
+    (plain,) = on_ranks(
+        3, [{"compression": {"policy": KeepAll(), "budget": 1e8}, "schedule": schedule}]
+    )
+    first = plain[0].figures
+    budget = 1e8 - first["budget_bytes"] + 0.6 * first["peak_bytes"]
+    runs = [
+        {"compression": {"budget": budget, "host_budget": host_budget}, "recompute": recompute}
+        for host_budget, recompute in (("auto", "auto"), (0, "auto"), ("auto", "none"))
+    ]
+    for found in on_ranks(3, [{"schedule": schedule, **run} for run in runs]):
+        require_same(found, plain)
+        for one in found:
+            assert 0 < one.figures["peak_bytes"] <= one.figures["budget_bytes"]
+        assert found[0].figures["budget_bytes"] == int(0.6 * first["peak_bytes"])
+
+
+def test_a_budget_that_nothing_can_meet_says_what_would() -> None:
+    wish = {"budget": weight_bytes(3) * 5}
+    outcomes = run_ranks(train, 3, wish, expect_failure=True)
+    error = next(outcome for outcome in outcomes if outcome.error_type == "BudgetError")
+    assert "for 3 versions of the weights, gradients" in error.message
+    assert "schedule='async-2bw', which keeps 2 versions" in error.message
+    needed = re.search(r"a budget of ([\d.]+) MB would do", error.message)
+    assert needed is not None, error.message
+    found, plain = on_ranks(3, [{"compression": {"budget": float(needed[1]) * 1e6}}, {}])
+    require_same(found, plain)
