@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
 
 from lightning_pipeshift import KeepAll, MemoryCompression
@@ -64,6 +66,7 @@ def train(
     compression: Mapping[str, Any] | None = None,
     schedule: str = "async",
     moves: Mapping[int, Sequence[int]] | None = None,
+    callbacks: Sequence[L.Callback] = (),
     **how: Any,
 ) -> Result:
     """Trains on all ranks, with dropout; drains in the middle and at the end of each epoch."""
@@ -84,7 +87,7 @@ def train(
         accumulate_grad_batches=SCHEDULES[schedule],
         max_epochs=2,
         val_check_interval=5,
-        callbacks=[Moves(moves or {})],
+        callbacks=[Moves(moves or {}), *callbacks],
         plugins=[MemoryCompression(**compression)] if compression is not None else [],
     )
     trainer.fit(model, loader, loader)
@@ -190,3 +193,99 @@ def test_a_budget_that_nothing_can_meet_says_what_would() -> None:
     assert needed is not None, error.message
     found, plain = on_ranks(3, [{"compression": {"budget": float(needed[1]) * 1e6}}, {}])
     require_same(found, plain)
+
+
+def test_a_budget_follows_layers_that_move() -> None:
+    wish = {"budget": 1e8, "policy": KeepAll()}
+    moved, stayed = on_ranks(
+        3,
+        [
+            {"compression": wish, "moves": {2: [1, 3, 3], 6: [4, 1, 2]}},
+            {"compression": wish, "partition": [4, 1, 2]},
+        ],
+    )
+    for mine, theirs in zip(moved, stayed, strict=True):
+        assert mine.counts == theirs.counts
+        assert mine.figures["budget_bytes"] == theirs.figures["budget_bytes"]
+
+
+# --- the memory of weights ---
+
+
+class Memory(NamedTuple):
+    """Bytes on one rank: of the weights that it owns, of all versions of weights, and of the
+    optimizer's state.
+    """
+
+    owned: int
+    weights: int
+    state: int
+
+
+class Living(L.Callback):
+    """Follows the memory of weights and of the optimizer's state until it is freed, whoever refers
+    to it; counts what is alive at the end of each batch.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[Memory] = []
+        self._weights: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._state: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        # The newest version of each weight: older ones have been seen when they were that.
+        held = [p for p in module.parameters() if p.device.type == "cpu"]
+        state = trainer.optimizers[0].state
+        values = [value for p in held for value in state.get(p, {}).values()]
+        for tensors, known in ((held, self._weights), (values, self._state)):
+            for tensor in tensors:
+                reference = StorageWeakRef(tensor.untyped_storage())
+                known[reference.cdata] = reference, tensor.untyped_storage().nbytes()
+        del held, values, tensors, tensor
+        gc.collect()
+        owned = sum(p.nbytes for p in module.parameters() if p.device.type == "cpu")
+        alive = (
+            sum(size for reference, size in known.values() if not reference.expired())
+            for known in (self._weights, self._state)
+        )
+        self.found.append(Memory(owned, *alive))
+
+
+def living(**how: Any) -> list[Memory]:
+    """The memory of this rank at the end of each batch of a run."""
+    watches = Living()
+    train(callbacks=[watches], **how)
+    return watches.found
+
+
+@pytest.mark.parametrize("compression", [None, {"policy": KeepAll()}], ids=["plain", "planned"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_stage_holds_as_many_versions_of_its_weights_as_are_in_flight(
+    schedule: str, compression: Any
+) -> None:
+    num_stages = 3
+    ranks = run_ranks(living, num_stages, schedule=schedule, compression=compression)
+    for stage, found in enumerate(ranks):
+        most = num_stages - stage if schedule == "async" else 2
+        assert found[0].weights == found[0].owned
+        assert max(one.weights for one in found) == most * found[0].owned
+        if schedule == "async":
+            # From where the pipeline is full until it drains in front of the validation.
+            assert [one.weights for one in found[3:5]] == [most * found[0].owned] * 2
+
+
+def test_a_move_frees_weights_and_optimizer_state_at_the_old_owner() -> None:
+    """On each stage, in the end, there is as much as if the layers had always been there."""
+    split, after = [3, 2, 2], [1, 2, 4]
+    moved = run_ranks(living, 3, moves={6: after}, partition=split)
+    stayed = run_ranks(living, 3, partition=after)
+    for mine, theirs in zip(moved, stayed, strict=True):
+        assert mine[-1] == theirs[-1]
+    source, target = moved[0], moved[2]
+    # The optimizer keeps two averages, and counts its steps in a number for each parameter.
+    assert source[4].state == pytest.approx(2 * weight_bytes(3), rel=0.01)
+    assert source[-1].state == pytest.approx(2 * weight_bytes(1), rel=0.01)
+    assert source[-1].weights == 3 * source[-1].owned == 3 * weight_bytes(1)
+    # While minibatches of both are in flight, both have the layers.
+    shared = [a.owned + b.owned for a, b in zip(source, target, strict=True)]
+    assert max(shared) > shared[0] == shared[-1]
