@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -242,7 +241,6 @@ class Living(L.Callback):
                 reference = StorageWeakRef(tensor.untyped_storage())
                 known[reference.cdata] = reference, tensor.untyped_storage().nbytes()
         del held, values, tensors, tensor
-        gc.collect()
         owned = sum(p.nbytes for p in module.parameters() if p.device.type == "cpu")
         alive = (
             sum(size for reference, size in known.values() if not reference.expired())
