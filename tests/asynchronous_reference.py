@@ -22,9 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-Weights = dict[str, Tensor]
-"""The trained parameters of a layer, by name."""
-
 
 class Trained(NamedTuple):
     """The result of a training run."""
@@ -53,10 +50,12 @@ def train(
     """Trains copies of the layers, and returns them.
 
     Args:
-        model_layers: called one after another; no two of them share a parameter.
+        model_layers: called one after another. A parameter that several of them share has the
+            versions of that one whose weights are oldest, and its gradients are added up from the
+            last layer to the first.
         split: the number of layers of each stage.
         minibatches: inputs and targets.
-        make_optimizer: of a layer's trained parameters.
+        make_optimizer: of a layer's trained parameters; of shared ones, the first layer's.
         loss: of the last layer's output and the targets.
         schedule: ``"async"`` or ``"async-2bw"``.
         num_accumulated: the number of minibatches whose gradients are summed for an update. The
@@ -75,12 +74,17 @@ def train(
     emptied = sorted({0, *drains, *epochs})
     owners = [(0, _owners(split)), *((begin, _owners(other)) for begin, other in moves)]
     trained = [{n: p for n, p in layer.named_parameters() if p.requires_grad} for layer in layers]
-    optimizers = [make_optimizer(list(weights.values())) for weights in trained if weights]
-    versions = [[_copied(weights)] for weights in trained]
+    first_of: dict[nn.Parameter, int] = {}
+    for number, weights in enumerate(trained):
+        for parameter in weights.values():
+            first_of.setdefault(parameter, number)
+    owned = [[p for p, first in first_of.items() if first == n] for n in range(len(layers))]
+    optimizers = [make_optimizer(parameters) for parameters in owned if parameters]
+    versions = {parameter: [parameter.detach().clone()] for parameter in first_of}
     losses = []
     for minibatch, (value, target) in enumerate(minibatches):
-        used = []
-        for number, layer in enumerate(layers):
+        version_of: dict[nn.Parameter, int] = {}
+        for number, weights in enumerate(trained):
             if schedule == "async-2bw":
                 # Each epoch begins with the newest weights.
                 begin = max(first for first in (0, *epochs) if first <= minibatch)
@@ -89,17 +93,27 @@ def train(
                 first = emptied[bisect_right(emptied, minibatch) - 1]
                 places = [(begin, of_layer[number]) for begin, of_layer in owners]
                 version = bisect_right(ends, _newest(minibatch, places, len(split), first))
-            weights = {n: w.clone().requires_grad_() for n, w in versions[number][version].items()}
-            used.append(weights)
-            value = functional_call(layer, weights, (value,))
+            for parameter in weights.values():
+                version_of[parameter] = min(version, version_of.get(parameter, version))
+        used: list[tuple[nn.Parameter, Tensor]] = []
+        for layer, parameters in zip(layers, trained, strict=True):
+            weights = {
+                name: versions[p][version_of[p]].clone().requires_grad_()
+                for name, p in parameters.items()
+            }
+            used += zip(parameters.values(), weights.values(), strict=True)
+            value = functional_call(layer, weights, (value,), tie_weights=False)
         found = loss(value, target)
         losses.append(found.detach())
-        leaves = [w for weights in used for w in weights.values()]
+        leaves = [leaf for _, leaf in used]
         gradients = torch.autograd.grad(found / num_accumulated, leaves, allow_unused=True)
-        for parameter, gradient in zip(_all(trained), gradients, strict=True):
+        sums: dict[nn.Parameter, Tensor] = {}
+        for (parameter, _), gradient in reversed(list(zip(used, gradients, strict=True))):
             if gradient is not None:
-                before = parameter.grad
-                parameter.grad = gradient if before is None else before + gradient
+                sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
+        for parameter, gradient in sums.items():
+            before = parameter.grad
+            parameter.grad = gradient if before is None else before + gradient
         if minibatch in ends:
             for optimizer in optimizers:
                 if lr_of is not None:
@@ -107,8 +121,8 @@ def train(
                         group["lr"] = lr_of(minibatch)
                 optimizer.step()
                 optimizer.zero_grad()
-            for made, parameters in zip(versions, trained, strict=True):
-                made.append(_copied(parameters))
+            for parameter, made in versions.items():
+                made.append(parameter.detach().clone())
     return Trained(layers, optimizers, losses)
 
 
@@ -145,11 +159,3 @@ def _ends_of_groups(num_accumulated: int, epochs: list[int]) -> list[int]:
 def _owners(split: Sequence[int]) -> list[int]:
     """The stage of each layer."""
     return [stage for stage, count in enumerate(split) for _ in range(count)]
-
-
-def _all(trained: Sequence[dict[str, nn.Parameter]]) -> list[nn.Parameter]:
-    return [parameter for weights in trained for parameter in weights.values()]
-
-
-def _copied(weights: dict[str, nn.Parameter]) -> Weights:
-    return {name: parameter.detach().clone() for name, parameter in weights.items()}

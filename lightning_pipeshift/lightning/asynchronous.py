@@ -26,7 +26,7 @@ from lightning_pipeshift.lightning.patches import Adjustments
 from lightning_pipeshift.lightning.steps import StepContext
 from lightning_pipeshift.lightning.training import TrainingSteps
 from lightning_pipeshift.model.execution.transfer import to_device
-from lightning_pipeshift.runtime.ownership.live_migration import LateUpdate
+from lightning_pipeshift.runtime.ownership.shared_updates import LateUpdate
 from lightning_pipeshift.runtime.step.minibatches import Finished
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
 from lightning_pipeshift.runtime.step.training_batch import TrainingBatch
@@ -217,24 +217,26 @@ class AsynchronousTraining(TrainingSteps):
         if not one.minibatch.ends_update:
             holdings.withdraw_gradients()
             return
-        with self._pipeline.updating(one.minibatch.tag):
+        with self._pipeline.updating(one.minibatch):
             self._step(one.minibatch.tag.options)
         holdings.drop_gradients()
 
     def _make_up_for(self, late: LateUpdate) -> None:
-        """Makes an update of layers that have moved here."""
+        """Makes an update of layers that have moved here, or of shared parameters."""
         for parameter, gradient in late.gradients:
             parameter.grad = gradient
-        with self._pipeline.updating(late.tag, is_late=True):
-            self._step(late.tag.options)
+        if late.gradients:
+            with self._pipeline.updating_late():
+                self._step(late.tag.options, counts=False)
         for parameter, _ in late.gradients:
             parameter.grad = None
 
-    def _step(self, own: OptimizerOptions) -> None:
+    def _step(self, own: OptimizerOptions, counts: bool = True) -> None:
         """Makes the optimizer's step.
 
         Args:
             own: the options of the update's last minibatch.
+            counts: whether the optimizer may count it in its options.
         """
         trainer = self._trainer
         optimizer = trainer.optimizers[0]
@@ -247,7 +249,8 @@ class AsynchronousTraining(TrainingSteps):
         # An optimizer may count in its options: that goes on for all minibatches.
         in_flight = self._pipeline.minibatches_in_flight
         waiting = [now, *(minibatch.tag.options for minibatch in in_flight)]
-        for place, (before, group) in enumerate(zip(own, optimizer.param_groups, strict=True)):
+        groups = zip(own, optimizer.param_groups, strict=True)
+        for place, (before, group) in enumerate(groups) if counts else ():
             changed = {
                 name: group[name]
                 for name, value in before.items()

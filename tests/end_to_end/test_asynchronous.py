@@ -54,9 +54,11 @@ class Block(nn.Module):
 
 
 class Model(L.LightningModule):
-    """Blocks, one after the other; with ``draws``, they have dropout and running statistics."""
+    """Blocks, one after the other; with ``draws``, they have dropout and running statistics. With
+    ``shares``, two of them have tied weights, and code between them has a parameter of its own.
+    """
 
-    def __init__(self, optimizer: str, draws: bool = False) -> None:
+    def __init__(self, optimizer: str, draws: bool = False, shares: bool = False) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
             Block(*([nn.Dropout(0.3), nn.BatchNorm1d(WIDTH)] if draws else []))
@@ -65,12 +67,19 @@ class Model(L.LightningModule):
         self.mean = MeanMetric(nan_strategy="disable")
         self.num_steps = 0
         self._optimizer = optimizer
+        self.shift = None
+        if shares:
+            self.layers[4].linear.weight = self.layers[1].linear.weight
+            self.shift = nn.Parameter(torch.zeros(WIDTH))
+
+    def _between(self, x: Tensor) -> Tensor:
+        return x if self.shift is None else x + self.shift
 
     def training_step(self, batch: Any) -> Tensor:
         x, target = batch
         self.num_steps += 1
         for layer in self.layers:
-            x = layer(x)
+            x = layer(self._between(x))
         loss = loss_of(x, target)
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.mean(loss.detach())
@@ -80,7 +89,7 @@ class Model(L.LightningModule):
     def validation_step(self, batch: Any) -> None:
         x, target = batch
         for layer in self.layers:
-            x = layer(x)
+            x = layer(self._between(x))
         self.log("validation", loss_of(x, target))
 
     def configure_optimizers(self) -> Any:
@@ -122,6 +131,7 @@ class Case(NamedTuple):
     num_batches: int = 20
     draws: bool = False
     num_epochs: int = 2
+    shares: bool = False
 
 
 class Watches(L.Callback):
@@ -167,7 +177,7 @@ def train(case: Case, **arguments: Any) -> Result:
         max_epochs=case.num_epochs,
         **arguments,
     )
-    module = built(lambda: Model(case.optimizer, case.draws))
+    module = built(lambda: Model(case.optimizer, case.draws, case.shares))
     loader = DataLoader(data(case.num_batches), batch_size=SIZE)
     trainer.fit(module, loader, loader if case.validates else None)
     return Result(
@@ -209,8 +219,12 @@ def reference(case: Case, moves: Any = (), length: int | None = None) -> Any:
             rate *= DECAY
     every, number = case.validates, case.num_batches
     within = range(every, number, every) if every else ()
+    model = built(lambda: Model(case.optimizer, shares=case.shares))
+    layers = model.layers
+    if model.shift is not None:
+        layers = [Shifted(model.shift, layer) for layer in layers]
     return asynchronous_reference.train(
-        built(lambda: Model(case.optimizer)).layers,
+        layers,
         case.split,
         (epoch * case.num_epochs)[:length],
         lambda parameters: optimizer_of(case.optimizer, parameters),
@@ -222,6 +236,18 @@ def reference(case: Case, moves: Any = (), length: int | None = None) -> Any:
         rates.__getitem__,
         [number * epoch for epoch in range(1, case.num_epochs)],
     )
+
+
+class Shifted(nn.Module):
+    """A layer, with the code before it."""
+
+    def __init__(self, shift: nn.Parameter, layer: nn.Module) -> None:
+        super().__init__()
+        self.shift = shift
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + self.shift)
 
 
 def require_same(state: Mapping[str, Tensor], layers: Sequence[nn.Module]) -> None:
@@ -273,6 +299,31 @@ def test_the_bits_of_the_reference(num_stages: int) -> None:
             assert moved(result) == moves
             require_same(result.state, expected.layers)
     assert num_moves > len(cases)
+
+
+SHARED = [
+    Case([2, 4], moves={5: [3, 3]}, validates=7),
+    Case([4, 2], "async", 2, {6: [2, 4]}, "adam"),
+    Case([2, 2, 2], moves={3: [2, 1, 3], 11: [3, 0, 3], 12: [2, 2, 2]}, optimizer="adam"),
+    Case([1, 5, 0], "async", 3, {4: [1, 0, 5], 16: [1, 4, 1]}, num_batches=25),
+    Case([1, 2, 3], "async-2bw", 4, {4: [1, 3, 2]}, "adam", 6, 11),
+    Case([1, 1, 1, 3], moves={9: [1, 2, 1, 2]}, optimizer="adam", validates=5),
+    Case([1, 3, 2, 0], "async-2bw", 5, {2: [1, 2, 3, 0]}, num_batches=24),
+    Case([1, 1, 2, 2], "async-2bw", 4, {4: [1, 2, 1, 2]}, "sgd", 9, 21),
+]
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_shared_parameters_are_as_old_as_on_their_first_stage(num_stages: int) -> None:
+    """Tied weights, alone on a stage that moves too, and a parameter of code between layers."""
+    cases = [case._replace(shares=True) for case in SHARED if len(case.split) == num_stages]
+    for case, ranks in zip(cases, on_ranks(cases), strict=True):
+        moves = moved(ranks[0])
+        assert moves
+        expected = reference(case, moves).layers
+        for result in ranks:
+            require_same(result.state, [one.layer for one in expected])
+            assert torch.equal(result.state["shift"], expected[0].shift)
 
 
 def test_two_versions_of_the_weights_have_the_same_bits_on_every_split() -> None:

@@ -74,8 +74,9 @@ from lightning_pipeshift.runtime.gradients.rings import Rings
 from lightning_pipeshift.runtime.offload.stage_memory import StageMemory
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.live_changes import LiveChanges
-from lightning_pipeshift.runtime.ownership.live_migration import LateUpdate, LiveMigration
+from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
 from lightning_pipeshift.runtime.ownership.plan_change import Changes, CutOver
+from lightning_pipeshift.runtime.ownership.shared_updates import LateUpdate, SharedUpdates
 from lightning_pipeshift.runtime.planning.make_plan import (
     Settings,
     check_order,
@@ -279,6 +280,7 @@ class Pipeline:
         self._live = LiveChanges(channels.num_stages, self._start_moving)
         """The changes of the plan, in an asynchronous schedule."""
         self._optimizers: Sequence[Optimizer] = ()
+        self._shared_updates: SharedUpdates
         self._late_changes: dict[tuple[str, str], Any] = {}
         """Changes of user code on the last stage since the pipeline was empty."""
         self._written: dict[int, Microbatch] = {}
@@ -831,6 +833,7 @@ class Pipeline:
         self._take_notice(batch, batch_idx)
         number, update = self._minibatches.next, self._minibatches.versions.update
         plan, late = self._live.before_turn(number, update, ends_update)
+        late += self._shared_updates.due(number)
         if plan is not None:
             assert self._ownership is not None
             self._ownership = self._ownership.moved(plan.placement, self._num_microbatches_done)
@@ -916,22 +919,32 @@ class Pipeline:
         """
         if self._minibatches is None:
             return []
-        return self._live.settle(self._minibatches.next)
+        return self._live.settle(self._minibatches.next) + self._shared_updates.rest()
 
     @contextmanager
-    def updating(self, tag: Any, is_late: bool = False) -> Iterator[None]:
+    def updating(self, minibatch: Minibatch) -> Iterator[None]:
         """Context of an optimizer's step in an asynchronous schedule.
 
         Args:
-            tag: of the minibatch that ends the update.
-            is_late: whether it is a :class:`LateUpdate`.
+            minibatch: the last one of the update.
         """
+        self._shared_updates.pass_on(minibatch.step.first, minibatch.tag)
+        self._live.withhold(minibatch.tag)
+        with self._changing_weights(counts=True):
+            yield
+
+    @contextmanager
+    def updating_late(self) -> Iterator[None]:
+        """As :meth:`updating`, for a :class:`LateUpdate`."""
+        with self._changing_weights(counts=False):
+            yield
+
+    @contextmanager
+    def _changing_weights(self, counts: bool) -> Iterator[None]:
         assert self._minibatches is not None
         assert self.holdings is not None
-        if not is_late:
-            self._live.withhold(tag)
         parameters = [use.parameter for use in self.holdings.held]
-        with self._minibatches.versions.updating(parameters, counts=not is_late):
+        with self._minibatches.versions.updating(parameters, counts):
             yield
         if self.live_migration is not None:
             self.live_migration.send_newest(self._minibatches.next)
@@ -973,7 +986,7 @@ class Pipeline:
             )
         assert self.holdings is not None
         stage_of = plan.placement.stages(self.vm)
-        self.holdings.require_separate(self.settings.schedule, stage_of)
+        self.holdings.require_same_sharers(self.settings.schedule, stage_of)
 
     @property
     def minibatches_in_flight(self) -> list[Minibatch]:
@@ -1002,7 +1015,7 @@ class Pipeline:
         return self._minibatches.versions.num_versions if self._minibatches is not None else 1
 
     def _make_minibatches(self, holdings: Holdings) -> Minibatches:
-        holdings.require_separate(self.settings.schedule)
+        self._shared_updates = SharedUpdates(holdings)
         versions = WeightVersions(delays=self.settings.schedule == "async-2bw")
         versions.follow(use.parameter for use in holdings.held)
         stage, num_stages = self.channels.stage, self.channels.num_stages
@@ -1025,6 +1038,7 @@ class Pipeline:
                 report.correction,
                 sums.finish if sums is not None else None,
                 joins=sums is not None and not minibatch.begins_update,
+                shares=False,
             )
         return Finished(minibatch, report)
 

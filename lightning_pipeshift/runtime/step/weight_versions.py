@@ -104,10 +104,11 @@ class WeightVersions(ActionListener):
             parameters: those that it changes, if they have a gradient.
             counts: whether this is the stage's next update.
         """
-        if self.delays:
-            self._before = {id(parameter): parameter.data for parameter in self._parameters}
-        self.num_updates += counts
         changed = [parameter for parameter in parameters if parameter.grad is not None]
+        if self.delays:
+            old = self._parameters if counts else changed
+            self._before |= {id(parameter): parameter.data for parameter in old}
+        self.num_updates += counts
         kept = {weight.data_ptr() for weight in self._kept()}
         for parameter in changed:
             if parameter.data_ptr() in kept:
