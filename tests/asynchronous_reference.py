@@ -97,12 +97,12 @@ def train(
                 version_of[parameter] = min(version, version_of.get(parameter, version))
         used: list[tuple[nn.Parameter, Tensor]] = []
         for layer, parameters in zip(layers, trained, strict=True):
-            weights = {
+            leaves_of: dict[str, Tensor] = {
                 name: versions[p][version_of[p]].clone().requires_grad_()
                 for name, p in parameters.items()
             }
-            used += zip(parameters.values(), weights.values(), strict=True)
-            value = functional_call(layer, weights, (value,), tie_weights=False)
+            used += zip(parameters.values(), leaves_of.values(), strict=True)
+            value = functional_call(layer, leaves_of, (value,), tie_weights=False)
         found = loss(value, target)
         losses.append(found.detach())
         leaves = [leaf for _, leaf in used]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -76,7 +77,8 @@ class AsynchronousTraining(TrainingSteps):
 
     def adjust(self, adjustments: Adjustments) -> None:
         """Makes Lightning's loop drain the pipeline before validation and at its end."""
-        adjustments.drain_before_validation(self._trainer, self.drain, self._end_epoch)
+        end_epoch = partial(self.drain, is_resumable=True)
+        adjustments.drain_before_validation(self._trainer, self.drain, end_epoch)
         adjustments.log_steps_by(self._trainer, self._log_others)
 
     def begin(self) -> None:
@@ -165,8 +167,8 @@ class AsynchronousTraining(TrainingSteps):
             result = self._log(self._arrived.popleft())
         return result
 
-    def drain(self) -> None:
-        """Ends all minibatches that are under way. Every rank calls this after the same batch."""
+    def drain(self, is_resumable: bool = False) -> None:
+        """See :class:`TrainingSteps`."""
         drained = self._pipeline.drain()
         while True:
             with self._context():
@@ -174,8 +176,10 @@ class AsynchronousTraining(TrainingSteps):
             if one is None:
                 break
             self._update(one)
-        for late in self._pipeline.end_moves():
+        for late in self._pipeline.finish_updates():
             self._make_up_for(late)
+        if is_resumable:
+            self._pipeline.forget_older_weights()
         self._number = 0
         if not self._arrived:
             return
@@ -192,10 +196,6 @@ class AsynchronousTraining(TrainingSteps):
                 f"{self._pipeline.num_waiting_changes} changes of owners were given up, as training"
                 " has ended before they could begin."
             )
-
-    def _end_epoch(self) -> None:
-        self.drain()
-        self._pipeline.begin_epoch()
 
     def backward(self, loss: Tensor, plain: Callable[[], Tensor]) -> Tensor:
         """The backward has run in the call of ``training_step``."""

@@ -906,16 +906,16 @@ class Pipeline:
             return False
         return True
 
-    def begin_epoch(self) -> None:
-        """Called at the end of an epoch, after :meth:`end_moves`. A run that resumes there goes on
-        with the newest weights only, so this one does, too.
+    def forget_older_weights(self) -> None:
+        """Called after :meth:`finish_updates` where a run may be resumed: that run has the newest
+        weights only, so this one goes on with them, too.
         """
         if self._minibatches is not None:
             self._minibatches.versions.begin_anew()
 
-    def end_moves(self) -> list[LateUpdate]:
-        """Called when :meth:`drain` is over: ends the moves that have begun; returns updates that
-        are still to be made.
+    def finish_updates(self) -> list[LateUpdate]:
+        """Called when :meth:`drain` is over: ends the moves that have begun; returns the updates
+        that are still to be made.
         """
         if self._minibatches is None:
             return []

@@ -39,7 +39,7 @@ class WeightVersions(ActionListener):
         self.update = 0
         """The number of the update that the next forward's gradient is part of."""
         self.began_anew_with = 0
-        """The number of the first update since an epoch, or training, began."""
+        """The number of the update that was under way when :meth:`begin_anew` was last called."""
         self._parameters: list[nn.Parameter] = []
         self._newest: Weights = []
         """The newest weights, while the parameters have others."""
