@@ -127,7 +127,7 @@ class Case(NamedTuple):
     split: Any
     schedule: str = "async"
     accumulated: int = 1
-    moves: Mapping[int, Sequence[int]] = {}
+    moves: Mapping[int, Any] = {}
     optimizer: str = "sgd"
     validates: int | None = None
     num_batches: int = 20
@@ -140,17 +140,19 @@ class Case(NamedTuple):
 class Watches(L.Callback):
     """Moves layers, and notes what is in force at the end of each batch."""
 
-    def __init__(self, moves: Mapping[int, Sequence[int]]) -> None:
+    def __init__(self, moves: Mapping[int, Any]) -> None:
         self.moves = dict(moves)
-        self.counts: list[tuple[int, ...]] = []
+        self.counts: list[Any] = []
         self.versions: list[int] = []
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         strategy = trainer.strategy
         if (wanted := self.moves.get(len(self.counts))) is not None:
-            placement = Placement((tuple(wanted),))
+            several = isinstance(wanted[0], list)
+            placement = Placement(tuple(map(tuple, wanted if several else [wanted])))
             strategy.adopt(strategy.pipeline.coming_plan.with_placement(placement))
-        self.counts.append(strategy.plan.placement.counts[strategy.virtual_machine])
+        counts = strategy.plan.placement.counts
+        self.counts.append(counts if len(counts) > 1 else counts[0])
         self.versions.append(strategy.pipeline.num_weight_versions)
         # Under the number of the batch, unlike what its training step has logged.
         self.log("own", float(len(self.counts) - 1))  # type: ignore[attr-defined]
@@ -158,7 +160,7 @@ class Watches(L.Callback):
 
 class Result(NamedTuple):
     state: dict[str, Tensor]
-    counts: list[tuple[int, ...]]
+    counts: list[Any]
     versions: list[int]
     metrics: dict[str, float]
     steps: tuple[int, int]
@@ -207,7 +209,7 @@ def on_ranks(cases: Sequence[Case]) -> list[list[Result]]:
     return [list(found) for found in zip(*run_ranks(train_all, number, cases), strict=True)]
 
 
-def moved(result: Result) -> list[tuple[int, tuple[int, ...]]]:
+def moved(result: Result) -> list[tuple[int, Any]]:
     """The minibatches from which on other counts are in force."""
     found = enumerate(pairwise(result.counts), start=1)
     return [(minibatch, after) for minibatch, (before, after) in found if before != after]
@@ -216,14 +218,17 @@ def moved(result: Result) -> list[tuple[int, tuple[int, ...]]]:
 def reference(case: Case, moves: Any = (), length: int | None = None) -> Any:
     """What plain PyTorch makes of a case; ``length``: if it ends after that many minibatches."""
     pairs = data(case.num_batches).tensors
-    epoch = list(zip(*(tensor.split(SIZE) for tensor in pairs), strict=True))
+    batches = list(zip(*(tensor.split(SIZE) for tensor in pairs), strict=True))
+    number = len(case.split) if isinstance(case.split[0], list) else 1
+    # A global batch is as many times as large.
+    epoch = list(zip(*[iter(batches)] * number, strict=True)) if number > 1 else batches
     rate, rates = RATES[case.optimizer], []
     for index in range(len(epoch) * case.num_epochs):
         rates.append(rate)
         batch = index % len(epoch) + 1
         if batch % case.accumulated == 0 or batch == len(epoch):
             rate *= DECAY
-    every, number = case.validates, case.num_batches
+    every, number = case.validates, len(epoch)
     within = range(every, number, every) if every else ()
     model = built(lambda: Model(case.optimizer, shares=case.shares))
     layers = model.layers
@@ -347,6 +352,28 @@ def test_two_versions_of_the_weights_have_the_same_bits_on_every_split() -> None
                 assert torch.equal(result.state[name], value), name
             assert result.metrics == pytest.approx(expected.metrics)
             assert result.steps == expected.steps
+
+
+MACHINES = [
+    Case([[3, 3], [3, 3]]),
+    Case([[3, 3], [3, 3]], moves={4: [[2, 4], [2, 4]], 6: [[4, 2], [4, 2]]}, optimizer="adam"),
+    Case([[3, 3], [2, 4]], "async", 2, {2: [[4, 2], [2, 4]], 12: [[1, 5], [5, 1]]}, validates=4),
+    Case([[3, 3], [3, 3]], moves={1: [[1, 5], [3, 3]], 13: [[3, 3], [4, 2]]}, optimizer="adam"),
+    Case([[2, 4], [2, 4]], "async", 1, {3: [[3, 3], [2, 4]]}, "adam", shares=True),
+    Case([[3, 3], [3, 3]], "async-2bw", 2, {4: [[2, 4], [3, 3]], 8: [[0, 6], [5, 1]]}, "adam", 5),
+    Case([[2, 2, 2], [6]], "async-2bw", 3, {1: [[1, 3, 2], [6]], 13: [[3, 3, 0], [6]]}, "adam"),
+]
+
+
+def test_layers_of_several_virtual_machines_move() -> None:
+    """Gradients of an update meet in the rings of its own owners."""
+    for case, ranks in zip(MACHINES, on_ranks(MACHINES), strict=True):
+        moves = moved(ranks[0])
+        assert len(moves) == len(case.moves)
+        expected = reference(case, moves).layers
+        for result in ranks:
+            assert moved(result) == moves
+            require_same(result.state, [one.layer if case.shares else one for one in expected])
 
 
 def test_virtual_machines_of_unlike_depth_with_two_versions() -> None:

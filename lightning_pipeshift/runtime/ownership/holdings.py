@@ -28,7 +28,7 @@ from lightning_pipeshift.compat.torch_private import (
     storage_key_of,
     without_torch_function_of_subclasses,
 )
-from lightning_pipeshift.errors import LayerError, PlanError
+from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.transfer import to_host
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.model.parameters.gradient_box import SharedParameters, Sums
@@ -552,27 +552,6 @@ class Holdings:
             else:
                 parameter.grad += gradient
         self._fresh = {}
-
-    def require_same_sharers(self, schedule: str, stage_of: Sequence[int]) -> None:
-        """Checks that the same stages share each trained parameter before and after a move.
-
-        Args:
-            schedule: the name of the schedule, for the message.
-            stage_of: the new stage of each layer.
-
-        Raises:
-            PlanError: other stages would share one.
-        """
-        for use, after in zip(self.uses, self.all_holders(stage_of), strict=False):
-            before = self.holders_of(use.parameter)
-            if use.parameter.requires_grad and before != after and max(len(before), len(after)) > 1:
-                raise PlanError(
-                    f"schedule={schedule!r}: the parameter {use.name!r} is shared by layers on the"
-                    f" stages {', '.join(map(str, before))}, and would be on"
-                    f" {', '.join(map(str, after))}. Only layers whose parameters stay with the"
-                    " same stages, or move as a whole, can change their owner. Leave these layers"
-                    " where they are, or use schedule='1f1b'."
-                )
 
     def withdraw_gradients(self) -> None:
         """Hides the gradients from Lightning and the optimizer, until :meth:`return_gradients`."""

@@ -18,7 +18,7 @@ class LiveChanges:
     on the numbers of minibatches only, so that all stages agree without a message.
 
     Args:
-        num_stages: of the virtual machine.
+        num_stages: of the deepest virtual machine.
         start: starts to move layers for a plan, given the minibatch before whose forward it is
             announced.
     """

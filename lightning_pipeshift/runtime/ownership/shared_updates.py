@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.model.parameters.uses import ParameterUse
+from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.schedule.cut_over import newest_update
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 
@@ -32,6 +36,34 @@ class LateUpdate:
 
     tag: Any
     gradients: list[tuple[nn.Parameter, Tensor]]
+
+
+def require_same_sharers(
+    uses: Sequence[ParameterUse], before: Placement, after: Placement, schedule: str
+) -> None:
+    """Checks that the same stages share each trained parameter before and after a move.
+
+    Args:
+        uses: all parameters of the model.
+        before: the owners of the layers.
+        after: those after the move.
+        schedule: the name of the schedule, for the message.
+
+    Raises:
+        PlanError: other stages would share one.
+    """
+    for vm, counts in enumerate(before.counts):
+        old, new = before.stages(vm), after.stages(vm)
+        for use in uses if old != new else ():
+            now, then = (use.holders(stage_of, len(counts)) for stage_of in (old, new))
+            if use.parameter.requires_grad and now != then and max(len(now), len(then)) > 1:
+                raise PlanError(
+                    f"schedule={schedule!r}: the parameter {use.name!r} is shared by layers on the"
+                    f" stages {', '.join(map(str, now))}, and would be on"
+                    f" {', '.join(map(str, then))}. Only layers whose parameters stay with the same"
+                    " stages, or move as a whole, can change their owner. Leave these layers where"
+                    " they are, or use schedule='1f1b'."
+                )
 
 
 class SharedUpdates:
