@@ -733,7 +733,7 @@ class PipeShiftStrategy(ParallelStrategy):
         """The whole state on rank 0; for a sharded checkpoint, the part that this rank saves."""
         self._notice_exception()
         if self._run is not None:
-            self._run.training.drain()
+            self._run.training.drain(is_resumable=True)
         return self._checkpoints.module_state(self._require_module(), self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

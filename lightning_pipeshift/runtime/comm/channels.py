@@ -46,8 +46,9 @@ from lightning_pipeshift.runtime.comm.sockets import (
 from lightning_pipeshift.runtime.comm.threads import InOrder
 from lightning_pipeshift.runtime.comm.waits import complete
 
-# The number of a lane.
+# The numbers of lanes.
 _MEASUREMENTS = 8
+_SHARED = 9
 
 
 class Direction(enum.IntEnum):
@@ -214,6 +215,8 @@ class Channels(Lane):
         self._bulk = groups.bulk
         self.measurements = Lane(ranks, stage, groups.control, watched, _MEASUREMENTS)
         """Apart from what is sent in steps."""
+        self.shared = Lane(ranks, stage, groups.control, watched, _SHARED)
+        """For the gradients of parameters that several stages of an asynchronous pipeline hold."""
         self._sockets = groups.sockets
         self._bulk_sockets = groups.bulk_sockets
         self.num_done = 0
@@ -268,7 +271,7 @@ class Channels(Lane):
         shut_down(self._sockets)
         if not all(map(ends_soon, self._under_way)):
             keep_for_ever(self.control)
-        for lane in (self.measurements, self):
+        for lane in (self.measurements, self.shared, self):
             lane.release()
         self._bulk = None
 
