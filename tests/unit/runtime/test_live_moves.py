@@ -65,7 +65,8 @@ class Counts(torch.optim.Optimizer):
         super().__init__(list(parameters), {})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
+        """Ignores the closure."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -145,10 +146,8 @@ class OneStage:
         self._order, self._network, self._seen = order, network, seen
         self._threads = Threads(order, f"a thread of stage {stage}")
         root = nn.Module()
-        root.layers = nn.ModuleList(nn.Module() for _ in case.stage_of)
-        for layer in root.layers:
-            layer.weight = nn.Parameter(torch.zeros(()))
-        self.weights: list[nn.Parameter] = [layer.weight for layer in root.layers]
+        self.weights = [nn.Parameter(torch.zeros(())) for _ in case.stage_of]
+        root.layers = nn.ModuleList(nn.ParameterList([weight]) for weight in self.weights)
         self.optimizer = Counts(self.weights)
         channels: Any = SimpleNamespace(
             stage=stage,
@@ -397,7 +396,7 @@ def test_every_pair_of_stages_in_many_orders(
             continue
         stays = tuple(range(num_stages))
         there, back = (*stays, target), (*stays, source)
-        for seed in range(6):
+        for seed in range(4):
             case = Case(
                 back,
                 {num_stages + seed: [there, back]},
@@ -410,7 +409,7 @@ def test_every_pair_of_stages_in_many_orders(
             assert found.num_moved == 2
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(50))
 def test_any_moves_in_any_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several layers at once, in both directions, one change after another."""
     draw = random.Random(seed)
@@ -427,5 +426,5 @@ def test_any_moves_in_any_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
         moves.setdefault(draw.randrange(1, sum(epochs)), []).append(by_chance())
     accumulated = draw.randint(num_stages, num_stages + 2) if delays else draw.randint(1, 3)
     case = Case(by_chance(), moves, num_stages, epochs, delays, accumulated)
-    for order in range(5):
+    for order in range(4):
         run(case, 100 * seed + order, monkeypatch)
