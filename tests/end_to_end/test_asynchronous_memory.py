@@ -17,9 +17,10 @@ from torch.utils.data import DataLoader
 
 from lightning_pipeshift import KeepAll, MemoryCompression
 from lightning_pipeshift.plan.inputs.placement import Placement
+from lightning_pipeshift.plan.inputs.saved_tensors import FRONT
 from lightning_pipeshift.testing.ranks import run_ranks
-from tests.end_to_end.test_memory_compression import POLICIES, Block, Trains
-from tests.features_models import built, quiet_trainer
+from tests.end_to_end.test_memory_compression import POLICIES, Block, Trains, Transforms
+from tests.features_models import AwaitsPlanning, built, quiet_trainer
 
 WIDTH, SAMPLES, NUM_BATCHES = 64, 16, 14
 
@@ -59,6 +60,8 @@ class Result(NamedTuple):
     metrics: dict[str, float]
     figures: dict[str, float]
     counts: tuple[int, ...]
+    swapped: set[int]
+    """The numbers of the tensors that the plan swaps."""
 
 
 def train(
@@ -66,6 +69,7 @@ def train(
     schedule: str = "async",
     moves: Mapping[int, Sequence[int]] | None = None,
     callbacks: Sequence[L.Callback] = (),
+    module: type[L.LightningModule] = Validates,
     **how: Any,
 ) -> Result:
     """Trains on all ranks, with dropout; drains in the middle and at the end of each epoch."""
@@ -79,7 +83,7 @@ def train(
         for _ in range(NUM_BATCHES)
     ]
     loader = DataLoader(batches, batch_size=None)
-    model = built(Validates)
+    model = built(module)
     strategy = {"schedule": schedule, "partition": "uniform", "profile_steps": 0, **how}
     trainer = quiet_trainer(
         {"devices": int(os.environ["WORLD_SIZE"]), "pipeshift": strategy},
@@ -91,11 +95,13 @@ def train(
     )
     trainer.fit(model, loader, loader)
     found: Any = trainer.strategy
+    swaps = found.plan.swapped(found.virtual_machine)
     return Result(
         {name: value.detach().clone() for name, value in model.state_dict().items()},
         {name: float(value) for name, value in trainer.callback_metrics.items()},
         found.memory_figures if compression is not None else {},
         found.plan.placement.counts[0],
+        {number for swap in swaps for number in swap.tensors},
     )
 
 
@@ -132,6 +138,13 @@ def test_no_policy_changes_a_bit(schedule: str, moves: Any) -> None:
         require_same(found, plain, name)
         moved_bytes = sum(one.figures["moved_bytes"] for one in found)
         assert bool(moved_bytes) == (name != "again"), name
+
+
+def test_what_code_between_layers_saves_moves_too_once_it_is_measured() -> None:
+    how = {"module": Transforms, "profile_steps": 4, "callbacks": [AwaitsPlanning()]}
+    plain, found = on_ranks(2, [how, {"compression": POLICIES["host"], **how}])
+    require_same(found, plain)
+    assert {FRONT, FRONT + 1} <= found[0].swapped
 
 
 def test_one_stage_and_two_virtual_machines() -> None:
