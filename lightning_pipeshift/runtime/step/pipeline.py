@@ -87,6 +87,7 @@ from lightning_pipeshift.runtime.planning.make_plan import (
     check_order,
     stages_without_work,
 )
+from lightning_pipeshift.runtime.planning.move_decision import Decision
 from lightning_pipeshift.runtime.planning.replanning import Replanning
 from lightning_pipeshift.runtime.step.checksum import (
     checksum,
@@ -121,7 +122,7 @@ class _Notice(NamedTuple):
 
     Args:
         plans: those that come into force as soon as they can.
-        has_decided: whether it has a decision by measurements.
+        decision: by measurements, if there is one.
         ends: whether the run ends after the minibatch.
         asks_to_end: whether an earlier stage of the virtual machine asks for the end; the last
             stage passes it on to the first rank.
@@ -129,7 +130,7 @@ class _Notice(NamedTuple):
     """
 
     plans: list[str]
-    has_decided: bool
+    decision: Decision | None
     ends: bool
     asks_to_end: bool
     checksum: int = 0
@@ -893,12 +894,12 @@ class Pipeline:
             channels.settle(all_but=2 * channels.num_stages)
         for text in notice.plans:
             self._live.request(Plan.from_json(text))
-        if notice.has_decided:
-            decision = self.planning.announce(self.coming_plan)
-            plan = Plan.from_json(decision.plan)
-            if decision.is_new and self._is_movable(plan):
+        if notice.decision is not None:
+            self.planning.heed(notice.decision)
+            plan = Plan.from_json(notice.decision.plan)
+            if notice.decision.is_new and self._is_movable(plan):
                 self._live.request(plan)
-            elif not decision.is_new and self.coming_plan is self.plan:
+            elif not notice.decision.is_new and self.coming_plan is self.plan:
                 self._plan = plan
         self.is_to_end = notice.ends
 
@@ -920,7 +921,8 @@ class Pipeline:
             self.messages.append(f"asked from outside: {answer.text}.")
             self._outside.answer(request, answer)
         ends = self.asks_to_end or self._end_is_wanted
-        return _Notice(plans, self.planning.has_decided, ends, self.asks_to_end)
+        decision = self.planning.take_decision(now) if self.planning.has_decided else None
+        return _Notice(plans, decision, ends, self.asks_to_end)
 
     def _is_movable(self, plan: Plan) -> bool:
         try:
