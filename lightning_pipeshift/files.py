@@ -128,9 +128,7 @@ def printable(text: str) -> str:
 
 
 @contextmanager
-def appearing(
-    path: Path, rename: Callable[[Path, Path], object] = Path.replace
-) -> Iterator[Path]:
+def appearing(path: Path, rename: Callable[[Path, Path], object] = Path.replace) -> Iterator[Path]:
     """Context that gives a temporary name to write a file to, and renames it at the end, so that no
     reader ever sees a partial file; after an exception the temporary file is removed.
     """
@@ -178,10 +176,8 @@ def delete(path: Path) -> None:
 
 def _space() -> str:
     """Names the set of processes in which a process number identifies a living process."""
-    try:
-        return hashlib.sha256(process_space().encode()).hexdigest()[:8]
-    except OSError:
-        return _UNKNOWN
+    space = process_space()
+    return _UNKNOWN if space is None else hashlib.sha256(space.encode()).hexdigest()[:8]
 
 
 def _is_left(path: Path, space: str, process: int) -> bool:

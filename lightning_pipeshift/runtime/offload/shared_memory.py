@@ -45,9 +45,7 @@ def address_here(device: torch.device) -> Address | None:
     """This process's address; ``None`` if memory cannot be shared."""
     if not sys.platform.startswith("linux"):
         return None
-    try:
-        space = process_space()
-    except OSError:
+    if (space := process_space()) is None:
         return None
     devices = () if device.type == "cpu" else visible_devices()
     return Address(space, devices, device.type)
