@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.devices.streams import record_event
-from lightning_pipeshift.model.saved.codec import Codec, Encoded
+from lightning_pipeshift.model.saved.codec import Codec
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
 from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.comm.staging import room_for
@@ -32,7 +32,7 @@ from lightning_pipeshift.runtime.offload.shared_memory import (
     copy,
     opened,
 )
-from lightning_pipeshift.runtime.offload.targets import OffloadedBlock, claim_all
+from lightning_pipeshift.runtime.offload.targets import Coding, OffloadedBlock, claim_all
 
 # The lanes of blocks: the first to the lenders, the second back. Requests for a block and the
 # returned blocks travel in opposite directions on the second. On the third, lenders answer
@@ -425,17 +425,10 @@ class _RemoteBlock:
     """A block offloaded to other ranks: for each of them a key, and the part's size."""
 
     def __init__(self, place: RemoteTarget, memory: Tensor, done: Done) -> None:
-        self._codec = place.codec
-        self._encoded: Encoded | None = None
+        self._coding = Coding(place.codec)
         self._was_taken = False
-        parts: tuple[Tensor, ...] = (memory,)
-        if place.codec is not None:
-            encoded = place.codec.encode(memory)
-            parts = encoded.parts
-            self._encoded = encoded.without_values()
-        whole = parts[0].view(torch.uint8)
-        if len(parts) > 1:
-            whole = torch.cat([part.view(torch.uint8) for part in parts])
+        parts = self._coding.encode(memory)
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         claims = {borrower.stage: size for borrower, size in place.sizes(memory.nbytes)}
         self._blocks = [
             (borrower, borrower.key(), size) for borrower, size in place.sizes(whole.numel())
@@ -478,7 +471,7 @@ class _RemoteBlock:
         self._was_taken = True
         total = sum(size for _, _, size in self._blocks)
         whole = memory.view(torch.uint8)
-        if self._encoded is not None:
+        if self._coding.is_encoded:
             whole = torch.empty(total, dtype=torch.uint8, device=memory.device)
 
         def take(borrower: Borrower, key: Key, block: Tensor) -> None:
@@ -486,25 +479,17 @@ class _RemoteBlock:
             borrower.unclaim(block.numel())
 
         def finish() -> None:
-            if self._encoded is not None:
+            if self._coding.is_encoded:
                 with aside(memory.device):
-                    self._unpack(whole, memory)
+                    self._decode(whole, memory)
             done()
 
         # At that point, earlier uses of this memory are complete.
         return self._each(whole, lambda to: to.back, take, finish)
 
-    def _unpack(self, whole: Tensor, memory: Tensor) -> None:
-        assert self._codec is not None
-        assert self._encoded is not None
+    def _decode(self, whole: Tensor, memory: Tensor) -> None:
         with torch.no_grad():
-            parts, begin = [], 0
-            for part in self._encoded.parts:
-                again = torch.empty_like(part, device=memory.device)
-                again.view(torch.uint8).copy_(whole[begin : begin + part.nbytes])
-                parts.append(again)
-                begin += part.nbytes
-            memory.copy_(self._codec.decode(self._encoded.with_parts(tuple(parts))))
+            self._coding.decode(memory, _reader(whole))
         record_event(memory.device).synchronize()
 
     def forget(self) -> None:
@@ -514,3 +499,15 @@ class _RemoteBlock:
         for borrower, key, size in self._blocks:
             borrower.back.submit(partial(borrower.forget, key))
             borrower.unclaim(size)
+
+
+def _reader(whole: Tensor) -> Callable[[Tensor], None]:
+    """Fills vectors with the bytes of another, from its beginning on."""
+    begin = 0
+
+    def read(part: Tensor) -> None:
+        nonlocal begin
+        part.copy_(whole[begin : begin + part.numel()])
+        begin += part.numel()
+
+    return read

@@ -8,7 +8,7 @@ of the links to the devices that take it, and a table has the location of each b
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -48,6 +48,48 @@ class OffloadTarget(Protocol):
                 copied.
             done: see :class:`~lightning_pipeshift.runtime.offload.copying.Copier`.
         """
+
+
+class Coding:
+    """Encodes a block on its way to a target, and decodes it on its way back; targets keep bytes.
+
+    Args:
+        codec: ``None`` to transfer the block's own bytes.
+    """
+
+    def __init__(self, codec: Codec | None) -> None:
+        self._codec = codec
+        self._encoded: Encoded | None = None
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether other bytes than the block's own are transferred."""
+        return self._encoded is not None
+
+    def encode(self, memory: Tensor) -> list[Tensor]:
+        """The bytes to transfer, as one or more vectors. Called once."""
+        parts: tuple[Tensor, ...] = (memory,)
+        if self._codec is not None:
+            encoded = self._codec.encode(memory)
+            parts = encoded.parts
+            self._encoded = encoded.without_values()
+        return [part.view(torch.uint8) for part in parts]
+
+    def decode(self, memory: Tensor, read: Callable[[Tensor], object]) -> None:
+        """Restores the block.
+
+        Args:
+            memory: the buffer to write it to.
+            read: fills a vector with the next of the bytes that were transferred.
+        """
+        if self._encoded is None:
+            read(memory.view(torch.uint8))
+            return
+        assert self._codec is not None
+        parts = tuple(torch.empty_like(p, device=memory.device) for p in self._encoded.parts)
+        for part in parts:
+            read(part.view(torch.uint8))
+        memory.copy_(self._codec.decode(self._encoded.with_parts(parts)))
 
 
 class _Claimable(Protocol):
@@ -105,21 +147,15 @@ class LocalTarget:
 class _LocalBlock:
     def __init__(self, place: LocalTarget, memory: Tensor, done: Done) -> None:
         self._place = place
-        self._encoded: Encoded | None = None
+        self._coding = Coding(place.codec)
         self._rooms: list[tuple[BufferPool, Tensor]] = []
         self._coming: Copy | None = None
         self.leaving: Ticket = place.copier.out(partial(self._leave, memory), done)
 
     def _leave(self, memory: Tensor) -> None:
         place = self._place
-        parts: tuple[Tensor, ...] = (memory,)
-        if place.codec is not None:
-            encoded = place.codec.encode(memory)
-            parts = encoded.parts
-            self._encoded = encoded.without_values()
         claimed = {id(rooms): size for rooms, size in place.sizes(memory.nbytes)}
-        for part in parts:
-            flat = part.view(torch.uint8)
+        for flat in self._coding.encode(memory):
             sizes = place.sizes(flat.numel())
             for (rooms, size), block in zip(sizes, flat.split([n for _, n in sizes]), strict=True):
                 room = rooms.take(size)
@@ -136,19 +172,9 @@ class _LocalBlock:
         return self._coming
 
     def _come(self, memory: Tensor) -> None:
-        if self._encoded is None:
-            self._collect(memory.view(torch.uint8), iter(self._rooms))
-            return
-        rooms = iter(self._rooms)
-        parts = []
-        for part in self._encoded.parts:
-            copy = torch.empty_like(part, device=memory.device)
-            self._collect(copy.view(torch.uint8), rooms)
-            parts.append(copy)
-        assert self._place.codec is not None
-        memory.copy_(self._place.codec.decode(self._encoded.with_parts(tuple(parts))))
+        self._coding.decode(memory, partial(self._collect, iter(self._rooms)))
 
-    def _collect(self, flat: Tensor, rooms: Iterable[tuple[BufferPool, Tensor]]) -> None:
+    def _collect(self, rooms: Iterable[tuple[BufferPool, Tensor]], flat: Tensor) -> None:
         begin = 0
         for _, room in itertools.islice(rooms, len(self._place.sizes(flat.numel()))):
             flat[begin : begin + room.numel()].copy_(room, non_blocking=True)

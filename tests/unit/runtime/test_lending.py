@@ -691,7 +691,7 @@ def beside_the_compute() -> list[tuple[str, bool]]:
     streams.watch(beside_module.SharedBufferPool, "opening")
     streams.watch(lending_module, "opened")
     streams.watch(Lane, "send_tensor")
-    streams.watch(lending_module._RemoteBlock, "_unpack")
+    streams.watch(lending_module._RemoteBlock, "_decode")
     streams.watch(Tensor, "copy_")
     if channels.stage:
         House(channels).answer()
@@ -713,7 +713,7 @@ def test_nothing_is_done_on_the_stream_of_the_compute(way: str) -> None:
     """It may wait for a payload of a rank which waits for this one's block."""
     for found, wanted in zip(
         run_ranks(beside_the_compute, 2),
-        [{"_unpack", "copy_"}, {"_made"}],
+        [{"_decode", "copy_"}, {"_made"}],
         strict=True,
     ):
         names = {name for name, _ in found}
