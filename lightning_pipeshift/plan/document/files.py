@@ -255,6 +255,7 @@ class _DevicesEntry:
         return (self.hosts or 1) * self.count
 
     def devices(self) -> list[Device]:
+        """The devices, in the order of their ranks."""
         names = [f"{self.host}{n}" for n in range(self.hosts)] if self.hosts else [self.host]
         return [
             Device(
@@ -273,12 +274,13 @@ class _DevicesEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class _LinkEntry:
-    """A link; fields that are omitted are those that it has without the entry."""
+    """What is said of a link; it has omitted fields as it has them without the entry."""
 
     latency: _Latency | None = None
     bandwidth: _LinkBandwidth | None = None
 
     def link(self, otherwise: Link) -> Link:
+        """The link that it describes, which is ``otherwise`` without it."""
         return Link(
             otherwise.latency_seconds if self.latency is None else self.latency,
             otherwise.bandwidth if self.bandwidth is None else self.bandwidth,
@@ -340,7 +342,7 @@ def _cluster(entry: _ClusterEntry) -> Cluster:
     of_ranks = _by_ends(
         between,
         "ranks",
-        lambda ends: len(ends) == len({*ends}) == 2 and {*ends} <= {*range(len(devices))},
+        lambda ends: len(ends) == len({*ends}) == 2 and 0 <= min(ends) and max(ends) < len(devices),
         f"a list of 2 different ranks, each from 0 to {len(devices) - 1}",
     )
     inside, outside = entry.links.inside.link(FREE), entry.links.outside.link(FREE)
