@@ -342,7 +342,7 @@ def _cluster(entry: _ClusterEntry) -> Cluster:
     of_ranks = _by_ends(
         between,
         "ranks",
-        lambda ends: len(ends) == len({*ends}) == 2 and 0 <= min(ends) and max(ends) < len(devices),
+        lambda ends: len(ends) == len({*ends}) == 2 and min(ends) >= 0 and max(ends) < len(devices),
         f"a list of 2 different ranks, each from 0 to {len(devices) - 1}",
     )
     inside, outside = entry.links.inside.link(FREE), entry.links.outside.link(FREE)
