@@ -1047,6 +1047,23 @@ def test_room_that_was_found_is_not_taken_by_what_comes_back(takes: str) -> None
     assert store.traffic.peak_bytes <= budget
 
 
+def test_memory_that_is_dropped_while_room_is_looked_for_is_room() -> None:
+    """By another thread; here by the target that is asked for the block, and refuses it."""
+    saved: list[Saved] = []
+
+    class Dropping:
+        def put(self, memory: Tensor, done: Done) -> OffloadedBlock | None:
+            saved.clear()
+            return None
+
+    store = ActivationStore(StagePolicy(100, spare=Dropping()))
+    store.begin_step(parse_row("F0 B0"))
+    saved.append(SavedTable(0, store).save(torch.zeros(25), 0, 0, frozenset()))
+    assert store.held_bytes == 100
+    store.make_room(100, 1)
+    assert store.held_bytes == 0
+
+
 def test_others_who_want_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "_PATIENCE_SECONDS", 0.05)
     case = Case(layers_of("PPPP"), ROWS["gpipe"])
