@@ -104,8 +104,8 @@ class _Claimable(Protocol):
 
 def claim_all(parts: Sequence[tuple[_Claimable, int]]) -> bool:
     """Reserves memory for all parts of a block, or for none; returns whether it did."""
-    for index, (room, size) in enumerate(parts):
-        if not room.claim(size):
+    for index, (memory, size) in enumerate(parts):
+        if not memory.claim(size):
             for other, claimed in parts[:index]:
                 other.unclaim(claimed)
             return False
@@ -116,7 +116,7 @@ class LocalTarget:
     """Memory that this process can copy to: the host's, or that of other GPUs.
 
     Args:
-        rooms: buffer pools, each of which takes a part of every block.
+        pools: buffer pools, each of which takes a part of every block.
         shares: the relative sizes of these parts.
         copier: makes the copies.
         codec: compresses blocks for the transfer.
@@ -124,19 +124,19 @@ class LocalTarget:
 
     def __init__(
         self,
-        rooms: Sequence[BufferPool],
+        pools: Sequence[BufferPool],
         copier: Copier,
         shares: Sequence[float] = (),
         codec: Codec | None = None,
     ) -> None:
-        self.rooms = tuple(rooms)
+        self.pools = tuple(pools)
         self.copier = copier
         self.codec = codec
-        self._split = Swap(0, (0,), tuple(range(len(self.rooms))), tuple(shares))
+        self._split = Swap(0, (0,), tuple(range(len(self.pools))), tuple(shares))
 
     def sizes(self, num_bytes: int) -> list[tuple[BufferPool, int]]:
         """The number of a block's bytes for each buffer pool."""
-        return [(self.rooms[index], size) for index, size in self._split.parts(num_bytes)]
+        return [(self.pools[index], size) for index, size in self._split.parts(num_bytes)]
 
     def put(self, memory: Tensor, done: Done) -> OffloadedBlock | None:
         """See :class:`OffloadTarget`."""
@@ -148,23 +148,23 @@ class _LocalBlock:
     def __init__(self, place: LocalTarget, memory: Tensor, done: Done) -> None:
         self._place = place
         self._coding = Coding(place.codec)
-        self._rooms: list[tuple[BufferPool, Tensor]] = []
+        self._buffers: list[tuple[BufferPool, Tensor]] = []
         self._coming: Copy | None = None
         self.leaving: Ticket = place.copier.out(partial(self._leave, memory), done)
 
     def _leave(self, memory: Tensor) -> None:
         place = self._place
-        claimed = {id(rooms): size for rooms, size in place.sizes(memory.nbytes)}
+        claimed = {id(pool): size for pool, size in place.sizes(memory.nbytes)}
         for flat in self._coding.encode(memory):
             sizes = place.sizes(flat.numel())
-            for (rooms, size), block in zip(sizes, flat.split([n for _, n in sizes]), strict=True):
-                room = rooms.take(size)
-                room.copy_(block, non_blocking=True)
-                self._rooms.append((rooms, room))
-                claimed[id(rooms)] -= size
+            for (pool, size), block in zip(sizes, flat.split([n for _, n in sizes]), strict=True):
+                buffer = pool.take(size)
+                buffer.copy_(block, non_blocking=True)
+                self._buffers.append((pool, buffer))
+                claimed[id(pool)] -= size
         # The encoded block is smaller than the reserved buffer.
-        for rooms in place.rooms:
-            rooms.unclaim(claimed.get(id(rooms), 0))
+        for pool in place.pools:
+            pool.unclaim(claimed.get(id(pool), 0))
 
     def fetch(self, memory: Tensor, done: Done) -> Ticket:
         """See :class:`OffloadedBlock`."""
@@ -172,13 +172,13 @@ class _LocalBlock:
         return self._coming
 
     def _come(self, memory: Tensor) -> None:
-        self._coding.decode(memory, partial(self._collect, iter(self._rooms)))
+        self._coding.decode(memory, partial(self._collect, iter(self._buffers)))
 
-    def _collect(self, rooms: Iterable[tuple[BufferPool, Tensor]], flat: Tensor) -> None:
+    def _collect(self, buffers: Iterable[tuple[BufferPool, Tensor]], flat: Tensor) -> None:
         begin = 0
-        for _, room in itertools.islice(rooms, len(self._place.sizes(flat.numel()))):
-            flat[begin : begin + room.numel()].copy_(room, non_blocking=True)
-            begin += room.numel()
+        for _, buffer in itertools.islice(buffers, len(self._place.sizes(flat.numel()))):
+            flat[begin : begin + buffer.numel()].copy_(buffer, non_blocking=True)
+            begin += buffer.numel()
 
     def forget(self) -> None:
         """See :class:`OffloadedBlock`."""
@@ -188,9 +188,9 @@ class _LocalBlock:
     def _give_back(self) -> None:
         if self._coming is not None:
             self._coming.precede()
-        for rooms, room in self._rooms:
-            rooms.give(room)
-        self._rooms.clear()
+        for pool, buffer in self._buffers:
+            pool.give(buffer)
+        self._buffers.clear()
 
 
 def _nothing() -> None:
