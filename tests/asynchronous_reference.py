@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-Weights = dict[str, Tensor]
-"""The trained parameters of a layer, by name."""
+Gradients = dict[nn.Parameter, Tensor]
 
 
 class Trained(NamedTuple):
@@ -34,29 +33,35 @@ class Trained(NamedTuple):
     optimizers: list[torch.optim.Optimizer]
     """One for each layer that has trained parameters, in their order."""
     losses: list[Tensor]
-    """Of each minibatch, not divided by the number of accumulated ones."""
+    """Of each minibatch (and virtual machine), not divided by the number of accumulated ones."""
+
+
+Split = Sequence[int]
+"""The number of layers of each stage."""
 
 
 def train(
     model_layers: Sequence[nn.Module],
-    split: Sequence[int],
-    minibatches: Sequence[tuple[Any, Any]],
+    split: Split | Sequence[Split],
+    minibatches: Sequence[Any],
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     loss: Callable[[Any, Any], Tensor],
     schedule: str = "async",
     num_accumulated: int = 1,
     drains: Iterable[int] = (),
-    moves: Sequence[tuple[int, Sequence[int]]] = (),
+    moves: Sequence[tuple[int, Any]] = (),
     lr_of: Callable[[int], float] | None = None,
     epochs: Iterable[int] = (),
 ) -> Trained:
     """Trains copies of the layers, and returns them.
 
     Args:
-        model_layers: called one after another; no two of them share a parameter.
-        split: the number of layers of each stage.
-        minibatches: inputs and targets.
-        make_optimizer: of a layer's trained parameters.
+        model_layers: called one after another. A parameter that several of them share has the
+            versions of that one whose weights are oldest, and its gradients are added up from the
+            last layer to the first.
+        split: of the pipeline, or of each virtual machine's.
+        minibatches: inputs and targets; with several virtual machines, those of each.
+        make_optimizer: of a layer's trained parameters; of shared ones, the first layer's.
         loss: of the last layer's output and the targets.
         schedule: ``"async"`` or ``"async-2bw"``.
         num_accumulated: the number of minibatches whose gradients are summed for an update. The
@@ -73,43 +78,82 @@ def train(
     layers, epochs = copy.deepcopy(list(model_layers)), list(epochs)
     ends = _ends_of_groups(num_accumulated, sorted({0, *epochs, len(minibatches)}))
     emptied = sorted({0, *drains, *epochs})
-    owners = [(0, _owners(split)), *((begin, _owners(other)) for begin, other in moves)]
+    num_machines = len(split) if isinstance(split[0], Sequence) else 1
+    splits = [(0, split), *moves]
     trained = [{n: p for n, p in layer.named_parameters() if p.requires_grad} for layer in layers]
-    optimizers = [make_optimizer(list(weights.values())) for weights in trained if weights]
-    versions = [[_copied(weights)] for weights in trained]
-    losses = []
-    for minibatch, (value, target) in enumerate(minibatches):
-        used = []
-        for number, layer in enumerate(layers):
-            if schedule == "async-2bw":
-                # Each epoch begins with the newest weights.
-                begin = max(first for first in (0, *epochs) if first <= minibatch)
-                version = max(bisect_left(ends, begin), bisect_left(ends, minibatch) - 1)
-            else:
-                first = emptied[bisect_right(emptied, minibatch) - 1]
-                places = [(begin, of_layer[number]) for begin, of_layer in owners]
-                version = bisect_right(ends, _newest(minibatch, places, len(split), first))
-            weights = {n: w.clone().requires_grad_() for n, w in versions[number][version].items()}
-            used.append(weights)
-            value = functional_call(layer, weights, (value,))
+    first_of: dict[nn.Parameter, int] = {}
+    for number, weights in enumerate(trained):
+        for parameter in weights.values():
+            first_of.setdefault(parameter, number)
+    owned = [[p for p, first in first_of.items() if first == n] for n in range(len(layers))]
+    optimizers = [make_optimizer(parameters) for parameters in owned if parameters]
+    versions = {parameter: [parameter.detach().clone()] for parameter in first_of}
+
+    def version_of(layer: int, minibatch: int, machine: int) -> int:
+        if schedule == "async-2bw":
+            # Each epoch begins with the newest weights.
+            begin = max(first for first in (0, *epochs) if first <= minibatch)
+            return max(bisect_left(ends, begin), bisect_left(ends, minibatch) - 1)
+        own: list[tuple[int, Split]] = [
+            (begin, one[machine] if isinstance(one[0], Sequence) else one) for begin, one in splits
+        ]
+        places = [(begin, _owners(one)[layer]) for begin, one in own]
+        first = emptied[bisect_right(emptied, minibatch) - 1]
+        return bisect_right(ends, _newest(minibatch, places, len(own[0][1]), first))
+
+    def run(minibatch: int, machine: int, value: Any, target: Any) -> tuple[Tensor, Gradients]:
+        """The loss, and its gradients."""
+        used: dict[nn.Parameter, int] = {}
+        for number, weights in enumerate(trained):
+            version = version_of(number, minibatch, machine)
+            for parameter in weights.values():
+                used[parameter] = min(version, used.get(parameter, version))
+        leaves: list[tuple[nn.Parameter, Tensor]] = []
+        for layer, weights in zip(layers, trained, strict=True):
+            own: dict[str, Tensor] = {
+                name: versions[p][used[p]].clone().requires_grad_() for name, p in weights.items()
+            }
+            leaves += zip(weights.values(), own.values(), strict=True)
+            value = functional_call(layer, own, (value,), tie_weights=False)
         found = loss(value, target)
-        losses.append(found.detach())
-        leaves = [w for weights in used for w in weights.values()]
-        gradients = torch.autograd.grad(found / num_accumulated, leaves, allow_unused=True)
-        for parameter, gradient in zip(_all(trained), gradients, strict=True):
-            if gradient is not None:
-                before = parameter.grad
-                parameter.grad = gradient if before is None else before + gradient
+        gradients = torch.autograd.grad(
+            found / num_accumulated, [leaf for _, leaf in leaves], allow_unused=True
+        )
+        sums: Gradients = {}
+        for (parameter, _), gradient in reversed(list(zip(leaves, gradients, strict=True))):
+            _add(sums, parameter, gradient)
+        return found.detach(), sums
+
+    losses = []
+    accumulated: list[Gradients] = [{} for _ in range(num_machines)]
+    for minibatch, given in enumerate(minibatches):
+        for machine, (value, target) in enumerate(given if num_machines > 1 else [given]):
+            found, gradients = run(minibatch, machine, value, target)
+            losses.append(found)
+            for parameter, gradient in gradients.items():
+                _add(accumulated[machine], parameter, gradient)
         if minibatch in ends:
+            total: Gradients = {}
+            for parameter, gradient in [pair for one in accumulated for pair in one.items()]:
+                _add(total, parameter, gradient)
+            for parameter, gradient in total.items():
+                parameter.grad = gradient / num_machines
+            for one in accumulated:
+                one.clear()
             for optimizer in optimizers:
                 if lr_of is not None:
                     for group in optimizer.param_groups:
                         group["lr"] = lr_of(minibatch)
                 optimizer.step()
                 optimizer.zero_grad()
-            for made, parameters in zip(versions, trained, strict=True):
-                made.append(_copied(parameters))
+            for parameter, made in versions.items():
+                made.append(parameter.detach().clone())
     return Trained(layers, optimizers, losses)
+
+
+def _add(sums: Gradients, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    if gradient is not None:
+        sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
 
 
 def _newest(minibatch: int, places: Sequence[tuple[int, int]], num_stages: int, first: int) -> int:
@@ -145,11 +189,3 @@ def _ends_of_groups(num_accumulated: int, epochs: list[int]) -> list[int]:
 def _owners(split: Sequence[int]) -> list[int]:
     """The stage of each layer."""
     return [stage for stage, count in enumerate(split) for _ in range(count)]
-
-
-def _all(trained: Sequence[dict[str, nn.Parameter]]) -> list[nn.Parameter]:
-    return [parameter for weights in trained for parameter in weights.values()]
-
-
-def _copied(weights: dict[str, nn.Parameter]) -> Weights:
-    return {name: parameter.detach().clone() for name, parameter in weights.items()}

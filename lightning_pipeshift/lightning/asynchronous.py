@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,7 +27,7 @@ from lightning_pipeshift.lightning.patches import Adjustments
 from lightning_pipeshift.lightning.steps import StepContext
 from lightning_pipeshift.lightning.training import TrainingSteps
 from lightning_pipeshift.model.execution.transfer import to_device
-from lightning_pipeshift.runtime.ownership.live_migration import LateUpdate
+from lightning_pipeshift.runtime.ownership.shared_updates import LateUpdate
 from lightning_pipeshift.runtime.step.minibatches import Finished
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
 from lightning_pipeshift.runtime.step.training_batch import TrainingBatch
@@ -76,7 +77,8 @@ class AsynchronousTraining(TrainingSteps):
 
     def adjust(self, adjustments: Adjustments) -> None:
         """Makes Lightning's loop drain the pipeline before validation and at its end."""
-        adjustments.drain_before_validation(self._trainer, self.drain, self._end_epoch)
+        end_epoch = partial(self.drain, is_resumable=True)
+        adjustments.drain_before_validation(self._trainer, self.drain, end_epoch)
         adjustments.log_steps_by(self._trainer, self._log_others)
 
     def begin(self) -> None:
@@ -165,8 +167,8 @@ class AsynchronousTraining(TrainingSteps):
             result = self._log(self._arrived.popleft())
         return result
 
-    def drain(self) -> None:
-        """Ends all minibatches that are under way. Every rank calls this after the same batch."""
+    def drain(self, is_resumable: bool = False) -> None:
+        """See :class:`TrainingSteps`."""
         drained = self._pipeline.drain()
         while True:
             with self._context():
@@ -174,8 +176,10 @@ class AsynchronousTraining(TrainingSteps):
             if one is None:
                 break
             self._update(one)
-        for late in self._pipeline.end_moves():
+        for late in self._pipeline.finish_updates():
             self._make_up_for(late)
+        if is_resumable:
+            self._pipeline.forget_older_weights()
         self._number = 0
         if not self._arrived:
             return
@@ -192,10 +196,6 @@ class AsynchronousTraining(TrainingSteps):
                 f"{self._pipeline.num_waiting_changes} changes of owners were given up, as training"
                 " has ended before they could begin."
             )
-
-    def _end_epoch(self) -> None:
-        self.drain()
-        self._pipeline.begin_epoch()
 
     def backward(self, loss: Tensor, plain: Callable[[], Tensor]) -> Tensor:
         """The backward has run in the call of ``training_step``."""
@@ -217,24 +217,26 @@ class AsynchronousTraining(TrainingSteps):
         if not one.minibatch.ends_update:
             holdings.withdraw_gradients()
             return
-        with self._pipeline.updating(one.minibatch.tag):
+        with self._pipeline.updating(one.minibatch):
             self._step(one.minibatch.tag.options)
         holdings.drop_gradients()
 
     def _make_up_for(self, late: LateUpdate) -> None:
-        """Makes an update of layers that have moved here."""
+        """Makes an update of layers that have moved here, or of shared parameters."""
         for parameter, gradient in late.gradients:
             parameter.grad = gradient
-        with self._pipeline.updating(late.tag, is_late=True):
-            self._step(late.tag.options)
+        if late.gradients:
+            with self._pipeline.updating_late():
+                self._step(late.tag.options, counts=False)
         for parameter, _ in late.gradients:
             parameter.grad = None
 
-    def _step(self, own: OptimizerOptions) -> None:
+    def _step(self, own: OptimizerOptions, counts: bool = True) -> None:
         """Makes the optimizer's step.
 
         Args:
             own: the options of the update's last minibatch.
+            counts: whether the optimizer may count it in its options.
         """
         trainer = self._trainer
         optimizer = trainer.optimizers[0]
@@ -247,7 +249,8 @@ class AsynchronousTraining(TrainingSteps):
         # An optimizer may count in its options: that goes on for all minibatches.
         in_flight = self._pipeline.minibatches_in_flight
         waiting = [now, *(minibatch.tag.options for minibatch in in_flight)]
-        for place, (before, group) in enumerate(zip(own, optimizer.param_groups, strict=True)):
+        groups = zip(own, optimizer.param_groups, strict=True)
+        for place, (before, group) in enumerate(groups) if counts else ():
             changed = {
                 name: group[name]
                 for name, value in before.items()

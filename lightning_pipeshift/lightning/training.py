@@ -188,8 +188,13 @@ class TrainingSteps:
     def adjust(self, adjustments: Adjustments) -> None:
         """Changes what Lightning's loop does, if needed."""
 
-    def drain(self) -> None:
-        """Ends all batches that are under way. Every rank calls this after the same batch."""
+    def drain(self, is_resumable: bool = False) -> None:
+        """Ends all batches that are under way. Every rank calls this after the same batch.
+
+        Args:
+            is_resumable: whether a run may be resumed from the state after it. One that goes on
+                without a break then has to compute the same as one that is resumed.
+        """
 
     # --- gradients ---
 

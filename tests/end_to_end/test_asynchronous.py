@@ -34,6 +34,7 @@ from tests.end_to_end.test_changing_plans import (
     go_by_sleep,
     hearing,
 )
+from tests.end_to_end.test_checkpoint import StatefulLoader
 from tests.features_models import AwaitsPlanning, built, quiet_trainer, read_csv
 from tests.models import points
 
@@ -54,9 +55,11 @@ class Block(nn.Module):
 
 
 class Model(L.LightningModule):
-    """Blocks, one after the other; with ``draws``, they have dropout and running statistics."""
+    """Blocks, one after the other; with ``draws``, they have dropout and running statistics. With
+    ``shares``, two of them have tied weights, and code between them has a parameter of its own.
+    """
 
-    def __init__(self, optimizer: str, draws: bool = False) -> None:
+    def __init__(self, optimizer: str, draws: bool = False, shares: bool = False) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
             Block(*([nn.Dropout(0.3), nn.BatchNorm1d(WIDTH)] if draws else []))
@@ -65,12 +68,20 @@ class Model(L.LightningModule):
         self.mean = MeanMetric(nan_strategy="disable")
         self.num_steps = 0
         self._optimizer = optimizer
+        self.shift = None
+        if shares:
+            tied, other = (self.layers[number].get_submodule("linear") for number in (1, 4))
+            other.weight = tied.weight
+            self.shift = nn.Parameter(torch.zeros(WIDTH))
+
+    def _between(self, x: Tensor) -> Tensor:
+        return x if self.shift is None else x + self.shift
 
     def training_step(self, batch: Any) -> Tensor:
         x, target = batch
         self.num_steps += 1
         for layer in self.layers:
-            x = layer(x)
+            x = layer(self._between(x))
         loss = loss_of(x, target)
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.mean(loss.detach())
@@ -80,7 +91,7 @@ class Model(L.LightningModule):
     def validation_step(self, batch: Any) -> None:
         x, target = batch
         for layer in self.layers:
-            x = layer(x)
+            x = layer(self._between(x))
         self.log("validation", loss_of(x, target))
 
     def configure_optimizers(self) -> Any:
@@ -116,28 +127,32 @@ class Case(NamedTuple):
     split: Any
     schedule: str = "async"
     accumulated: int = 1
-    moves: Mapping[int, Sequence[int]] = {}
+    moves: Mapping[int, Any] = {}
     optimizer: str = "sgd"
     validates: int | None = None
     num_batches: int = 20
     draws: bool = False
     num_epochs: int = 2
+    shares: bool = False
+    resumes: bool = False
 
 
 class Watches(L.Callback):
     """Moves layers, and notes what is in force at the end of each batch."""
 
-    def __init__(self, moves: Mapping[int, Sequence[int]]) -> None:
+    def __init__(self, moves: Mapping[int, Any]) -> None:
         self.moves = dict(moves)
-        self.counts: list[tuple[int, ...]] = []
+        self.counts: list[Any] = []
         self.versions: list[int] = []
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         strategy = trainer.strategy
         if (wanted := self.moves.get(len(self.counts))) is not None:
-            placement = Placement((tuple(wanted),))
+            several = isinstance(wanted[0], list)
+            placement = Placement(tuple(map(tuple, wanted if several else [wanted])))
             strategy.adopt(strategy.pipeline.coming_plan.with_placement(placement))
-        self.counts.append(strategy.plan.placement.counts[strategy.virtual_machine])
+        counts = strategy.plan.placement.counts
+        self.counts.append(counts if len(counts) > 1 else counts[0])
         self.versions.append(strategy.pipeline.num_weight_versions)
         # Under the number of the batch, unlike what its training step has logged.
         self.log("own", float(len(self.counts) - 1))  # type: ignore[attr-defined]
@@ -145,13 +160,13 @@ class Watches(L.Callback):
 
 class Result(NamedTuple):
     state: dict[str, Tensor]
-    counts: list[tuple[int, ...]]
+    counts: list[Any]
     versions: list[int]
     metrics: dict[str, float]
     steps: tuple[int, int]
 
 
-def train(case: Case, **arguments: Any) -> Result:
+def train(case: Case, ckpt_path: str | None = None, **arguments: Any) -> Result:
     L.seed_everything(3, verbose=False)
     several = isinstance(case.split[0], list)
     counts = [n for row in case.split for n in row] if several else case.split
@@ -167,9 +182,12 @@ def train(case: Case, **arguments: Any) -> Result:
         max_epochs=case.num_epochs,
         **arguments,
     )
-    module = built(lambda: Model(case.optimizer, case.draws))
-    loader = DataLoader(data(case.num_batches), batch_size=SIZE)
-    trainer.fit(module, loader, loader if case.validates else None)
+    module = built(lambda: Model(case.optimizer, case.draws, case.shares))
+    loader: Any = DataLoader(data(case.num_batches), batch_size=SIZE)
+    if case.resumes:
+        loader = StatefulLoader(loader)
+    validation = loader if case.validates else None
+    trainer.fit(module, loader, validation, ckpt_path=ckpt_path, weights_only=False)
     return Result(
         {name: value.detach().clone() for name, value in module.state_dict().items()},
         watches.counts,
@@ -191,7 +209,7 @@ def on_ranks(cases: Sequence[Case]) -> list[list[Result]]:
     return [list(found) for found in zip(*run_ranks(train_all, number, cases), strict=True)]
 
 
-def moved(result: Result) -> list[tuple[int, tuple[int, ...]]]:
+def moved(result: Result) -> list[tuple[int, Any]]:
     """The minibatches from which on other counts are in force."""
     found = enumerate(pairwise(result.counts), start=1)
     return [(minibatch, after) for minibatch, (before, after) in found if before != after]
@@ -200,17 +218,24 @@ def moved(result: Result) -> list[tuple[int, tuple[int, ...]]]:
 def reference(case: Case, moves: Any = (), length: int | None = None) -> Any:
     """What plain PyTorch makes of a case; ``length``: if it ends after that many minibatches."""
     pairs = data(case.num_batches).tensors
-    epoch = list(zip(*(tensor.split(SIZE) for tensor in pairs), strict=True))
+    batches = list(zip(*(tensor.split(SIZE) for tensor in pairs), strict=True))
+    number = len(case.split) if isinstance(case.split[0], list) else 1
+    # A global batch is as many times as large.
+    epoch = list(zip(*[iter(batches)] * number, strict=True)) if number > 1 else batches
     rate, rates = RATES[case.optimizer], []
     for index in range(len(epoch) * case.num_epochs):
         rates.append(rate)
         batch = index % len(epoch) + 1
         if batch % case.accumulated == 0 or batch == len(epoch):
             rate *= DECAY
-    every, number = case.validates, case.num_batches
+    every, number = case.validates, len(epoch)
     within = range(every, number, every) if every else ()
+    model = built(lambda: Model(case.optimizer, shares=case.shares))
+    layers = model.layers
+    if model.shift is not None:
+        layers = [Shifted(model.shift, layer) for layer in layers]
     return asynchronous_reference.train(
-        built(lambda: Model(case.optimizer)).layers,
+        layers,
         case.split,
         (epoch * case.num_epochs)[:length],
         lambda parameters: optimizer_of(case.optimizer, parameters),
@@ -222,6 +247,18 @@ def reference(case: Case, moves: Any = (), length: int | None = None) -> Any:
         rates.__getitem__,
         [number * epoch for epoch in range(1, case.num_epochs)],
     )
+
+
+class Shifted(nn.Module):
+    """A layer, with the code before it."""
+
+    def __init__(self, shift: nn.Parameter, layer: nn.Module) -> None:
+        super().__init__()
+        self.shift = shift
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + self.shift)
 
 
 def require_same(state: Mapping[str, Tensor], layers: Sequence[nn.Module]) -> None:
@@ -275,6 +312,31 @@ def test_the_bits_of_the_reference(num_stages: int) -> None:
     assert num_moves > len(cases)
 
 
+SHARED = [
+    Case([2, 4], moves={5: [3, 3]}, validates=7),
+    Case([4, 2], "async", 2, {6: [2, 4]}, "adam"),
+    Case([2, 2, 2], moves={3: [2, 1, 3], 11: [3, 0, 3], 12: [2, 2, 2]}, optimizer="adam"),
+    Case([1, 5, 0], "async", 3, {4: [1, 0, 5], 16: [1, 4, 1]}, num_batches=25),
+    Case([1, 2, 3], "async-2bw", 4, {4: [1, 3, 2]}, "adam", 6, 11),
+    Case([1, 1, 1, 3], moves={9: [1, 2, 1, 2]}, optimizer="adam", validates=5),
+    Case([1, 3, 2, 0], "async-2bw", 5, {2: [1, 2, 3, 0]}, num_batches=24),
+    Case([1, 1, 2, 2], "async-2bw", 4, {4: [1, 2, 1, 2]}, "sgd", 9, 21),
+]
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_shared_parameters_are_as_old_as_on_their_first_stage(num_stages: int) -> None:
+    """Tied weights, alone on a stage that moves too, and a parameter of code between layers."""
+    cases = [case._replace(shares=True) for case in SHARED if len(case.split) == num_stages]
+    for case, ranks in zip(cases, on_ranks(cases), strict=True):
+        moves = moved(ranks[0])
+        assert moves
+        expected = reference(case, moves).layers
+        for result in ranks:
+            require_same(result.state, [one.layer for one in expected])
+            assert torch.equal(result.state["shift"], expected[0].shift)
+
+
 def test_two_versions_of_the_weights_have_the_same_bits_on_every_split() -> None:
     """Dropout, running statistics, validation in the middle of an update, and moves too."""
     draw = random.Random(5)
@@ -290,6 +352,28 @@ def test_two_versions_of_the_weights_have_the_same_bits_on_every_split() -> None
                 assert torch.equal(result.state[name], value), name
             assert result.metrics == pytest.approx(expected.metrics)
             assert result.steps == expected.steps
+
+
+MACHINES = [
+    Case([[3, 3], [3, 3]]),
+    Case([[3, 3], [3, 3]], moves={4: [[2, 4], [2, 4]], 6: [[4, 2], [4, 2]]}, optimizer="adam"),
+    Case([[3, 3], [2, 4]], "async", 2, {2: [[4, 2], [2, 4]], 12: [[1, 5], [5, 1]]}, validates=4),
+    Case([[3, 3], [3, 3]], moves={1: [[1, 5], [3, 3]], 13: [[3, 3], [4, 2]]}, optimizer="adam"),
+    Case([[2, 4], [2, 4]], "async", 1, {3: [[3, 3], [2, 4]]}, "adam", shares=True),
+    Case([[3, 3], [3, 3]], "async-2bw", 2, {4: [[2, 4], [3, 3]], 8: [[0, 6], [5, 1]]}, "adam", 5),
+    Case([[2, 2, 2], [6]], "async-2bw", 3, {1: [[1, 3, 2], [6]], 13: [[3, 3, 0], [6]]}, "adam"),
+]
+
+
+def test_layers_of_several_virtual_machines_move() -> None:
+    """Gradients of an update meet in the rings of its own owners."""
+    for case, ranks in zip(MACHINES, on_ranks(MACHINES), strict=True):
+        moves = moved(ranks[0])
+        assert len(moves) == len(case.moves)
+        expected = reference(case, moves).layers
+        for result in ranks:
+            assert moved(result) == moves
+            require_same(result.state, [one.layer if case.shares else one for one in expected])
 
 
 def test_virtual_machines_of_unlike_depth_with_two_versions() -> None:
@@ -350,6 +434,27 @@ def test_a_checkpoint_has_all_updates_until_its_step(tmp_path: Path) -> None:
     saved = torch.load(tmp_path / "step=7.ckpt", weights_only=False)
     assert saved["global_step"] == 7
     require_same(saved["state_dict"], reference(case, length=7).layers)
+
+
+def save_and_resume(folder: str, case: Case) -> Any:
+    def saves() -> Any:
+        return ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+
+    whole = train(case, callbacks=[saves()], enable_checkpointing=True)
+    path = f"{folder}/step=4.ckpt"
+    again = train(case, callbacks=[saves()], enable_checkpointing=True, ckpt_path=path)
+    return whole, again
+
+
+@pytest.mark.parametrize("schedule", ["async", "async-2bw"])
+def test_a_run_resumed_in_an_epoch_ends_with_the_same_bits(schedule: str, tmp_path: Path) -> None:
+    # With "async", the bits depend on when layers move.
+    moves = {4: [1, 2, 3]} if schedule == "async-2bw" else {}
+    case = Case([1, 3, 2], schedule, 3, moves, "adam", num_epochs=1, shares=True, resumes=True)
+    for whole, again in run_ranks(save_and_resume, 3, str(tmp_path), case):
+        assert whole.steps[0] == again.steps[0] == 7
+        for name, value in whole.state.items():
+            assert torch.equal(again.state[name], value), name
 
 
 class Holds(L.Callback):

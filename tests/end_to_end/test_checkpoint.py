@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -184,8 +184,8 @@ def test_a_checkpoint_loads_in_plain_pytorch_and_plain_lightning(tmp_path: Path)
 class StatefulLoader:
     """Batches in the order of a seeded shuffle; goes on where a checkpoint left it."""
 
-    def __init__(self, num_batches: int) -> None:
-        self.batches = list(points(num_batches))
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.batches = list(batches)
         self.epoch = 0
         self.position = 0
 
@@ -233,7 +233,7 @@ def training(
 ) -> Any:
     """Nine steps in epochs of four, every one of them saved."""
     L.seed_everything(5)
-    train: Any = StatefulLoader(4) if stateful else points(4)
+    train: Any = StatefulLoader(points(4)) if stateful else points(4)
     module = built(lambda: KeptWithDropout(dropout=dropout))
     trainer = quiet_trainer(
         how,
@@ -526,7 +526,7 @@ def training_fused(how: Any, folder: str, ckpt_path: str | None, moves: list[Mov
         max_steps=6,
         max_epochs=10,
     )
-    trainer.fit(module, StatefulLoader(4), ckpt_path=ckpt_path)
+    trainer.fit(module, StatefulLoader(points(4)), ckpt_path=ckpt_path)
     return parameters_of(module)
 
 

@@ -198,10 +198,10 @@ class SharedParameters:
         self.was_handed_out = False
 
     def total(self, use: ParameterUse, start: Tensor | None) -> Tensor | None:
-        """``start`` plus the gradients of this stage's segments, in order; ``None`` if there are no
-        such gradients.
+        """``start`` plus the gradients of this stage's segments, from the last segment to the
+        first, as a backward makes them; ``None`` if there are no such gradients.
         """
-        segments = sorted(segment for name, segment in self.sums if name == use.name)
+        segments = sorted((s for name, s in self.sums if name == use.name), reverse=True)
         for segment in segments:
             part = self.sums[use.name, segment]
             start = part if start is None else start + part

@@ -4,8 +4,8 @@ A parameter that exactly one layer uses moves with that layer. All others are *s
 parameters (in no layer), tied ones (in several modules with their own random stream), and those
 that user code uses directly (``F.linear(h, self.embed.weight)``). The forward pass is divided into
 *segments* where modules with their own random stream begin and end, which is the same on every
-split. The gradient of a shared parameter is collected for each segment separately and summed in the
-order of the segments, so the sum has the same bits on every split.
+split. The gradient of a shared parameter is collected for each segment separately and summed from
+the last segment to the first, so the sum has the same bits on every split.
 """
 
 from __future__ import annotations

@@ -39,6 +39,8 @@ _HEADER_BYTES = 8
 # The size of an object's first message: a step's usual report needs no second one.
 _INLINE_BYTES = 4096
 _SMALL_BYTES = 1024
+# How many sends may be under way that nobody has waited for, by pair of stages.
+_MOST_POSTED = 4
 
 
 def finish(work: Any, watched: Watched) -> None:
@@ -236,6 +238,10 @@ class Lane:
         """Sends one tensor to stage ``to`` through host memory, and waits until its memory may be
         reused.
         """
+        self._post_tensor(tensor, to).wait()
+
+    def _post_tensor(self, tensor: Tensor, to: int) -> Sent:
+        sent = Sent(self.watched, self.ranks[to])
         flat = (
             tensor.detach()
             .to("cpu")
@@ -247,8 +253,8 @@ class Lane:
         )
         if flat.numel():
             work = self._post_send(flat, to, self._line_to(to), self._tensor_tag)
-            with self.watched(self.ranks[to]):
-                complete(work)
+            sent.works.append((work, flat))
+        return sent
 
     def receive_tensor(self, like: Tensor, source: int) -> Tensor:
         """Waits for a tensor of the shape and type of ``like``; returns it on the CPU."""
@@ -266,19 +272,25 @@ class Lane:
         """Sends named values: tensors, whose shapes the receiver need not know, one at a time, and
         other picklable objects. Waits as :meth:`send_tensor` does.
         """
-        heads = {
-            name: _Head(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
-            for name, value in values.items()
-        }
-        self.send_object(heads, to)
+        self.send_object(_heads(values), to)
         self.settle()
         for value in values.values():
             if isinstance(value, Tensor):
                 self.send_tensor(value, to)
 
+    def post_values(self, values: Mapping[Any, Any], to: int) -> None:
+        """As :meth:`send_values`, without waiting: the tensors must not change any more. Waits only
+        while very many of the lane's sends are under way.
+        """
+        self.send_object(_heads(values), to)
+        for value in values.values():
+            if isinstance(value, Tensor):
+                self._object_sends.append(self._post_tensor(value, to))
+        self.settle(all_but=_MOST_POSTED * self.num_stages**2)
+
     def receive_values(self, source: int) -> Iterator[tuple[Any, Any]]:
-        """Yields what :meth:`send_values` sends, name by name; tensors are on the CPU. The caller
-        has to exhaust the iterator.
+        """Yields what :meth:`send_values` or :meth:`post_values` sends, name by name; tensors are
+        on the CPU. The caller has to exhaust the iterator.
         """
         for name, head in self.receive_object(source).items():
             if isinstance(head, _Head):
@@ -299,6 +311,14 @@ class Lane:
         """Waits for the sends of objects, but not for the last ``all_but`` of them."""
         while len(self._object_sends) > all_but:
             self._object_sends.pop(0).wait()
+
+
+def _heads(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The values, with descriptions in place of tensors."""
+    return {
+        name: _Head(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
+        for name, value in values.items()
+    }
 
 
 def as_bytes(flat: Tensor) -> Tensor:

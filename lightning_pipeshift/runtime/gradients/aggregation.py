@@ -182,7 +182,7 @@ class Aggregation:
         self._num_parameters = num_parameters
         self._device = device
         self._staging = InOrder("sum")
-        self._in_order = in_order
+        self.in_order = in_order
         self._is_armed = False
         self._ready: set[int] = set()
         self.exposed_seconds = 0.0
@@ -227,7 +227,7 @@ class Aggregation:
     @torch.no_grad()
     def _start_ready(self) -> None:
         for index in sorted(self._ready, reverse=True):
-            later = self._groups[index + 1 :] if self._in_order else []
+            later = self._groups[index + 1 :] if self.in_order else []
             if all(group.is_started or not group.trained for group in later):
                 self._ready.discard(index)
                 self._start(self._groups[index])

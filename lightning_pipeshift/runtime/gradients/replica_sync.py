@@ -36,21 +36,21 @@ def pairs_that_share(
     uses: Sequence[ParameterUse], placement: Placement, topology: Topology
 ) -> list[tuple[int, int]]:
     """The pairs of ranks between which gradients of shared parameters are sent: from each holder to
-    the next, which adds its own, and from the last one, which has the sum, to all holders.
+    the one before, which adds its own, and from the first one, which has the sum, to all holders.
     """
     return [
         pair
         for use in uses
         if use.is_shared
         for ranks in holder_ranks(use, placement, topology)
-        for pair in [*pairwise(ranks), *((rank, ranks[-1]) for rank in ranks[:-1])]
+        for pair in [*pairwise(ranks), *((ranks[0], rank) for rank in ranks[1:])]
     ]
 
 
 def gradient_groups(
     uses: Sequence[ParameterUse], placement: Placement, topology: Topology
 ) -> list[GradientGroup]:
-    """One group for each shared parameter, over the last of its holders in each virtual machine,
+    """One group for each shared parameter, over the first of its holders in each virtual machine,
     and one for each layer, over its owners, in call order. The same on every rank.
     """
     own: dict[int, list[int]] = {}
@@ -63,9 +63,9 @@ def gradient_groups(
     # other position, the layers would wait for them where sums have to start in one order.
     for number, use in enumerate(uses):
         if use.is_shared:
-            last = [ranks[-1] for ranks in holder_ranks(use, placement, topology)]
+            first = [ranks[0] for ranks in holder_ranks(use, placement, topology)]
             group = placement.num_layers + number
-            groups.append(GradientGroup(group, [use.parameter], [number], last, is_hooked=False))
+            groups.append(GradientGroup(group, [use.parameter], [number], first, is_hooked=False))
     groups += [
         GradientGroup(
             layer,

@@ -28,7 +28,7 @@ from lightning_pipeshift.compat.torch_private import (
     storage_key_of,
     without_torch_function_of_subclasses,
 )
-from lightning_pipeshift.errors import LayerError, PlanError
+from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.transfer import to_host
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.model.parameters.gradient_box import SharedParameters, Sums
@@ -54,7 +54,7 @@ from lightning_pipeshift.runtime.ownership.user_copies import (
 log = logging.getLogger(__name__)
 
 # In place of a segment's number, for gradients that are of no segment: they are added last.
-_OWN = sys.maxsize
+_OWN = -1
 
 
 class Holdings:
@@ -491,28 +491,34 @@ class Holdings:
             use.parameter.grad = None
 
     def collect_gradients(
-        self, correction: float, sum_over_replicas: Callable[[], None] | None, joins: bool
+        self,
+        correction: float,
+        sum_over_replicas: Callable[[], None] | None,
+        joins: bool,
+        shares: bool = True,
     ) -> None:
         """Saves the step's gradients, and restores those from before the step.
-
 
         Shared parameters get the sum over all stages. Every stage calls this.
 
         Args:
             correction: a factor; 0 if the whole step has no weight, so that no gradient remains.
             sum_over_replicas: sums the gradients over the virtual machines, that of a shared
-                parameter on its last holder.
+                parameter on its first holder.
             joins: whether the sum over the virtual machines covers all steps since the last
                 optimizer step; each virtual machine has accumulated these steps itself.
+            shares: whether all holders of a shared parameter get its gradient now; otherwise the
+                first one has it, and no stage waits for an earlier one.
         """
-        self._sum_shared()
+        self._sum_shared(waits=shares)
         self._replaces = joins
         if joins:
             self._join(correction)
             correction = 1.0
         if sum_over_replicas is not None:
             sum_over_replicas()
-        self._pass_shared_around()
+        if shares:
+            self._pass_shared_around()
         self._fresh = {}
         for use in self.held:
             gradient, use.parameter.grad = use.parameter.grad, None
@@ -531,7 +537,7 @@ class Holdings:
         for use in self.held:
             fresh, before = use.parameter.grad, earlier.get(id(use.parameter))
             fresh = fresh * correction if fresh is not None and correction else None
-            if use.is_shared and self._sharers(use.parameter)[-1] != self.stage:
+            if use.is_shared and self._sharers(use.parameter)[0] != self.stage:
                 continue
             if before is not None:
                 fresh = before.clone() if fresh is None else fresh + before
@@ -546,25 +552,6 @@ class Holdings:
             else:
                 parameter.grad += gradient
         self._fresh = {}
-
-    def require_separate(self, schedule: str, stage_of: Sequence[int] | None = None) -> None:
-        """Checks that no trained parameter is held by several stages.
-
-        Args:
-            schedule: the name of the schedule, for the message.
-            stage_of: the stage of each layer, if it differs from the present one.
-
-        Raises:
-            PlanError: one is. Its stages would step at different times.
-        """
-        for use, holders in zip(self.uses, self.all_holders(stage_of), strict=False):
-            if use.parameter.requires_grad and len(holders) > 1:
-                raise PlanError(
-                    f"schedule={schedule!r}: the parameter {use.name!r} is used on the stages"
-                    f" {', '.join(map(str, holders))}, which update their weights after different"
-                    " minibatches. Choose a `partition` with all of its layers on one stage, untie"
-                    " it, or use schedule='1f1b'."
-                )
 
     def withdraw_gradients(self) -> None:
         """Hides the gradients from Lightning and the optimizer, until :meth:`return_gradients`."""
@@ -632,14 +619,14 @@ class Holdings:
         self.shared.sums.clear()
 
     def _sum_parts(self) -> None:
-        """As :meth:`_sum_shared`, after a step in which segments changed their stages: the last
+        """As :meth:`_sum_shared`, after a step in which segments changed their stages: the first
         holder gets the gradients of all segments and parts, and adds them up in the order in which
         one stage would have done.
         """
         for use in self.uses:
             if not (use.is_shared and use.parameter.requires_grad):
                 continue
-            last = self.holders_of(use.parameter)[-1]
+            first = self.holders_of(use.parameter)[0]
             found: dict[int, list[tuple[int, Tensor]]] = {}
             mine = {
                 (segment, number): gradient
@@ -648,12 +635,12 @@ class Holdings:
                 if name == use.name
             }
             for source in self._had_gradients[id(use.parameter)]:
-                if source == last == self.stage:
+                if source == first == self.stage:
                     received = mine
                 elif source == self.stage:
-                    self.channels.send_values(mine, last)
+                    self.channels.send_values(mine, first)
                     continue
-                elif last == self.stage:
+                elif first == self.stage:
                     received = {
                         place: gradient.to(self.device)
                         for place, gradient in self.channels.receive_values(source)
@@ -662,21 +649,24 @@ class Holdings:
                     continue
                 for (segment, number), gradient in received.items():
                     found.setdefault(segment, []).append((number, gradient))
-            if last != self.stage:
+            if first != self.stage:
                 continue
             of_segments = [
                 _total(gradient for _, gradient in sorted(found[segment], key=_number))
-                for segment in sorted(found)
+                for segment in sorted(found, reverse=True)
             ]
             use.parameter.grad = _total(of_segments).clone() if of_segments else None
         self._parts = []
 
-    def _sum_shared(self) -> None:
-        """Adds up the segments' gradients in their order, from stage to stage; the last holder has
-        the sum.
+    def _sum_shared(self, waits: bool) -> None:
+        """Adds up the segments' gradients from the last to the first, from stage to stage, as their
+        backwards run; the first holder has the sum.
 
         A running sum in one fixed order has the same bits however the segments are spread over
         stages.
+
+        Args:
+            waits: whether a stage waits until the one before has its sum.
         """
         if self._parts:
             self._sum_parts()
@@ -687,12 +677,13 @@ class Holdings:
                 continue
             holders = self._sharers(use.parameter)
             place = holders.index(self.stage)
-            start = self._receive_optional(use, holders[place - 1]) if place else None
+            start = None
+            if self.stage != holders[-1]:
+                start = self._receive_optional(use, holders[place + 1], waits)
             total = self.shared.total_with_own(use, start)
-            if place + 1 < len(holders):
-                self._send_optional(total, holders[place + 1])
-            else:
-                use.parameter.grad = None if total is None else total.clone()
+            if place:
+                self._send_optional(total, holders[place - 1], waits)
+            use.parameter.grad = None if place or total is None else total.clone()
         self.shared.sums.clear()
 
     def _sharers(self, parameter: Tensor) -> list[int]:
@@ -703,23 +694,31 @@ class Holdings:
         return holders if self.stage in holders else [self.stage]
 
     def _pass_shared_around(self) -> None:
-        """Sends the last holder's gradient of a shared parameter to every holder."""
+        """Sends the first holder's gradient of a shared parameter to every holder."""
         for use in self.shared.uses:
             if not use.parameter.requires_grad:
                 continue
-            *others, last = self._sharers(use.parameter)
-            if self.stage == last:
+            first, *others = self._sharers(use.parameter)
+            if self.stage == first:
                 for to in others:
                     self._send_optional(use.parameter.grad, to)
             else:
-                use.parameter.grad = self._receive_optional(use, last)
+                use.parameter.grad = self._receive_optional(use, first)
 
-    def _send_optional(self, tensor: Tensor | None, to: int) -> None:
+    def _send_optional(self, tensor: Tensor | None, to: int, waits: bool = True) -> None:
+        if not waits:
+            self.channels.shared.post_values({"": tensor}, to)
+            return
         self.channels.send_object(tensor is not None, to)
         if tensor is not None:
             self.channels.send_on_device(tensor, to)
 
-    def _receive_optional(self, use: ParameterUse, source: int) -> Tensor | None:
+    def _receive_optional(
+        self, use: ParameterUse, source: int, waits: bool = True
+    ) -> Tensor | None:
+        if not waits:
+            ((_, received),) = self.channels.shared.receive_values(source)
+            return received.to(self.device) if received is not None else None
         if not self.channels.receive_object(source):
             return None
         return self.channels.receive_on_device(use.parameter, source)

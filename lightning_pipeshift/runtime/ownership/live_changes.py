@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_pipeshift.plan.document.plan import Plan
-from lightning_pipeshift.runtime.ownership.live_migration import LateUpdate, LiveMigration
+from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
+from lightning_pipeshift.runtime.ownership.shared_updates import LateUpdate
 
 
 class LiveChanges:
@@ -17,7 +18,7 @@ class LiveChanges:
     on the numbers of minibatches only, so that all stages agree without a message.
 
     Args:
-        num_stages: of the virtual machine.
+        num_stages: of the deepest virtual machine.
         start: starts to move layers for a plan, given the minibatch before whose forward it is
             announced.
     """

@@ -42,6 +42,7 @@ from lightning_pipeshift.runtime.comm.staging import room_for
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.migration import TensorMove, moves_of
+from lightning_pipeshift.runtime.ownership.shared_updates import LateUpdate
 from lightning_pipeshift.runtime.step.listeners import ActionListener
 from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
 
@@ -73,19 +74,6 @@ class _Message:
     values: Any = None
     ready: Event | None = None
     """Occurs when the device has computed the values."""
-
-
-@dataclass(frozen=True)
-class LateUpdate:
-    """The gradients of an update that could not be made before the last weights had arrived.
-
-    Args:
-        tag: what the caller has said of the update's last minibatch.
-        gradients: of the layers that have moved here.
-    """
-
-    tag: Any
-    gradients: list[tuple[nn.Parameter, Tensor]]
 
 
 @dataclass

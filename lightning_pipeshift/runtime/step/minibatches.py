@@ -12,6 +12,7 @@ from lightning_pipeshift.plan.schedule.asynchronous import drain, turn
 from lightning_pipeshift.plan.schedule.communication import row_with_communication
 from lightning_pipeshift.plan.schedule.cut_over import newest_update
 from lightning_pipeshift.plan.schedule.route import Route
+from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
 from lightning_pipeshift.runtime.step.stage import Stage, Step
 from lightning_pipeshift.runtime.step.step_report import Report
 from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
@@ -27,6 +28,7 @@ class Minibatch:
         is_last_batch: whether the epoch ends with it.
         begins_update: whether it is the first of those whose gradients make one update.
         ends_update: whether it is the last of them.
+        sums: sums the update's gradients over the virtual machines.
         tag: what belongs to it for the caller.
     """
 
@@ -35,6 +37,7 @@ class Minibatch:
     is_last_batch: bool
     begins_update: bool
     ends_update: bool
+    sums: Aggregation | None
     tag: Any
 
 

@@ -74,8 +74,13 @@ from lightning_pipeshift.runtime.gradients.rings import Rings
 from lightning_pipeshift.runtime.offload.stage_memory import StageMemory
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.live_changes import LiveChanges
-from lightning_pipeshift.runtime.ownership.live_migration import LateUpdate, LiveMigration
+from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
 from lightning_pipeshift.runtime.ownership.plan_change import Changes, CutOver
+from lightning_pipeshift.runtime.ownership.shared_updates import (
+    LateUpdate,
+    SharedUpdates,
+    require_same_sharers,
+)
 from lightning_pipeshift.runtime.planning.make_plan import (
     Settings,
     check_order,
@@ -204,6 +209,8 @@ class Pipeline:
         self._rings = rings
         self._groups = groups
         self._aggregation: Aggregation | None = None
+        self._old_aggregations: list[Aggregation] = []
+        """Those of minibatches that have begun before layers changed their owners."""
         self._denominators: Denominators | None = None
         self._has_agreed = False
         # Messages about decisions, for the user.
@@ -276,9 +283,10 @@ class Pipeline:
         self._asks_to_end_here = self._end_is_wanted = False
         self._timers: dict[int, Timer] = {}
         """By minibatch in flight."""
-        self._live = LiveChanges(channels.num_stages, self._start_moving)
+        self._live = LiveChanges(max(replicas.topology.stages_per_vm), self._start_moving)
         """The changes of the plan, in an asynchronous schedule."""
         self._optimizers: Sequence[Optimizer] = ()
+        self._shared_updates: SharedUpdates
         self._late_changes: dict[tuple[str, str], Any] = {}
         """Changes of user code on the last stage since the pipeline was empty."""
         self._written: dict[int, Microbatch] = {}
@@ -772,6 +780,7 @@ class Pipeline:
             is_last_batch=given.is_last_batch,
             begins_update=not given.accumulation.has_begun,
             ends_update=not given.accumulation.goes_on,
+            sums=self._sums(given.accumulation),
             tag=tag,
         )
         if self.is_last and self.channels.num_stages > 1:
@@ -831,10 +840,17 @@ class Pipeline:
         self._take_notice(batch, batch_idx)
         number, update = self._minibatches.next, self._minibatches.versions.update
         plan, late = self._live.before_turn(number, update, ends_update)
+        late += self._shared_updates.due(number)
         if plan is not None:
             assert self._ownership is not None
+            assert self.holdings is not None
             self._ownership = self._ownership.moved(plan.placement, self._num_microbatches_done)
             self._plan = plan
+            if self._aggregation is not None:
+                # Updates that have begun are summed over their own owners.
+                self._old_aggregations.append(self._aggregation)
+                uses = self.holdings.uses
+                self._aggregation = self._make_aggregation(uses, plan.placement, is_new=False)
             self._say_who_has_no_work()
             # Times under the old plan do not hold for the new one.
             self.planning.profiler.begin_anew(for_good=self.planning.profiler.is_over)
@@ -903,35 +919,45 @@ class Pipeline:
             return False
         return True
 
-    def begin_epoch(self) -> None:
-        """Called at the end of an epoch, after :meth:`end_moves`. A run that resumes there goes on
-        with the newest weights only, so this one does, too.
+    def forget_older_weights(self) -> None:
+        """Called after :meth:`finish_updates` where a run may be resumed: that run has the newest
+        weights only, so this one goes on with them, too.
         """
         if self._minibatches is not None:
             self._minibatches.versions.begin_anew()
 
-    def end_moves(self) -> list[LateUpdate]:
-        """Called when :meth:`drain` is over: ends the moves that have begun; returns updates that
-        are still to be made.
+    def finish_updates(self) -> list[LateUpdate]:
+        """Called when :meth:`drain` is over: ends the moves that have begun; returns the updates
+        that are still to be made.
         """
         if self._minibatches is None:
             return []
-        return self._live.settle(self._minibatches.next)
+        return self._live.settle(self._minibatches.next) + self._shared_updates.rest()
 
     @contextmanager
-    def updating(self, tag: Any, is_late: bool = False) -> Iterator[None]:
+    def updating(self, minibatch: Minibatch) -> Iterator[None]:
         """Context of an optimizer's step in an asynchronous schedule.
 
         Args:
-            tag: of the minibatch that ends the update.
-            is_late: whether it is a :class:`LateUpdate`.
+            minibatch: the last one of the update.
         """
+        self._shared_updates.pass_on(minibatch.step.first, minibatch.tag)
+        self._live.withhold(minibatch.tag)
+        with self._changing_weights(counts=True):
+            yield
+
+    @contextmanager
+    def updating_late(self) -> Iterator[None]:
+        """As :meth:`updating`, for a :class:`LateUpdate`."""
+        with self._changing_weights(counts=False):
+            yield
+
+    @contextmanager
+    def _changing_weights(self, counts: bool) -> Iterator[None]:
         assert self._minibatches is not None
         assert self.holdings is not None
-        if not is_late:
-            self._live.withhold(tag)
         parameters = [use.parameter for use in self.holdings.held]
-        with self._minibatches.versions.updating(parameters, counts=not is_late):
+        with self._minibatches.versions.updating(parameters, counts):
             yield
         if self.live_migration is not None:
             self.live_migration.send_newest(self._minibatches.next)
@@ -945,14 +971,16 @@ class Pipeline:
         """
         assert self.holdings is not None
         assert self._minibatches is not None
-        before, after = (one.placement.stages(self.vm) for one in (self.plan, plan))
         earliest = minibatch + 1
-        for source, target in zip(before, after, strict=True):
-            if source != target:
-                earliest = max(earliest, cut_over(minibatch, source, min(source, target)))
+        # The same minibatch in all virtual machines, so that the owners of an update are known.
+        for vm in range(self.replicas.count):
+            stages = zip(self.plan.placement.stages(vm), plan.placement.stages(vm), strict=True)
+            for source, target in stages:
+                if source != target:
+                    earliest = max(earliest, cut_over(minibatch, source, min(source, target)))
         return LiveMigration(
             self.holdings,
-            after,
+            plan.placement.stages(self.vm),
             self._optimizers,
             self._threads,
             earliest,
@@ -966,14 +994,16 @@ class Pipeline:
         objection = self.changes.objection_to(plan.placement)
         if objection:
             raise PlanError(objection)
-        if self.replicas.count > 1:
+        schedule = self.settings.schedule
+        if self._aggregation is not None and self._aggregation.in_order:
             raise PlanError(
-                f"schedule={self.settings.schedule!r}: layers cannot move between the stages of"
-                " several virtual machines. Use schedule='1f1b', or virtual_machines=1."
+                f"schedule={schedule!r}: layers cannot move while their gradients are summed over"
+                " the virtual machines by collectives, whose process groups all ranks have to make"
+                " at the same time. Use gradient_aggregation='ring' with the gloo backend,"
+                " virtual_machines=1, or schedule='1f1b'."
             )
         assert self.holdings is not None
-        stage_of = plan.placement.stages(self.vm)
-        self.holdings.require_separate(self.settings.schedule, stage_of)
+        require_same_sharers(self.holdings.uses, self.plan.placement, plan.placement, schedule)
 
     @property
     def minibatches_in_flight(self) -> list[Minibatch]:
@@ -1002,7 +1032,7 @@ class Pipeline:
         return self._minibatches.versions.num_versions if self._minibatches is not None else 1
 
     def _make_minibatches(self, holdings: Holdings) -> Minibatches:
-        holdings.require_separate(self.settings.schedule)
+        self._shared_updates = SharedUpdates(holdings)
         versions = WeightVersions(delays=self.settings.schedule == "async-2bw")
         versions.follow(use.parameter for use in holdings.held)
         stage, num_stages = self.channels.stage, self.channels.num_stages
@@ -1019,14 +1049,24 @@ class Pipeline:
         self._timers.pop(minibatch.step.first, None)
         report = self._report_along(minibatch)
         require_same_end(minibatch.is_last_batch, report.is_last_batch, minibatch.batch_idx)
-        sums = self._aggregation if minibatch.ends_update else None
+        sums = minibatch.sums
         with self._profile("[PipeShift] sum gradients"):
             self.holdings.collect_gradients(
                 report.correction,
                 sums.finish if sums is not None else None,
                 joins=sums is not None and not minibatch.begins_update,
+                shares=False,
             )
+        self._close_old_aggregations()
         return Finished(minibatch, report)
+
+    def _close_old_aggregations(self) -> None:
+        """Closes those that no minibatch in flight needs any more."""
+        needed = [minibatch.sums for minibatch in self.minibatches_in_flight]
+        for old in list(self._old_aggregations):
+            if old not in needed:
+                old.close()
+                self._old_aggregations.remove(old)
 
     def _report_along(self, minibatch: Minibatch) -> Report:
         """The last stage's report of a minibatch, which goes from stage to stage as its gradient
@@ -1420,8 +1460,9 @@ class Pipeline:
         """Restores the layers' own ``forward``."""
         self.changes.abandon()
         self._live.abandon()
-        if self._aggregation is not None:
-            self._aggregation.close()
+        for sums in (self._aggregation, *self._old_aggregations):
+            if sums is not None:
+                sums.close()
         if self.memory is not None:
             self.memory.close()
         self._threads.close()

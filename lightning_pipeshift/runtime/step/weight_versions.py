@@ -39,7 +39,7 @@ class WeightVersions(ActionListener):
         self.update = 0
         """The number of the update that the next forward's gradient is part of."""
         self.began_anew_with = 0
-        """The number of the first update since an epoch, or training, began."""
+        """The number of the update that was under way when :meth:`begin_anew` was last called."""
         self._parameters: list[nn.Parameter] = []
         self._newest: Weights = []
         """The newest weights, while the parameters have others."""
@@ -104,10 +104,11 @@ class WeightVersions(ActionListener):
             parameters: those that it changes, if they have a gradient.
             counts: whether this is the stage's next update.
         """
-        if self.delays:
-            self._before = {id(parameter): parameter.data for parameter in self._parameters}
-        self.num_updates += counts
         changed = [parameter for parameter in parameters if parameter.grad is not None]
+        if self.delays:
+            old = self._parameters if counts else changed
+            self._before |= {id(parameter): parameter.data for parameter in old}
+        self.num_updates += counts
         kept = {weight.data_ptr() for weight in self._kept()}
         for parameter in changed:
             if parameter.data_ptr() in kept:
