@@ -115,9 +115,9 @@ def with_recomputation(schedule: Schedule, stages: Collection[int]) -> Schedule:
 def _recomputing(row: Row) -> Row:
     recomputing: list[Action] = []
     for action in row:
-        forward = Action(Kind.FORWARD, action.microbatch)
+        forward = Action(Kind.FORWARD, action.microbatch, action.chunk)
         if action.kind is Kind.BACKWARD and recomputing[-1:] != [forward]:
-            recomputing.append(Action(Kind.RECOMPUTE, action.microbatch))
+            recomputing.append(Action(Kind.RECOMPUTE, action.microbatch, action.chunk))
         recomputing.append(action)
     return tuple(recomputing)
 

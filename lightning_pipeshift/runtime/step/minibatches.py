@@ -11,6 +11,7 @@ from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.plan.schedule.asynchronous import drain, turn
 from lightning_pipeshift.plan.schedule.communication import row_with_communication
 from lightning_pipeshift.plan.schedule.cut_over import newest_update
+from lightning_pipeshift.plan.schedule.route import Route
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
 from lightning_pipeshift.runtime.step.stage import Stage, Step
 from lightning_pipeshift.runtime.step.step_report import Report
@@ -131,7 +132,7 @@ class Minibatches:
 
     def _run(self, row: tuple[Action, ...], step: Step) -> Minibatch | None:
         try:
-            self._stage.run(row_with_communication(row, self._place, self._num_stages), step)
+            self._stage.run(row_with_communication(row, self._place, Route(self._num_stages)), step)
         except BaseException:
             self.versions.forget()
             raise

@@ -334,7 +334,7 @@ def test_what_is_lent_comes_back(
     [
         pytest.param(lending, "_each", True, None, id="threads wait for the compute"),
         pytest.param(shared_memory, "copy", True, None, id="a copy is complete"),
-        pytest.param(lending, "_unpack", True, "lossless", id="what is decoded is complete"),
+        pytest.param(lending, "_decode", True, "lossless", id="what is decoded is complete"),
     ],
 )
 def test_lending_waits(
