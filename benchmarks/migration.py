@@ -1,11 +1,14 @@
 """The gain of live migration when a device slows down, and how long training waits for it.
 
     python -m benchmarks.migration
+    python -m benchmarks.migration --only reaction --schedule async
 
 Reaction: 24 sleeping layers on 4 stages; the last stage gets half as fast in the middle of the run.
 With ``LayerMigration()`` against the split that stays (6 layers each), in turns, both under the
 slow stage; and after how many steps the layers had moved. 24 layers on speeds 1, 1, 1 and 0.5: at
-best 7, 7, 7 and 3, where a slot takes 7 instead of 12.
+best 7, 7, 7 and 3, where a slot takes 7 instead of 12. In an asynchronous pipeline a step is a
+minibatch, which then takes as long as its slowest stage: the pace after the move is compared with
+that of the best split.
 
 Gap: layers with real weights and Adam's state go back and forth between stages. How long the move
 holds the stage up that it holds up longest, and by how much the longest step around it is longer
@@ -19,7 +22,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import lightning as L
@@ -33,6 +36,7 @@ from benchmarks.measuring import arguments, interval, print_table, save, shown
 from benchmarks.placements import Repeated
 from lightning_pipeshift import LayerMigration, PipeShiftStrategy
 from lightning_pipeshift.plan.inputs.placement import Placement
+from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS, SCHEDULES
 from lightning_pipeshift.testing.ranks import launch_torchrun, run_ranks
 from lightning_pipeshift.testing.sleeping import Sleeper, SleepingLayer, slow_down
 from tests.features_models import quiet_trainer
@@ -40,7 +44,6 @@ from tests.features_models import quiet_trainer
 NUM_LAYERS, NUM_STAGES = 24, 4
 EVEN = (6, 6, 6, 6)
 OPTIMUM = 12 / 7
-REACTION_SLEEPS = (0.008, 0.016)  # seconds a layer
 
 # --- the reaction ---
 
@@ -76,20 +79,28 @@ class SlowsDown(L.Callback):
         trainer.should_stop = batch_idx == self._at + self._num_steps
 
 
-def react(watches: bool, microbatches: int, at: int, num_steps: int, patience: int) -> Any:
+def react(
+    watches: bool,
+    schedule: str,
+    microbatches: int,
+    seconds: float,
+    at: int,
+    num_steps: int,
+    patience: int,
+) -> Any:
     """Runs on every rank: the steps from the slow-down on."""
     L.seed_everything(0, verbose=False)
     torch.set_num_threads(1)
     slow_down(1.0)
     slows = SlowsDown(at, num_steps)
     callbacks: list[Any] = [LayerMigration(patience=patience)] if watches else []
-    strategy = PipeShiftStrategy(microbatches=microbatches, partition=list(EVEN))
+    strategy = PipeShiftStrategy(schedule=schedule, microbatches=microbatches, partition=list(EVEN))
     trainer = quiet_trainer(
         {"devices": NUM_STAGES, "strategy": strategy},
         max_epochs=-1,
         callbacks=[*callbacks, slows],
     )
-    module = Sleeper(NUM_LAYERS, 64, *REACTION_SLEEPS)
+    module = Sleeper(NUM_LAYERS, 64, seconds, 2 * seconds)
     data = Repeated((torch.randn(64), torch.randn(64)))
     trainer.fit(module, DataLoader(data, batch_size=microbatches))
     return slows.seconds, slows.counts
@@ -97,20 +108,26 @@ def react(watches: bool, microbatches: int, at: int, num_steps: int, patience: i
 
 def reaction(options: Any) -> dict[str, Any]:
     """Both runs, in turns, as often as asked for."""
-    gains, steps, found, static_seconds, moved_seconds = [], [], [], [], []
-    given = (options.microbatches, options.at, options.num_steps, options.patience)
+    gains, steps, found, static_seconds, moved_seconds, reached = [], [], [], [], [], []
+    is_async = options.schedule in ASYNCHRONOUS
+    microbatches = 1 if is_async else options.microbatches
+    given = (options.schedule, microbatches, options.seconds, options.at)
     # Nothing moves, so fewer steps say as much.
-    given_static = (options.microbatches, options.at, options.num_static_steps, 0)
+    given_static = (*given, options.num_static_steps, 0)
+    given_moving = (*given, options.num_steps, options.patience)
+    best_seconds = max(EVEN) * 2 * 3 * options.seconds / OPTIMUM
     for _ in range(options.num_rounds):
         stays, _ = run_ranks(react, NUM_STAGES, False, *given_static, timeout=1200)[0]
-        moves, counts = run_ranks(react, NUM_STAGES, True, *given, timeout=1200)[0]
+        moves, counts = run_ranks(react, NUM_STAGES, True, *given_moving, timeout=1200)[0]
         # What is there in the end has been there for a while.
         last = counts[-1]
         reacted = next(i for i in range(len(counts)) if set(counts[i:]) == {last})
-        after = moves[reacted + 1 :]
+        # The pipeline is full of minibatches under the old split.
+        after = moves[reacted + (2 * NUM_STAGES if is_async else 1) :]
         static_seconds.append(median(stays))
         moved_seconds.append(median(after))
         gains.append(static_seconds[-1] / moved_seconds[-1])
+        reached.append(best_seconds / mean(after))
         steps.append(reacted)
         found.append(list(last))
     return {
@@ -122,6 +139,7 @@ def reaction(options: Any) -> dict[str, Any]:
         "static_seconds": interval(static_seconds),
         "moved_seconds": interval(moved_seconds),
         "optimum": OPTIMUM,
+        **({"of_best_pace": interval(reached)} if is_async else {}),
     }
 
 
@@ -369,7 +387,9 @@ def longest(steps: dict[int, float], at: int) -> float:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--microbatches", type=int, default=32)
+    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="of the reaction")
+    parser.add_argument("--microbatches", type=int, default=32, help="of a synchronous schedule")
+    parser.add_argument("--seconds", type=float, default=0.008, help="of a layer's forward")
     parser.add_argument("--at", type=int, default=4)
     parser.add_argument("--num-steps", type=int, default=16)
     parser.add_argument("--num-static-steps", type=int, default=5)
@@ -394,10 +414,12 @@ def main() -> None:
                 shown(found["gain"]),
             ],
         ]
-        title = f"One of {NUM_STAGES} stages gets half as fast, {options.microbatches} microbatches"
+        title = f"One of {NUM_STAGES} stages gets half as fast, {options.schedule}"
         print_table(title, ["", "layers", "s a step", "times as fast"], rows)
         steps = found["steps_until_moved"]
         print(f"\n{OPTIMUM:.2f} is the optimum; moved after {steps} steps")
+        if "of_best_pace" in found:
+            print(f"{shown(found['of_best_pace'])} of the pace of the best split")
     if options.only != "reaction":
         found = figures["gap"] = gap(options, options.folder)
         live, blocking = found["held_up_seconds"], found["blocking_seconds"]

@@ -100,12 +100,6 @@ class AsynchronousTraining(TrainingSteps):
                 " overflow on another stage is not known when a stage steps. Use"
                 " precision='bf16-mixed', or schedule='1f1b'."
             )
-        if self._pipeline.memory is not None:
-            raise ConfigurationError(
-                f"schedule={schedule!r} and MemoryCompression: it plans the saved tensors of whole"
-                " steps, and an asynchronous pipeline has none. Remove the plugin, use"
-                " recompute='full', or schedule='1f1b'."
-            )
         if length < depth:
             raise BatchError(
                 f"schedule={schedule!r}: an epoch has {length} batches, fewer than the {depth}"

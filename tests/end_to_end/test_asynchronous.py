@@ -6,6 +6,7 @@ import os
 import random
 import signal
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -25,7 +27,8 @@ from torchmetrics import MeanMetric
 from lightning_pipeshift import LayerMigration
 from lightning_pipeshift.errors import PipeShiftError
 from lightning_pipeshift.plan.inputs.placement import Placement
-from lightning_pipeshift.testing.ranks import run_ranks
+from lightning_pipeshift.runtime.planning.replanning import Replanning
+from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
 from tests import asynchronous_reference
 from tests.end_to_end.test_changing_plans import (
     SLOW,
@@ -579,3 +582,40 @@ def test_layers_leave_a_slow_stage_by_measured_times(partition: Any, migrates: b
     assert first["counts"][0] == (4, 4)
     assert first["counts"][-1][0] >= 6, first["counts"]
     assert first["counts"] == second["counts"]
+
+
+class StaysBehind(L.Callback):
+    """The second stage begins with a minibatch when the first one is done with it."""
+
+    def __init__(self) -> None:
+        self._store: Any = dist.distributed_c10d._get_default_store
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, idx: int) -> None:
+        if trainer.global_rank and idx:
+            self._store().wait([f"done {idx}"], timedelta(seconds=LIMIT_SECONDS))
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, idx: int
+    ) -> None:
+        if not trainer.global_rank:
+            self._store().set(f"done {idx}", "")
+
+
+def train_behind() -> int:
+    num_decisions = 0
+    heed = Replanning.heed
+
+    def counted(*args: Any) -> None:
+        nonlocal num_decisions
+        num_decisions += 1
+        heed(*args)
+
+    Replanning.heed = counted  # type: ignore[assignment,method-assign]
+    callbacks = [LayerMigration(patience=3), AwaitsPlanning(), StaysBehind()]
+    train(Case([3, 3], num_epochs=1), callbacks=callbacks)
+    return num_decisions
+
+
+def test_nobody_waits_for_others_to_hear_of_a_decision() -> None:
+    first, second = run_ranks(train_behind, 2)
+    assert first == second >= 2

@@ -63,8 +63,17 @@ class Footprint:
 
     @property
     def late_seconds(self) -> float:
-        """The seconds by which swaps delay the step."""
-        return max(max(0.0, trace.late_seconds) for trace in self.traces)
+        """The seconds by which swaps delay the step, at most.
+
+        Of an asynchronous pipeline, by which they make a minibatch longer. A stage with n
+        minibatches in flight begins with minibatch k + n after its backward of k, which waits for
+        the swaps of k. So one delay lasts for n minibatches.
+        """
+        is_step = self.timeline.is_one_step
+        return max(
+            max(0.0, trace.late_seconds) / (1 if is_step else num_in_flight)
+            for trace, num_in_flight in zip(self.traces, self.timeline.peak_in_flight, strict=True)
+        )
 
 
 def tensors_of(layer: LayerProfile) -> tuple[SavedTensor, ...]:

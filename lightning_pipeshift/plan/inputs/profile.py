@@ -69,6 +69,10 @@ class LayerProfile:
         """The bytes that its owner holds permanently."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
+    def static_bytes_with(self, num_versions: int) -> int:
+        """The same with several versions of its trained weights, whose gradients are as large."""
+        return self.static_bytes + (num_versions - 1) * self.gradient_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class KindProfile:

@@ -25,6 +25,7 @@ from lightning_pipeshift.plan.offload.assignment_search import (
     Problem,
     Search,
 )
+from lightning_pipeshift.plan.schedule.asynchronous import weight_versions
 from lightning_pipeshift.text import ceil_bytes_text
 
 _CAUTION: Final = 2.0
@@ -108,7 +109,13 @@ class Compression:
         stage = max(range(len(lacking)), key=lacking.__getitem__)
         needed = max(found.peak_bytes)
         static, budget = found.static_bytes[stage], self._rooms[stage].budget_bytes
+        schedule, num_stages = self._problem.workload.schedule, len(lacking)
+        num_versions = weight_versions(schedule, num_stages)[stage]
+        weights = f"{num_versions} versions of the weights" if num_versions > 1 else "weights"
         remedies = [f"a budget of {ceil_bytes_text(needed)} would do"]
+        fewest = weight_versions("async-2bw", num_stages)[stage]
+        if num_versions > fewest:
+            remedies.append(f"so may schedule='async-2bw', which keeps {fewest} versions")
         if static >= budget:
             remedies.append("so would more stages, as weights and the optimizer's state fill it")
         else:
@@ -120,7 +127,7 @@ class Compression:
         has, peak, fixed = map(ceil_bytes_text, (budget, found.peak_bytes[stage], static))
         return BudgetError(
             f"No plan keeps the memory budget: stage {stage} has {has}, and needs {peak} in the"
-            f" best plan found, {fixed} of it for weights, gradients, the optimizer's state and"
+            f" best plan found, {fixed} of it for {weights}, gradients, the optimizer's state and"
             f" messages between stages. What would help: {'; '.join(remedies)}."
         )
 

@@ -22,6 +22,7 @@ on the split.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 
 from lightning_pipeshift.errors import PlanError, ScheduleError
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
@@ -59,6 +60,20 @@ def drain(last: int, stage: int, num_stages: int, first: int = 0) -> Row:
     """
     begin = max(first, last - _num_behind(stage, num_stages) + 1)
     return tuple(Action(Kind.BACKWARD, minibatch) for minibatch in range(begin, last + 1))
+
+
+def ahead(minibatch: int, stage: int, num_stages: int, first: int = 0) -> Row:
+    """The actions that follow a stage's turn for a minibatch, until its own backward, if the
+    pipeline does not drain before.
+
+    Args:
+        minibatch: its number.
+        stage: the stage.
+        num_stages: of the pipeline.
+        first: the first minibatch since the pipeline was empty.
+    """
+    later = range(minibatch + 1, minibatch + 1 + _num_behind(stage, num_stages))
+    return tuple(chain.from_iterable(turn(each, stage, num_stages, first) for each in later))
 
 
 def _num_behind(stage: int, num_stages: int) -> int:

@@ -108,11 +108,13 @@ def with_recomputation(schedule: Schedule, stages: Collection[int]) -> Schedule:
     none: it would not shorten the time for which memory is held.
     """
     return tuple(
-        _recomputing(row) if stage in stages else row for stage, row in enumerate(schedule)
+        row_with_recomputation(row) if stage in stages else row
+        for stage, row in enumerate(schedule)
     )
 
 
-def _recomputing(row: Row) -> Row:
+def row_with_recomputation(row: Row) -> Row:
+    """The row of a stage that recomputes: see :func:`with_recomputation`."""
     recomputing: list[Action] = []
     for action in row:
         forward = Action(Kind.FORWARD, action.microbatch, action.chunk)

@@ -160,9 +160,10 @@ class ActivationStore(ActionListener):
         self._longest_seconds = 0.0
 
     def follow(self, orders: StagePolicy) -> None:
-        """Applies the settings of another plan; no copy may be in progress."""
-        self._orders = orders
-        self._expected = {**orders.expected_bytes, **self._expected}
+        """Applies the settings of another plan to what is saved from now on."""
+        with self.lock:
+            self._orders = orders
+            self._expected = {**orders.expected_bytes, **self._expected}
 
     @property
     def device_bytes(self) -> float | None:

@@ -5,7 +5,7 @@ stages that it keeps.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -173,6 +173,7 @@ class StageMemory:
         vm: int,
         static_bytes: Mapping[int, float],
         expected_bytes: Mapping[int, int],
+        moving: Collection[int] = (),
     ) -> None:
         """Applies a plan from now on. Every stage calls this, with the same plan.
 
@@ -181,6 +182,8 @@ class StageMemory:
             vm: this stage's virtual machine.
             static_bytes: the memory that each layer takes permanently.
             expected_bytes: the memory that each layer is expected to save for a microbatch.
+            moving: layers that take memory here in addition, as they come to this stage or leave it
+                while it computes.
         """
         stage = self._channels.stage
         own = plan.placement.layers_of(vm, stage)
@@ -192,7 +195,7 @@ class StageMemory:
         if self.room is not None:
             payloads = (0, *plan.stage_payload_bytes(vm), 0)
             budget = self.room.budget_bytes - passing_bytes(*payloads[stage : stage + 2])
-            budget -= sum(static_bytes.get(layer, 0.0) for layer in own)
+            budget -= sum(static_bytes.get(layer, 0.0) for layer in {*own, *moving})
         host = LocalTarget([self._host], self._copier, codec=self._codec)
         spare = host if self._host.limit_bytes else None
         places: dict[tuple[int, int], tuple[OffloadTarget, ...]] = {}

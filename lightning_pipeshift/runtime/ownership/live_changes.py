@@ -46,6 +46,11 @@ class LiveChanges:
         """The move of layers that is under way, if there is one."""
         return self._migration
 
+    @property
+    def layers(self) -> frozenset[int]:
+        """The layers that come to this stage or leave it in that move; empty when it is over."""
+        return self._migration.layers if self._migration is not None else frozenset()
+
     def before_turn(
         self, minibatch: int, update: int, ends_update: bool
     ) -> tuple[Plan | None, list[LateUpdate]]:

@@ -441,6 +441,15 @@ class LiveMigration(ActionListener):
 
     # --- the end ---
 
+    @property
+    def layers(self) -> frozenset[int]:
+        """The layers that come to this stage or leave it; empty when the move is over."""
+        if self._is_placed:
+            return frozenset()
+        moves = [move for outgoing in self._outgoing.values() for move in outgoing.moves]
+        moves += [move for incoming in self._incoming.values() for move in incoming.moves]
+        return frozenset(layer for move in moves for layer in move.layers)
+
     def _free_if_acknowledged(self) -> None:
         versions = [outgoing.sent for outgoing in self._outgoing.values()]
         versions += [incoming.installed for incoming in self._incoming.values()]

@@ -189,9 +189,15 @@ class Replanning:
         by_tensor = self._settings.memory is not None
         return Measured(profile, cluster, topology.ranks, by_tensor)
 
-    def static_bytes(self) -> dict[int, float]:
-        """The bytes that each layer takes permanently."""
-        return {index: layer.static_bytes for index, layer in enumerate(self._layers)}
+    def static_bytes(self, num_versions: int = 1) -> dict[int, float]:
+        """The bytes that each layer takes permanently.
+
+        Args:
+            num_versions: of its trained weights.
+        """
+        return {
+            index: layer.static_bytes_with(num_versions) for index, layer in enumerate(self._layers)
+        }
 
     def predicted(self, plan: Plan) -> Plan:
         """A plan with the simulator's prediction. Every rank calls this."""
@@ -309,14 +315,27 @@ class Replanning:
         Args:
             plan: the one that the next step will run under.
         """
-        decision = None
-        if self._thought is not None:
-            (thought, before), self._thought = self._thought, None
-            decision = thought.result()
-            if not before.is_like(plan):
-                # Layers have changed their owners on request in the meantime.
-                decision = Decision(plan.to_json(), False, "")
-        found: Decision = self._replicas.world.share_object(decision, source=0)
+        found: Decision = self._replicas.world.share_object(self.take_decision(plan), source=0)
+        self.heed(found)
+        return found
+
+    def take_decision(self, plan: Plan) -> Decision | None:
+        """Returns the decision that has been made, on the first rank; ``None`` if there is none.
+
+        Args:
+            plan: the one that the next step will run under.
+        """
+        if self._thought is None:
+            return None
+        (thought, before), self._thought = self._thought, None
+        decision = thought.result()
+        if not before.is_like(plan):
+            # Layers have changed their owners on request in the meantime.
+            return Decision(plan.to_json(), False, "")
+        return decision
+
+    def heed(self, found: Decision) -> None:
+        """Notes a decision of the first rank. Every rank calls this."""
         self._is_thinking = False
         if found.message:
             self._messages.append(found.message)
@@ -327,7 +346,6 @@ class Replanning:
             )
         if found.is_new or self._settings.watch is None:
             self.profiler.begin_anew(for_good=not found.is_new)
-        return found
 
     def _say_what_was_gained(self) -> None:
         took = self.profiler.step_seconds

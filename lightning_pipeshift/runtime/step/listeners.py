@@ -15,7 +15,12 @@ class ActionListener:
     """
 
     def begin_step(self, row: Row) -> None:
-        """The stage begins a row."""
+        """The stage begins a row.
+
+        Args:
+            row: its actions; in an asynchronous pipeline also those of the next rows, until the
+                backwards of all microbatches that are in flight after it.
+        """
 
     def begin_action(self, place: int, action: Action) -> None:
         """An action begins.

@@ -7,11 +7,12 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_pipeshift.plan.schedule.actions import Action, Kind
-from lightning_pipeshift.plan.schedule.asynchronous import drain, turn
+from lightning_pipeshift.plan.schedule.actions import Kind, Row
+from lightning_pipeshift.plan.schedule.asynchronous import ahead, drain, turn
 from lightning_pipeshift.plan.schedule.communication import row_with_communication
 from lightning_pipeshift.plan.schedule.cut_over import newest_update
 from lightning_pipeshift.plan.schedule.route import Route
+from lightning_pipeshift.plan.schedule.schedules import row_with_recomputation
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
 from lightning_pipeshift.runtime.step.stage import Stage, Step
 from lightning_pipeshift.runtime.step.step_report import Report
@@ -111,9 +112,10 @@ class Minibatches:
             the minibatch of that backward, if there is one.
         """
         row = turn(self.next, self._place, self._num_stages, self._first)
+        later = ahead(self.next, self._place, self._num_stages, self._first)
         self._in_flight.append(minibatch)
         self.next += 1
-        finished = self._run(row, minibatch.step)
+        finished = self._run(row, later, minibatch.step)
         if minibatch.ends_update:
             self.versions.update += 1
             self._ends.append(self.next - 1)
@@ -128,13 +130,21 @@ class Minibatches:
         if not rest:
             self._first = self.next
             return None
-        return self._run(rest[:1], self._in_flight[0].step)
+        return self._run(rest[:1], rest[1:], self._in_flight[0].step)
 
-    def _run(self, row: tuple[Action, ...], step: Step) -> Minibatch | None:
+    def _run(self, row: Row, later: Row, step: Step) -> Minibatch | None:
+        row, later = map(self._whole, (row, later))
         try:
-            self._stage.run(row_with_communication(row, self._place, Route(self._num_stages)), step)
+            self._stage.run(row, step, later)
         except BaseException:
             self.versions.forget()
             raise
-        has_backward = row[-1].kind is Kind.BACKWARD
+        has_backward = any(action.kind is Kind.BACKWARD for action in row)
         return self._in_flight.popleft() if has_backward else None
+
+    def _whole(self, row: Row) -> Row:
+        """A row of forwards and backwards with what the stage does besides."""
+        (oldest,) = self._in_flight[0].step.microbatches
+        if oldest.recomputes:
+            row = row_with_recomputation(row)
+        return row_with_communication(row, self._place, Route(self._num_stages))

@@ -50,6 +50,7 @@ from lightning_pipeshift.plan.inputs.cluster import Device
 from lightning_pipeshift.plan.inputs.flow import Call, Flow, call_order
 from lightning_pipeshift.plan.inputs.placement import Ownership, Placement
 from lightning_pipeshift.plan.schedule.actions import Row, Schedule
+from lightning_pipeshift.plan.schedule.asynchronous import weight_versions
 from lightning_pipeshift.plan.schedule.checker import check
 from lightning_pipeshift.plan.schedule.communication import with_communication
 from lightning_pipeshift.plan.schedule.cut_over import cut_over
@@ -86,6 +87,7 @@ from lightning_pipeshift.runtime.planning.make_plan import (
     check_order,
     stages_without_work,
 )
+from lightning_pipeshift.runtime.planning.move_decision import Decision
 from lightning_pipeshift.runtime.planning.replanning import Replanning
 from lightning_pipeshift.runtime.step.checksum import (
     checksum,
@@ -120,7 +122,7 @@ class _Notice(NamedTuple):
 
     Args:
         plans: those that come into force as soon as they can.
-        has_decided: whether it has a decision by measurements.
+        decision: by measurements, if there is one.
         ends: whether the run ends after the minibatch.
         asks_to_end: whether an earlier stage of the virtual machine asks for the end; the last
             stage passes it on to the first rank.
@@ -128,7 +130,7 @@ class _Notice(NamedTuple):
     """
 
     plans: list[str]
-    has_decided: bool
+    decision: Decision | None
     ends: bool
     asks_to_end: bool
     checksum: int = 0
@@ -533,9 +535,16 @@ class Pipeline:
             self.memory.follow(
                 self.plan,
                 self.vm,
-                self.planning.static_bytes(),
+                self.planning.static_bytes(self._most_versions),
                 self.planning.profiler.expected_bytes,
+                self._live.layers,
             )
+
+    @property
+    def _most_versions(self) -> int:
+        """The largest number of versions of its weights that the stage holds."""
+        stage, num_stages = self.channels.stage, self.channels.num_stages
+        return weight_versions(self.settings.schedule, num_stages)[stage]
 
     def match_replicas(self, parameters_too: bool) -> None:
         """Copies the values of the first virtual machine to all others: the state of layers other
@@ -839,6 +848,7 @@ class Pipeline:
             return []
         self._take_notice(batch, batch_idx)
         number, update = self._minibatches.next, self._minibatches.versions.update
+        moving = self._live.layers
         plan, late = self._live.before_turn(number, update, ends_update)
         late += self._shared_updates.due(number)
         if plan is not None:
@@ -854,6 +864,8 @@ class Pipeline:
             self._say_who_has_no_work()
             # Times under the old plan do not hold for the new one.
             self.planning.profiler.begin_anew(for_good=self.planning.profiler.is_over)
+        if plan is not None or moving != self._live.layers:
+            self._follow_with_memory()
         return late
 
     def _take_notice(self, batch: Any, batch_idx: int) -> None:
@@ -882,12 +894,12 @@ class Pipeline:
             channels.settle(all_but=2 * channels.num_stages)
         for text in notice.plans:
             self._live.request(Plan.from_json(text))
-        if notice.has_decided:
-            decision = self.planning.announce(self.coming_plan)
-            plan = Plan.from_json(decision.plan)
-            if decision.is_new and self._is_movable(plan):
+        if notice.decision is not None:
+            self.planning.heed(notice.decision)
+            plan = Plan.from_json(notice.decision.plan)
+            if notice.decision.is_new and self._is_movable(plan):
                 self._live.request(plan)
-            elif not decision.is_new and self.coming_plan is self.plan:
+            elif not notice.decision.is_new and self.coming_plan is self.plan:
                 self._plan = plan
         self.is_to_end = notice.ends
 
@@ -909,7 +921,8 @@ class Pipeline:
             self.messages.append(f"asked from outside: {answer.text}.")
             self._outside.answer(request, answer)
         ends = self.asks_to_end or self._end_is_wanted
-        return _Notice(plans, self.planning.has_decided, ends, self.asks_to_end)
+        decision = self.planning.take_decision(now) if self.planning.has_decided else None
+        return _Notice(plans, decision, ends, self.asks_to_end)
 
     def _is_movable(self, plan: Plan) -> bool:
         try:
@@ -932,7 +945,9 @@ class Pipeline:
         """
         if self._minibatches is None:
             return []
-        return self._live.settle(self._minibatches.next) + self._shared_updates.rest()
+        late = self._live.settle(self._minibatches.next) + self._shared_updates.rest()
+        self._follow_with_memory()
+        return late
 
     @contextmanager
     def updating(self, minibatch: Minibatch) -> Iterator[None]:

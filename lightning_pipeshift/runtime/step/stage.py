@@ -72,6 +72,11 @@ class Microbatch:
     key: tuple[int | str, ...]
     recompute: frozenset[int] = frozenset()
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether this stage runs any of its layers again."""
+        return any(layer in self.recompute for layer in self.layers)
+
     def payload(self, boundary: int) -> Payload:
         """The values that cross a boundary, and how to receive them."""
         return self.trace.payload(boundary) if self.trace is not None else []
@@ -208,10 +213,8 @@ class Stage:
         self._sent: dict[tuple[Kind, int], Sent] = {}
         self._listeners: Sequence[ActionListener] = ()
         self._under_way: StagePass | None = None
-        # Addresses of the model's own tensors, while saved tensors are counted or recorded.
-        self._resident: frozenset[int] = frozenset()
 
-    def run(self, row: Row, step: Step) -> None:
+    def run(self, row: Row, step: Step, ahead: Row = ()) -> None:
         """Carries out a row's actions in order. What is sent may still be under way afterwards, and
         a microbatch whose backward is in a later row stays in flight.
 
@@ -219,6 +222,7 @@ class Stage:
             row: the actions.
             step: that of the microbatches whose forward is among them; if there is none, that of
                 any microbatch in the row.
+            ahead: the actions of the next rows, as far as they are known.
 
         Raises:
             ScheduleError: the row has actions of further chunks; a stage runs all of its layers as
@@ -231,12 +235,11 @@ class Stage:
                 " all of chunk 0"
             )
         self._listeners = step.listeners
-        self._resident = resident_in(self._root) if step.looks_at_saved else frozenset()
         last_place = {action.microbatch: place for place, action in enumerate(row)}
         try:
             with self._streams.switched(*step.microbatches[0].key):
                 for listener in self._listeners:
-                    listener.begin_step(row)
+                    listener.begin_step(row + ahead)
                 for place, action in enumerate(row):
                     number = action.microbatch
                     held = self._in_flight.get(number)
@@ -346,7 +349,7 @@ class Stage:
             table=self._table(held),
             memory=step.store,
             observer=step.observer if held.index == 0 else None,
-            resident=self._resident,
+            resident=resident_in(self._root) if step.looks_at_saved else frozenset(),
             listeners=[found for found in listeners if found is not None],
             resolve_state=self._resolve_state,
         )

@@ -320,6 +320,7 @@ def tight_rooms(seed: int, given: Case, every: Everything) -> Iterator[list[Room
         ("eager_1f1b", 0.95, 0.0),
         # Here all stages are full: who lends must let go of tensors of its own.
         ("gpipe", 0.92, 0.0),
+        ("async", 0.95, 0.0),
     ],
 )
 def test_what_is_found_is_nearly_the_best_of_all(schedule, near, missed):
@@ -621,6 +622,31 @@ def test_a_link_that_cannot_keep_up_is_later_with_every_microbatch():
     assert late(64) - late(32) == pytest.approx(0.6 * 32, rel=1e-3)
 
 
+@pytest.mark.parametrize("tensor_seconds", [1.4, 2.0, 2.5])
+def test_a_delay_in_an_asynchronous_pipeline_is_shared_by_those_in_flight(tensor_seconds):
+    """A tensor needs so many seconds to the host, and again as many back. Two minibatches are in
+    flight on the first stage, whose backward of each waits for its tensor.
+    """
+    given = case([[1], [1]], [1, 1], host=1 / (tensor_seconds - HOST_LATENCY), schedule="async")
+    found = given.footprint([], [Swap(0, (0,))])
+    # The rows by hand: forwards of 1 s, backwards of 2 s.
+    free, forward_end, backward_end = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
+    starts = []
+    for minibatch in range(2, 100):
+        starts.append(free[0])
+        forward_end.append(free[0] + 1)
+        free[1] = max(free[1], forward_end[-1]) + 1 + 2
+        backward_end.append(free[1])
+        there = forward_end[minibatch - 1] + 2 * tensor_seconds
+        if minibatch > 2:
+            free[0] = max(forward_end[-1], backward_end[minibatch - 1], there) + 2
+        else:
+            free[0] = forward_end[-1]
+    pace = (starts[-1] - starts[-41]) / 40
+    assert seconds(found) == pytest.approx(pace)
+    assert found.late_seconds == pytest.approx(max(0.0, tensor_seconds - 1.5))
+
+
 def test_recompute_none():
     given = case([[8], [8]], [1, 1])
     rooms = [Room(MB * 12, 0)] * 2
@@ -646,6 +672,19 @@ def test_nothing_fits(static, host, words):
     given = case([[8], [8]], [1, 1], static=static, host=1000)
     with pytest.raises(BudgetError, match=words):
         given.compressed([Room(MB * 4, host)] * 2)
+
+
+def test_nothing_fits_because_of_versions_of_the_weights():
+    given = case([[1]] * 4, [1] * 4, static=3, schedule="async")
+    weight = replace(given.workload, weight_bytes=np.full(4, float(MB)))
+    given = replace(given, workload=weight)
+    words = r"6\.30 MB of it for 4 versions of the weights.*schedule='async-2bw', which keeps 2"
+    with pytest.raises(BudgetError, match=words):
+        given.compressed([Room(MB * 4, 0)] * 4)
+    two = replace(given, workload=replace(weight, schedule="async-2bw"))
+    with pytest.raises(BudgetError, match=r"for 2 versions of the weights") as error:
+        two.compressed([Room(MB * 4, 0)] * 4)
+    assert "schedule=" not in str(error.value)
 
 
 def test_only_the_host_has_too_little_room():

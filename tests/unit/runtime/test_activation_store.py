@@ -22,6 +22,7 @@ from lightning_pipeshift.model.saved.codec import codec_named
 from lightning_pipeshift.model.saved.recompute import LayerCall, Region
 from lightning_pipeshift.model.saved.saved_tensors import Observer, Saved, SavedTable, address_of
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row, parse_row
+from lightning_pipeshift.plan.schedule.asynchronous import ahead, drain, turn
 from lightning_pipeshift.plan.schedule.schedules import (
     gpipe,
     one_forward_one_backward,
@@ -276,9 +277,14 @@ class Stage:
     def step(self, row: Row, batch: Sequence[Tensor]) -> list[Tensor]:
         """Carries out a row; returns the parameters' gradients."""
         self.layers.zero_grad()
+        self.run(row, batch)
+        return [p.grad.clone() for p in self.layers.parameters() if p.grad is not None]
+
+    def run(self, row: Row, batch: Sequence[Tensor], later: Row = ()) -> None:
+        """Carries out a row, after which others follow."""
         store = self._store
         if store is not None:
-            store.begin_step(row)
+            store.begin_step(row + later)
         for place, action in enumerate(row):
             if store is not None:
                 store.begin_action(place, action)
@@ -292,7 +298,6 @@ class Stage:
             if store is not None:
                 store.end_action(action)
             self._after_action(place, action)
-        return [p.grad.clone() for p in self.layers.parameters() if p.grad is not None]
 
     def forward(self, number: int, batch: Tensor) -> None:
         table = SavedTable()
@@ -469,6 +474,44 @@ def test_gradients_are_the_same_bits_within_the_budget(row: str, copier: str) ->
             assert store.traffic.peak_bytes <= budget
             case.require_released(store)
     assert not case.said
+
+
+def test_the_turns_of_an_asynchronous_pipeline_are_one_row_to_the_store() -> None:
+    """In each turn it knows which forwards come before a backward, as in the row of a whole step:
+    it moves the same blocks at the same time, until the pipeline drains.
+    """
+    num_stages, number = 3, 9
+    whole = one_forward_one_backward(num_stages, number)[0]
+    turns = [turn(each, 0, num_stages) for each in range(number)]
+    rows = [
+        *((row, ahead(each, 0, num_stages)) for each, row in enumerate(turns)),
+        (drain(number - 1, 0, num_stages), ()),
+    ]
+    assert tuple(action for row, _ in rows for action in row) == whole
+
+    def moves(rows: Sequence[tuple[Row, Row]]) -> list[list[list[Name]]]:
+        """The blocks that have left, and those that have come back, after each action."""
+        case = Case(layers_of("PPP"), whole)
+        store = case.store(2.5 * case.microbatch_bytes)
+        found = []
+
+        def note(*_: Any) -> None:
+            case.until_quiet(store)
+            found.append([list(case.host.came), list(case.host.fetched)])
+
+        stage = Stage(case.layers, store, case.ledger, after_action=note)
+        stage.layers.zero_grad()
+        for row, later in rows:
+            stage.run(row, case.batch, later)
+        case.require_released(store)
+        return found
+
+    expected, found = moves([(whole, ())]), moves(rows)
+    full = len([action for row in turns[: number - num_stages] for action in row])
+    assert found[:full] == expected[:full]
+    assert expected[full - 1][1]
+    # What it would do without.
+    assert moves([(row, ()) for row, _ in rows])[:full] != expected[:full]
 
 
 @pytest.mark.parametrize("name", ["two hosts", "codec", "both"])

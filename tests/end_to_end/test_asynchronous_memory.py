@@ -1,0 +1,302 @@
+"""``MemoryCompression`` in an asynchronous pipeline, and the memory of its weights and moves."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.data import DataLoader
+
+from lightning_pipeshift import KeepAll, MemoryCompression
+from lightning_pipeshift.plan.inputs.placement import Placement
+from lightning_pipeshift.plan.inputs.saved_tensors import FRONT
+from lightning_pipeshift.testing.ranks import run_ranks
+from tests.end_to_end.test_memory_compression import POLICIES, Block, Trains, Transforms
+from tests.features_models import AwaitsPlanning, built, quiet_trainer
+
+WIDTH, SAMPLES, NUM_BATCHES = 64, 16, 14
+
+SCHEDULES = {"async": 1, "async-2bw": 3}
+"""And how many minibatches make an update."""
+
+
+class Moves(L.Callback):
+    """Asks for other splits.
+
+    Args:
+        wanted: the layers of each stage, by the batch after which they are wanted.
+    """
+
+    def __init__(self, wanted: Mapping[int, Sequence[int]]) -> None:
+        self._wanted = dict(wanted)
+
+    def on_train_batch_end(self, trainer: Any, *others: Any) -> None:
+        counts = self._wanted.get(others[-1])
+        if counts is not None:
+            coming = trainer.strategy.pipeline.coming_plan
+            trainer.strategy.adopt(coming.with_placement(Placement((tuple(counts),))))
+
+
+class Validates(Trains):
+    """Also validates, which drains the pipeline."""
+
+    def validation_step(self, batch: Any) -> None:
+        x, y = batch
+        for block in self.blocks:
+            x = block(x)
+        self.log("validation", F.cross_entropy(self.head(x), y))
+
+
+class Result(NamedTuple):
+    state: dict[str, Tensor]
+    metrics: dict[str, float]
+    figures: dict[str, float]
+    counts: tuple[int, ...]
+    swapped: set[int]
+    """The numbers of the tensors that the plan swaps."""
+
+
+def train(
+    compression: Mapping[str, Any] | None = None,
+    schedule: str = "async",
+    moves: Mapping[int, Sequence[int]] | None = None,
+    callbacks: Sequence[L.Callback] = (),
+    module: type[L.LightningModule] = Validates,
+    **how: Any,
+) -> Result:
+    """Trains on all ranks, with dropout; drains in the middle and at the end of each epoch."""
+    L.seed_everything(3, verbose=False)
+    generator = torch.Generator().manual_seed(1)
+    batches: Any = [
+        (
+            torch.randn(SAMPLES, WIDTH, generator=generator),
+            torch.randint(4, (SAMPLES,), generator=generator),
+        )
+        for _ in range(NUM_BATCHES)
+    ]
+    loader = DataLoader(batches, batch_size=None)
+    model = built(module)
+    strategy = {"schedule": schedule, "partition": "uniform", "profile_steps": 0, **how}
+    trainer = quiet_trainer(
+        {"devices": int(os.environ["WORLD_SIZE"]), "pipeshift": strategy},
+        accumulate_grad_batches=SCHEDULES[schedule],
+        max_epochs=2,
+        val_check_interval=5,
+        callbacks=[Moves(moves or {}), *callbacks],
+        plugins=[MemoryCompression(**compression)] if compression is not None else [],
+    )
+    trainer.fit(model, loader, loader)
+    found: Any = trainer.strategy
+    swaps = found.plan.swapped(found.virtual_machine)
+    return Result(
+        {name: value.detach().clone() for name, value in model.state_dict().items()},
+        {name: float(value) for name, value in trainer.callback_metrics.items()},
+        found.memory_figures if compression is not None else {},
+        found.plan.placement.counts[0],
+        {number for swap in swaps for number in swap.tensors},
+    )
+
+
+def train_each(runs: Sequence[dict[str, Any]]) -> list[Result]:
+    return [train(**run) for run in runs]
+
+
+def on_ranks(num_ranks: int, runs: Sequence[dict[str, Any]]) -> list[list[Result]]:
+    """The results of all ranks, by run."""
+    return [list(found) for found in zip(*run_ranks(train_each, num_ranks, runs), strict=True)]
+
+
+def require_same(found: Sequence[Result], expected: Sequence[Result], what: str = "") -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        for name, value in theirs.state.items():
+            assert torch.equal(mine.state[name], value), (what, name)
+        assert mine.metrics == theirs.metrics, what
+
+
+# --- nothing that is computed changes ---
+
+
+@pytest.mark.parametrize("moves", [None, {2: [1, 3, 3], 6: [4, 1, 2]}], ids=["still", "moving"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_policy_changes_a_bit(schedule: str, moves: Any) -> None:
+    """Tensors of several minibatches are elsewhere at once, and layers move meanwhile."""
+    given = {"schedule": schedule, "moves": moves}
+    runs = [{"compression": wish, **given} for wish in (None, *POLICIES.values())]
+    plain, *compressed = on_ranks(3, [*runs, {"recompute": "full", **given}])
+    *compressed, recomputed = compressed
+    assert plain[0].counts == ((4, 1, 2) if moves else (3, 2, 2))
+    require_same(recomputed, plain, "recompute")
+    for name, found in zip(POLICIES, compressed, strict=True):
+        require_same(found, plain, name)
+        moved_bytes = sum(one.figures["moved_bytes"] for one in found)
+        assert bool(moved_bytes) == (name != "again"), name
+
+
+def test_what_code_between_layers_saves_moves_too_once_it_is_measured() -> None:
+    how = {"module": Transforms, "profile_steps": 4, "callbacks": [AwaitsPlanning()]}
+    plain, found = on_ranks(2, [how, {"compression": POLICIES["host"], **how}])
+    require_same(found, plain)
+    assert {FRONT, FRONT + 1} <= found[0].swapped
+
+
+def test_one_stage_and_two_virtual_machines() -> None:
+    for num_ranks, how in ((1, {}), (4, {"virtual_machines": 2})):
+        runs: list[dict[str, Any]] = [{}, {"compression": POLICIES["host"]}]
+        plain, found = on_ranks(num_ranks, [run | how for run in runs])
+        require_same(found, plain)
+        assert sum(one.figures["moved_bytes"] for one in found) > 0
+
+
+# --- budgets ---
+
+
+def weight_bytes(num_blocks: int) -> int:
+    return num_blocks * sum(p.numel() * p.element_size() for p in Block().parameters())
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_budget_counts_every_version_of_the_weights(schedule: str) -> None:
+    """Weights in as many versions as the schedule keeps, gradients, and Adam's two averages."""
+    ((first, second, _),) = on_ranks(
+        3, [{"compression": {"budget": 1e8, "policy": KeepAll()}, "schedule": schedule}]
+    )
+    payload = SAMPLES * WIDTH * 4
+    for one, num_blocks, num_versions, passing in (
+        (first, 3, 3 if schedule == "async" else 2, payload),
+        (second, 2, 2, 4 * payload),
+    ):
+        static = 1e8 - one.figures["budget_bytes"] - passing
+        assert static == (num_versions + 3) * weight_bytes(num_blocks)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_budget_is_kept_on_every_stage_and_costs_no_bit(schedule: str) -> None:
+    (plain,) = on_ranks(
+        3, [{"compression": {"policy": KeepAll(), "budget": 1e8}, "schedule": schedule}]
+    )
+    first = plain[0].figures
+    budget = 1e8 - first["budget_bytes"] + 0.6 * first["peak_bytes"]
+    runs = [
+        {"compression": {"budget": budget, "host_budget": host_budget}, "recompute": recompute}
+        for host_budget, recompute in (("auto", "auto"), (0, "auto"), ("auto", "none"))
+    ]
+    for found in on_ranks(3, [{"schedule": schedule, **run} for run in runs]):
+        require_same(found, plain)
+        for one in found:
+            assert 0 < one.figures["peak_bytes"] <= one.figures["budget_bytes"]
+        assert found[0].figures["budget_bytes"] == int(0.6 * first["peak_bytes"])
+
+
+def test_a_budget_that_nothing_can_meet_says_what_would() -> None:
+    wish = {"budget": weight_bytes(3) * 5}
+    outcomes = run_ranks(train, 3, wish, expect_failure=True)
+    error = next(outcome for outcome in outcomes if outcome.error_type == "BudgetError")
+    assert "for 3 versions of the weights, gradients" in error.message
+    assert "schedule='async-2bw', which keeps 2 versions" in error.message
+    needed = re.search(r"a budget of ([\d.]+) MB would do", error.message)
+    assert needed is not None, error.message
+    found, plain = on_ranks(3, [{"compression": {"budget": float(needed[1]) * 1e6}}, {}])
+    require_same(found, plain)
+
+
+def test_a_budget_follows_layers_that_move() -> None:
+    wish = {"budget": 1e8, "policy": KeepAll()}
+    moved, stayed = on_ranks(
+        3,
+        [
+            {"compression": wish, "moves": {2: [1, 3, 3], 6: [4, 1, 2]}},
+            {"compression": wish, "partition": [4, 1, 2]},
+        ],
+    )
+    for mine, theirs in zip(moved, stayed, strict=True):
+        assert mine.counts == theirs.counts
+        assert mine.figures["budget_bytes"] == theirs.figures["budget_bytes"]
+
+
+# --- the memory of weights ---
+
+
+class Memory(NamedTuple):
+    """Bytes on one rank: of the weights that it owns, of all versions of weights, and of the
+    optimizer's state.
+    """
+
+    owned: int
+    weights: int
+    state: int
+
+
+class Living(L.Callback):
+    """Follows the memory of weights and of the optimizer's state until it is freed, whoever refers
+    to it; counts what is alive at the end of each batch.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[Memory] = []
+        self._weights: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._state: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        # The newest version of each weight: older ones have been seen when they were that.
+        held = [p for p in module.parameters() if p.device.type == "cpu"]
+        state = trainer.optimizers[0].state
+        values = [value for p in held for value in state.get(p, {}).values()]
+        for tensors, known in ((held, self._weights), (values, self._state)):
+            for tensor in tensors:
+                reference = StorageWeakRef(tensor.untyped_storage())
+                known[reference.cdata] = reference, tensor.untyped_storage().nbytes()
+        del held, values, tensors, tensor
+        owned = sum(p.nbytes for p in module.parameters() if p.device.type == "cpu")
+        alive = (
+            sum(size for reference, size in known.values() if not reference.expired())
+            for known in (self._weights, self._state)
+        )
+        self.found.append(Memory(owned, *alive))
+
+
+def living(**how: Any) -> list[Memory]:
+    """The memory of this rank at the end of each batch of a run."""
+    watches = Living()
+    train(callbacks=[watches], **how)
+    return watches.found
+
+
+@pytest.mark.parametrize("compression", [None, {"policy": KeepAll()}], ids=["plain", "planned"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_stage_holds_as_many_versions_of_its_weights_as_are_in_flight(
+    schedule: str, compression: Any
+) -> None:
+    num_stages = 3
+    ranks = run_ranks(living, num_stages, schedule=schedule, compression=compression)
+    for stage, found in enumerate(ranks):
+        most = num_stages - stage if schedule == "async" else 2
+        assert found[0].weights == found[0].owned
+        assert max(one.weights for one in found) == most * found[0].owned
+        if schedule == "async":
+            # From where the pipeline is full until it drains in front of the validation.
+            assert [one.weights for one in found[3:5]] == [most * found[0].owned] * 2
+
+
+def test_a_move_frees_weights_and_optimizer_state_at_the_old_owner() -> None:
+    """On each stage, in the end, there is as much as if the layers had always been there."""
+    split, after = [3, 2, 2], [1, 2, 4]
+    moved = run_ranks(living, 3, moves={6: after}, partition=split)
+    stayed = run_ranks(living, 3, partition=after)
+    for mine, theirs in zip(moved, stayed, strict=True):
+        assert mine[-1] == theirs[-1]
+    source, target = moved[0], moved[2]
+    # The optimizer keeps two averages, and counts its steps in a number for each parameter.
+    assert source[4].state == pytest.approx(2 * weight_bytes(3), rel=0.01)
+    assert source[-1].state == pytest.approx(2 * weight_bytes(1), rel=0.01)
+    assert source[-1].weights == 3 * source[-1].owned == 3 * weight_bytes(1)
+    # While minibatches of both are in flight, both have the layers.
+    shared = [a.owned + b.owned for a, b in zip(source, target, strict=True)]
+    assert max(shared) > shared[0] == shared[-1]
