@@ -1,7 +1,7 @@
 """The ``pipeshift`` command.
 
 It is not in the package, because importing the package imports torch and Lightning, which takes
-several seconds: ``pipeshift --help``, ``pipeshift status`` and ``pipeshift move`` need neither.
+several seconds: ``pipeshift --help`` and ``pipeshift status``, ``move`` and ``lanes`` need neither.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ commands:
   export     make one file, with the weights of the whole model, of a checkpoint
   status     show which stage owns which layers in a run that is under way
   move       move layers of a run that is under way
+  lanes      make a host's network carry urgent packets first
 
 options:
   -h, --help  show this help
@@ -42,6 +43,9 @@ def main() -> None:
     if arguments[:1] in (["status"], ["move"]):
         _leave_out_package_code()
         from lightning_pipeshift.commands.running import main as run
+    elif arguments[:1] == ["lanes"]:
+        _leave_out_package_code()
+        from lightning_pipeshift.commands.lanes import main as run
     else:
         from lightning_pipeshift.commands.cli import main as run
     run()

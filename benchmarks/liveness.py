@@ -38,7 +38,7 @@ GIVE_UP_SECONDS = 120.0
 
 # The function whose call is the moment, how many calls come before it, and the kind of run.
 MOMENTS: dict[str, tuple[str, int, str]] = {
-    "start": ("lightning.connection.make_groups", 0, "pipeline"),
+    "start": ("runtime.comm.groups.Lanes.between_stages", 0, "pipeline"),
     "plan": ("runtime.planning.replanning.Replanning.first_plan", 0, "plans"),
     "forward": ("model.execution.stage_pass.StagePass.run", 20, "pipeline"),
     "backward": ("model.execution.stage_pass.StagePass.backward", 20, "pipeline"),

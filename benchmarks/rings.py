@@ -54,7 +54,7 @@ from benchmarks.measuring import (
     save,
     shown,
 )
-from lightning_pipeshift.runtime.comm.channels import make_groups
+from lightning_pipeshift.runtime.comm.groups import Lanes
 from lightning_pipeshift.runtime.gradients.rings import Rings
 from tests.unit.runtime.stages import connect
 
@@ -95,7 +95,7 @@ def make_rings(first_in_line: bool) -> Rings:
     if first_in_line:
         put_session_first(True)
     _, board = connect()
-    groups = make_groups(range(dist.get_world_size()))
+    groups = Lanes().make(range(dist.get_world_size()), "gradients-0")
     return Rings(groups, dist.get_rank(), board.watched)
 
 

@@ -3,6 +3,7 @@
     python -m benchmarks.zoo --library timm
     python -m benchmarks.zoo --library torchvision --match 'resnet|detection' --plain --overhead
     python -m benchmarks.zoo --library transformers --limit 20 --stages 2 --cuts random
+    python -m benchmarks.zoo --library transformers --schedules async-2bw --steps 5
 
 The smallest member of every family of timm and torchvision, and every architecture of transformers
 that a tiny configuration builds, as their authors wrote them: random initialisation, dropout and
@@ -29,6 +30,7 @@ from benchmarks import zoo_models, zoo_training
 from benchmarks.measuring import arguments, commit, print_table, save
 from benchmarks.zoo_models import Case
 from benchmarks.zoo_training import Fit, Trained
+from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
 from lightning_pipeshift.testing.splits import Split, every_split, random_cut, some_splits
 from lightning_pipeshift.testing.workers import JobFailedError, Workers
 
@@ -89,7 +91,10 @@ class Sweep:
             return record | {"built": False, **_told(error)}
         record |= {"built": True, "options": case.options, "runs": []}
         one_file = str(self._workers.scratch / "one_stage.pt")
-        one = self._fit(record, case, 1, "all", Fit(self._num_steps), one_file, None)
+        # Of asynchronous schedules, one has the same bits on every split, but not those of others.
+        schedule = self._splits[0].schedule if self._splits else Fit(1).schedule
+        how = Fit(self._num_steps, schedule=schedule)
+        one = self._fit(record, case, 1, "all", how, one_file, None)
         if one is None and record["runs"][0]["error"].startswith("hang"):
             return record  # nor would the splits be ready in time
         if one is not None and self._plain:
@@ -359,6 +364,8 @@ def main() -> None:
             parser.error("--go-on needs the --json FILE of the sweep that it is to go on with")
         before = json.loads(options.json.read_text())["figures"]["models"]
         known = {record["name"]: record for record in before if is_settled(record)}
+    if len(options.schedules) > 1 and ASYNCHRONOUS.keys() & options.schedules:
+        parser.error("an asynchronous schedule has other bits than the others: name it alone")
     preloaded = [*PRELOADED, *LIBRARY_MODULES[options.library]]
     cuts = ["measured", "random"] if options.cuts == "both" else [options.cuts]
     with Workers(max([1, *options.stages]), preloaded) as workers:
@@ -395,7 +402,7 @@ def main() -> None:
     if options.json is not None:
         _write(options.json, options.library, records, says_so=True)
     print_table(
-        f"{options.library}: m is the measured cut, r a random one; 1 is 1f1b, g gpipe",
+        f"{options.library}: m is the measured cut, r a random one; 1 is 1f1b, g gpipe, a async",
         ["model", "layers", "1 stage", "splits", "plain loop", "overhead"],
         [line_of(record) for record in records],
     )

@@ -15,10 +15,13 @@ from torch.optim import SGD, Optimizer
 from benchmarks import zoo_models
 from benchmarks.zoo_models import Batch, Built, Case
 from lightning_pipeshift import PipeShiftStrategy
+from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
 from lightning_pipeshift.testing.bits import differences, digest_of
 from lightning_pipeshift.testing.training import QUIET, Watcher, loader_of
 
 MICROBATCHES = 2
+# Minibatches of an asynchronous update: at least as many as there are stages.
+ACCUMULATED = 3
 SEED = 11
 LEARNING_RATE = 0.005
 # Parameters after a few steps, against a plain loop: the largest difference, as a part of the
@@ -40,6 +43,11 @@ class Fit(NamedTuple):
     partition: Any = "auto"
     schedule: str = "1f1b"
     drops: bool = True
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether a batch is a minibatch, and several make one step."""
+        return self.schedule in ASYNCHRONOUS
 
 
 class Trained(NamedTuple):
@@ -127,11 +135,15 @@ def fit(case: Case, how: Fit, save_as: str | None, compare_with: str | None) -> 
     module = Wrapped(built)
     L.seed_everything(SEED, verbose=False)
     watcher = Watcher()
+    accumulated = ACCUMULATED if how.is_asynchronous else 1
     strategy = PipeShiftStrategy(
-        microbatches=MICROBATCHES, partition=how.partition, schedule=how.schedule, profile_steps=1
+        microbatches=1 if how.is_asynchronous else MICROBATCHES,
+        partition=how.partition,
+        schedule=how.schedule,
+        profile_steps=1,
     )
-    trainer = _trainer(strategy, watcher, how.num_steps)
-    trainer.fit(module, loader_of(built.batches(how.num_steps)))
+    trainer = _trainer(strategy, watcher, how.num_steps, accumulated)
+    trainer.fit(module, loader_of(built.batches(how.num_steps * accumulated)))
     state = dict(built.model.state_dict())
     differing = {}
     if trainer.is_global_zero and compare_with is not None:
@@ -141,7 +153,8 @@ def fit(case: Case, how: Fit, save_as: str | None, compare_with: str | None) -> 
     placement = strategy.plan.placement
     return Trained(
         digest_of(state),
-        [logged["loss"] for logged in watcher.logged],
+        # Values of a minibatch come later, on each split by another number of calls.
+        [logged["loss"] for logged in watcher.logged[-1 if how.is_asynchronous else 0 :]],
         [layer.name for layer in strategy.plan.layers],
         list(placement.counts[0]),
         differing,
@@ -245,13 +258,16 @@ class _Alternation(L.Callback):
         self._num_begun += 1
 
 
-def _trainer(strategy: Any, callback: L.Callback, num_steps: int) -> L.Trainer:
+def _trainer(
+    strategy: Any, callback: L.Callback, num_steps: int, accumulated: int = 1
+) -> L.Trainer:
     return L.Trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
         strategy=strategy,
         callbacks=[callback],
         max_steps=num_steps,
+        accumulate_grad_batches=accumulated,
         max_epochs=-1,
         **QUIET,
     )

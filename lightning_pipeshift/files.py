@@ -15,7 +15,8 @@ import shutil
 import stat
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -126,6 +127,28 @@ def printable(text: str) -> str:
 # --- files that are not complete yet ---
 
 
+@contextmanager
+def appearing(path: Path, rename: Callable[[Path, Path], object] = Path.replace) -> Iterator[Path]:
+    """Context that gives a temporary name to write a file to, and renames it at the end, so that no
+    reader ever sees a partial file; after an exception the temporary file is removed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_next_to(path)
+    try:
+        yield temporary
+        rename(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Writes a file that readers see as a whole or not at all."""
+    with appearing(Path(path)) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
 def temporary_next_to(path: Path) -> Path:
     """A new hidden name in the same folder, which contains the process that writes the file."""
     # The system limits a name's length.
@@ -153,10 +176,8 @@ def delete(path: Path) -> None:
 
 def _space() -> str:
     """Names the set of processes in which a process number identifies a living process."""
-    try:
-        return hashlib.sha256(process_space().encode()).hexdigest()[:8]
-    except OSError:
-        return _UNKNOWN
+    space = process_space()
+    return _UNKNOWN if space is None else hashlib.sha256(space.encode()).hexdigest()[:8]
 
 
 def _is_left(path: Path, space: str, process: int) -> bool:

@@ -19,10 +19,13 @@ import shutil
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Final
 
-from lightning_pipeshift.errors import CheckpointError
+from lightning_pipeshift import files
+from lightning_pipeshift.documents import Document, Whole, check
+from lightning_pipeshift.errors import CheckpointError, PlanError
 from lightning_pipeshift.files import (
     delete,
     is_plain_name,
@@ -107,23 +110,16 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def appearing(path: Path) -> Iterator[Path]:
-    """Context that gives a temporary name to write a file to, and renames it at the end; after an
-    exception the temporary file is removed, and the earlier content is unchanged.
+    """Context that gives a temporary name to write a file to, and renames it at the end, when it is
+    on disk; after an exception the earlier content is unchanged.
 
     Raises:
         CheckpointError: there is a folder of that name that is no checkpoint.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     require_replaceable(path)
-    temporary = temporary_next_to(path)
-    try:
+    with files.appearing(path, _take_name) as temporary:
         yield temporary
         flush(temporary)
-        _take_name(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
 
 
 def _take_name(temporary: Path, path: Path) -> None:
@@ -177,9 +173,35 @@ def checksum(path: Path) -> int:
     return found
 
 
-def read_marker(folder: Path) -> dict[str, Any]:
-    """The content of a folder's marker: the name of the subfolder ``data``, and its ``files`` with
-    their ``bytes`` and, for those without checksums of their own, ``crc32``.
+_Count = Annotated[Whole, check(lambda n: n >= 0, "at least 0")]
+
+
+@dataclass(frozen=True)
+class MarkedFile:
+    """A file of a checkpoint. ``crc32`` is missing if the file has checksums of its own."""
+
+    bytes: _Count
+    crc32: _Count | None = None
+
+
+@dataclass(frozen=True)
+class Marker:
+    """The content of a marker: the name of the subfolder ``data``, and the files in it."""
+
+    data: str
+    files: dict[str, MarkedFile]
+
+    def __post_init__(self) -> None:
+        for name in (self.data, *self.files):
+            if not is_plain_name(name):
+                raise CheckpointError(f"{shortened(repr(name))} is not a plain name")
+
+
+_MARKER: Final = Document(Marker, "the marker", version=VERSION, format=str)
+
+
+def read_marker(folder: Path) -> Marker:
+    """The content of a folder's marker.
 
     Raises:
         CheckpointError: the folder is not complete, or the marker is damaged.
@@ -189,32 +211,19 @@ def read_marker(folder: Path) -> dict[str, Any]:
         content = parse_json(read_bytes(marker))
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise CheckpointError(f"{marker} is not the marker of a checkpoint of PipeShift.")
-        if content["version"] != VERSION:
+        if (version := content.get("version", VERSION)) != VERSION:
             raise CheckpointError(
-                f"{folder} is a checkpoint of version {shortened(repr(content['version']))}, and"
-                f" this PipeShift reads version {VERSION}. Use the PipeShift that wrote it."
+                f"{folder} is a checkpoint of version {shortened(repr(version))}, and this"
+                f" PipeShift reads version {VERSION}. Use the PipeShift that wrote it."
             )
-        names = [content["data"], *content["files"]]
-        wrong = [name for name in names if not is_plain_name(name)]
-        if wrong:
-            raise CheckpointError(
-                f"{marker} is damaged: {shortened(repr(wrong[0]))} is not a plain name."
-            )
-        for entry in content["files"].values():
-            if "bytes" not in entry or not entry.keys() <= {"bytes", "crc32"}:
-                raise ValueError("an entry without bytes, or with more than bytes and crc32")
-            if any(type(number) is not int or number < 0 for number in entry.values()):
-                raise ValueError("an invalid number of bytes or checksum")
+        return _MARKER.read(content)
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder} is a folder without {MARKER}, which is written last: it is not a "
             "checkpoint of PipeShift, or saving it was interrupted. Use another one."
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{marker} is damaged: {shortened(repr(error))}. Use another one."
-        ) from error
-    return content
+    except (OSError, ValueError, PlanError) as error:
+        raise CheckpointError(f"{marker} is damaged: {error}. Use another one.") from error
 
 
 def publish(temporary: Path, path: Path, data: str) -> None:

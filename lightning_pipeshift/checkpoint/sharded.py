@@ -305,12 +305,11 @@ class ShardedFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        content = atomic.read_marker(path)
-        self._data = path / content["data"]
-        self._sizes: dict[str, int] = {}
-        for name, entry in content["files"].items():
-            self._require_undamaged(name, **entry)
-            self._sizes[name] = entry["bytes"]
+        marker = atomic.read_marker(path)
+        self._data = path / marker.data
+        for name, file in marker.files.items():
+            self._require_undamaged(name, file)
+        self._sizes = {name: file.bytes for name, file in marker.files.items()}
         if not {REST, INDEX} <= self._sizes.keys():
             raise CheckpointError(
                 f"{path / atomic.MARKER} is damaged: it does not name {REST} and {INDEX}. Use"
@@ -319,13 +318,13 @@ class ShardedFolder:
         self._files: dict[str, TorchZipReader] = {}
         self._places = self._index()
 
-    def _require_undamaged(self, name: str, bytes: int, crc32: int | None = None) -> None:
+    def _require_undamaged(self, name: str, marked: atomic.MarkedFile) -> None:
         file = self._data / name
         found = file.stat().st_size if file.is_file() else None
-        if found != bytes:
-            what = "is missing" if found is None else f"has {found} bytes instead of {bytes}"
+        if found != marked.bytes:
+            what = "is missing" if found is None else f"has {found} bytes instead of {marked.bytes}"
             raise CheckpointError(f"{file} {what}: the checkpoint is damaged. Use another one.")
-        if crc32 is not None and atomic.checksum(file) != crc32:
+        if marked.crc32 is not None and atomic.checksum(file) != marked.crc32:
             raise CheckpointError(
                 f"{file} is damaged: its bytes are not those that were written. Use another"
                 " checkpoint."

@@ -47,6 +47,7 @@ from lightning_pipeshift.plan.offload.arrange import arrange_compressed, compres
 from lightning_pipeshift.plan.partition.boundaries import worthwhile_cuts
 from lightning_pipeshift.plan.partition.equal_counts import uniform
 from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
+from lightning_pipeshift.text import bytes_text
 
 _ENOUGH_STEPS: Final = 100_000
 _SHOWN_EVERY: Final = 5
@@ -119,7 +120,7 @@ def report(made: Made, cluster: Cluster) -> str:
 
 def _peak(arrangement: Arrangement) -> str:
     peaks = [peak for peaks in arrangement.prediction.memory_bytes for peak in peaks]
-    return _bytes(max(peaks))
+    return bytes_text(max(peaks))
 
 
 def _room(arrangement: Arrangement, cluster: Cluster) -> str:
@@ -130,11 +131,7 @@ def _room(arrangement: Arrangement, cluster: Cluster) -> str:
     )
     if left == float("inf"):
         return "not known"
-    return _bytes(left) if left >= 0 else f"{_bytes(-left)} too little"
-
-
-def _bytes(number: float) -> str:
-    return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.2f} MB"
+    return bytes_text(left) if left >= 0 else f"{bytes_text(-left)} too little"
 
 
 # --- machines that aren't available ---

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_pipeshift.commands.brief_errors import brief_errors
-from lightning_pipeshift.commands.stage_table import layers_text, table
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.files import parse_json, printable, read_bytes
 from lightning_pipeshift.plan.document.moves import Move
 from lightning_pipeshift.runtime.step.control_files import FOLDER, STATUS, ask
+from lightning_pipeshift.text import layers_text, seconds_text, table
 
 
 def folder_of(run: Path) -> Path:
@@ -178,8 +178,8 @@ def shown(status: Mapping[str, Any], is_alive: bool) -> str:
                     str(stage["rank"]),
                     stage.get("host", "-"),
                     stage.get("kind", "-"),
-                    _milliseconds(stage.get("forward_seconds")),
-                    _milliseconds(stage.get("backward_seconds")),
+                    _time(stage.get("forward_seconds")),
+                    _time(stage.get("backward_seconds")),
                     f"{stage['busy']:.0%}" if "busy" in stage else "-",
                     layers_text(stage["layers"]),
                 ]
@@ -195,5 +195,5 @@ def shown(status: Mapping[str, Any], is_alive: bool) -> str:
     return "\n".join(lines)
 
 
-def _milliseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.2f} ms"
+def _time(seconds: float | None) -> str:
+    return "-" if seconds is None else seconds_text(seconds)

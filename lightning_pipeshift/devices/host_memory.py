@@ -26,7 +26,7 @@ def pinned_like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
-def pinned_room(num_bytes: int, device: torch.device, finish: Callable[[], None]) -> Tensor:
+def pinned_buffer(num_bytes: int, device: torch.device, finish: Callable[[], None]) -> Tensor:
     """Allocates exactly ``num_bytes`` of pinned memory, as a vector of bytes.
 
     Torch's own allocator rounds pinned memory up to powers of two, and keeps it to the end of the
@@ -43,11 +43,11 @@ def pinned_room(num_bytes: int, device: torch.device, finish: Callable[[], None]
     # Whole pages, as no page can be pinned twice.
     is_linux = sys.platform == "linux"
     flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if is_linux else {}
-    room = torch.frombuffer(mmap.mmap(-1, num_bytes, **flags), dtype=torch.uint8)
-    ask_for_large_pages(room)
-    unpin = streams.pin(room, device)
-    weakref.finalize(room, _release, finish, unpin).atexit = False
-    return room
+    buffer = torch.frombuffer(mmap.mmap(-1, num_bytes, **flags), dtype=torch.uint8)
+    ask_for_large_pages(buffer)
+    unpin = streams.pin(buffer, device)
+    weakref.finalize(buffer, _release, finish, unpin).atexit = False
+    return buffer
 
 
 def _release(finish: Callable[[], None], unpin: Callable[[], None]) -> None:

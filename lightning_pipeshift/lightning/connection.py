@@ -22,13 +22,15 @@ from lightning_pipeshift.errors import ConfigurationError, PlanError, StageFaile
 from lightning_pipeshift.host import host_names
 from lightning_pipeshift.plan.arrange.options import Options
 from lightning_pipeshift.plan.inputs.topology import Topology, arrange
+from lightning_pipeshift.plan.inputs.traffic import BULK, GRADIENTS
 from lightning_pipeshift.runtime.comm.backends import (
     backends,
     device_of,
     payload_backend,
     store_of_this_start,
 )
-from lightning_pipeshift.runtime.comm.channels import Channels, connect_devices, make_groups
+from lightning_pipeshift.runtime.comm.channels import Channels, connect_devices
+from lightning_pipeshift.runtime.comm.groups import Lanes
 from lightning_pipeshift.runtime.comm.lane import gathered
 from lightning_pipeshift.runtime.comm.mesh import connect_all
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, nccl_environment
@@ -260,20 +262,21 @@ class Connection:
         timeout = self._options.timeout
         backend = payload_backend(device, self._options.process_group_backend, watched)
         groups = job.groups
+        lanes = Lanes(timeout, self._options.marks)
         if groups is None or (groups.backend, groups.device) != (backend, device):
-            groups = ProcessGroups(backend, device, watched, timeout)
+            groups = ProcessGroups(backend, device, watched, timeout, lanes)
         self._groups = job.groups = groups
         vm, stage = topology.place_of(rank)
-        hosts = [make_groups(ranks, has_bulk=True, timeout=timeout) for ranks in topology.ranks]
+        hosts = [lanes.between_stages(ranks) for ranks in topology.ranks]
         connect_devices(groups, topology.ranks)
         machine = Channels(topology.ranks[vm], stage, device, watched, hosts[vm], groups)
         machine.open_lines()
         world = machine
         if topology.num_virtual_machines > 1:
             everyone = range(place.world_size)
-            of_all = make_groups(everyone, timeout=timeout)
+            of_all = lanes.between_stages(everyone, has_bulk=False)
             world = Channels(everyone, rank, device, watched, of_all, groups)
-            self._rings = Rings(make_groups(everyone, timeout=timeout), rank, watched)
+            self._rings = Rings(lanes.make(everyone, GRADIENTS[0].name), rank, watched)
         self._channels = machine
         self._replicas = Replicas(topology, rank, world, machine)
 
@@ -281,9 +284,10 @@ class Connection:
         """Makes a group of all ranks. After a failure its connections remain until a rank is gone,
         so that the remaining ranks can complete a checkpoint. Every rank calls this.
         """
-        before = open_sockets()
-        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._options.timeout)
-        self._checkpoint_sockets = open_sockets() - before
+        lanes = Lanes(self._options.timeout, self._options.marks)
+        made = lanes.make(range(dist.get_world_size()), BULK.name)
+        self._checkpoint_sockets = made.sockets
+        group: dist.ProcessGroup = made.control
         return group
 
     # --- collective calls: of every rank ---

@@ -110,6 +110,9 @@ class PipeShiftStrategy(ParallelStrategy):
             timeout is needed only if single calls hold Python's lock for longer.
         stall_timeout: after how many seconds without a completed action on any rank the first rank
             reports which rank the others wait for, and its activity; 0: never.
+        lane_marks: whether the packets of each lane (payloads, gradients, bulk) get a DSCP value,
+            by which a network can carry urgent ones first: see ``pipeshift lanes``. A dict replaces
+            values by the lane's name: ``{"pipeline": 46}``.
         accelerator: as in every Lightning strategy; the Trainer's argument is the usual way.
         parallel_devices: this host's devices, likewise.
         cluster_environment: the source of a process's rank, likewise.
@@ -136,6 +139,7 @@ class PipeShiftStrategy(ParallelStrategy):
         timeout: timedelta | None = default_pg_timeout,
         heartbeat_timeout: float = HEARTBEAT_SECONDS,
         stall_timeout: float = STALL_SECONDS,
+        lane_marks: bool | dict[str, int] = True,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -156,6 +160,7 @@ class PipeShiftStrategy(ParallelStrategy):
             timeout=timeout,
             heartbeat_timeout=heartbeat_timeout,
             stall_timeout=stall_timeout,
+            lane_marks=lane_marks,
         )
         super().__init__(
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin

@@ -12,7 +12,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_pipeshift.commands.stage_table import layers_text, table
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.lightning.checks import check_backward
 from lightning_pipeshift.lightning.patches import NO_LOSS, Adjustments
@@ -28,6 +27,7 @@ from lightning_pipeshift.runtime.step.checksum import (
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
 from lightning_pipeshift.runtime.step.step_report import Report
 from lightning_pipeshift.runtime.step.training_batch import Accumulation, TrainingBatch
+from lightning_pipeshift.text import layers_text, table
 
 
 def _weighed(result: Any) -> Any:

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
-from lightning_pipeshift.plan.document.text_plan import bytes_text, seconds_text
 from lightning_pipeshift.testing.findings import END_OF_STEP, Findings, FoundCode, FoundTensor
 from lightning_pipeshift.testing.splits import Split
+from lightning_pipeshift.text import bytes_text, seconds_text, table
 
 _MOST_DIFFERENCES = 12
 _MOST_LINES = 30
@@ -182,7 +182,7 @@ class CheckReport:
             layers = ", ".join(map(str, run.counts))
             layers = f"layers {layers}" if run.split.stages > 1 and layers else ""
             rows.append([f"  {run.split}", run.verdict, layers, _losses(run.losses)])
-        lines += _columns(rows)
+        lines += table(rows)
         if not self.runs and self.one_stage.failure is not None:
             lines += ["", "It was not split, as it does not train on one stage."]
         return lines
@@ -225,14 +225,14 @@ class CheckReport:
             crosses = "not called by the step"
             if boundary is not None:
                 tensors = "; ".join(_tensor_text(each, layer.name) for each in boundary.payload)
-                crosses = f"{_bytes(boundary.num_bytes)}: {tensors}"
+                crosses = f"{bytes_text(boundary.num_bytes)}: {tensors}"
             elif layer.is_called:
                 crosses = "-"
             rows.append(
                 [
                     layer.name,
                     layer.kind,
-                    _bytes(layer.parameter_bytes),
+                    bytes_text(layer.parameter_bytes),
                     seconds_text(seconds) if seconds is not None else "-",
                     crosses,
                 ]
@@ -252,7 +252,7 @@ class CheckReport:
             return []
         num_layers = _count(len(self.findings.layers), "layer")
         title = f"Found {num_layers} (times and payloads are those of one microbatch):"
-        return ["", title, *_columns([header, *lines])]
+        return ["", title, *table([header, *lines])]
 
     def _code(self) -> list[str]:
         lines = []
@@ -268,7 +268,7 @@ class CheckReport:
             for group in (list(g) for _, g in groupby(lines, key=lambda line: line[1]))
         ]
         return (
-            ["", "Code between layers, by the functions that it calls:", *_columns(alike)]
+            ["", "Code between layers, by the functions that it calls:", *table(alike)]
             if lines
             else []
         )
@@ -352,20 +352,6 @@ def _shortened(failure: Failure) -> str:
 
 def _indented(text: str) -> list[str]:
     return [f"    {line}".rstrip() for line in text.strip("\n").splitlines()]
-
-
-def _bytes(number: int) -> str:
-    return f"{number} B" if number < 100 else bytes_text(number)
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    if not rows:
-        return []
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
 
 
 def _plain(value: Any) -> Any:

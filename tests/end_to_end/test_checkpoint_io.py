@@ -25,8 +25,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_pipeshift import CheckpointError, ConfigurationError, PipeShiftCheckpointIO
-from lightning_pipeshift.files import temporary_next_to
-from lightning_pipeshift.plan.document.validation import write_text
+from lightning_pipeshift.files import temporary_next_to, write_text
 from lightning_pipeshift.testing.ranks import RanksFailed, run_ranks
 from tests.features_models import built, on_rank, quiet_trainer
 from tests.models import NUM_CLASSES, LayersOfItsOwn, SequentialMLP, points

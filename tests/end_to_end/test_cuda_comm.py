@@ -21,7 +21,8 @@ from lightning_pipeshift import PipeShiftStrategy, StageFailedError
 from lightning_pipeshift.devices.streams import side_stream
 from lightning_pipeshift.lightning import connection
 from lightning_pipeshift.plan.inputs.cluster import Device
-from lightning_pipeshift.runtime.comm.channels import Channels, connect_devices, make_groups
+from lightning_pipeshift.runtime.comm.channels import Channels, connect_devices
+from lightning_pipeshift.runtime.comm.groups import Lanes
 from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
@@ -137,7 +138,7 @@ def channels_on_nccl() -> tuple[Channels, ProcessGroups]:
     connect_devices(groups, [by_host.ranks])
     rank = dist.get_rank()
     channels = Channels(
-        by_host.ranks, rank, device, board.watched, make_groups(by_host.ranks), groups
+        by_host.ranks, rank, device, board.watched, Lanes().between_stages(by_host.ranks), groups
     )
     channels.open_lines()
     return channels, groups

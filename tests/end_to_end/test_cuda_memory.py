@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift import MemoryCompression, PipeShiftStrategy, SwapAll
-from lightning_pipeshift.devices.host_memory import pinned_room
+from lightning_pipeshift.devices.host_memory import pinned_buffer
 from lightning_pipeshift.model.execution.transfer import Fetch, to_device, to_host
 from lightning_pipeshift.plan.inputs.cluster import Device
 from lightning_pipeshift.runtime.comm.threads import Threads
@@ -137,17 +137,17 @@ def test_pinned_memory_is_that_of_the_driver_and_is_released() -> None:
     # No power of two, and often: what is not released could not be pinned again.
     num_bytes = 5_000_001
     for number in range(1, 51):
-        room = pinned_room(num_bytes, GPU, finish)
-        assert room.is_pinned()
-        assert room.numel() == num_bytes
+        buffer = pinned_buffer(num_bytes, GPU, finish)
+        assert buffer.is_pinned()
+        assert buffer.numel() == num_bytes
         source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=GPU)
         target = torch.zeros_like(source)
-        copier.out(partial(room.copy_, source, non_blocking=True), nothing)
+        copier.out(partial(buffer.copy_, source, non_blocking=True), nothing)
         copier.finish()
-        back = copier.back(partial(target.copy_, room, non_blocking=True), nothing)
+        back = copier.back(partial(target.copy_, buffer, non_blocking=True), nothing)
         back.wait()
         assert torch.equal(source, target)
-        del room, back
+        del buffer, back
         copier.close()
         assert len(finished) == number
     # An address that is not pinned any more says so, and the error is not somebody else's.

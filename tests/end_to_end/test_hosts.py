@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.hosts import CARD, Hosts, Link, hosts, why_not
-from lightning_pipeshift.runtime.comm.channels import make_groups
+from lightning_pipeshift.runtime.comm.groups import Lanes
 from lightning_pipeshift.runtime.gradients.rings import Rings
 from tests.unit.runtime.stages import connect
 
@@ -32,7 +32,7 @@ def two_hosts() -> Iterator[Hosts]:
 
 def sum_of_ranks() -> tuple[torch.Tensor, float, float]:
     _, board = connect()
-    rings = Rings(make_groups(range(2)), dist.get_rank(), board.watched)
+    rings = Rings(Lanes().make(range(2), "gradients-0"), dist.get_rank(), board.watched)
     buffer = torch.full((LENGTH,), float(dist.get_rank() + 1))
     rings.start(0, [0, 1], torch.ones(1)).wait()
     begin = time.monotonic()

@@ -380,7 +380,7 @@ def test_a_device_that_runs_out_of_memory_names_layer_stage_and_budget() -> None
 def test_a_budget_that_nothing_can_meet_says_what_would() -> None:
     outcomes = run_ranks(train, 2, {"budget": "100kB"}, expect_failure=True)
     first = next(outcome for outcome in outcomes if outcome.error_type == "BudgetError")
-    assert "stage 0 has 0.10 MB" in first.message
+    assert "stage 0 has 100.00 kB" in first.message
     assert "a budget of" in first.message
     assert "so would more stages" in first.message
 

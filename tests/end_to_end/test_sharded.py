@@ -245,7 +245,10 @@ def with_index(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], Non
         (with_marker(lambda found: found.update(format="x")), "is not the marker of a checkpoint"),
         (with_marker(lambda found: found.update(version=99)), "is a checkpoint of version 99"),
         (with_marker(lambda found: found.update(data="..")), "'..' is not a plain name"),
-        (with_marker(lambda found: found["files"].update({"/etc/passwd": {}})), "not a plain name"),
+        (
+            with_marker(lambda found: found["files"].update({"/etc/passwd": {"bytes": 1}})),
+            "not a plain name",
+        ),
         (with_marker(lambda found: found["files"].clear()), "does not name checkpoint.pt"),
         (with_marker(lambda found: found.update(files=[1])), "checkpoint.json is damaged"),
         (with_index(lambda found: found.update(x=["../index.json", 0, 1])), "'x' is not at"),

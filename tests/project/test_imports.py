@@ -20,7 +20,7 @@ FLOORS = ("plan", "compat", "devices", "model", "runtime")
 TOP = len(FLOORS)
 # Modules that are on the top, although the folder that they are in is further below.
 ON_TOP = {("compat", "lightning_private")}
-OPEN_TO_ALL = {"errors", "files", "host"}
+OPEN_TO_ALL = {"documents", "errors", "files", "host", "text"}
 # What a floor may not import, although it lies below all of the house.
 FOREIGN = {
     0: {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics"},

@@ -199,7 +199,7 @@ class Region(LayerCall):
                     counted.add(id(saved.block))
                     self.num_bytes += saved.block.num_bytes
                 saved.let_go()
-                saved.block = None
+                saved.leave_block()
         return True
 
     def run_again(self) -> None:

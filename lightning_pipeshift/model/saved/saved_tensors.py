@@ -2,10 +2,10 @@
 restores them.
 
 Autograd holds a :class:`Saved` instead of each tensor. Tensors that share memory share a
-:class:`Block`: a tensor and its views are counted once and moved together. Another module decides
-where a block is (see ``runtime/offload/activation_store.py``); this one guarantees, for every
-decision, that the backward gets the same bits, and that torch's own error is raised if a tensor has
-been written to since it was saved.
+:class:`SavedBlock`: a tensor and its views are counted once and moved together. Another module
+decides where a block is (see ``runtime/offload/activation_store.py``); this one guarantees, for
+every decision, that the backward gets the same bits, and that torch's own error is raised if a
+tensor has been written to since it was saved.
 """
 
 from __future__ import annotations
@@ -26,32 +26,33 @@ from lightning_pipeshift.model.trace.placeholder import Placeholder
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
 
 T = TypeVar("T")
+B = TypeVar("B", bound="SavedBlock")
 
 GIVEN: Final = -1
 """The number of saved tensors that are arguments of a layer that may be recomputed."""
 
 
-class Keeper(Protocol):
-    """Decides where blocks are."""
+class Keeper(Protocol[B]):
+    """Decides where blocks are, and has a record of each."""
 
-    def add(self, block: Block) -> None:
-        """Adds a block, which is on the device."""
+    def add(self, tensor: Tensor, layer: int, number: int, microbatch: int) -> B:
+        """Adds the memory of a tensor, which is on the device; arguments as those of
+        :class:`SavedBlock`.
+        """
 
-    def also(self, block: Block, layer: int, number: int) -> None:
+    def also(self, block: B, layer: int, number: int) -> None:
         """Gives a block a second name, as another saved tensor shares its memory."""
 
     lock: AbstractContextManager[Any]
     """While it is held, no other thread offloads or fetches a block."""
 
-    def fetch(self, block: Block) -> None:
+    def fetch(self, block: B) -> None:
         """Fetches a block; returns when it is on the device. It remains there while it is in
         use.
         """
 
-    def drop(self, place: Any) -> None:
-        """Drops a block that is no longer needed, given its ``place``. May be called in any thread,
-        at any time.
-        """
+    def drop(self, block: B) -> None:
+        """Drops a block that is no longer needed. May be called in any thread, at any time."""
 
     def make_room(self, num_bytes: int, layer: int) -> None:
         """Waits until a layer may save ``num_bytes`` recomputed bytes."""
@@ -67,33 +68,20 @@ class Maker(Protocol):
         """Recomputes them."""
 
 
-class Block:
-    """The memory of one or more tensors that autograd saved.
+class SavedBlock:
+    """The memory of one or more tensors that autograd saved: its record, which a keeper extends by
+    where the memory is.
 
     Args:
         tensor: the first of them.
         layer: the layer that saved it first.
         number: the index of its first tensor among those that the layer has saved.
         microbatch: its microbatch.
-        keeper: decides where it is; ``None``: it remains on the device.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_saved",
-        "device",
-        "dtype",
-        "keeper",
-        "layer",
-        "microbatch",
-        "num_bytes",
-        "number",
-        "place",
-    )
+    __slots__ = ("_saved", "device", "dtype", "layer", "microbatch", "num_bytes", "number")
 
-    def __init__(
-        self, tensor: Tensor, layer: int, number: int, microbatch: int, keeper: Keeper | None
-    ) -> None:
+    def __init__(self, tensor: Tensor, layer: int, number: int, microbatch: int) -> None:
         self.layer = layer
         self.number = number
         self.microbatch = microbatch
@@ -101,14 +89,7 @@ class Block:
         self.dtype = _dtype_of_all(tensor)
         """The type of the memory as a vector."""
         self.device = tensor.device
-        self.keeper = keeper
-        self.place: Any = None
-        """The keeper's own record of the block."""
         self._saved: list[weakref.ref[Saved]] = []
-
-    def __del__(self) -> None:
-        if self.keeper is not None:
-            self.keeper.drop(self.place)
 
     @property
     def tensors(self) -> Iterator[Saved]:
@@ -117,6 +98,11 @@ class Block:
             saved = reference()
             if saved is not None and saved.block is self:
                 yield saved
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether any of them is still needed."""
+        return next(self.tensors, None) is not None
 
     def join(self, saved: Saved) -> None:
         """Adds a tensor that shares the memory."""
@@ -144,12 +130,28 @@ class Block:
             saved.take(saved.view_of(memory))
 
 
+class BlockReference:
+    """The tensors of a block share it: when the last of them is gone, the keeper drops the block.
+
+    The block itself lives on in the keeper's table until that has let go of it.
+    """
+
+    __slots__ = ("__weakref__", "block", "keeper")
+
+    def __init__(self, block: SavedBlock, keeper: Keeper[Any]) -> None:
+        self.block = block
+        self.keeper = keeper
+
+    def __del__(self) -> None:
+        self.keeper.drop(self.block)
+
+
 class Saved:
     """One tensor that autograd saved: present, or to be recomputed or fetched."""
 
-    __slots__ = ("__weakref__", "_layout", "_version", "_witness", "block", "maker", "tensor")
+    __slots__ = ("__weakref__", "_layout", "_reference", "_version", "_witness", "maker", "tensor")
 
-    def __init__(self, tensor: Tensor, block: Block | None = None) -> None:
+    def __init__(self, tensor: Tensor, reference: BlockReference | None = None) -> None:
         # An output saved directly would keep its own graph alive; the detached tensor shares the
         # memory and the version counter.
         self.tensor: Tensor | None = tensor.detach()
@@ -158,9 +160,22 @@ class Saved:
         self._layout: tuple[Any, ...] = ()
         self.maker: Maker | None = None
         """Recomputes the tensor, if it is to be recomputed."""
-        self.block = block
-        if block is not None:
-            block.join(self)
+        self._reference: BlockReference | None = None
+        self._join(reference)
+
+    @property
+    def block(self) -> SavedBlock | None:
+        """Its memory; ``None`` if that is not counted."""
+        return None if self._reference is None else self._reference.block
+
+    def leave_block(self) -> None:
+        """Its memory is no longer that of the block."""
+        self._reference = None
+
+    def _join(self, reference: BlockReference | None) -> None:
+        if reference is not None:
+            self._reference = reference
+            reference.block.join(self)
 
     def let_go(self) -> None:
         """Drops this reference to the tensor's memory, and keeps the version counter."""
@@ -179,25 +194,23 @@ class Saved:
         view = torch.empty(0, dtype=dtype, device=memory.device)
         return view.set_(memory.untyped_storage(), offset, size, stride)
 
-    def take(self, tensor: Tensor, block: Block | None = None) -> None:
+    def take(self, tensor: Tensor, reference: BlockReference | None = None) -> None:
         """Takes a tensor with the same bits as the dropped one.
 
         Args:
             tensor: the same values in other memory.
-            block: that memory, if it belongs to another block.
+            reference: to that memory, if it belongs to another block.
         """
         self.tensor = tensor
-        if block is not None:
-            self.block = block
-            block.join(self)
+        self._join(reference)
 
     def get(self) -> Tensor:
         """The tensor. Raises torch's error if it has been written to since it was saved."""
         if self.tensor is None and self.maker is not None:
             self.maker.run_again()
-        elif self.block is not None and self.block.keeper is not None:
+        elif self._reference is not None:
             # Even if it is on the device: it may be about to be offloaded.
-            self.block.keeper.fetch(self.block)
+            self._reference.keeper.fetch(self._reference.block)
         tensor = self.tensor
         assert tensor is not None
         self.require_unwritten(tensor)
@@ -228,13 +241,13 @@ class SavedTable:
     """
 
     def __init__(
-        self, microbatch: int = 0, keeper: Keeper | None = None, left_out: Iterable[int] = ()
+        self, microbatch: int = 0, keeper: Keeper[Any] | None = None, left_out: Iterable[int] = ()
     ) -> None:
         self._microbatch = microbatch
         self._keeper = keeper
         self._left_out = frozenset(left_out)
         # By address, as long as the block is here: the address of freed memory is reused.
-        self._blocks: dict[int, weakref.ref[Block]] = {}
+        self._references: dict[int, weakref.ref[BlockReference]] = {}
 
     def save(
         self,
@@ -284,30 +297,28 @@ class SavedTable:
         layer: int,
         number: int,
         resident: Set[int],
-        use: Callable[[Block | None], T],
+        use: Callable[[BlockReference | None], T],
         makes_room: bool = False,
     ) -> T:
-        """Calls ``use`` with the block of a tensor; counts a new block."""
+        """Calls ``use`` with a reference to a tensor's block; counts a new block."""
         keeper = self._keeper
         if keeper is None or tensor.layout is not torch.strided or _is_lazy(tensor):
             return use(None)
         address = address_of(tensor)
         if not address or self.is_there_anyway(address, resident):
             return use(None)
-        known = self._blocks.get(address)
-        block = known() if known is not None else None
-        if block is not None:
+        known = self._references.get(address)
+        reference = known() if known is not None else None
+        if reference is not None:
             with keeper.lock:
-                if block.memory() is not None:
-                    keeper.also(block, layer, number)
-                    return use(block)
+                if reference.block.memory() is not None:
+                    keeper.also(reference.block, layer, number)
+                    return use(reference)
         if makes_room:
             keeper.make_room(tensor.untyped_storage().nbytes(), layer)
-        block = Block(tensor, layer, number, self._microbatch, keeper)
-        self._blocks[address] = weakref.ref(block)
-        used = use(block)
-        keeper.add(block)
-        return used
+        reference = BlockReference(keeper.add(tensor, layer, number, self._microbatch), keeper)
+        self._references[address] = weakref.ref(reference)
+        return use(reference)
 
 
 class Observer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from lightning_pipeshift.plan.inputs.partition import PartitionSpec
 from lightning_pipeshift.plan.inputs.policies import Policy
 from lightning_pipeshift.plan.inputs.shares import check_shares
 from lightning_pipeshift.plan.inputs.topology import VirtualMachinesSpec, check_spec
+from lightning_pipeshift.plan.inputs.traffic import with_marks
 from lightning_pipeshift.plan.schedule.schedules import (
     ASYNCHRONOUS,
     MOST_MICROBATCHES,
@@ -49,6 +50,7 @@ class Options:
     timeout: timedelta | None = None
     heartbeat_timeout: float = 10.0
     stall_timeout: float = 60.0
+    lane_marks: bool | Mapping[str, int] = True
 
     def __post_init__(self) -> None:
         _check_microbatches(self.microbatches)
@@ -83,6 +85,7 @@ class Options:
         _check_profile_steps(self.profile_steps)
         _check_seconds("heartbeat_timeout", self.heartbeat_timeout, 1.0)
         _check_seconds("stall_timeout", self.stall_timeout, 0.0)
+        with_marks(self.marks or {})
         schedule_named(self.schedule)
         if self.is_asynchronous and self.microbatches not in ("auto", 1):
             raise ConfigurationError(
@@ -99,6 +102,13 @@ class Options:
     def is_asynchronous(self) -> bool:
         """Whether the pipeline does not drain between two batches."""
         return self.schedule in ASYNCHRONOUS
+
+    @property
+    def marks(self) -> Mapping[str, int] | None:
+        """The DSCP values of lanes that differ from the usual ones; ``None``: no lane has one."""
+        if isinstance(self.lane_marks, bool):
+            return {} if self.lane_marks else None
+        return self.lane_marks
 
     @property
     def ranks(self) -> VirtualMachinesSpec:

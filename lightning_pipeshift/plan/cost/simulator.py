@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 
 from lightning_pipeshift.errors import PlanError, ScheduleError
 from lightning_pipeshift.plan.cost.pace import steady_pace
-from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row, Schedule
+from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row, Schedule, route_of
 from lightning_pipeshift.plan.schedule.communication import with_communication
 from lightning_pipeshift.plan.schedule.execution_order import execution_order
+from lightning_pipeshift.plan.schedule.route import Place
 from lightning_pipeshift.plan.schedule.schedules import (
     ASYNCHRONOUS,
     simulated_rows,
@@ -35,7 +36,11 @@ from lightning_pipeshift.plan.schedule.schedules import (
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The costs of a microbatch: per stage to compute, per boundary between stages to transfer."""
+    """The costs of a microbatch: per stage to compute, per boundary between stages to transfer.
+
+    Where stages hold several chunks, these are the costs per place on the
+    :class:`~lightning_pipeshift.plan.schedule.route.Route`, and per boundary between two places.
+    """
 
     forward_seconds: tuple[float, ...]
     backward_seconds: tuple[float, ...]
@@ -106,7 +111,8 @@ class Timeline:
     """Of that time."""
     peak_in_flight: tuple[int, ...]
     """The peak number of microbatches whose forward has started and whose backward has not ended,
-    so whose activations are held. Zero if there are no backwards: nothing is held."""
+    so whose activations are held; counted for each chunk. Zero if there are no backwards: nothing
+    is held."""
 
     @property
     def is_one_step(self) -> bool:
@@ -125,6 +131,21 @@ class Instant(NamedTuple):
 
 Costing = Sequence[Sequence[Any] | NDArray[np.float64]]
 """The fields of :class:`Costs`, each per stage or boundary: numbers, or vectors of them."""
+
+
+class _Step(NamedTuple):
+    """A compute action or a transfer of a schedule."""
+
+    stage: int
+    action: Action
+    arrival: int
+    """The transfer that a compute action waits for, -1 for none; the number of this transfer."""
+    column: int
+    """The field of :class:`Costs` with its duration."""
+    entry: int
+    """Its index in that field: a place or a boundary."""
+    link: tuple[int, int] | None = None
+    """For a transfer, the stages that it goes from and to: one after the other."""
 
 
 class _Waves(NamedTuple):
@@ -163,44 +184,47 @@ class Clock:
         self.schedule = schedule
         self.is_endless = is_endless
         self.num_stages = len(schedule)
+        self.route = route_of(schedule)
         self.peak_in_flight = tuple(map(_peak_in_flight, schedule))
-        # Indices of the actions that an action waits for, and of its results; computed once.
-        self._steps: list[tuple[int, Action, int, int, int]] = []
+        self._steps: list[_Step] = []
         arrivals: dict[tuple[int, Action], int] = {}
         for stage, index in order:
             action = schedule[stage][index]
+            place = self.route.index(Place(stage, action.chunk))
             if action.kind.is_compute:
-                needed = action.receive_needed(stage, self.num_stages)
+                needed = action.receive_needed(stage, self.route)
                 waits = arrivals[stage, needed] if needed else -1
-                self._steps.append((stage, action, waits, _COLUMN[action.kind], -1))
-            elif action.kind.is_send:
-                there = action.neighbour(stage)
-                # The boundary between stages b and b + 1 is number b.
-                number = arrivals[there, action.pair()] = len(arrivals)
-                kind = _COLUMN[action.kind]
-                self._steps.append((stage, action, number, kind, min(stage, there)))
+                self._steps.append(_Step(stage, action, waits, _COLUMN[action.kind], place))
+            elif action.kind.is_send and (there := action.counterpart(stage, self.route)):
+                number = arrivals[there] = len(arrivals)
+                # The boundary between places b and b + 1 is number b.
+                boundary = min(place, place + action.kind.properties.neighbour)
+                link = (stage, there[0])
+                self._steps.append(
+                    _Step(stage, action, number, _COLUMN[action.kind], boundary, link)
+                )
         self._num_arrivals = len(arrivals)
 
     @cached_property
     def _waves(self) -> _Waves:
         # A resource, stage or link, that runs one step at a time, and its last step so far.
-        last: dict[tuple[str, int] | tuple[int, int], int] = {}
+        last: dict[tuple[int, ...], int] = {}
         arrived: dict[int, int] = {}
         # The first row of each kind, with the fields of Costs concatenated.
-        by_stage, by_boundary = self.num_stages, self.num_stages - 1
-        first_row = (0, by_stage, 2 * by_stage, 2 * by_stage + by_boundary, 4 * by_stage - 2)
+        by_place, by_boundary = self.route.num_places, self.route.num_places - 1
+        first_row = (0, by_place, 2 * by_place, 2 * by_place + by_boundary, 4 * by_place - 2)
         needs, waves, rows = [(0, 0)], [0], [0]
-        for number, (stage, _, arrival, kind, boundary) in enumerate(self._steps, 1):
-            before = last.get(("stage", stage), 0)
-            if boundary < 0:
-                need = (before, arrived.get(arrival, 0))
-                last["stage", stage] = number
+        for number, step in enumerate(self._steps, 1):
+            before = last.get((step.stage,), 0)
+            if step.link is None:
+                need = (before, arrived.get(step.arrival, 0))
+                last[step.stage,] = number
             else:
-                need = (before, last.get((kind, boundary), 0))
-                last[kind, boundary] = arrived[arrival] = number
+                need = (before, last.get(step.link, 0))
+                last[step.link] = arrived[step.arrival] = number
             needs.append(need)
             waves.append(1 + max(waves[need[0]], waves[need[1]]))
-            rows.append(first_row[kind] + (stage if boundary < 0 else boundary))
+            rows.append(first_row[step.column] + step.entry)
         order = np.argsort(waves, kind="stable")
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
@@ -211,7 +235,7 @@ class Clock:
             rows=np.array(rows)[order[1:]],
             each=[(wave, one[wave], other[wave]) for wave in slices],
             widest=max((wave.stop - wave.start for wave in slices), default=0),
-            ends=place[[last.get(("stage", stage), 0) for stage in range(self.num_stages)]],
+            ends=place[[last.get((stage,), 0) for stage in range(self.num_stages)]],
         )
 
     def run(self, costs: Costing, later: Callable[[Any, Any], Any]) -> list[Instant]:
@@ -225,15 +249,14 @@ class Clock:
         link_free: dict[tuple[int, int], Any] = {}
         arrived: list[Any] = [0.0] * self._num_arrivals
         instants = []
-        for stage, action, number, kind, boundary in self._steps:
-            if boundary < 0:
-                start = free[stage] if number < 0 else later(free[stage], arrived[number])
-                end = free[stage] = start + costs[kind][stage]
+        for stage, action, arrival, column, entry, link in self._steps:
+            if link is None:
+                start = free[stage] if arrival < 0 else later(free[stage], arrived[arrival])
+                end = free[stage] = start + costs[column][entry]
             else:
-                link = (boundary, kind)
                 start = later(free[stage], link_free[link]) if link in link_free else free[stage]
-                end = start + costs[kind][boundary]
-                link_free[link] = arrived[number] = end
+                end = start + costs[column][entry]
+                link_free[link] = arrived[arrival] = end
             instants.append(Instant(stage, action, start, end))
         return instants
 
@@ -284,21 +307,29 @@ def simulate(schedule: Schedule | Clock, costs: Costs) -> Timeline:
 
     Raises ScheduleError if the schedule deadlocks, or if the costs are of another number of stages.
     """
-    num_stages = schedule.num_stages if isinstance(schedule, Clock) else len(schedule)
-    if num_stages != costs.num_stages:
-        raise ScheduleError(
-            f"a schedule of {num_stages} stages and costs of {costs.num_stages}; they must agree"
-        )
     timed = schedule if isinstance(schedule, Clock) else Clock(schedule)
-    rows: list[list[Span]] = [[] for _ in range(num_stages)]
-    transfers: list[list[Span]] = [[] for _ in range(num_stages)]
+    route = timed.route
+    if route.num_places != costs.num_stages:
+        of_chunks = f" with {route.num_chunks} chunks each" if route.num_chunks > 1 else ""
+        raise ScheduleError(
+            f"a schedule of {route.num_stages} stages{of_chunks} and costs of {costs.num_stages};"
+            " they must agree"
+        )
+    rows: list[list[Span]] = [[] for _ in range(route.num_stages)]
+    transfers: list[list[Span]] = [[] for _ in range(route.num_stages)]
     for instant in timed.run(columns(costs), max):
         lines = rows if instant.action.kind.is_compute else transfers
         lines[instant.stage].append(Span(instant.action, instant.start, instant.end))
     step_seconds = end_seconds = max(row[-1].end if row else 0.0 for row in rows)
     # Not the spans' differences: the sum of the given costs is exact if they are.
     by_kind = columns(costs)
-    busy = [sum(by_kind[_COLUMN[s.action.kind]][i] for s in row) for i, row in enumerate(rows)]
+    busy = [
+        sum(
+            by_kind[_COLUMN[span.action.kind]][route.index(Place(stage, span.action.chunk))]
+            for span in row
+        )
+        for stage, row in enumerate(rows)
+    ]
     if timed.is_endless:
         step_seconds = float(steady_pace(by_kind))
         num_minibatches = sum(span.action.kind is Kind.FORWARD for span in rows[0])

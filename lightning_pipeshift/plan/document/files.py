@@ -25,22 +25,34 @@ link in ``between`` omits has the value that it has without that entry.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
-from collections.abc import Mapping, Set
-from dataclasses import asdict, fields
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from decimal import Decimal
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import yaml  # type: ignore[import-untyped]
+from pydantic import PlainValidator
 
+from lightning_pipeshift.documents import (
+    Document,
+    Entry,
+    Number,
+    Text,
+    Whole,
+    as_json,
+    check,
+    read_document,
+    refusal,
+    shown,
+)
 from lightning_pipeshift.errors import PlanError, some_of
-from lightning_pipeshift.files import parse_json
-from lightning_pipeshift.plan.document.validation import Fields, read_document, shown, write_text
+from lightning_pipeshift.files import write_text
 from lightning_pipeshift.plan.inputs.cluster import FREE, Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
@@ -97,8 +109,8 @@ def load_cluster(path: str | Path) -> Cluster:
     except (yaml.YAMLError, ValueError) as error:  # ValueError: for example, the 31st of February
         raise PlanError(f"{path}: the cluster is not a YAML document: {error}") from error
     try:
-        return _cluster(value)
-    except (PlanError, OverflowError) as error:  # OverflowError: a number of 400 digits
+        return _cluster(_CLUSTER.read(value))
+    except PlanError as error:
         raise PlanError(f"{path}: {error}") from error
 
 
@@ -171,151 +183,201 @@ def save_cluster(cluster: Cluster, path: str | Path) -> None:
     write_text(path, text)
 
 
-def _cluster(value: object) -> Cluster:
-    document = Fields(value, "the cluster", ["devices"], ["links"], instead="")
-    devices: list[Device] = []
-    for index, item in enumerate(document.items("devices")):
-        devices += _devices(item, f"the cluster: devices[{index}]", MOST_DEVICES - len(devices))
-    if not devices:
-        document.fail("devices", "a list of at least 1 device")
-    if "links" not in document:
-        return Cluster(tuple(devices))
+def _quantity(units: Mapping[str, Decimal], most: float = sys.float_info.max) -> PlainValidator:
+    """Metadata of a field's type: a number at least 0, with or without a unit, becomes a float in
+    the base unit.
+    """
+    base, *others = units
+    allowed = f"a number at least 0, in {base} or with a unit: {', '.join(others)}"
 
-    where = "the cluster: links"
-    links = Fields(document.value("links"), where, [], ["inside", "outside", "between"])
-    inside, outside = (
-        _link(links.value(name), f"{where}.{name}") if name in links else FREE
-        for name in ("inside", "outside")
-    )
-    between = links.items("between") if "between" in links else []
-    entries = [_between(item, f"{where}.between[{i}]") for i, item in enumerate(between)]
+    def read(value: object) -> float:
+        found = math.nan
+        if isinstance(value, str) and (match := _QUANTITY.fullmatch(value)):
+            number, unit = match.groups()
+            if not unit or unit in units:
+                found = float(Decimal(number) * units.get(unit, 1))
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            with suppress(OverflowError):
+                found = float(value)
+        if not 0 <= found <= most:  # false for NaN too
+            raise refusal(allowed)
+        return found
 
-    # Hosts first: a link between two ranks takes missing fields from that of their hosts.
-    of_hosts: dict[tuple[str, str], Link] = {}
-    known = dict.fromkeys(device.host for device in devices).keys()
-    for entry in entries:
-        if "hosts" in entry:
-            a, b = _two_hosts(entry, known)
-            if (a, b) in of_hosts or (b, a) in of_hosts:
-                entry.fail("hosts", "a pair that no other entry names")
-            of_hosts[a, b] = _link_of(entry, inside if a == b else outside)
-    without_ranks = Cluster(tuple(devices), inside, outside, of_hosts)
-    of_ranks: dict[tuple[int, int], Link] = {}
-    for entry in entries:
-        if "ranks" in entry:
-            ends = _two_ranks(entry, len(devices))
-            if ends in of_ranks:
-                entry.fail("ranks", "a pair that no other entry names")
-            of_ranks[ends] = _link_of(entry, without_ranks.link(*ends))
-    return Cluster(tuple(devices), inside, outside, of_hosts, of_ranks)
+    return PlainValidator(read)
 
 
-def _devices(item: object, where: str, most: int) -> list[Device]:
-    """The devices of one entry: at most ``most``."""
-    optional = ("hosts", "count", "speed", "memory", "free", "host_memory", "host_bandwidth")
-    entry = Fields(item, where, ["host", "kind"], optional, instead="")
-    host, kind = _name(entry, "host"), _name(entry, "kind")
-    num_hosts = _count(entry, "hosts") if "hosts" in entry else 1
-    count = _count(entry, "count") if "count" in entry else 1
-    if num_hosts * count > most:
-        name = next((name for name in ("count", "hosts") if name in entry), "host")
-        entry.fail(name, f"omitted or less: a cluster has at most {MOST_DEVICES:,} devices in all")
-    hosts = [f"{host}{n}" for n in range(num_hosts)] if "hosts" in entry else [host]
-    speed = entry.number("speed") if "speed" in entry else 1.0
-    if not (math.isfinite(speed) and speed > 0):
-        entry.fail("speed", "a number above 0; omit a device that computes nothing")
-    memory = round(_quantity(entry, "memory", _BYTES)) if "memory" in entry else 0
-    free = round(_quantity(entry, "free", _BYTES)) if "free" in entry else 0
-    if 0 < memory < free:
-        entry.fail("free", f"at most the field 'memory', {memory} bytes")
-    on_host = round(_quantity(entry, "host_memory", _BYTES)) if "host_memory" in entry else 0
-    rate = 0.0
-    if "host_bandwidth" in entry:
-        rate = _quantity(entry, "host_bandwidth", _BYTES_PER_SECOND)
-    if bool(on_host) != bool(rate):
-        one, other = ("host_memory", "host_bandwidth")[:: 1 if on_host else -1]
-        entry.fail(one, f"given together with {other!r}, both above 0, or not at all")
-    return [
-        Device(name, kind, speed, memory, free, on_host, rate)
-        for name in hosts
-        for _ in range(count)
-    ]
+_Name = Annotated[Text, check(bool, "a text that is not empty")]
+_Count = Annotated[Whole, check(lambda n: n >= 1, "at least 1; omit devices that do not exist")]
+_Speed = Annotated[
+    Number,
+    check(lambda n: 0 < n < math.inf, "a number above 0; omit a device that computes nothing"),
+]
+_Bytes = Annotated[float, _quantity(_BYTES)]
+_Bandwidth = Annotated[float, _quantity(_BYTES_PER_SECOND)]
+_LinkBandwidth = Annotated[
+    float,
+    # A number may be infinite here: a link that takes no time is saved in this way.
+    _quantity(_BYTES_PER_SECOND, most=math.inf),
+    check(bool, "above 0; write a very small one for a link that is down"),
+]
+_Latency = Annotated[float, _quantity(_SECONDS)]
 
 
-def _between(item: object, where: str) -> Fields:
-    """An entry of the links between hosts or ranks."""
-    entry = Fields(item, where, [], ["hosts", "ranks", "latency", "bandwidth"])
-    if ("hosts" in entry) == ("ranks" in entry):
-        found = "both 'hosts' and 'ranks'" if "hosts" in entry else "neither 'hosts' nor 'ranks'"
-        raise PlanError(f"{where} has {found}; it must have one of the two fields")
-    if "latency" not in entry and "bandwidth" not in entry:
-        raise PlanError(
-            f"{where} has neither 'latency' nor 'bandwidth'; it must have at least one of the two"
-            " fields"
+@dataclass(frozen=True)
+class _DevicesEntry:
+    """Equal devices: ``count`` on the host, or on each of ``hosts`` hosts with numbered names."""
+
+    host: _Name
+    kind: _Name
+    hosts: _Count | None = None
+    count: _Count = 1
+    speed: _Speed = 1.0
+    memory: _Bytes = 0.0
+    free: _Bytes = 0.0
+    host_memory: _Bytes = 0.0
+    host_bandwidth: _Bandwidth = 0.0
+
+    def __post_init__(self) -> None:
+        if 0 < self.memory < self.free:
+            raise PlanError(
+                f"field 'free' is {self.free:.0f} bytes; it must be at most the field 'memory',"
+                f" {self.memory:.0f} bytes"
+            )
+        if bool(self.host_memory) != bool(self.host_bandwidth):
+            one, other = ("host_memory", "host_bandwidth")[:: 1 if self.host_memory else -1]
+            raise PlanError(
+                f"field {one!r} is {getattr(self, one):.0f}; it must be given together with"
+                f" {other!r}, both above 0, or not at all"
+            )
+
+    @property
+    def num_devices(self) -> int:
+        return (self.hosts or 1) * self.count
+
+    def devices(self) -> list[Device]:
+        """The devices, in the order of their ranks."""
+        names = [f"{self.host}{n}" for n in range(self.hosts)] if self.hosts else [self.host]
+        return [
+            Device(
+                host=name,
+                kind=self.kind,
+                speed=self.speed,
+                memory_bytes=round(self.memory),
+                free_bytes=round(self.free),
+                host_bytes=round(self.host_memory),
+                host_bandwidth=self.host_bandwidth,
+            )
+            for name in names
+            for _ in range(self.count)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LinkEntry:
+    """What is said of a link; it has omitted fields as it has them without the entry."""
+
+    latency: _Latency | None = None
+    bandwidth: _LinkBandwidth | None = None
+
+    def link(self, otherwise: Link) -> Link:
+        """The link that it describes, which is ``otherwise`` without it."""
+        return Link(
+            otherwise.latency_seconds if self.latency is None else self.latency,
+            otherwise.bandwidth if self.bandwidth is None else self.bandwidth,
         )
-    return entry
 
 
-def _two_hosts(entry: Fields, known: Set[str]) -> tuple[str, str]:
-    hosts = [host for host in entry.items("hosts") if isinstance(host, str) and host in known]
-    if len(entry.items("hosts")) != 2 or len(hosts) != 2:
-        entry.fail("hosts", f"a list of 2 hosts that have devices: {some_of(list(known))}")
-    return hosts[0], hosts[1]
+@dataclass(frozen=True, kw_only=True)
+class _BetweenEntry(_LinkEntry):
+    """A link between two hosts or two ranks."""
+
+    hosts: tuple[Text, ...] | None = None
+    ranks: tuple[Whole, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.hosts is None) == (self.ranks is None):
+            found = "neither 'hosts' nor" if self.hosts is None else "both 'hosts' and"
+            raise PlanError(f"it has {found} 'ranks'; it must have one of the two fields")
+        if self.latency is None and self.bandwidth is None:
+            raise PlanError(
+                "it has neither 'latency' nor 'bandwidth'; it must have at least one of the two"
+                " fields"
+            )
 
 
-def _two_ranks(entry: Fields, num_ranks: int) -> tuple[int, int]:
-    # In Python, YAML's true is an int.
-    ranks = [rank for rank in entry.items("ranks") if type(rank) is int and 0 <= rank < num_ranks]
-    if len(entry.items("ranks")) != 2 or len(set(ranks)) != 2:
-        entry.fail("ranks", f"a list of 2 different ranks, each from 0 to {num_ranks - 1}")
-    return min(ranks), max(ranks)
+@dataclass(frozen=True)
+class _LinksEntry:
+    inside: _LinkEntry = _LinkEntry()
+    outside: _LinkEntry = _LinkEntry()
+    between: tuple[_BetweenEntry, ...] = ()
 
 
-def _link(item: object, where: str) -> Link:
-    return _link_of(Fields(item, where, [], ["latency", "bandwidth"]), FREE)
+@dataclass(frozen=True)
+class _ClusterEntry:
+    devices: tuple[_DevicesEntry, ...]
+    links: _LinksEntry = _LinksEntry()
+
+    def __post_init__(self) -> None:
+        count = sum(entry.num_devices for entry in self.devices)
+        if not 1 <= count <= MOST_DEVICES:
+            raise PlanError(
+                f"field 'devices' has {count:,} devices; a cluster has at least 1 device, and at"
+                f" most {MOST_DEVICES:,} devices in all"
+            )
 
 
-def _link_of(entry: Fields, otherwise: Link) -> Link:
-    """The link that an entry describes; missing fields are taken from ``otherwise``."""
-    latency, bandwidth = otherwise.latency_seconds, otherwise.bandwidth
-    if "latency" in entry:
-        latency = _quantity(entry, "latency", _SECONDS)
-    if "bandwidth" in entry:
-        # A number may be infinite here: a link that takes no time is saved in this way.
-        bandwidth = _quantity(entry, "bandwidth", _BYTES_PER_SECOND, most=math.inf)
-        if bandwidth == 0:
-            entry.fail("bandwidth", "above 0; write a very small one for a link that is down")
-    return Link(latency, bandwidth)
+_CLUSTER: Final = Document(_ClusterEntry, "the cluster")
 
 
-def _name(entry: Fields, name: str) -> str:
-    # YAML reads 4090 as a number.
-    if not (isinstance(entry.value(name), str) and entry.value(name)):
-        entry.fail(name, 'a text that is not empty; a number goes in quotes, as "4090"')
-    return entry.text(name)
+def _cluster(entry: _ClusterEntry) -> Cluster:
+    devices = tuple(device for entries in entry.devices for device in entries.devices())
+    hosts = dict.fromkeys(device.host for device in devices)
+    between = entry.links.between
+    of_hosts = _by_ends(
+        between,
+        "hosts",
+        lambda ends: len(ends) == 2 and hosts.keys() >= {*ends},
+        f"a list of 2 hosts that have devices: {some_of(list(hosts))}",
+    )
+    of_ranks = _by_ends(
+        between,
+        "ranks",
+        lambda ends: len(ends) == len({*ends}) == 2 and min(ends) >= 0 and max(ends) < len(devices),
+        f"a list of 2 different ranks, each from 0 to {len(devices) - 1}",
+    )
+    inside, outside = entry.links.inside.link(FREE), entry.links.outside.link(FREE)
+    without_ranks = Cluster(
+        devices,
+        inside,
+        outside,
+        {(a, b): link.link(inside if a == b else outside) for (a, b), link in of_hosts.items()},
+    )
+    # A link between two ranks takes missing fields from that of their hosts.
+    ranks = {
+        (min(ends), max(ends)): link.link(without_ranks.link(*ends))
+        for ends, link in of_ranks.items()
+    }
+    return replace(without_ranks, ranks=ranks)
 
 
-def _count(entry: Fields, name: str) -> int:
-    count = entry.integer(name)
-    if count < 1:
-        entry.fail(name, "at least 1; omit devices that do not exist")
-    return count
-
-
-def _quantity(
-    entry: Fields, name: str, units: Mapping[str, Decimal], most: float = sys.float_info.max
-) -> float:
-    """A number at least 0 and at most ``most``, with or without a unit, in the base unit."""
-    value, found = entry.value(name), math.nan
-    if type(value) in (int, float):
-        found = entry.number(name)
-    elif isinstance(value, str) and (match := _QUANTITY.fullmatch(value)):
-        number, unit = match.groups()
-        if not unit or unit in units:
-            found = float(Decimal(number) * units.get(unit, 1))
-    if not 0 <= found <= most:  # false for NaN too
-        base, *others = units
-        entry.fail(name, f"a number at least 0, in {base} or with a unit: {', '.join(others)}")
+def _by_ends(
+    entries: Sequence[_BetweenEntry],
+    field: str,
+    is_pair: Callable[[Sequence[Any]], bool],
+    allowed: str,
+) -> dict[tuple[Any, Any], _BetweenEntry]:
+    """The links whose ends are given in a field, by these ends."""
+    found: dict[tuple[Any, Any], _BetweenEntry] = {}
+    for index, entry in enumerate(entries):
+        if (ends := getattr(entry, field)) is None:
+            continue
+        if not is_pair(ends) or {ends, ends[::-1]} & found.keys():
+            instead = "a pair that no other entry names" if is_pair(ends) else allowed
+            raise PlanError(
+                f"the cluster: links.between[{index}]: field {field!r} is {shown(ends)}; it must be"
+                f" {instead}"
+            )
+        found[ends] = entry
     return found
 
 
@@ -343,7 +405,24 @@ def _link_entry(link: Link) -> dict[str, Any]:
 
 # --- a profile ---
 
-_MEASURE: Final = "or measure the profile again"
+_Seconds = Annotated[Number, check(lambda s: 0 <= s < math.inf, "finite and at least 0")]
+_Tensor = Annotated[SavedTensor, Entry(())]
+_Layer = Annotated[LayerProfile, Entry(("tensors", "joins_next"), tensors=tuple[_Tensor, ...])]
+_PROFILE: Final = Document(
+    Profile,
+    "the profile",
+    "measure the profile again",
+    PROFILE_VERSION,
+    optional=(),
+    layers=tuple[_Layer, ...],
+    kinds=dict[str, Annotated[KindProfile, Entry(())]],
+    samples=Annotated[Number, check(lambda n: 0 < n < math.inf, "finite and above 0")],
+    microbatches=Annotated[
+        Whole, check(lambda n: 1 <= n <= MOST_MICROBATCHES, f"1 to {MOST_MICROBATCHES}")
+    ],
+    step_seconds=_Seconds,
+    optimizer_seconds_per_byte=_Seconds,
+)
 
 
 def load_profile(path: str | Path) -> Profile:
@@ -351,34 +430,21 @@ def load_profile(path: str | Path) -> Profile:
 
     Raises PlanError, naming the file and the field, for a file that is damaged or of another
     version."""
-    text = read_document(path, "the profile")
-    try:
-        value = parse_json(text)
-    except ValueError as error:
-        raise PlanError(
-            f"{path}: the profile is not a JSON document: {error}; take an undamaged copy, or "
-            "measure it again"
-        ) from error
-    try:
-        return _profile(value)
-    except (PlanError, OverflowError) as error:  # OverflowError: a number of 400 digits
-        raise PlanError(f"{path}: {error}") from error
+    return _PROFILE.load(path)
 
 
 def save_profile(profile: Profile, path: str | Path) -> None:
     """Writes a profile for :func:`load_profile`, atomically; one layer per line."""
-    head = {
+    document = {
         "version": PROFILE_VERSION,
         "samples": profile.samples,
         "microbatches": profile.microbatches,
         "step_seconds": profile.step_seconds,
         "optimizer_seconds_per_byte": profile.optimizer_seconds_per_byte,
+        "layers": [_written(layer) for layer in profile.layers],
+        "kinds": {kind: asdict(times) for kind, times in profile.kinds.items()},
     }
-    layers = [json.dumps(_written(layer)) for layer in profile.layers]
-    kinds = [f"{json.dumps(kind)}: {json.dumps(asdict(of))}" for kind, of in profile.kinds.items()]
-    lines = [f"  {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
-    lines += ['  "layers": [', _listed(layers), "  ],", '  "kinds": {', _listed(kinds), "  }"]
-    write_text(path, "\n".join(["{", *filter(None, lines), "}"]) + "\n")
+    write_text(path, as_json(document, ("layers", "kinds")))
 
 
 def _written(layer: LayerProfile) -> dict[str, Any]:
@@ -388,86 +454,3 @@ def _written(layer: LayerProfile) -> dict[str, Any]:
     if not layer.joins_next:
         del found["joins_next"]
     return found
-
-
-def _listed(items: list[str]) -> str:
-    return ",\n".join(f"    {item}" for item in items)
-
-
-def _profile(value: object) -> Profile:
-    # Before the other fields: those of another version may have other names.
-    if isinstance(value, dict) and value.get("version", PROFILE_VERSION) != PROFILE_VERSION:
-        raise PlanError(
-            f"the profile: field 'version' is {shown(value['version'])}; this PipeShift reads"
-            f" version {PROFILE_VERSION}: measure the profile again, or use the version that"
-            " measured it"
-        )
-    known = ["version", *(field.name for field in fields(Profile))]
-    document = Fields(value, "the profile", known, instead=_MEASURE)
-    samples, microbatches = document.number("samples"), document.integer("microbatches")
-    if not (math.isfinite(samples) and samples > 0):
-        document.fail("samples", "finite and above 0")
-    if not 1 <= microbatches <= MOST_MICROBATCHES:
-        document.fail("microbatches", f"1 to {MOST_MICROBATCHES}")
-    return Profile(
-        layers=tuple(
-            _layer(item, f"the profile: layers[{index}]")
-            for index, item in enumerate(document.items("layers"))
-        ),
-        kinds={
-            kind: _times(item, f"the profile: kinds[{kind!r}]")
-            for kind, item in document.entries("kinds").items()
-        },
-        samples=samples,
-        microbatches=microbatches,
-        step_seconds=_at_least_0(document, "step_seconds"),
-        optimizer_seconds_per_byte=_at_least_0(document, "optimizer_seconds_per_byte"),
-    )
-
-
-def _layer(item: object, where: str) -> LayerProfile:
-    optional = ["tensors", "joins_next"]
-    names = [field.name for field in fields(LayerProfile) if field.name not in optional]
-    entry = Fields(item, where, names, optional, instead=_MEASURE)
-    counts = {name: entry.integer(name) for name in names if name != "name"}
-    tensors = entry.items("tensors") if "tensors" in entry else []
-    joins_next = "joins_next" in entry and entry.value("joins_next")
-    if not isinstance(joins_next, bool):
-        entry.fail("joins_next", "true or false")
-    return LayerProfile(
-        name=entry.text("name"),
-        joins_next=joins_next,
-        **counts,
-        tensors=tuple(
-            _tensor(tensor, f"{where}: tensors[{index}]") for index, tensor in enumerate(tensors)
-        ),
-    )
-
-
-def _tensor(item: object, where: str) -> SavedTensor:
-    entry = Fields(item, where, [field.name for field in fields(SavedTensor)], instead=_MEASURE)
-    return SavedTensor(
-        number=entry.integer("number"),
-        num_bytes=entry.integer("num_bytes"),
-        shape=entry.integers("shape"),
-        dtype=entry.text("dtype"),
-        maker=entry.text("maker"),
-    )
-
-
-def _times(item: object, where: str) -> KindProfile:
-    names = [field.name for field in fields(KindProfile)]
-    entry = Fields(item, where, names, instead=_MEASURE)
-    forward, backward = entry.numbers(names[0]), entry.numbers(names[1])
-    others = [_at_least_0(entry, name) for name in names[2:]]
-    try:
-        return KindProfile(forward, backward, *others)
-    except PlanError as error:
-        raise PlanError(f"{where}: {error}") from error
-
-
-def _at_least_0(entry: Fields, name: str) -> float:
-    value = entry.number(name)
-    if not (math.isfinite(value) and value >= 0):
-        entry.fail(name, "finite and at least 0")
-    return value

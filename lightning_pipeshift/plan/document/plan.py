@@ -11,21 +11,28 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+from lightning_pipeshift.documents import (
+    Document,
+    Entry,
+    Whole,
+    as_json,
+    made,
+    read_document,
+    shown,
+)
 from lightning_pipeshift.errors import (
     ConfigurationError,
-    PartitionError,
     PlanError,
     ScheduleError,
 )
-from lightning_pipeshift.files import parse_json
+from lightning_pipeshift.files import write_text
 from lightning_pipeshift.plan.cost.prediction import Prediction
 from lightning_pipeshift.plan.cost.simulator import Costs, Timeline, clock, simulate
 from lightning_pipeshift.plan.document.text_plan import draw
-from lightning_pipeshift.plan.document.validation import Fields, read_document, shown, write_text
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
 from lightning_pipeshift.plan.inputs.shares import check_shares
@@ -321,7 +328,7 @@ class Plan:
 
         The prediction is rounded, and contains a checksum of the plan for which it was made.
         """
-        head: dict[str, Any] = {
+        document: dict[str, Any] = {
             "version": FORMAT_VERSION,
             "schedule": self.schedule,
             "microbatches": self.microbatches,
@@ -329,65 +336,32 @@ class Plan:
         }
         for name in ("recompute", "ranks", "kinds", "batch_shares"):
             if getattr(self, name):
-                head[name] = getattr(self, name)
+                document[name] = getattr(self, name)
         if self.swaps:
-            head["swaps"] = [[_as_entry(swap) for swap in swaps] for swaps in self.swaps]
+            document["swaps"] = [[_as_entry(swap) for swap in swaps] for swaps in self.swaps]
         layers = [asdict(layer) for layer in self.layers]
-        lines = [f"  {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
         if self.prediction is not None:
-            lines += _prediction_lines(self.prediction, _checksum({**head, "layers": layers}))
-        listed = ",\n".join(f"    {json.dumps(layer)}" for layer in layers)
-        return "\n".join(["{", *lines, '  "layers": [', listed, "  ]", "}"]) + "\n"
+            of = _checksum({**document, "layers": layers})
+            prediction = _rounded(asdict(self.prediction))
+            costs = prediction.pop("costs")
+            document["prediction"] = {"of": of, **prediction, "costs": costs}
+        return as_json({**document, "layers": layers}, ("layers", "prediction", "costs"))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """The inverse of to_json. If the plan was edited since, its prediction is dropped.
 
         Raises PlanError, naming the field, for a document that is damaged or of another version."""
-        try:
-            value: Any = parse_json(text)
-        except ValueError as error:
-            raise PlanError(
-                f"the plan is not a JSON document: {error}; "
-                "take an undamaged copy, or make the plan again"
-            ) from error
-        # Before the other fields: those of another version may have other names.
-        if isinstance(value, dict) and value.get("version", FORMAT_VERSION) != FORMAT_VERSION:
-            raise PlanError(
-                f"the plan: field 'version' is {shown(value['version'])}; this PipeShift reads"
-                f" version {FORMAT_VERSION}: make the plan again, or use the version that made it"
-            )
-        known = ("version", "schedule", "microbatches", "placement", "layers")
-        optional = ("recompute", "swaps", "ranks", "kinds", "batch_shares", "prediction")
-        document = Fields(value, "the plan", known, optional)
-        try:
-            placement = Placement(document.integer_rows("placement"))
-        except PartitionError as error:
-            raise PlanError(f"the plan: field 'placement': {error}") from error
-        prediction = None
-        if "prediction" in document:
-            of, prediction = _prediction(document.value("prediction"))
-            if of != _checksum({name: value[name] for name in value if name != "prediction"}):
+        value = _DOCUMENT.parse(text)
+        if isinstance(value, dict) and isinstance(prediction := value.get("prediction"), dict):
+            rest = {name: value[name] for name in value if name != "prediction"}
+            if prediction.get("of", "") not in ("", _checksum(rest)):
                 log.warning(
                     "PipeShift: the plan was edited after its prediction was made, so the "
                     "prediction is ignored."
                 )
-                prediction = None
-        return cls(
-            layers=tuple(
-                _layer(item, f"the plan: layer {index}")
-                for index, item in enumerate(document.items("layers"))
-            ),
-            placement=placement,
-            schedule=document.text("schedule"),
-            microbatches=document.integer("microbatches"),
-            recompute=document.integer_rows("recompute") if "recompute" in document else (),
-            swaps=_swaps(document) if "swaps" in document else (),
-            ranks=document.integer_rows("ranks") if "ranks" in document else (),
-            kinds=_kinds(document) if "kinds" in document else (),
-            batch_shares=document.numbers("batch_shares") if "batch_shares" in document else (),
-            prediction=prediction,
-        )
+                value = rest
+        return _DOCUMENT.read(value)
 
     def save(self, path: str | Path) -> None:
         """Writes to a temporary file first, so that no reader ever sees a partial plan."""
@@ -403,47 +377,18 @@ class Plan:
             raise PlanError(f"{path}: {error}") from error
 
 
-def _layer(item: object, where: str) -> LayerRecord:
-    record = Fields(item, where, [field.name for field in fields(LayerRecord)])
-    return LayerRecord(
-        name=record.text("name"),
-        parameter_bytes=record.integer("parameter_bytes"),
-        forward_seconds=record.number("forward_seconds"),
-        payload_bytes=record.integer("payload_bytes"),
-    )
+_DOCUMENT: Final = Document(
+    Plan,
+    "the plan",
+    "make the plan again",
+    FORMAT_VERSION,
+    placement=Annotated[tuple[tuple[Whole, ...], ...], made(Placement)],
+    prediction=Annotated[Prediction, Entry((), of=str)],
+)
 
 
 def _as_entry(swap: Swap) -> dict[str, Any]:
     return {name: value for name, value in asdict(swap).items() if value != ()}
-
-
-def _swaps(document: Fields) -> tuple[tuple[Swap, ...], ...]:
-    found = []
-    for vm, row in enumerate(document.items("swaps")):
-        if not isinstance(row, list):
-            document.fail("swaps", "a list of lists")
-        swaps = []
-        for index, item in enumerate(row):
-            where = f"the plan: swaps[{vm}][{index}]"
-            entry = Fields(item, where, ["layer", "tensors"], ["stages", "shares"])
-            swaps.append(
-                Swap(
-                    layer=entry.integer("layer"),
-                    tensors=entry.integers("tensors"),
-                    stages=entry.integers("stages") if "stages" in entry else (),
-                    shares=entry.numbers("shares") if "shares" in entry else (),
-                )
-            )
-        found.append(tuple(swaps))
-    return tuple(found)
-
-
-def _kinds(document: Fields) -> tuple[tuple[str, ...], ...]:
-    rows = document.items("kinds")
-    for row in rows:
-        if not isinstance(row, list) or any(not isinstance(kind, str) for kind in row):
-            document.fail("kinds", "a list of lists of texts")
-    return tuple(tuple(row) for row in rows if isinstance(row, list))
 
 
 def _checksum(plan: dict[str, Any]) -> str:
@@ -452,52 +397,14 @@ def _checksum(plan: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:_CHECKSUM_DIGITS]
 
 
-def _prediction_lines(prediction: Prediction, of: str) -> list[str]:
-    costs = [
-        json.dumps({name: _rounded(times) for name, times in asdict(cost).items()})
-        for cost in prediction.costs
-    ]
-    entries = {
-        "of": json.dumps(of),
-        "step_seconds": json.dumps(_rounded(prediction.step_seconds)),
-        "exposed_seconds": json.dumps(_rounded(prediction.exposed_seconds)),
-        "memory_bytes": json.dumps(_rounded(prediction.memory_bytes)),
-        "costs": "[\n      " + ",\n      ".join(costs) + "\n    ]",
-    }
-    lines = ",\n".join(f"    {json.dumps(name)}: {text}" for name, text in entries.items())
-    return ['  "prediction": {', lines, "  },"]
-
-
 def _rounded(value: Any) -> Any:
-    """The numbers in nested tuples, rounded to the digits that a prediction justifies."""
+    """The numbers of a nested value, rounded to the digits that a prediction justifies."""
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
     if isinstance(value, tuple):
         return [_rounded(item) for item in value]
     rounded = float(f"{value:.{_PREDICTED_DIGITS}g}")
     return int(rounded) if rounded.is_integer() else rounded
-
-
-def _prediction(value: object) -> tuple[str, Prediction]:
-    """The checksum of the plan that it was made for, and the prediction."""
-    record = Fields(
-        value,
-        "the plan: prediction",
-        ("of", "costs", "step_seconds", "exposed_seconds", "memory_bytes"),
-        instead="or omit the prediction",
-    )
-    names = [field.name for field in fields(Costs)]
-    costs = []
-    for vm, item in enumerate(record.items("costs")):
-        entry = Fields(item, f"the plan: prediction: costs of virtual machine {vm}", names)
-        costs.append(Costs(*[entry.numbers(name) for name in names]))
-    memory = record.items("memory_bytes")
-    if any(not isinstance(row, list) for row in memory):
-        record.fail("memory_bytes", "a list of lists of numbers")
-    rows = [
-        Fields({"row": row}, "the plan: prediction: memory_bytes", ["row"]).numbers("row")
-        for row in memory
-    ]
-    seconds = record.number("step_seconds"), record.number("exposed_seconds")
-    return record.text("of"), Prediction(tuple(costs), *seconds, tuple(rows))
 
 
 def _names(names: Sequence[str], most: int = 8) -> str:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from lightning_pipeshift.plan.document.text_timeline import Scale, draw_row
+from lightning_pipeshift.text import bytes_text, seconds_text
 
 if TYPE_CHECKING:  # A plan draws itself with this module, so this one can't import it when it runs.
     from lightning_pipeshift.plan.document.plan import LayerRecord, Plan
@@ -183,20 +184,3 @@ def _rule(title: str) -> str:
 
 def _count(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
-
-
-def bytes_text(number: int) -> str:
-    """Formats bytes for people, such as ``1.7 MB``."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6)):
-        # Megabytes up to ten thousand of them, so that the column is easy to compare.
-        if number >= size * (10 if unit == "GB" else 0.1):
-            return f"{number / size:.1f} {unit}"
-    return f"{number / 1000:.1f} kB" if number else "0"
-
-
-def seconds_text(number: float) -> str:
-    """Formats seconds for people, such as ``549 ms``."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number / 1e-6:.3g} µs"

@@ -18,6 +18,7 @@ from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.inputs.policies import TensorRecord
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
+from lightning_pipeshift.text import bytes_text, seconds_text, table
 
 _WIDTH: Final = 82
 _HEIGHT: Final = 6
@@ -84,11 +85,11 @@ def report(machine: MachineMemory) -> str:
 def _stage(machine: MachineMemory, stage: int) -> Iterator[str]:
     found, before = machine.footprint, machine.uncompressed
     budget = machine.budget_bytes[stage]
-    limit = f" of {size_of(budget)}" if math.isfinite(budget) else ""
+    limit = f" of {bytes_text(budget)}" if math.isfinite(budget) else ""
     yield (
-        f"── stage {stage}: at most {size_of(found.peak_bytes[stage])}{limit}"
-        f" ({size_of(found.static_bytes[stage])} weights, gradients, optimizer, messages;"
-        f" {size_of(before.peak_bytes[stage])} without swaps) "
+        f"── stage {stage}: at most {bytes_text(found.peak_bytes[stage])}{limit}"
+        f" ({bytes_text(found.static_bytes[stage])} weights, gradients, optimizer, messages;"
+        f" {bytes_text(before.peak_bytes[stage])} without swaps) "
     ).ljust(100, "─")
     yield from _table(machine, stage)
     yield ""
@@ -117,14 +118,8 @@ def _table(machine: MachineMemory, stage: int) -> Iterator[str]:
         least = [min(idle) for idle in zip(*idle_seconds, strict=True)]
         for number, (line, idle) in enumerate(zip(lines, least, strict=True)):
             name = names if not number else ""
-            rows.append((name, *line.tensor, _time(idle), line.choice, line.costs))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    right = (1, 4, 5)
-    for row in rows:
-        yield "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
+            rows.append((name, *line.tensor, _time_text(idle), line.choice, line.costs))
+    yield from table(rows, right=(1, 4, 5))
 
 
 def _lines(machine: MachineMemory, layer: int) -> Iterator[_Line]:
@@ -140,7 +135,7 @@ def _lines(machine: MachineMemory, layer: int) -> Iterator[_Line]:
         record = records[tensor.number]
         choice, costs = "stays", ""
         if again and not tensor.is_outside:
-            choice, costs = "made again", f"{_time(record.recompute_seconds)} for the layer"
+            choice, costs = "made again", f"{_time_text(record.recompute_seconds)} for the layer"
         elif tensor.number in ways:
             choice, costs = _swapped(machine, record, ways[tensor.number])
         shape = f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
@@ -149,7 +144,7 @@ def _lines(machine: MachineMemory, layer: int) -> Iterator[_Line]:
                 "·" if tensor.is_outside else str(tensor.number),
                 tensor.maker,
                 shape,
-                size_of(tensor.num_bytes),
+                bytes_text(tensor.num_bytes),
             ),
             choice,
             costs,
@@ -160,14 +155,17 @@ def _lines(machine: MachineMemory, layer: int) -> Iterator[_Line]:
 def _swapped(machine: MachineMemory, record: TensorRecord, swap: Swap) -> tuple[str, str]:
     if not swap.stages:
         seconds = machine.links.seconds(record.stage, HOST, record.num_bytes)
-        return "to the host", f"{_time(seconds)} each way"
+        return "to the host", f"{_time_text(seconds)} each way"
     shares = swap.shares or (1.0,) * len(swap.stages)
     seconds = max(
         machine.links.seconds(record.stage, to, record.num_bytes * share / sum(shares))
         for to, share in zip(swap.stages, shares, strict=True)
     )
     names = ", ".join(map(str, swap.stages))
-    return f"to stage{'s' if len(swap.stages) > 1 else ''} {names}", f"{_time(seconds)} each way"
+    return (
+        f"to stage{'s' if len(swap.stages) > 1 else ''} {names}",
+        f"{_time_text(seconds)} each way",
+    )
 
 
 # --- the picture ---
@@ -191,7 +189,7 @@ def picture(trace: StageTrace, step_seconds: float, budget_bytes: float) -> Iter
         for held in columns:
             part = (held - low) / (high - low)
             cells.append(_EIGHTHS[round(8 * min(1.0, max(0.0, part)))])
-        label = size_of(top) if row == _HEIGHT - 1 else ""
+        label = bytes_text(top) if row == _HEIGHT - 1 else ""
         mark = " ← budget" if low < budget_bytes <= high else ""
         yield f"{label:>10} │{''.join(cells)}│{mark}"
 
@@ -210,15 +208,5 @@ def columns_of(trace: StageTrace, step_seconds: float, count: int) -> list[float
     return columns
 
 
-def size_of(num_bytes: float) -> str:
-    """Formats bytes for people."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.3g} {unit}"
-    return f"{num_bytes:.0f} B"
-
-
-def _time(seconds: float) -> str:
-    if not math.isfinite(seconds):
-        return "no way"
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"
+def _time_text(seconds: float) -> str:
+    return seconds_text(seconds) if math.isfinite(seconds) else "no way"

@@ -10,7 +10,6 @@ models the stages' idle time, so the search finds that a recomputation in it cos
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final
@@ -27,6 +26,7 @@ from lightning_pipeshift.plan.offload.assignment_search import (
     Search,
 )
 from lightning_pipeshift.plan.schedule.asynchronous import weight_versions
+from lightning_pipeshift.text import ceil_bytes_text
 
 _CAUTION: Final = 2.0
 """The factor for transfer times under which a preferred plan still works. Ranks that share a host
@@ -112,7 +112,7 @@ class Compression:
         schedule, num_stages = self._problem.workload.schedule, len(lacking)
         num_versions = weight_versions(schedule, num_stages)[stage]
         weights = f"{num_versions} versions of the weights" if num_versions > 1 else "weights"
-        remedies = [f"a budget of {_size(needed)} would do"]
+        remedies = [f"a budget of {ceil_bytes_text(needed)} would do"]
         fewest = weight_versions("async-2bw", num_stages)[stage]
         if num_versions > fewest:
             remedies.append(f"so may schedule='async-2bw', which keeps {fewest} versions")
@@ -124,11 +124,11 @@ class Compression:
             not any(room.host_bytes for room in self._rooms)
         ):
             remedies.append("or more host memory (`host_budget`)")
+        has, peak, fixed = map(ceil_bytes_text, (budget, found.peak_bytes[stage], static))
         return BudgetError(
-            f"No plan keeps the memory budget: stage {stage} has {_size(budget)}, and needs"
-            f" {_size(found.peak_bytes[stage])} in the best plan found, {_size(static)} of it"
-            f" for {weights}, gradients, the optimizer's state and messages between stages. What"
-            f" would help: {'; '.join(remedies)}."
+            f"No plan keeps the memory budget: stage {stage} has {has}, and needs {peak} in the"
+            f" best plan found, {fixed} of it for {weights}, gradients, the optimizer's state and"
+            f" messages between stages. What would help: {'; '.join(remedies)}."
         )
 
     def _host_is_short(self, search: Search, best: Assigned) -> BudgetError:
@@ -136,16 +136,9 @@ class Compression:
             enumerate(search.traces(best)),
             key=lambda one: one[1][0].host_bytes - one[1][1].host_bytes,
         )
+        has, needs = map(ceil_bytes_text, (room.host_bytes, trace.host_bytes))
         return BudgetError(
-            f"No plan keeps the memory budget: the host of stage {stage} has "
-            f"{_size(room.host_bytes)} for swapped tensors (`host_budget`), and the best plan "
-            f"found needs {_size(trace.host_bytes)}. What would help: "
-            f"{_size(trace.host_bytes)} there, or a larger budget on the device, so that less has "
-            "to move."
+            f"No plan keeps the memory budget: the host of stage {stage} has {has} for swapped"
+            f" tensors (`host_budget`), and the best plan found needs {needs}. What would help:"
+            f" {needs} there, or a larger budget on the device, so that less has to move."
         )
-
-
-def _size(num_bytes: float) -> str:
-    if num_bytes >= 1e9:
-        return f"{math.ceil(num_bytes / 1e7) / 100:.2f} GB"
-    return f"{math.ceil(num_bytes / 1e4) / 100:.2f} MB"

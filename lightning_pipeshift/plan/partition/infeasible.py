@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from typing import Final
 
 import numpy as np
 
@@ -15,8 +14,7 @@ from lightning_pipeshift.plan.cost.workload import Numbers, Workload
 from lightning_pipeshift.plan.partition.ranges import narrowest, possible_ranges
 from lightning_pipeshift.plan.partition.recomputation import bytes_held
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS, SYNCHRONOUS
-
-_UNITS: Final = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+from lightning_pipeshift.text import ceil_bytes_text
 
 
 def nothing_fits(workload: Workload, recompute: str) -> PlanError:
@@ -36,10 +34,8 @@ def nothing_fits(workload: Workload, recompute: str) -> PlanError:
     for s, (begin, end) in enumerate(pairwise(bounds)):
         room, needed = float(workload.room_bytes[s]), float(held[s, begin, end])
         if needed > room:
-            lack = _size(needed - room)
-            stages.append(
-                f"stage {s} lacks {lack} (it would hold {_size(needed)}, of {_size(room)})"
-            )
+            lacking, held_here, of = map(ceil_bytes_text, (needed - room, needed, room))
+            stages.append(f"stage {s} lacks {lacking} (it would hold {held_here}, of {of})")
     return PlanError(
         f"No plan fits in memory with recompute={recompute!r}. In the cut that is nearest to "
         f"fitting, {list(counts)} layers, {some_of(stages)}. What would fit: "
@@ -73,9 +69,9 @@ def _remedies(workload: Workload, recompute: str, held: Numbers) -> Iterator[str
     largest = float(workload.room_bytes.max())
     for num_stages in range(workload.num_stages + 1, 2 * workload.num_stages + 3):
         if _fits(_with_stages(workload, num_stages, largest), recompute):
-            yield f"{num_stages} stages with {_size(largest)} each"
+            yield f"{num_stages} stages with {ceil_bytes_text(largest)} each"
             break
-    yield f"devices with {_size(narrowest(held)[0])} each"
+    yield f"devices with {ceil_bytes_text(narrowest(held)[0])} each"
 
 
 def _with_stages(workload: Workload, num_stages: int, room_bytes: float) -> Workload:
@@ -110,11 +106,3 @@ def _lacking(workload: Workload, held: Numbers) -> Numbers:
     lacking: Numbers = np.full_like(held, math.inf)
     np.subtract(held, room, out=lacking, where=np.isfinite(held))
     return lacking
-
-
-def _size(num_bytes: float) -> str:
-    """Rounded up: the recommended amount has to be enough."""
-    for unit, size in _UNITS:
-        if num_bytes >= size:
-            return f"{math.ceil(num_bytes / size * 100) / 100:.2f} {unit}"
-    return f"{math.ceil(num_bytes)} bytes"

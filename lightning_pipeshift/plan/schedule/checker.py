@@ -7,20 +7,19 @@ grid, with an arrow at the wrong action.
 
 from collections import Counter
 from itertools import pairwise
-from typing import Final, NoReturn
+from typing import NoReturn
 
 from lightning_pipeshift.errors import ScheduleError
-from lightning_pipeshift.plan.schedule.actions import Action, Kind, Schedule
+from lightning_pipeshift.plan.schedule.actions import Action, Kind, Schedule, route_of
 from lightning_pipeshift.plan.schedule.execution_order import execution_order
-
-_SENDS: Final = (Kind.SEND_PAYLOAD, Kind.SEND_GRADIENT)
 
 
 def check(schedule: Schedule) -> None:
     """Raises ScheduleError unless the schedule (with its communication) can run and is complete.
 
-    - Every stage does the forward and the backward of every microbatch exactly once, the forward
-      first; or, where the schedule has no backward at all, the forward exactly once.
+    - Every stage does the forward and the backward of every microbatch exactly once for each of its
+      chunks, the forwards first, and the backwards in the reverse order of the chunks; or, where
+      the schedule has no backward at all, the forwards exactly once.
     - A recomputation, where there is one, comes once, between the two.
     - Every send has one receive, every receive one send, and per neighbour and direction their
       orders agree.
@@ -56,9 +55,11 @@ def grid(schedule: Schedule, stage: int, index: int) -> str:
 def _check_compute(schedule: Schedule) -> None:
     actions = [action for row in schedule for action in row]
     num_microbatches = 1 + max(action.microbatch for action in actions)
+    chunks = range(route_of(schedule).num_chunks)
     trains = any(action.kind is Kind.BACKWARD for action in actions)
     kinds = (Kind.FORWARD, Kind.BACKWARD) if trains else (Kind.FORWARD,)
     letters = " and ".join(kind.value for kind in kinds)
+    of_chunks = f", with the chunks 0 to {chunks[-1]}" if len(chunks) > 1 else ""
     for stage, row in enumerate(schedule):
         places: dict[Action, int] = {}
         for index, action in enumerate(row):
@@ -66,45 +67,53 @@ def _check_compute(schedule: Schedule) -> None:
                 _fail(schedule, stage, index, f"does {action} again; it is allowed once")
             places[action] = index
         for microbatch in range(num_microbatches):
-            needed = [Action(kind, microbatch) for kind in kinds]
+            # Backwards go the way of the forwards in reverse.
+            needed = [
+                Action(kind, microbatch, chunk)
+                for kind in kinds
+                for chunk in (chunks if kind is Kind.FORWARD else reversed(chunks))
+            ]
             for action in needed:
                 if action not in places:
                     what = f"never does {action}; every stage does {letters} of each microbatch"
-                    _fail(schedule, stage, len(row), f"{what}, 0 to {num_microbatches - 1}")
-            recompute = Action(Kind.RECOMPUTE, microbatch)
-            in_order = [needed[0], *[recompute] * (recompute in places), *needed[1:]]
-            if recompute in places and not trains:
-                what = f"does {recompute}, but has no backward that needs it"
-                _fail(schedule, stage, places[recompute], what)
-            for first, second in pairwise(in_order):
+                    what += f", 0 to {num_microbatches - 1}{of_chunks}"
+                    _fail(schedule, stage, len(row), what)
+            in_order = [*pairwise(needed)]
+            for chunk in chunks:
+                recompute = Action(Kind.RECOMPUTE, microbatch, chunk)
+                if recompute not in places:
+                    continue
+                if not trains:
+                    what = f"does {recompute}, but has no backward that needs it"
+                    _fail(schedule, stage, places[recompute], what)
+                in_order.append((Action(Kind.FORWARD, microbatch, chunk), recompute))
+                in_order.append((recompute, Action(Kind.BACKWARD, microbatch, chunk)))
+            for first, second in in_order:
                 if places[first] > places[second]:
                     what = f"does {second} before {first}"
                     _fail(schedule, stage, places[second], what)
 
 
 def _check_pairs(schedule: Schedule) -> None:
-    rows = [set(row) for row in schedule]
+    rows, route = [set(row) for row in schedule], route_of(schedule)
     for stage, row in enumerate(schedule):
         for index, action in enumerate(row):
             if action.kind.is_compute:
                 continue
-            neighbour = action.neighbour(stage)
-            if not 0 <= neighbour < len(schedule):
+            there = action.counterpart(stage, route)
+            if there is None:
                 _fail(schedule, stage, index, f"does {action}, but has no neighbour there")
-            if action.pair() not in rows[neighbour]:
-                _fail(
-                    schedule,
-                    stage,
-                    index,
-                    f"does {action}, but stage {neighbour} never does {action.pair()}",
-                )
+            if there[1] not in rows[there[0]]:
+                what = f"does {action}, but stage {there[0]} never does {there[1]}"
+                _fail(schedule, stage, index, what)
 
 
 def _check_places(schedule: Schedule) -> None:
+    route = route_of(schedule)
     for stage, row in enumerate(schedule):
         places = {action: index for index, action in enumerate(row)}
         for index, action in enumerate(row):
-            receive = action.receive_needed(stage, len(schedule))
+            receive = action.receive_needed(stage, route)
             if receive is not None and places.get(receive, index) >= index:
                 _fail(
                     schedule,
@@ -113,40 +122,45 @@ def _check_places(schedule: Schedule) -> None:
                     f"does {action} without posting {receive} first; "
                     "with_communication() places it",
                 )
-            send = action.send_caused(stage, len(schedule))
+            send = action.send_caused(stage, route)
             if send is not None and places.get(send, index + 1) < index:
                 _fail(schedule, stage, places[send], f"does {send} before {action}, which makes it")
 
 
 def _check_orders(schedule: Schedule) -> None:
+    route = route_of(schedule)
+    # The sends of each kind from one stage to another, and what they are received by.
+    lines: dict[tuple[Kind, int, int], list[tuple[Action, Action]]] = {}
     for stage, row in enumerate(schedule):
-        for kind in _SENDS:
-            sends = [action for action in row if action.kind is kind]
-            if not sends:
-                continue
-            neighbour = sends[0].neighbour(stage)
-            expected = [send.pair() for send in sends]
-            posted = [a for a in schedule[neighbour] if a.kind is expected[0].kind]
-            for receive, send in zip(posted, sends, strict=True):
-                if receive != send.pair():
-                    _fail(
-                        schedule,
-                        neighbour,
-                        schedule[neighbour].index(receive),
-                        f"posts {receive} where stage {stage} sends {send}; "
-                        "transfers match by order, so the orders must agree",
-                    )
+        for send in row:
+            if send.kind.is_send and (there := send.counterpart(stage, route)):
+                lines.setdefault((send.kind, stage, there[0]), []).append((send, there[1]))
+    for (_, stage, neighbour), pairs in lines.items():
+        expected = {receive for _, receive in pairs}
+        posted = [action for action in schedule[neighbour] if action in expected]
+        for found, (send, receive) in zip(posted, pairs, strict=True):
+            if found != receive:
+                _fail(
+                    schedule,
+                    neighbour,
+                    schedule[neighbour].index(found),
+                    f"posts {found} where stage {stage} sends {send}; "
+                    "transfers match by order, so the orders must agree",
+                )
 
 
 def _check_reaches_end(schedule: Schedule) -> None:
+    route = route_of(schedule)
     reached = Counter(stage for stage, _ in execution_order(schedule))
     waits = []
     for stage, row in enumerate(schedule):
         if reached[stage] < len(row):
             action = row[reached[stage]]
-            receive = action.receive_needed(stage, len(schedule))
+            receive = action.receive_needed(stage, route)
             assert receive is not None, "only an action that needs a receive can wait"
-            send = f"{receive.pair()} of stage {receive.neighbour(stage)}"
+            there = receive.counterpart(stage, route)
+            assert there is not None
+            send = f"{there[1]} of stage {there[0]}"
             waits.append((stage, reached[stage], f"{action} of stage {stage} waits for {send}"))
     if waits:
         stage, index, _ = waits[0]

@@ -23,7 +23,8 @@ that cause them. So the orders agree if two neighbours run their forwards in the
 their backwards in the same order. ``check`` proves that for a schedule.
 """
 
-from lightning_pipeshift.plan.schedule.actions import Action, Row, Schedule
+from lightning_pipeshift.plan.schedule.actions import Action, Row, Schedule, route_of
+from lightning_pipeshift.plan.schedule.route import Route
 
 
 def with_communication(schedule: Schedule) -> Schedule:
@@ -31,19 +32,17 @@ def with_communication(schedule: Schedule) -> Schedule:
 
     Expects compute actions only. The schedule of a single stage is returned unchanged.
     """
-    num_stages = len(schedule)
-    return tuple(
-        row_with_communication(row, stage, num_stages) for stage, row in enumerate(schedule)
-    )
+    route = route_of(schedule)
+    return tuple(row_with_communication(row, stage, route) for stage, row in enumerate(schedule))
 
 
-def row_with_communication(row: Row, stage: int, num_stages: int) -> Row:
+def row_with_communication(row: Row, stage: int, route: Route) -> Row:
     """The row of one stage with every send and receive that its compute actions imply."""
-    receives = [action.receive_needed(stage, num_stages) for action in row]
+    receives = [action.receive_needed(stage, route) for action in row]
     # No action precedes the first one, so its receive is at the row's start, before the second's.
     lowered: list[Action | None] = receives[:1]
     for action, next_receive in zip(row, [*receives, None][1:], strict=True):
-        send = action.send_caused(stage, num_stages)
+        send = action.send_caused(stage, route)
         depends = next_receive is not None and next_receive.microbatch == action.microbatch
         lowered += [action, send, next_receive] if depends else [next_receive, action, send]
     return tuple(action for action in lowered if action is not None)

@@ -4,7 +4,7 @@ The checker needs how far it gets, the simulator needs the order; both use this 
 agree on which action waits for which.
 """
 
-from lightning_pipeshift.plan.schedule.actions import Action, Schedule
+from lightning_pipeshift.plan.schedule.actions import Action, Schedule, route_of
 
 
 def execution_order(schedule: Schedule) -> list[tuple[int, int]]:
@@ -14,8 +14,8 @@ def execution_order(schedule: Schedule) -> list[tuple[int, int]]:
     send has happened. If the schedule deadlocks, the order ends there: it is shorter than the
     schedule.
     """
-    num_stages = len(schedule)
-    positions = [0] * num_stages
+    route = route_of(schedule)
+    positions = [0] * len(schedule)
     delivered: set[tuple[int, Action]] = set()
     order: list[tuple[int, int]] = []
     before = -1
@@ -24,11 +24,11 @@ def execution_order(schedule: Schedule) -> list[tuple[int, int]]:
         for stage, row in enumerate(schedule):
             while positions[stage] < len(row):
                 action = row[positions[stage]]
-                needed = action.receive_needed(stage, num_stages)
+                needed = action.receive_needed(stage, route)
                 if needed is not None and (stage, needed) not in delivered:
                     break
-                if action.kind.is_send:
-                    delivered.add((action.neighbour(stage), action.pair()))
+                if action.kind.is_send and (there := action.counterpart(stage, route)):
+                    delivered.add(there)
                 order.append((stage, positions[stage]))
                 positions[stage] += 1
     return order

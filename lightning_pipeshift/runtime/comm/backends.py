@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import platform
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from lightning_pipeshift.devices.properties import device_name
 from lightning_pipeshift.errors import StageFailedError
-from lightning_pipeshift.host import boot_id
+from lightning_pipeshift.host import network_host
 from lightning_pipeshift.plan.inputs.cluster import Device
 from lightning_pipeshift.runtime.comm.lane import Watched, gathered
 
@@ -123,17 +122,11 @@ def _agreed_name(store: dist.Store, rank: int, world_size: int, timeout: timedel
 
 def device_of(device: torch.device) -> Device:
     """Returns the description of this rank's device for other ranks."""
-    # Containers on one host share the boot id and have different network namespaces; cloned
-    # machines share the name.
-    marks = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        marks.append(boot_id())
-        marks.append(str(os.stat("/proc/self/ns/net").st_ino))
     if device.type != "cpu":
         kind = device_name(device)
     else:
         kind = platform.processor() or platform.machine()
-    return Device(host="/".join(marks), kind=kind)
+    return Device(host=network_host(), kind=kind)
 
 
 def payload_backend(device: torch.device, asked: str | None, watched: Watched) -> str:

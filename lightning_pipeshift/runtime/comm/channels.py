@@ -13,7 +13,6 @@ import enum
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -26,6 +25,7 @@ from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.transfer import Fetch
 from lightning_pipeshift.model.trace.placeholder import Placeholder, dtype_named, is_dense
 from lightning_pipeshift.plan.inputs.flow import TensorSpec
+from lightning_pipeshift.runtime.comm.groups import StageGroups
 from lightning_pipeshift.runtime.comm.lane import (
     Lane,
     Line,
@@ -35,12 +35,10 @@ from lightning_pipeshift.runtime.comm.lane import (
     as_bytes,
     finish,
 )
-from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose, group_timeout
+from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.comm.sockets import (
-    Opened,
     ends_soon,
     keep_for_ever,
-    open_sockets,
     shut_down,
 )
 from lightning_pipeshift.runtime.comm.threads import InOrder
@@ -134,48 +132,12 @@ class PostedSum:
         return self.vector
 
 
-@dataclass(frozen=True)
-class Groups:
-    """The process groups in which a virtual machine's stages communicate.
-
-    Args:
-        control: for messages that have to arrive soon.
-        bulk: for large transfers that are not urgent: separate connections, so that they delay no
-            other message.
-        sockets: those of all groups.
-        bulk_sockets: those of ``bulk``.
-    """
-
-    control: Any
-    bulk: Any
-    sockets: Opened
-    bulk_sockets: Opened = frozenset()
-
-
-def make_groups(
-    ranks: Sequence[int], has_bulk: bool = False, timeout: timedelta | None = None
-) -> Groups:
-    """Makes the groups of a virtual machine. Every rank of the job calls this for every virtual
-    machine, in the same order, whether it is a member or not.
-    """
-
-    def make() -> Any:
-        return dist.new_group(list(ranks), backend="gloo", timeout=group_timeout(timeout))
-
-    before = open_sockets()
-    control = make()
-    others = open_sockets()
-    bulk = make() if has_bulk else None
-    after = open_sockets()
-    return Groups(control, bulk, after - before, after - others)
-
-
 def connect_devices(devices: ProcessGroups, machines: Sequence[Sequence[int]]) -> None:
     """Makes the groups in which payloads travel from device to device. Every rank of the job calls
     this.
 
     Args:
-        devices: gets the groups; with gloo, :func:`make_groups` has made all that is needed.
+        devices: gets the groups; with gloo, :class:`Lanes` has made all that is needed.
         machines: the ranks of each virtual machine, in stage order.
     """
     if devices.backend == "gloo":
@@ -193,7 +155,7 @@ class Channels(Lane):
         stage: this stage.
         device: where tensors live.
         watched: the context to communicate in.
-        groups: what :func:`make_groups` made for ``ranks``.
+        groups: those of ``ranks``.
         devices: carry tensors from device to device, from :func:`connect_devices` on. By
             default, and with gloo, tensors on a GPU go through host memory.
     """
@@ -204,21 +166,21 @@ class Channels(Lane):
         stage: int,
         device: torch.device,
         watched: Watched,
-        groups: Groups,
+        groups: StageGroups,
         devices: ProcessGroups | None = None,
     ) -> None:
-        super().__init__(ranks, stage, groups.control, watched)
+        super().__init__(ranks, stage, groups.pipeline.control, watched)
         self.device = device
         self._devices = devices if devices is not None and devices.backend != "gloo" else None
         self._staged = self._devices is None and device.type != "cpu"
         self._staging = InOrder("send")
-        self._bulk = groups.bulk
-        self.measurements = Lane(ranks, stage, groups.control, watched, _MEASUREMENTS)
+        self._bulk = groups.bulk.control if groups.bulk is not None else None
+        self.measurements = Lane(ranks, stage, self.control, watched, _MEASUREMENTS)
         """Apart from what is sent in steps."""
-        self.shared = Lane(ranks, stage, groups.control, watched, _SHARED)
+        self.shared = Lane(ranks, stage, self.control, watched, _SHARED)
         """For the gradients of parameters that several stages of an asynchronous pipeline hold."""
-        self._sockets = groups.sockets
-        self._bulk_sockets = groups.bulk_sockets
+        self._bulk_sockets = groups.bulk.sockets if groups.bulk is not None else frozenset()
+        self._sockets = groups.pipeline.sockets | self._bulk_sockets
         self.num_done = 0
         """How many actions this stage has completed."""
         # Collectives that have started and may not be complete yet.

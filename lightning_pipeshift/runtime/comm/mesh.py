@@ -54,9 +54,7 @@ def connect_all(
     own = _own_address(rank, address, port)
     family = socket.AF_INET6 if ":" in own else socket.AF_INET
     found: dict[int, socket.socket] = {}
-    space = None
-    with suppress(OSError):
-        space = process_space()
+    space = process_space()
     with socket.create_server((own, 0), family=family, backlog=world_size + 8) as listener:
         entry = [own, listener.getsockname()[1], space, os.getpid()]
         store.set(f"at/{rank}", json.dumps(entry))

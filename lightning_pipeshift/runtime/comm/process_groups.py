@@ -35,6 +35,8 @@ from lightning_pipeshift.compat.torch_distributed_private import (
     set_options_timeout,
 )
 from lightning_pipeshift.errors import ConfigurationError
+from lightning_pipeshift.plan.inputs.traffic import GRADIENTS
+from lightning_pipeshift.runtime.comm.groups import Lanes, group_timeout
 from lightning_pipeshift.runtime.comm.lane import Line, Watched
 from lightning_pipeshift.runtime.comm.sockets import Opened, keep_for_ever, open_sockets
 
@@ -69,7 +71,8 @@ class ProcessGroups:
         backend: ``"gloo"`` or ``"nccl"``.
         device: this rank's device.
         watched: the context to communicate in.
-        timeout: see :func:`group_timeout`.
+        timeout: see :func:`~lightning_pipeshift.runtime.comm.groups.group_timeout`.
+        lanes: makes the groups of gloo.
     """
 
     def __init__(
@@ -78,8 +81,10 @@ class ProcessGroups:
         device: torch.device,
         watched: Watched,
         timeout: timedelta | None = None,
+        lanes: Lanes | None = None,
     ) -> None:
         self.backend = backend
+        self._lanes = lanes or Lanes(timeout)
         self.device = device
         self.watched = watched
         self.sockets: Opened = frozenset()
@@ -110,13 +115,14 @@ class ProcessGroups:
                     self._groups[purpose, ranks] = self._made(purpose, ranks)
 
     def _made(self, purpose: Purpose, ranks: Ranks) -> Any:
-        options = nccl_options(self._timeout, purpose) if self.backend == "nccl" else None
+        if self.backend == "gloo":
+            return self._lanes.make(ranks, GRADIENTS[0].name).control
+        options = nccl_options(self._timeout, purpose)
         with nccl_environment():
             group = dist.new_group(
                 list(ranks), timeout=self._timeout, backend=self.backend, pg_options=options
             )
-        if self.backend == "nccl":
-            _abort_of(group, self.device)
+        _abort_of(group, self.device)
         return group
 
     def group(self, purpose: Purpose, ranks: Iterable[int]) -> Any:
@@ -192,15 +198,6 @@ class ProcessGroups:
                 " Start a new one.",
                 stacklevel=2,
             )
-
-
-def group_timeout(timeout: timedelta | None) -> timedelta:
-    """Returns the timeout of a group's operations: at least gloo's default; NCCL's own default is a
-    third of that. A rank that stalls is alive, so a short timeout that the user sets for the start
-    does not apply later.
-    """
-    default: timedelta = dist.default_pg_timeout
-    return default if timeout is None else max(timeout, default)
 
 
 @contextmanager

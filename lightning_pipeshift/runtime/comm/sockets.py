@@ -1,4 +1,4 @@
-"""Shuts connections down for good.
+"""Marks the packets of connections, and shuts connections down for good.
 
 A process group's connections stay open as long as any operation on them is referred to, and after a
 failure tracebacks refer to some. Waiting peers would continue to wait; so the sockets themselves
@@ -15,6 +15,8 @@ import socket
 import stat
 import time
 from typing import Any, Final
+
+from lightning_pipeshift.plan.inputs.traffic import TrafficClass
 
 _PATIENCE_SECONDS: Final = 1.0
 
@@ -45,6 +47,41 @@ def shut_down(sockets: Opened) -> None:
             # If a listener is shut down, gloo ends the process.
             if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+def mark(sockets: Opened, traffic: TrafficClass) -> str | None:
+    """Marks the packets of sockets that are still open, from now on.
+
+    Args:
+        sockets: the sockets.
+        traffic: the class of what they carry.
+
+    Returns:
+        why the system refused it; ``None`` if it did not.
+    """
+    refused = None
+    for descriptor, _ in sockets & open_sockets():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            try:
+                _mark(connection, traffic)
+            except OSError as error:
+                refused = str(error)
+    return refused
+
+
+def _mark(connection: socket.socket, traffic: TrafficClass) -> None:
+    if connection.family == socket.AF_INET6:
+        connection.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, traffic.tos)
+        # It may carry packets of IPv4, which not every system lets it mark.
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, traffic.tos)
+    elif connection.family == socket.AF_INET:
+        connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, traffic.tos)
+    else:
+        return
+    # The kernel derives a priority from the mark, so this comes last.
+    if hasattr(socket, "SO_PRIORITY"):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, traffic.priority)
 
 
 def ends_soon(work: Any) -> bool:

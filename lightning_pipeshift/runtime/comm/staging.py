@@ -19,15 +19,15 @@ class Staging:
     """Copies of tensors in host memory; the memory is reused for later copies."""
 
     def __init__(self) -> None:
-        self._rooms: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
 
     def copy(self, key: str, tensor: Tensor) -> Tensor:
         """Returns a contiguous copy of a tensor, valid until the next copy with the same key."""
-        room = self._rooms.get(key)
-        if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
-            room = self._rooms[key] = room_for(tuple(tensor.shape), tensor.dtype)
-        return room.copy_(tensor.detach())
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = self._buffers[key] = room_for(tuple(tensor.shape), tensor.dtype)
+        return buffer.copy_(tensor.detach())
 
     def clear(self) -> None:
         """Releases the memory."""
-        self._rooms.clear()
+        self._buffers.clear()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.runtime.comm.channels import Groups
+from lightning_pipeshift.runtime.comm.groups import Group
 from lightning_pipeshift.runtime.comm.lane import Watched
 from lightning_pipeshift.runtime.comm.sockets import shut_down
 from lightning_pipeshift.runtime.comm.threads import Threads
@@ -53,14 +53,14 @@ class Rings:
     """One rank's part in all rings, on gloo.
 
     Args:
-        groups: a gloo process group over all ranks. Nothing else may use it.
+        group: a gloo process group over all ranks. Nothing else may use it.
         rank: this rank.
         watched: the context to communicate in.
     """
 
-    def __init__(self, groups: Groups, rank: int, watched: Watched) -> None:
-        self._group = groups.control
-        self._sockets = groups.sockets
+    def __init__(self, group: Group, rank: int, watched: Watched) -> None:
+        self._group = group.control
+        self._sockets = group.sockets
         self._rank = rank
         self.watched = watched
         # One for every piece in progress: with fewer threads, two members that have started rings

@@ -11,7 +11,6 @@ from __future__ import annotations
 import enum
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.errors import BudgetError
-from lightning_pipeshift.model.saved.saved_tensors import Block
+from lightning_pipeshift.model.saved.saved_tensors import SavedBlock
 from lightning_pipeshift.plan.inputs.saved_tensors import FRONT, place_in_forward
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 from lightning_pipeshift.runtime.offload.copying import Ticket
@@ -47,36 +46,22 @@ class _Is(enum.Enum):
     COMING = enum.auto()
 
 
-class _Entry:
-    """A block in the table."""
+class _Block(SavedBlock):
+    """A block in the table, and where it is."""
 
-    __slots__ = (
-        "block",
-        "coming",
-        "has_come",
-        "is_gone",
-        "layer",
-        "memory",
-        "microbatch",
-        "num_bytes",
-        "num_sent",
-        "number",
-        "parcel",
-        "state",
-    )
+    __slots__ = ("buffer", "coming", "has_come", "is_gone", "num_sent", "offloaded", "state")
 
-    def __init__(self, block: Block) -> None:
-        self.block = weakref.ref(block)
-        self.layer, self.number = block.layer, block.number
-        self.microbatch = block.microbatch
-        self.num_bytes = block.num_bytes
+    def __init__(self, tensor: Tensor, layer: int, number: int, microbatch: int) -> None:
+        super().__init__(tensor, layer, number, microbatch)
         self.state = _Is.HERE
         self.num_sent = 0
         """How often the block has been offloaded; an outdated copy is recognised by its lower
         number."""
-        self.parcel: OffloadedBlock | None = None
+        self.offloaded: OffloadedBlock | None = None
+        """The block at its target, or on its way from here or back."""
+        self.buffer: Tensor | None = None
+        """What it is being fetched into."""
         self.coming: Ticket | None = None
-        self.memory: Tensor | None = None
         self.has_come = False
         """Whether the block was offloaded, and has been fetched back or is being fetched."""
         self.is_gone = False
@@ -154,14 +139,14 @@ class ActivationStore(ActionListener):
         self._awaited_bytes = 0
         self._expected = dict(orders.expected_bytes)
         self._measured: set[int] = set()
-        self._entries: dict[int, list[_Entry]] = {}
-        self._leaving: deque[_Entry] = deque()
-        self._coming: list[_Entry] = []
-        self._new: list[_Entry] = []
+        self._blocks: dict[int, list[_Block]] = {}
+        self._leaving: deque[_Block] = deque()
+        self._coming: list[_Block] = []
+        self._new: list[_Block] = []
         # Blocks that have a second name, and that name.
-        self._also: list[tuple[_Entry, tuple[int, int]]] = []
+        self._also: list[tuple[_Block, tuple[int, int]]] = []
         # Dropped blocks: any thread may drop one at any time, so this needs no lock.
-        self._dropped: deque[_Entry] = deque()
+        self._dropped: deque[_Block] = deque()
         self._row: Row = ()
         self._position = 0
         # The last layer that has started in the current action.
@@ -235,13 +220,13 @@ class ActivationStore(ActionListener):
                 # Blocks saved by code after the last layer.
                 self._send_new()
                 saved = sum(
-                    entry.num_bytes
-                    for entry in self._entries.get(action.microbatch, ())
-                    if not entry.is_gone
+                    block.num_bytes
+                    for block in self._blocks.get(action.microbatch, ())
+                    if not block.is_gone
                 )
                 self._forward_bytes = max(self._forward_bytes, saved)
             elif action.kind is Kind.BACKWARD:
-                self._entries.pop(action.microbatch, None)
+                self._blocks.pop(action.microbatch, None)
         self.advance()
 
     # --- layers ---
@@ -256,7 +241,7 @@ class ActivationStore(ActionListener):
         """Called after a layer has run: starts to offload the tensors it saved, as planned."""
         with self.lock:
             self._promised_bytes = 0
-            saved = sum(entry.num_bytes for entry in self._new if entry.number < FRONT)
+            saved = sum(block.num_bytes for block in self._new if block.number < FRONT)
             # A measured size replaces an estimated one.
             known = self._expected[layer] if layer in self._measured else 0
             self._expected[layer] = max(known, saved)
@@ -267,39 +252,38 @@ class ActivationStore(ActionListener):
 
     def _send_new(self) -> None:
         """Starts to offload those of the newly saved blocks that the plan offloads."""
-        new = [(entry, (entry.layer, entry.number)) for entry in self._new] + self._also
+        new = [(block, (block.layer, block.number)) for block in self._new] + self._also
         self._new.clear()
         self._also.clear()
-        for entry, name in new:
+        for block, name in new:
             places = self._orders.places.get(name)
-            is_here = entry.state is _Is.HERE and not entry.is_gone
-            if places and is_here and not self._sent(entry, places):
+            is_here = block.state is _Is.HERE and block.is_in_use
+            if places and is_here and not self._sent(block, places):
                 self._say_once(
                     "room",
-                    f"{self._orders.where} keeps tensors of layer {self._name(entry.layer)!r} "
+                    f"{self._orders.where} keeps tensors of layer {self._name(block.layer)!r} "
                     "that were to be offloaded: there is no free memory at their targets. Raise "
                     "`host_budget`, or the budget of the stages with free memory.",
                 )
 
-    def add(self, block: Block) -> None:
-        """Adds a block, which is on the device."""
+    def add(self, tensor: Tensor, layer: int, number: int, microbatch: int) -> _Block:
+        """Adds the memory of a tensor, which is on the device."""
         with self.lock:
             self._bury()
-            entry = block.place = _Entry(block)
-            self._entries.setdefault(entry.microbatch, []).append(entry)
-            self._new.append(entry)
-            self._count(entry.num_bytes)
-            self._promised_bytes = max(0, self._promised_bytes - entry.num_bytes)
+            block = _Block(tensor, layer, number, microbatch)
+            self._blocks.setdefault(microbatch, []).append(block)
+            self._new.append(block)
+            self._count(block.num_bytes)
+            self._promised_bytes = max(0, self._promised_bytes - block.num_bytes)
+            return block
 
-    def also(self, block: Block, layer: int, number: int) -> None:
+    def also(self, block: _Block, layer: int, number: int) -> None:
         """Gives a block a second name: it is offloaded if the plan offloads either of the two."""
-        if isinstance(block.place, _Entry):
-            self._also.append((block.place, (layer, number)))
+        self._also.append((block, (layer, number)))
 
-    def drop(self, place: object) -> None:
-        """Drops a block that is no longer needed, given its ``place`` attribute."""
-        if isinstance(place, _Entry):
-            self._dropped.append(place)
+    def drop(self, block: _Block) -> None:
+        """Drops a block that is no longer needed."""
+        self._dropped.append(block)
 
     def lend(self, num_bytes: int) -> None:
         """Counts bytes that another stage offloads to this one; negative when it fetches them back.
@@ -387,7 +371,9 @@ class ActivationStore(ActionListener):
                         break
                     begun = begun or time.perf_counter()
                     if not self._first_leaving() and not self._evict(lacking, layer):
-                        coming = next((e for e in self._coming if e.state is _Is.COMING), None)
+                        coming = next((b for b in self._coming if b.state is _Is.COMING), None)
+                        if coming is None and self._dropped:
+                            continue
                         if coming is None:
                             raise self._error(num_bytes, lacking, who)
                         moving, ticket = coming, coming.coming
@@ -395,8 +381,8 @@ class ActivationStore(ActionListener):
                     else:
                         leaving = self._first_leaving()
                         assert leaving is not None
-                        assert leaving.parcel is not None
-                        moving, ticket = leaving, leaving.parcel.leaving
+                        assert leaving.offloaded is not None
+                        moving, ticket = leaving, leaving.offloaded.leaving
                         num_sent = leaving.num_sent
                 if ticket is not None:
                     ticket.wait()
@@ -416,146 +402,139 @@ class ActivationStore(ActionListener):
         """Starts to prefetch the blocks that are needed next, as far as they fit in the budget."""
         with self.lock:
             self._settle()
-            for microbatch in sorted(self._entries):
+            for microbatch in sorted(self._blocks):
                 reserve = self._reserve(microbatch)
                 if reserve is None:
                     return
-                away = [e for e in self._entries[microbatch] if e.state is _Is.AWAY]
-                for entry in sorted(away, key=lambda entry: entry.need):
+                away = [b for b in self._blocks[microbatch] if b.state is _Is.AWAY]
+                for block in sorted(away, key=lambda block: block.need):
                     held = self._here_bytes + self._lent_bytes
                     held += reserve + self._promised_bytes + self._awaited_bytes
-                    if held + entry.num_bytes > self._orders.budget_bytes:
+                    if held + block.num_bytes > self._orders.budget_bytes:
                         return
-                    if not self._orders.fills_budget and not self._is_soon(entry):
+                    if not self._orders.fills_budget and not self._is_soon(block):
                         return
-                    self._call_back(entry)
+                    self._call_back(block)
 
-    def fetch(self, block: Block) -> None:
+    def fetch(self, block: _Block) -> None:
         """Fetches a block that is needed now; returns when it is on the device."""
-        entry: _Entry = block.place
         with self.lock:
-            self._let_stay(entry)
-            if entry.state is _Is.HERE:
+            self._let_stay(block)
+            if block.state is _Is.HERE:
                 return
-            is_away = entry.state is _Is.AWAY
+            is_away = block.state is _Is.AWAY
         begun = time.perf_counter()
         if is_away:
-            who = f"a tensor of the layer {self._name(entry.layer)!r} that is needed again"
-            back = partial(self._call_back, entry)
-            self._take_room(entry.num_bytes, who, entry.layer, back)
+            who = f"a tensor of the layer {self._name(block.layer)!r} that is needed again"
+            back = partial(self._call_back, block)
+            self._take_room(block.num_bytes, who, block.layer, back)
         with self.lock:
-            ticket = entry.coming
+            ticket = block.coming
         if ticket is not None:
             ticket.wait()
-        self._has_come(entry, ticket)
+        self._has_come(block, ticket)
         self.traffic.waited_seconds += time.perf_counter() - begun
         self.advance()
 
-    def _first_leaving(self) -> _Entry | None:
-        return next((e for e in self._leaving if e.state is _Is.LEAVING and not e.is_gone), None)
+    def _first_leaving(self) -> _Block | None:
+        return next((b for b in self._leaving if b.state is _Is.LEAVING and not b.is_gone), None)
 
-    def _sent(self, entry: _Entry, places: Iterable[OffloadTarget]) -> bool:
-        block = entry.block()
-        memory = block.memory() if block is not None else None
+    def _sent(self, block: _Block, places: Iterable[OffloadTarget]) -> bool:
+        memory = block.memory()
         if memory is None:
-            return True
-        entry.num_sent += 1
-        done = partial(self._has_left_meanwhile, entry, entry.num_sent)
+            return False
+        block.num_sent += 1
+        done = partial(self._has_left_meanwhile, block, block.num_sent)
         for place in places:
-            parcel = place.put(memory, done)
-            if parcel is not None:
-                self.traffic.moved_bytes += entry.num_bytes
-                entry.parcel, entry.state = parcel, _Is.LEAVING
-                self._leaving.append(entry)
+            offloaded = place.put(memory, done)
+            if offloaded is not None:
+                self.traffic.moved_bytes += block.num_bytes
+                block.offloaded, block.state = offloaded, _Is.LEAVING
+                self._leaving.append(block)
                 return True
         return False
 
-    def _has_left(self, entry: _Entry, num_sent: int) -> None:
+    def _has_left(self, block: _Block, num_sent: int) -> None:
         with self.lock:
-            block = entry.block()
-            if entry.state is not _Is.LEAVING or entry.is_gone or block is None:
+            if block.state is not _Is.LEAVING or block.is_gone or block.num_sent != num_sent:
                 return
-            if entry.num_sent != num_sent:
-                return
-            entry.state = _Is.AWAY
+            block.state = _Is.AWAY
             block.leave()
-            self._here_bytes -= entry.num_bytes
+            self._here_bytes -= block.num_bytes
 
-    def _has_left_meanwhile(self, entry: _Entry, num_sent: int) -> None:
+    def _has_left_meanwhile(self, block: _Block, num_sent: int) -> None:
         """Called by the thread that has copied the block."""
-        self._has_left(entry, num_sent)
+        self._has_left(block, num_sent)
         # The compute thread may be waiting, so this thread uses the freed memory.
         self.advance()
 
-    def _call_back(self, entry: _Entry) -> None:
-        block = entry.block()
-        if block is None or entry.parcel is None or entry.state is not _Is.AWAY:
+    def _call_back(self, block: _Block) -> None:
+        if block.offloaded is None or block.state is not _Is.AWAY:
             return
-        entry.state, entry.has_come = _Is.COMING, True
-        self._count(entry.num_bytes)
-        size = entry.num_bytes // torch.empty(0, dtype=block.dtype).element_size()
-        entry.memory = torch.empty(size, dtype=block.dtype, device=block.device)
-        entry.coming = entry.parcel.fetch(entry.memory, lambda: None)
-        self._coming.append(entry)
+        block.state, block.has_come = _Is.COMING, True
+        self._count(block.num_bytes)
+        size = block.num_bytes // torch.empty(0, dtype=block.dtype).element_size()
+        block.buffer = torch.empty(size, dtype=block.dtype, device=block.device)
+        block.coming = block.offloaded.fetch(block.buffer, lambda: None)
+        self._coming.append(block)
 
-    def _has_come(self, entry: _Entry, ticket: Ticket | None) -> None:
+    def _has_come(self, block: _Block, ticket: Ticket | None) -> None:
         with self.lock:
-            block = entry.block()
-            if entry.state is not _Is.COMING or entry.coming is not ticket or block is None:
+            if block.state is not _Is.COMING or block.coming is not ticket:
                 return
-            assert entry.memory is not None
-            assert entry.parcel is not None
-            entry.state = _Is.HERE
-            block.come_back(entry.memory)
-            entry.parcel.forget()
-            entry.memory = entry.coming = entry.parcel = None
+            assert block.buffer is not None
+            assert block.offloaded is not None
+            block.state = _Is.HERE
+            block.come_back(block.buffer)
+            block.offloaded.forget()
+            block.buffer = block.coming = block.offloaded = None
 
     def _stay(self, microbatch: int) -> None:
         """Keeps those blocks of a microbatch on the device that have not been offloaded yet."""
-        for entry in self._entries.get(microbatch, ()):
-            self._let_stay(entry)
+        for block in self._blocks.get(microbatch, ()):
+            self._let_stay(block)
 
-    def _let_stay(self, entry: _Entry) -> None:
-        if entry.state is _Is.LEAVING and entry.parcel is not None:
-            entry.parcel.forget()
-            entry.parcel, entry.state = None, _Is.HERE
+    def _let_stay(self, block: _Block) -> None:
+        if block.state is _Is.LEAVING and block.offloaded is not None:
+            block.offloaded.forget()
+            block.offloaded, block.state = None, _Is.HERE
 
     def _evict(self, lacking: int, layer: int | None) -> bool:
         """Starts to evict blocks that the plan keeps here, or that were prefetched early; blocks
         that are needed last are evicted first.
         """
         spare = [self._orders.spare] if self._orders.spare is not None else []
-        here = [e for entries in self._entries.values() for e in entries if e.state is _Is.HERE]
+        here = [b for blocks in self._blocks.values() for b in blocks if b.state is _Is.HERE]
         current = self._row[self._position] if self._position < len(self._row) else None
         freed = 0
-        for entry in sorted(here, key=lambda entry: entry.need, reverse=True):
+        for block in sorted(here, key=lambda block: block.need, reverse=True):
             # The running action uses the blocks of its layer, and of the one before.
             is_in_use = (
                 current is not None
                 and current.kind in (Kind.BACKWARD, Kind.RECOMPUTE)
-                and entry.microbatch == current.microbatch
-                and (layer is None or entry.layer >= layer)
+                and block.microbatch == current.microbatch
+                and (layer is None or block.layer >= layer)
             )
-            places = self._orders.places.get((entry.layer, entry.number), spare)
-            if entry.is_gone or is_in_use or not self._sent(entry, places):
+            places = self._orders.places.get((block.layer, block.number), spare)
+            if block.is_gone or is_in_use or not self._sent(block, places):
                 continue
             self.traffic.num_evicted += places is spare
-            freed += entry.num_bytes
+            freed += block.num_bytes
             if freed >= lacking:
                 break
         return freed > 0
 
-    def _is_soon(self, entry: _Entry) -> bool:
+    def _is_soon(self, block: _Block) -> bool:
         """Whether prefetching this block leaves no more than two layers' prefetched tensors
         unused.
         """
         back = sum(
             other.num_bytes
-            for entries in self._entries.values()
-            for other in entries
+            for blocks in self._blocks.values()
+            for other in blocks
             if other.has_come and not other.is_gone
         )
-        return back + entry.num_bytes <= 2 * max(self._expected.values(), default=0)
+        return back + block.num_bytes <= 2 * max(self._expected.values(), default=0)
 
     def _reserve(self, microbatch: int) -> int | None:
         """Returns the bytes to leave free for forwards that run before a microbatch's backward;
@@ -585,31 +564,31 @@ class ActivationStore(ActionListener):
         """Updates the table for copies that are complete and blocks that were dropped."""
         self._bury()
         while self._leaving:
-            entry = self._leaving[0]
-            if entry.state is _Is.LEAVING and not entry.is_gone:
-                assert entry.parcel is not None
-                if not entry.parcel.leaving.is_done():
+            block = self._leaving[0]
+            if block.state is _Is.LEAVING and not block.is_gone:
+                assert block.offloaded is not None
+                if not block.offloaded.leaving.is_done():
                     return
-                self._has_left(entry, entry.num_sent)
+                self._has_left(block, block.num_sent)
             self._leaving.popleft()
-        for entry in list(self._coming):
-            if entry.state is not _Is.COMING or entry.is_gone:
-                self._coming.remove(entry)
-            elif entry.coming is not None and entry.coming.is_done():
-                self._coming.remove(entry)
-                self._has_come(entry, entry.coming)
+        for block in list(self._coming):
+            if block.state is not _Is.COMING or block.is_gone:
+                self._coming.remove(block)
+            elif block.coming is not None and block.coming.is_done():
+                self._coming.remove(block)
+                self._has_come(block, block.coming)
 
     def _bury(self) -> None:
         while self._dropped:
-            entry = self._dropped.popleft()
-            if entry.is_gone:
+            block = self._dropped.popleft()
+            if block.is_gone:
                 continue
-            entry.is_gone = True
-            if entry.state is not _Is.AWAY:
-                self._here_bytes -= entry.num_bytes
-            if entry.parcel is not None:
-                entry.parcel.forget()
-            entry.parcel = entry.memory = entry.coming = None
+            block.is_gone = True
+            if block.state is not _Is.AWAY:
+                self._here_bytes -= block.num_bytes
+            if block.offloaded is not None:
+                block.offloaded.forget()
+            block.offloaded = block.buffer = block.coming = None
 
     def _name(self, layer: int) -> str:
         names = self._orders.names

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_pipeshift.devices.host_memory import ask_for_large_pages, pinned_room
+from lightning_pipeshift.devices.host_memory import ask_for_large_pages, pinned_buffer
 from lightning_pipeshift.devices.streams import (
     Event,
     is_asynchronous,
@@ -259,19 +259,19 @@ class BufferPool:
         with self._lock:
             return self._taken(num_bytes)
 
-    def give(self, room: Tensor) -> None:
+    def give(self, buffer: Tensor) -> None:
         """Returns a buffer to the pool, for reuse."""
         with self._lock:
-            self.used_bytes -= room.numel()
-            self._free_bytes += room.numel()
-            self._free.setdefault(room.numel(), []).append(room)
+            self.used_bytes -= buffer.numel()
+            self._free_bytes += buffer.numel()
+            self._free.setdefault(buffer.numel(), []).append(buffer)
 
     def _taken(self, num_bytes: int) -> Tensor:
         unused = self._free.get(num_bytes)
         if unused:
-            room = unused.pop()
+            buffer = unused.pop()
             self._free_bytes -= num_bytes
-            return room
+            return buffer
         # Buffers of other sizes are freed to stay below the limit.
         limit = self.peak_bytes if self._is_tight else self.limit_bytes
         while self._free_bytes and self.used_bytes + self._free_bytes > limit:
@@ -285,17 +285,17 @@ class BufferPool:
                 self._give_one_back()
 
     def _give_one_back(self) -> None:
-        size = max(size for size, rooms in self._free.items() if rooms)
+        size = max(size for size, buffers in self._free.items() if buffers)
         self._drop(self._free[size].pop())
         self._free_bytes -= size
 
-    def _drop(self, room: Tensor) -> None:
+    def _drop(self, buffer: Tensor) -> None:
         """Called with a buffer that will not be reused."""
 
     def _made(self, num_bytes: int) -> Tensor:
         if self._pinned_for is not None and num_bytes:
             try:
-                return pinned_room(num_bytes, self._pinned_for, self._finish)
+                return pinned_buffer(num_bytes, self._pinned_for, self._finish)
             except RuntimeError as error:
                 self._pinned_for = None
                 self._say(
@@ -303,7 +303,7 @@ class BufferPool:
                     "slower, and do not overlap with the compute. Raise the limit of locked "
                     "memory (`ulimit -l`), or lower `host_budget`."
                 )
-        room = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         if self.device.type == "cpu":
-            ask_for_large_pages(room)
-        return room
+            ask_for_large_pages(buffer)
+        return buffer

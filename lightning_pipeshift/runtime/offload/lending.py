@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.devices.streams import record_event
-from lightning_pipeshift.model.saved.codec import Codec, Encoded
+from lightning_pipeshift.model.saved.codec import Codec
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
 from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.comm.staging import room_for
@@ -32,7 +32,7 @@ from lightning_pipeshift.runtime.offload.shared_memory import (
     copy,
     opened,
 )
-from lightning_pipeshift.runtime.offload.targets import OffloadedBlock, claim_all
+from lightning_pipeshift.runtime.offload.targets import Coding, OffloadedBlock, claim_all
 
 # The lanes of blocks: the first to the lenders, the second back. Requests for a block and the
 # returned blocks travel in opposite directions on the second. On the third, lenders answer
@@ -79,7 +79,7 @@ class Lender:
         self._device = device
         self._address = address
         # By borrowing stage: only that stage writes there, one block after another.
-        self.rooms: dict[int, SharedBufferPool] = {}
+        self.pools: dict[int, SharedBufferPool] = {}
         self._threads = threads
         self._take_room = take_room
         self._held: dict[Key, Tensor] = {}
@@ -89,25 +89,25 @@ class Lender:
 
     def serve(self, stage: int) -> None:
         """From now on, receives the blocks that a stage sends, and returns them on request."""
-        if stage not in self.rooms:
-            self.rooms[stage] = SharedBufferPool(self._device)
+        if stage not in self.pools:
+            self.pools[stage] = SharedBufferPool(self._device)
             self._num_answered[stage] = 0.0
             self._threads.submit(partial(self._receive, stage))
             self._threads.submit(partial(self._answer, stage))
 
     def _receive(self, stage: int) -> None:
-        lane, rooms = self._lanes(_THERE), self.rooms[stage]
+        lane, pool = self._lanes(_THERE), self.pools[stage]
         last: Tensor | None = None
         while True:
             put = lane.receive_object(stage)
             if last is not None:
                 # The borrower announces its next block only after opening the last buffer.
-                rooms.was_opened(last)
+                pool.was_opened(last)
             if put is None:
                 break
-            rooms.is_shared = put.address is not None and put.address == self._address
-            room = self._held.get(put.key)
-            if room is None:
+            pool.is_shared = put.address is not None and put.address == self._address
+            buffer = self._held.get(put.key)
+            if buffer is None:
                 # Requests to free blocks, made before this announcement, arrive on another lane.
                 # Until they are carried out, more memory would be in use than was reserved.
                 with self._changed:
@@ -116,38 +116,38 @@ class Lender:
                 # On the compute stream: this stage may have to offload tensors that it computes.
                 self._take_room(put.num_bytes)
             with aside(self._device):
-                if room is None:
-                    rooms.claim(put.num_bytes)
-                    room = rooms.take(put.num_bytes)
-                opening = self._opening(put, room, stage)
+                if buffer is None:
+                    pool.claim(put.num_bytes)
+                    buffer = pool.take(put.num_bytes)
+                opening = self._opening(put, buffer, stage)
             if isinstance(opening, Opening):
-                last = room
-                self._hold(put.key, room)
+                last = buffer
+                self._hold(put.key, buffer)
                 continue
-            staging = room
-            if room.device.type != "cpu":
+            staging = buffer
+            if buffer.device.type != "cpu":
                 staging = room_for((put.num_bytes,), torch.uint8)
             lane.receive_into(staging, stage)
-            if staging is not room:
-                copy(room, staging, self._device)
-            self._hold(put.key, room)
-        rooms.clear()
+            if staging is not buffer:
+                copy(buffer, staging, self._device)
+            self._hold(put.key, buffer)
+        pool.clear()
 
-    def _opening(self, put: _Put, room: Tensor, stage: int) -> Opening | str | None:
+    def _opening(self, put: _Put, buffer: Tensor, stage: int) -> Opening | str | None:
         """Answers the announcement of a block, if its sender wants to copy it directly; returns the
         answer.
         """
         if put.address is None:
             return None
-        opening = _opening(self.rooms[stage], room)
+        opening = _opening(self.pools[stage], buffer)
         answers = self._lanes(_ROOMS)
         answers.send_object(opening, stage)
         answers.settle()
         return opening
 
-    def _hold(self, key: Key, room: Tensor) -> None:
+    def _hold(self, key: Key, buffer: Tensor) -> None:
         with self._changed:
-            self._held[key] = room
+            self._held[key] = buffer
             self._changed.notify_all()
 
     def _answer(self, stage: int) -> None:
@@ -160,32 +160,32 @@ class Lender:
                 self._changed.notify_all()
 
     def _answer_all(self, stage: int) -> None:
-        lane, rooms = self._lanes(_BACK), self.rooms[stage]
+        lane, pool = self._lanes(_BACK), self.pools[stage]
         while (asked := lane.receive_object(stage)) is not None:
             key, is_wanted = asked
             with self._changed:
                 while key not in self._held:
                     self._changed.wait()
-                room = self._held.pop(key)
+                buffer = self._held.pop(key)
             if is_wanted:
                 with aside(self._device):
-                    lane.send_tensor(room, stage)
-            rooms.give(room)
-            self._take_room(-room.numel())
+                    lane.send_tensor(buffer, stage)
+            pool.give(buffer)
+            self._take_room(-buffer.numel())
             with self._changed:
                 self._num_answered[stage] += 1
                 self._changed.notify_all()
 
 
-def _opening(rooms: SharedBufferPool, room: Tensor) -> Opening | str | None:
+def _opening(pool: SharedBufferPool, buffer: Tensor) -> Opening | str | None:
     """The answer to the announcement of a block: how to open its buffer, or why that is impossible;
     ``None`` if the two processes cannot share memory.
     """
     try:
-        return rooms.opening(room) if rooms.is_shared else None
+        return pool.opening(buffer) if pool.is_shared else None
     except RuntimeError as error:
         # The allocator's settings (`expandable_segments`) or a container may forbid it.
-        rooms.is_shared = False
+        pool.is_shared = False
         return str(error)
 
 
@@ -259,9 +259,9 @@ class Borrower:
                 self._forgotten.remove(key)
                 return
         try:
-            room = self._room(key, block.numel())
-            if room is not None:
-                copy(room, block, self._device)
+            buffer = self._buffer(key, block.numel())
+            if buffer is not None:
+                copy(buffer, block, self._device)
                 self.num_direct += 1
             else:
                 self._lanes(_THERE).send_tensor(block, self.stage)
@@ -272,13 +272,13 @@ class Borrower:
             raise
         with self._changed:
             if key not in self._forgotten:
-                self._arrived[key] = room
+                self._arrived[key] = buffer
                 self._changed.notify_all()
                 return
             self._forgotten.remove(key)
         self.back.submit(partial(self._ask, key, is_wanted=False))
 
-    def _room(self, key: Key, num_bytes: int) -> Tensor | None:
+    def _buffer(self, key: Key, num_bytes: int) -> Tensor | None:
         """Announces a block; returns the buffer to copy it to, or ``None`` if it is to be sent."""
         lane = self._lanes(_THERE)
         with self._changed:
@@ -302,7 +302,7 @@ class Borrower:
                 self._address = None
                 self._say_why(error)
                 # The lender has a buffer for the block already, and finds it by the key.
-                return self._room(key, num_bytes)
+                return self._buffer(key, num_bytes)
         return self._opened[opening.number]
 
     def _say_why(self, reason: object) -> None:
@@ -318,9 +318,9 @@ class Borrower:
                 if self._failure is not None:
                     raise self._failure
                 self._changed.wait()
-            room = self._arrived.pop(key)
-        if room is not None:
-            copy(block, room, self._device)
+            buffer = self._arrived.pop(key)
+        if buffer is not None:
+            copy(block, buffer, self._device)
             self._ask(key, is_wanted=False)
             return
         lane = self._ask(key, is_wanted=True)
@@ -425,17 +425,10 @@ class _RemoteBlock:
     """A block offloaded to other ranks: for each of them a key, and the part's size."""
 
     def __init__(self, place: RemoteTarget, memory: Tensor, done: Done) -> None:
-        self._codec = place.codec
-        self._encoded: Encoded | None = None
+        self._coding = Coding(place.codec)
         self._was_taken = False
-        parts: tuple[Tensor, ...] = (memory,)
-        if place.codec is not None:
-            encoded = place.codec.encode(memory)
-            parts = encoded.parts
-            self._encoded = encoded.without_values()
-        whole = parts[0].view(torch.uint8)
-        if len(parts) > 1:
-            whole = torch.cat([part.view(torch.uint8) for part in parts])
+        parts = self._coding.encode(memory)
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         claims = {borrower.stage: size for borrower, size in place.sizes(memory.nbytes)}
         self._blocks = [
             (borrower, borrower.key(), size) for borrower, size in place.sizes(whole.numel())
@@ -478,7 +471,7 @@ class _RemoteBlock:
         self._was_taken = True
         total = sum(size for _, _, size in self._blocks)
         whole = memory.view(torch.uint8)
-        if self._encoded is not None:
+        if self._coding.is_encoded:
             whole = torch.empty(total, dtype=torch.uint8, device=memory.device)
 
         def take(borrower: Borrower, key: Key, block: Tensor) -> None:
@@ -486,25 +479,17 @@ class _RemoteBlock:
             borrower.unclaim(block.numel())
 
         def finish() -> None:
-            if self._encoded is not None:
+            if self._coding.is_encoded:
                 with aside(memory.device):
-                    self._unpack(whole, memory)
+                    self._decode(whole, memory)
             done()
 
         # At that point, earlier uses of this memory are complete.
         return self._each(whole, lambda to: to.back, take, finish)
 
-    def _unpack(self, whole: Tensor, memory: Tensor) -> None:
-        assert self._codec is not None
-        assert self._encoded is not None
+    def _decode(self, whole: Tensor, memory: Tensor) -> None:
         with torch.no_grad():
-            parts, begin = [], 0
-            for part in self._encoded.parts:
-                again = torch.empty_like(part, device=memory.device)
-                again.view(torch.uint8).copy_(whole[begin : begin + part.nbytes])
-                parts.append(again)
-                begin += part.nbytes
-            memory.copy_(self._codec.decode(self._encoded.with_parts(tuple(parts))))
+            self._coding.decode(memory, _reader(whole))
         record_event(memory.device).synchronize()
 
     def forget(self) -> None:
@@ -514,3 +499,15 @@ class _RemoteBlock:
         for borrower, key, size in self._blocks:
             borrower.back.submit(partial(borrower.forget, key))
             borrower.unclaim(size)
+
+
+def _reader(whole: Tensor) -> Callable[[Tensor], None]:
+    """Fills vectors with the bytes of another, from its beginning on."""
+    begin = 0
+
+    def read(part: Tensor) -> None:
+        nonlocal begin
+        part.copy_(whole[begin : begin + part.numel()])
+        begin += part.numel()
+
+    return read

@@ -45,9 +45,7 @@ def address_here(device: torch.device) -> Address | None:
     """This process's address; ``None`` if memory cannot be shared."""
     if not sys.platform.startswith("linux"):
         return None
-    try:
-        space = process_space()
-    except OSError:
+    if (space := process_space()) is None:
         return None
     devices = () if device.type == "cpu" else visible_devices()
     return Address(space, devices, device.type)
@@ -96,7 +94,7 @@ class SharedBufferPool(BufferPool):
         self._next_number = itertools.count()
         self._gone: list[int] = []
 
-    def opening(self, room: Tensor) -> Opening | None:
+    def opening(self, buffer: Tensor) -> Opening | None:
         """The message with which the other process opens a buffer; ``None`` if the buffer cannot be
         shared. Call it in :func:`aside`.
 
@@ -104,30 +102,30 @@ class SharedBufferPool(BufferPool):
             RuntimeError: the GPU's memory cannot be shared.
         """
         handle: Any = None
-        number = self._numbers.get(room.data_ptr())
+        number = self._numbers.get(buffer.data_ptr())
         if number is None:
-            handle = self._handle(room)
+            handle = self._handle(buffer)
             if handle is None:
                 return None
-            number = self._numbers[room.data_ptr()] = next(self._next_number)
+            number = self._numbers[buffer.data_ptr()] = next(self._next_number)
         gone, self._gone = self._gone, []
         return Opening(number, handle, gone)
 
-    def _handle(self, room: Tensor) -> Any:
+    def _handle(self, buffer: Tensor) -> Any:
         if self.device.type != "cpu":
-            return exported(room)
-        file = self._files.get(room.data_ptr())
-        return None if file is None else (os.getpid(), file, room.numel())
+            return exported(buffer)
+        file = self._files.get(buffer.data_ptr())
+        return None if file is None else (os.getpid(), file, buffer.numel())
 
-    def was_opened(self, room: Tensor) -> None:
+    def was_opened(self, buffer: Tensor) -> None:
         """Called when the other process no longer needs the handle."""
-        file = self._files.pop(room.data_ptr(), None)
+        file = self._files.pop(buffer.data_ptr(), None)
         if file is not None:
             os.close(file)
 
-    def _drop(self, room: Tensor) -> None:
-        self.was_opened(room)
-        number = self._numbers.pop(room.data_ptr(), None)
+    def _drop(self, buffer: Tensor) -> None:
+        self.was_opened(buffer)
+        number = self._numbers.pop(buffer.data_ptr(), None)
         if number is not None:
             self._gone.append(number)
 
@@ -139,9 +137,9 @@ class SharedBufferPool(BufferPool):
         except OSError:  # for example, too many open files
             return super()._made(num_bytes)
         os.ftruncate(file, num_bytes)
-        room = _mapped(os.getpid(), file, num_bytes)
-        self._files[room.data_ptr()] = file
-        return room
+        buffer = _mapped(os.getpid(), file, num_bytes)
+        self._files[buffer.data_ptr()] = file
+        return buffer
 
 
 def _mapped(process: int, file: int, num_bytes: int) -> Tensor:

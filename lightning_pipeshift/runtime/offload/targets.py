@@ -8,7 +8,7 @@ of the links to the devices that take it, and a table has the location of each b
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -50,6 +50,48 @@ class OffloadTarget(Protocol):
         """
 
 
+class Coding:
+    """Encodes a block on its way to a target, and decodes it on its way back; targets keep bytes.
+
+    Args:
+        codec: ``None`` to transfer the block's own bytes.
+    """
+
+    def __init__(self, codec: Codec | None) -> None:
+        self._codec = codec
+        self._encoded: Encoded | None = None
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether other bytes than the block's own are transferred."""
+        return self._encoded is not None
+
+    def encode(self, memory: Tensor) -> list[Tensor]:
+        """The bytes to transfer, as one or more vectors. Called once."""
+        parts: tuple[Tensor, ...] = (memory,)
+        if self._codec is not None:
+            encoded = self._codec.encode(memory)
+            parts = encoded.parts
+            self._encoded = encoded.without_values()
+        return [part.view(torch.uint8) for part in parts]
+
+    def decode(self, memory: Tensor, read: Callable[[Tensor], object]) -> None:
+        """Restores the block.
+
+        Args:
+            memory: the buffer to write it to.
+            read: fills a vector with the next of the bytes that were transferred.
+        """
+        if self._encoded is None:
+            read(memory.view(torch.uint8))
+            return
+        assert self._codec is not None
+        parts = tuple(torch.empty_like(p, device=memory.device) for p in self._encoded.parts)
+        for part in parts:
+            read(part.view(torch.uint8))
+        memory.copy_(self._codec.decode(self._encoded.with_parts(parts)))
+
+
 class _Claimable(Protocol):
     """Memory that can be reserved."""
 
@@ -62,8 +104,8 @@ class _Claimable(Protocol):
 
 def claim_all(parts: Sequence[tuple[_Claimable, int]]) -> bool:
     """Reserves memory for all parts of a block, or for none; returns whether it did."""
-    for index, (room, size) in enumerate(parts):
-        if not room.claim(size):
+    for index, (memory, size) in enumerate(parts):
+        if not memory.claim(size):
             for other, claimed in parts[:index]:
                 other.unclaim(claimed)
             return False
@@ -74,7 +116,7 @@ class LocalTarget:
     """Memory that this process can copy to: the host's, or that of other GPUs.
 
     Args:
-        rooms: buffer pools, each of which takes a part of every block.
+        pools: buffer pools, each of which takes a part of every block.
         shares: the relative sizes of these parts.
         copier: makes the copies.
         codec: compresses blocks for the transfer.
@@ -82,19 +124,19 @@ class LocalTarget:
 
     def __init__(
         self,
-        rooms: Sequence[BufferPool],
+        pools: Sequence[BufferPool],
         copier: Copier,
         shares: Sequence[float] = (),
         codec: Codec | None = None,
     ) -> None:
-        self.rooms = tuple(rooms)
+        self.pools = tuple(pools)
         self.copier = copier
         self.codec = codec
-        self._split = Swap(0, (0,), tuple(range(len(self.rooms))), tuple(shares))
+        self._split = Swap(0, (0,), tuple(range(len(self.pools))), tuple(shares))
 
     def sizes(self, num_bytes: int) -> list[tuple[BufferPool, int]]:
         """The number of a block's bytes for each buffer pool."""
-        return [(self.rooms[index], size) for index, size in self._split.parts(num_bytes)]
+        return [(self.pools[index], size) for index, size in self._split.parts(num_bytes)]
 
     def put(self, memory: Tensor, done: Done) -> OffloadedBlock | None:
         """See :class:`OffloadTarget`."""
@@ -105,30 +147,24 @@ class LocalTarget:
 class _LocalBlock:
     def __init__(self, place: LocalTarget, memory: Tensor, done: Done) -> None:
         self._place = place
-        self._encoded: Encoded | None = None
-        self._rooms: list[tuple[BufferPool, Tensor]] = []
+        self._coding = Coding(place.codec)
+        self._buffers: list[tuple[BufferPool, Tensor]] = []
         self._coming: Copy | None = None
         self.leaving: Ticket = place.copier.out(partial(self._leave, memory), done)
 
     def _leave(self, memory: Tensor) -> None:
         place = self._place
-        parts: tuple[Tensor, ...] = (memory,)
-        if place.codec is not None:
-            encoded = place.codec.encode(memory)
-            parts = encoded.parts
-            self._encoded = encoded.without_values()
-        claimed = {id(rooms): size for rooms, size in place.sizes(memory.nbytes)}
-        for part in parts:
-            flat = part.view(torch.uint8)
+        claimed = {id(pool): size for pool, size in place.sizes(memory.nbytes)}
+        for flat in self._coding.encode(memory):
             sizes = place.sizes(flat.numel())
-            for (rooms, size), block in zip(sizes, flat.split([n for _, n in sizes]), strict=True):
-                room = rooms.take(size)
-                room.copy_(block, non_blocking=True)
-                self._rooms.append((rooms, room))
-                claimed[id(rooms)] -= size
+            for (pool, size), block in zip(sizes, flat.split([n for _, n in sizes]), strict=True):
+                buffer = pool.take(size)
+                buffer.copy_(block, non_blocking=True)
+                self._buffers.append((pool, buffer))
+                claimed[id(pool)] -= size
         # The encoded block is smaller than the reserved buffer.
-        for rooms in place.rooms:
-            rooms.unclaim(claimed.get(id(rooms), 0))
+        for pool in place.pools:
+            pool.unclaim(claimed.get(id(pool), 0))
 
     def fetch(self, memory: Tensor, done: Done) -> Ticket:
         """See :class:`OffloadedBlock`."""
@@ -136,23 +172,13 @@ class _LocalBlock:
         return self._coming
 
     def _come(self, memory: Tensor) -> None:
-        if self._encoded is None:
-            self._collect(memory.view(torch.uint8), iter(self._rooms))
-            return
-        rooms = iter(self._rooms)
-        parts = []
-        for part in self._encoded.parts:
-            copy = torch.empty_like(part, device=memory.device)
-            self._collect(copy.view(torch.uint8), rooms)
-            parts.append(copy)
-        assert self._place.codec is not None
-        memory.copy_(self._place.codec.decode(self._encoded.with_parts(tuple(parts))))
+        self._coding.decode(memory, partial(self._collect, iter(self._buffers)))
 
-    def _collect(self, flat: Tensor, rooms: Iterable[tuple[BufferPool, Tensor]]) -> None:
+    def _collect(self, buffers: Iterable[tuple[BufferPool, Tensor]], flat: Tensor) -> None:
         begin = 0
-        for _, room in itertools.islice(rooms, len(self._place.sizes(flat.numel()))):
-            flat[begin : begin + room.numel()].copy_(room, non_blocking=True)
-            begin += room.numel()
+        for _, buffer in itertools.islice(buffers, len(self._place.sizes(flat.numel()))):
+            flat[begin : begin + buffer.numel()].copy_(buffer, non_blocking=True)
+            begin += buffer.numel()
 
     def forget(self) -> None:
         """See :class:`OffloadedBlock`."""
@@ -162,9 +188,9 @@ class _LocalBlock:
     def _give_back(self) -> None:
         if self._coming is not None:
             self._coming.precede()
-        for rooms, room in self._rooms:
-            rooms.give(room)
-        self._rooms.clear()
+        for pool, buffer in self._buffers:
+            pool.give(buffer)
+        self._buffers.clear()
 
 
 def _nothing() -> None:

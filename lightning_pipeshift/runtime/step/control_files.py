@@ -20,12 +20,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+from lightning_pipeshift.documents import Document, check
 from lightning_pipeshift.errors import PlanError
-from lightning_pipeshift.files import parse_json, read_text, remove_leftovers
+from lightning_pipeshift.files import parse_json, read_text, remove_leftovers, write_text
 from lightning_pipeshift.plan.document.moves import Move
-from lightning_pipeshift.plan.document.validation import Fields, write_text
 
 FOLDER: Final = "pipeshift"
 """The name of the files' folder, in the run's own folder."""
@@ -58,6 +58,21 @@ class Request:
 
     def __str__(self) -> str:
         return ", ".join(_in_words(move) for move in self.moves)
+
+
+@dataclass(frozen=True)
+class _MoveEntry:
+    layer: str
+    stage: int
+    virtual_machine: int | None = None
+
+
+@dataclass(frozen=True)
+class _RequestEntry:
+    moves: Annotated[tuple[_MoveEntry, ...], check(bool, "a list of at least 1 move")]
+
+
+_REQUEST_DOCUMENT: Final = Document(_RequestEntry, "the request")
 
 
 @dataclass(frozen=True)
@@ -189,17 +204,8 @@ def moves_of(path: Path) -> tuple[Move, ...]:
         raise PlanError(f"it cannot be read: {error}") from None
     except ValueError as error:
         raise PlanError(f"it is not valid JSON: {error}") from None
-    entries = content.get("moves") if isinstance(content, dict) else None
-    if not isinstance(entries, list) or not entries:
-        raise PlanError("it contains no list of moves")
-    moves = []
-    for number, entry in enumerate(entries):
-        fields = Fields(entry, f"move {number}", ("layer", "stage"), ("virtual_machine",), "")
-        machine = fields.integer("virtual_machine") if "virtual_machine" in fields else None
-        moves.append(
-            Move(layer=fields.text("layer"), stage=fields.integer("stage"), virtual_machine=machine)
-        )
-    return tuple(moves)
+    moves = _REQUEST_DOCUMENT.read(content).moves
+    return tuple(Move(**asdict(move)) for move in moves)
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from lightning_pipeshift.plan.schedule.actions import Kind, Row
 from lightning_pipeshift.plan.schedule.asynchronous import ahead, drain, turn
 from lightning_pipeshift.plan.schedule.communication import row_with_communication
 from lightning_pipeshift.plan.schedule.cut_over import newest_update
+from lightning_pipeshift.plan.schedule.route import Route
 from lightning_pipeshift.plan.schedule.schedules import row_with_recomputation
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
 from lightning_pipeshift.runtime.step.stage import Stage, Step
@@ -146,4 +147,4 @@ class Minibatches:
         (oldest,) = self._in_flight[0].step.microbatches
         if oldest.recomputes:
             row = row_with_recomputation(row)
-        return row_with_communication(row, self._place, self._num_stages)
+        return row_with_communication(row, self._place, Route(self._num_stages))

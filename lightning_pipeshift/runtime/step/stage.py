@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeshift.devices.properties import total_memory
-from lightning_pipeshift.errors import BudgetError, LayerError
+from lightning_pipeshift.errors import BudgetError, LayerError, ScheduleError
 from lightning_pipeshift.model.execution.finite import FiniteCheck, finite_check
 from lightning_pipeshift.model.execution.stage_pass import StagePass
 from lightning_pipeshift.model.execution.timing import Timer
@@ -223,7 +223,17 @@ class Stage:
             step: that of the microbatches whose forward is among them; if there is none, that of
                 any microbatch in the row.
             ahead: the actions of the next rows, as far as they are known.
+
+        Raises:
+            ScheduleError: the row has actions of further chunks; a stage runs all of its layers as
+                one.
         """
+        if further := [action for action in row if action.chunk]:
+            raise ScheduleError(
+                f"{further[0]} on stage {self._channels.stage}: an action of chunk"
+                f" {further[0].chunk}; a stage runs one chunk, so use a schedule whose actions are"
+                " all of chunk 0"
+            )
         self._listeners = step.listeners
         last_place = {action.microbatch: place for place, action in enumerate(row)}
         try:

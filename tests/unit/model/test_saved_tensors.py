@@ -5,7 +5,6 @@ error if one has been written to.
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -18,9 +17,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_pipeshift.model.gates.gate import Gate, Switch
 from lightning_pipeshift.model.saved.recompute import LayerCall
 from lightning_pipeshift.model.saved.saved_tensors import (
-    Block,
     Observer,
     Saved,
+    SavedBlock,
     SavedTable,
     address_of,
 )
@@ -33,7 +32,7 @@ class Shelf:
     """A keeper that does what the test says, and takes notes."""
 
     def __init__(self) -> None:
-        self.blocks: list[weakref.ref[Block]] = []
+        self.blocks: list[SavedBlock] = []
         self.found: list[tuple[int, int, int, int]] = []
         self.dropped: list[int] = []
         self.fetched: list[int] = []
@@ -41,21 +40,23 @@ class Shelf:
         self.lock: AbstractContextManager[Any] = nullcontext()
         self._away: dict[int, Tensor] = {}
 
-    def add(self, block: Block) -> None:
-        block.place = len(self.blocks)
-        self.blocks.append(weakref.ref(block))
+    def add(self, tensor: Tensor, layer: int, number: int, microbatch: int) -> SavedBlock:
+        block = SavedBlock(tensor, layer, number, microbatch)
+        self.blocks.append(block)
         self.found.append((block.microbatch, block.layer, block.number, block.num_bytes))
+        return block
 
-    def also(self, block: Block, layer: int, number: int) -> None:
-        self.names.setdefault(block.place, []).append((layer, number))
+    def also(self, block: SavedBlock, layer: int, number: int) -> None:
+        self.names.setdefault(self.blocks.index(block), []).append((layer, number))
 
-    def fetch(self, block: Block) -> None:
-        if block.place in self._away:
-            self.fetched.append(block.place)
-            block.come_back(self._away.pop(block.place))
+    def fetch(self, block: SavedBlock) -> None:
+        place = self.blocks.index(block)
+        if place in self._away:
+            self.fetched.append(place)
+            block.come_back(self._away.pop(place))
 
-    def drop(self, place: int) -> None:
-        self.dropped.append(place)
+    def drop(self, block: SavedBlock) -> None:
+        self.dropped.append(self.blocks.index(block))
 
     def make_room(self, num_bytes: int, layer: int) -> None:
         pass
@@ -66,21 +67,19 @@ class Shelf:
     def put_away(self) -> int:
         """Lets go of everything that is here; returns how many blocks that were."""
         number = 0
-        for reference in self.blocks:
-            block = reference()
-            memory = block.memory() if block is not None else None
-            if block is not None and memory is not None:
-                self._away[block.place] = memory.clone()
+        for place, block in enumerate(self.blocks):
+            memory = block.memory()
+            if memory is not None:
+                self._away[place] = memory.clone()
                 block.leave()
                 number += 1
         return number
 
     def bring_back(self) -> None:
         """Brings everything back."""
-        for reference in self.blocks:
-            block = reference()
-            if block is not None and block.place in self._away:
-                block.come_back(self._away.pop(block.place))
+        for place, block in enumerate(self.blocks):
+            if place in self._away:
+                block.come_back(self._away.pop(place))
 
 
 def call(
@@ -506,7 +505,7 @@ def test_a_block_that_was_made_again_takes_the_place_of_the_first() -> None:
     x = torch.arange(4.0)
     saved = table.save(x[1:], 2, 3, NOTHING)
     saved.let_go()
-    saved.block = None
+    saved.leave_block()
     assert keeper.dropped == [0]
     table.make_good(saved, (x + 0)[1:], 2, 3)
     assert keeper.found == [(0, 2, 3, 16), (0, 2, 3, 16)]

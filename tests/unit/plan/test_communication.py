@@ -44,6 +44,19 @@ def test_forward_only():
     ]
 
 
+def test_the_last_stage_sends_its_first_chunk_to_the_first_stage():
+    assert table(tuple(map(parse_row, ("F0 F0.1 B0.1 B0",) * 2))) == [
+        "F0 F0> >F0.1 F0.1 F0.1> >B0.1 B0.1 B0.1> >B0 B0",
+        ">F0 F0 F0> >F0.1 F0.1 B0.1 B0.1> >B0 B0 B0>",
+    ]
+
+
+def test_chunks_of_one_stage_need_no_communication():
+    schedule = (parse_row("F0 F0.1 F1 B0.1 B0 F1.1 B1.1 B1"),)
+    assert with_communication(schedule) == schedule
+    check(schedule)
+
+
 def test_one_stage_has_nothing_to_add():
     assert with_communication(gpipe(1, 2)) == gpipe(1, 2)
 

@@ -171,11 +171,11 @@ def test_a_document_has_a_layer_per_line():
         (edited(schedule=["1f1b"]), "'schedule' is .*a text"),
         (edited(placement=[[2, 3]]), "'placement' places 5 layers, and 'layers' lists 4"),
         (edited(placement=[[2, 2], [5, -1]]), "'placement': virtual machine 1 places -1"),
-        (edited(placement=[2, 2]), "'placement' is .*a list of lists of whole numbers"),
+        (edited(placement=[2, 2]), r"'placement\[0\]' is 2; it must be a list"),
         (edited(placement=[]), "'placement': a placement of no virtual machine"),
         (edited(layers={}), "'layers' is {}; it must be a list"),
-        (edited(layers=[7]), "layer 0 is 7; it must be an object with name"),
-        (edited(layers=[{"name": "wte"}]), "layer 0 has no field 'parameter_bytes'"),
+        (edited(layers=[7]), r"layers\[0\] is 7; it must be an object with name"),
+        (edited(layers=[{"name": "wte"}]), r"layers\[0\] has no field 'parameter_bytes'"),
         (
             edited(layers=[dataclasses.asdict(LAYERS[0]) | {"forward_seconds": -1}]),
             "layer 'wte': field 'forward_seconds' is -1",
@@ -318,7 +318,7 @@ def test_a_layer_that_one_virtual_machine_recomputes_is_swapped_by_another():
     ("swaps", "words"),
     [
         (7, "'swaps' is 7; it must be a list"),
-        ([[], {}], "'swaps' is .*; it must be a list of lists"),
+        ([[], {}], r"'swaps\[1\]' is \{\}; it must be a list"),
         ([[7], []], r"swaps\[0\]\[0\] is 7; it must be an object with layer, tensors"),
         ([[], [{"layer": 0}]], r"swaps\[1\]\[0\] has no field 'tensors'"),
         (
@@ -326,15 +326,18 @@ def test_a_layer_that_one_virtual_machine_recomputes_is_swapped_by_another():
             r"swaps\[0\]\[0\] has an unknown field 'to'",
         ),
         ([[{"layer": 0.5, "tensors": [0]}], []], "'layer' is 0.5; it must be a whole number"),
-        ([[{"layer": 0, "tensors": [True]}], []], "'tensors' is .* a list of whole numbers"),
+        (
+            [[{"layer": 0, "tensors": [True]}], []],
+            r"'tensors\[0\]' is true; it must be a whole number",
+        ),
         ([[{"layer": 0, "tensors": []}], []], r"a swap of the tensors \[\] of layer 0"),
         (
             [[{"layer": 0, "tensors": [0], "stages": ["1"]}], []],
-            r"swaps\[0\]\[0\]: field 'stages' is .* a list of whole numbers",
+            r"swaps\[0\]\[0\]: field 'stages\[0\]' is \"1\"; it must be a whole number",
         ),
         (
             [[{"layer": 0, "tensors": [0], "stages": [1], "shares": ["1"]}], []],
-            "'shares' is .* a list of numbers",
+            r"'shares\[0\]' is .1.; it must be a number",
         ),
         (
             [[{"layer": 0, "tensors": [0], "shares": [1]}], []],

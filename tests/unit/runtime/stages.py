@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from lightning_pipeshift.lightning import connection
 from lightning_pipeshift.runtime.comm import process_groups
-from lightning_pipeshift.runtime.comm.channels import Channels, connect_devices, make_groups
+from lightning_pipeshift.runtime.comm.channels import Channels, connect_devices
+from lightning_pipeshift.runtime.comm.groups import Lanes
 from lightning_pipeshift.runtime.comm.mesh import connect_all
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.comm.sockets import shut_down
@@ -39,7 +40,7 @@ def connect(has_devices: bool = False) -> tuple[Channels, FailureBoard]:
     mesh = connect_all(store, rank, world_size, address, port, timedelta(seconds=60))
     board = FailureBoard(rank, mesh)
     ranks = range(world_size)
-    groups = make_groups(ranks, has_bulk=True)
+    groups = Lanes().between_stages(ranks)
     devices = None
     if has_devices:
         let_gloo_stand_in()
@@ -48,7 +49,9 @@ def connect(has_devices: bool = False) -> tuple[Channels, FailureBoard]:
         devices.want(Purpose.SHARED, combinations(ranks, 2))
     channels = Channels(ranks, rank, CPU, board.watched, groups, devices)
     channels.open_lines()
-    board.interrupt = lambda: shut_down(groups.sockets)
+    assert groups.bulk is not None
+    sockets = groups.pipeline.sockets | groups.bulk.sockets
+    board.interrupt = lambda: shut_down(sockets)
     return channels, board
 
 

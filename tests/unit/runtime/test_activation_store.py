@@ -379,8 +379,8 @@ class Case:
         self.microbatch_bytes = sum(self.blocks.values())
         self.ledger = Ledger()
         self.copier = copier if copier is not None else Copies()
-        self.rooms = BufferPool(CPU, host_bytes)
-        self.host = Noted(self.ledger, self.rooms, self.copier)
+        self.pool = BufferPool(CPU, host_bytes)
+        self.host = Noted(self.ledger, self.pool, self.copier)
         self.said: list[str] = []
 
     def expected(self) -> list[Tensor]:
@@ -425,7 +425,7 @@ class Case:
         assert not self.copier.errors
         assert store.held_bytes == 0
         assert self.ledger.living_bytes == 0
-        assert self.rooms.used_bytes == 0
+        assert self.pool.used_bytes == 0
 
 
 def same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
@@ -619,7 +619,7 @@ def test_what_is_moved_is_away_between_forward_and_backward() -> None:
             number = action.microbatch + 1
             assert store.held_bytes == case.ledger.living_bytes == number * kept_bytes
             moved_bytes = case.microbatch_bytes - kept_bytes
-            assert store.traffic.moved_bytes == case.rooms.used_bytes == number * moved_bytes
+            assert store.traffic.moved_bytes == case.pool.used_bytes == number * moved_bytes
             assert not case.host.fetched
             checked.append(number)
 
@@ -631,8 +631,8 @@ def test_what_is_moved_is_away_between_forward_and_backward() -> None:
 
 def test_each_tensor_is_where_it_is_said_to_be() -> None:
     case = Case(layers_of("PPP"), ROWS["gpipe"])
-    other_rooms = BufferPool(CPU, NO_LIMIT)
-    other = Noted(case.ledger, other_rooms, case.copier)
+    other_pool = BufferPool(CPU, NO_LIMIT)
+    other = Noted(case.ledger, other_pool, case.copier)
     places: dict[tuple[int, int], Sequence[OffloadTarget]] = {}
     for _, layer, number in case.blocks:
         if layer:
@@ -645,7 +645,7 @@ def test_each_tensor_is_where_it_is_said_to_be() -> None:
         assert sorted(place.came) == sorted(set(place.came)), "each once"
         assert {name[0] for name in place.came} == set(range(case.num_microbatches))
     case.require_released(store)
-    assert other_rooms.used_bytes == 0
+    assert other_pool.used_bytes == 0
 
 
 @pytest.mark.parametrize("ending", ["abandoned", "some backwards"])
@@ -803,7 +803,7 @@ def test_what_has_not_left_when_its_backward_begins_stays() -> None:
     assert len(case.host.came) == case.num_microbatches * len(case.blocks)
     assert not case.host.fetched
     assert store.traffic.waited_seconds == 0
-    assert case.rooms.used_bytes > 0, "it is on its way"
+    assert case.pool.used_bytes > 0, "it is on its way"
     go.set()
     case.require_released(store)
 
@@ -906,7 +906,7 @@ def test_nothing_leaves_that_has_room() -> None:
     assert same(Stage(case.layers, store, case.ledger).step(case.row, case.batch), case.expected())
     assert store.traffic.num_evicted == store.traffic.moved_bytes == 0
     assert store.traffic.peak_bytes == case.num_microbatches * case.microbatch_bytes
-    assert case.rooms.peak_bytes == 0
+    assert case.pool.peak_bytes == 0
 
 
 def test_what_was_to_move_is_not_counted_as_evicted() -> None:
@@ -983,18 +983,18 @@ def test_a_budget_that_is_too_small_for_a_single_layer() -> None:
 @pytest.mark.parametrize("limit", [0.0, 0.4, 1.7])
 def test_a_host_without_room_sends_on_to_the_next_place_or_keeps(limit: float) -> None:
     case = Case(layers_of("PPPP"), ROWS["gpipe"])
-    small_rooms = BufferPool(CPU, limit * case.microbatch_bytes)
-    small = Noted(case.ledger, small_rooms, case.copier)
+    small_pool = BufferPool(CPU, limit * case.microbatch_bytes)
+    small = Noted(case.ledger, small_pool, case.copier)
     store = case.store(NO_LIMIT, case.all_to(small, case.host))
     for _ in range(2):
         found = Stage(case.layers, store, case.ledger).step(case.row, case.batch)
         assert same(found, case.expected())
     assert not case.said
-    assert small_rooms.peak_bytes <= small_rooms.limit_bytes
+    assert small_pool.peak_bytes <= small_pool.limit_bytes
     assert bool(small.came) == (limit > 0)
     assert case.host.came
     case.require_released(store)
-    assert small_rooms.used_bytes == 0
+    assert small_pool.used_bytes == 0
 
     store = case.store(NO_LIMIT, case.all_to(small))
     for _ in range(2):
@@ -1088,6 +1088,23 @@ def test_room_that_was_found_is_not_taken_by_what_comes_back(takes: str) -> None
     assert same(stage.step(case.row, case.batch), case.expected())
     assert store.traffic.moved_bytes
     assert store.traffic.peak_bytes <= budget
+
+
+def test_memory_that_is_dropped_while_room_is_looked_for_is_room() -> None:
+    """By another thread; here by the target that is asked for the block, and refuses it."""
+    saved: list[Saved] = []
+
+    class Dropping:
+        def put(self, memory: Tensor, done: Done) -> OffloadedBlock | None:
+            saved.clear()
+            return None
+
+    store = ActivationStore(StagePolicy(100, spare=Dropping()))
+    store.begin_step(parse_row("F0 B0"))
+    saved.append(SavedTable(0, store).save(torch.zeros(25), 0, 0, frozenset()))
+    assert store.held_bytes == 100
+    store.make_room(100, 1)
+    assert store.held_bytes == 0
 
 
 def test_others_who_want_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ class House:
         for future in self.threads.futures:
             future.result(timeout=LIMIT_SECONDS)
         assert not self.threads.errors
-        assert all(rooms.used_bytes == 0 for rooms in self.lender.rooms.values())
+        assert all(pool.used_bytes == 0 for pool in self.lender.pools.values())
         return self.counts
 
 
@@ -529,14 +529,14 @@ def of_many_sizes(num: int) -> Any:
     channels, _ = connect()
     if channels.stage:
         house = House(channels)
-        rooms = house.lender.rooms[0]
+        pool = house.lender.pools[0]
         most = 0
         while channels.receive_object(0) == "how much?":
-            free = sum(size * len(unused) for size, unused in rooms._free.items())
-            most = max(most, rooms.used_bytes + free)
+            free = sum(size * len(unused) for size, unused in pool._free.items())
+            most = max(most, pool.used_bytes + free)
             channels.send_object(house.counts[-1], 0)
             channels.settle()
-        return house.end(), rooms.peak_bytes, most
+        return house.end(), pool.peak_bytes, most
     guest = Guest(channels, (1,))
     (borrower,) = guest.borrowers.values()
     most = 0
@@ -564,7 +564,7 @@ def many_at_once(num: int) -> Any:
         house = House(channels)
         most = 0
         while not channels.receive_object(0):
-            most = max(most, len(house.lender.rooms[0]._files))
+            most = max(most, len(house.lender.pools[0]._files))
         house.end()
         return most
     guest = Guest(channels, (1,))
@@ -691,7 +691,7 @@ def beside_the_compute() -> list[tuple[str, bool]]:
     streams.watch(beside_module.SharedBufferPool, "opening")
     streams.watch(lending_module, "opened")
     streams.watch(Lane, "send_tensor")
-    streams.watch(lending_module._RemoteBlock, "_unpack")
+    streams.watch(lending_module._RemoteBlock, "_decode")
     streams.watch(Tensor, "copy_")
     if channels.stage:
         House(channels).answer()
@@ -713,7 +713,7 @@ def test_nothing_is_done_on_the_stream_of_the_compute(way: str) -> None:
     """It may wait for a payload of a rank which waits for this one's block."""
     for found, wanted in zip(
         run_ranks(beside_the_compute, 2),
-        [{"_unpack", "copy_"}, {"_made"}],
+        [{"_decode", "copy_"}, {"_made"}],
         strict=True,
     ):
         names = {name for name, _ in found}

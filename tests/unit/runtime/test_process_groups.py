@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from lightning_pipeshift import StageFailedError
 from lightning_pipeshift.runtime.comm import process_groups
+from lightning_pipeshift.runtime.comm.groups import group_timeout
 from lightning_pipeshift.runtime.comm.process_groups import (
     ProcessGroups,
     Purpose,
-    group_timeout,
 )
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.step import pipeline, stage

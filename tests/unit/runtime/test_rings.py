@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipeshift.runtime.comm.channels import make_groups
+from lightning_pipeshift.runtime.comm.groups import Lanes
 from lightning_pipeshift.runtime.gradients.rings import Rings
 from lightning_pipeshift.testing.ranks import RanksFailed, run_ranks
 from tests.unit.runtime.stages import connect
@@ -27,7 +27,7 @@ def values(rank: int, number: int, length: int, dtype: torch.dtype = torch.float
 def make_rings() -> tuple[Rings, int]:
     _, board = connect()
     rank = dist.get_rank()
-    groups = make_groups(range(dist.get_world_size()))
+    groups = Lanes().make(range(dist.get_world_size()), "gradients-0")
     return Rings(groups, rank, board.watched), rank
 
 

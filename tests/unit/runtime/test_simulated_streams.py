@@ -29,7 +29,8 @@ from lightning_pipeshift.model.parameters.uses import parameter_uses
 from lightning_pipeshift.model.saved.codec import codec_named
 from lightning_pipeshift.model.saved.saved_tensors import SavedTable
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
-from lightning_pipeshift.runtime.comm.channels import Channels, make_groups
+from lightning_pipeshift.runtime.comm.channels import Channels
+from lightning_pipeshift.runtime.comm.groups import Lanes
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.gradients import aggregation, device_rings
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation, GradientGroup
@@ -333,7 +334,7 @@ def test_what_is_lent_comes_back(
     [
         pytest.param(lending, "_each", True, None, id="threads wait for the compute"),
         pytest.param(shared_memory, "copy", True, None, id="a copy is complete"),
-        pytest.param(lending, "_unpack", True, "lossless", id="what is decoded is complete"),
+        pytest.param(lending, "_decode", True, "lossless", id="what is decoded is complete"),
     ],
 )
 def test_lending_waits(
@@ -549,7 +550,7 @@ def move_a_layer(forgets: bool, num_microbatches: int = 1) -> Any:
     """
     by_host, board = connect()
     ranks = by_host.ranks
-    groups = make_groups(ranks, has_bulk=True)
+    groups = Lanes().between_stages(ranks)
     channels = Channels(ranks, by_host.stage, GPU, board.watched, groups)
     with pytest.MonkeyPatch.context() as patch:
         if forgets:

@@ -1,9 +1,13 @@
 from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch import nn
 
+from lightning_pipeshift.errors import ScheduleError
 from lightning_pipeshift.plan.cost.simulator import Costs
-from lightning_pipeshift.plan.schedule.actions import PROPERTIES, Kind
+from lightning_pipeshift.plan.schedule.actions import PROPERTIES, Kind, parse_row
 from lightning_pipeshift.runtime.step.stage import Stage
 
 
@@ -32,3 +36,11 @@ def test_all_that_is_known_of_a_kind_of_action_fits_together(kind: Kind) -> None
 def test_methods_and_lines_are_each_of_one_kind() -> None:
     assert len({known.method for known in PROPERTIES.values()}) == len(Kind)
     assert sum(known.in_flight for known in PROPERTIES.values()) == 0
+
+
+def test_a_stage_refuses_further_chunks() -> None:
+    channels: Any = SimpleNamespace(stage=1, num_stages=2)
+    unused: Any = None
+    stage = Stage(nn.Linear(1, 1), channels, unused, unused, unused)
+    with pytest.raises(ScheduleError, match=r"F0\.1 on stage 1: .* chunk 1; a stage runs"):
+        stage.run(parse_row("F0 F0.1"), unused)

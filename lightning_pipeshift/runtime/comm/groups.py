@@ -1,0 +1,103 @@
+"""Makes the gloo groups of a job. A lane between ranks is a group of its own: it has its own
+connections, whose packets have the lane's mark.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_pipeshift.plan.inputs.traffic import BULK, PIPELINE, with_marks
+from lightning_pipeshift.runtime.comm.sockets import Opened, mark, open_sockets
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group.
+
+    Args:
+        control: torch's.
+        sockets: its connections.
+    """
+
+    control: Any
+    sockets: Opened
+
+
+@dataclass(frozen=True)
+class StageGroups:
+    """The groups in which the stages of a virtual machine communicate.
+
+    Args:
+        pipeline: for messages that have to arrive soon.
+        bulk: for large transfers that are not urgent, so that they delay no other message.
+    """
+
+    pipeline: Group
+    bulk: Group | None = None
+
+
+class Lanes:
+    """Makes groups. Every rank of the job makes the same ones, in the same order, whether it is a
+    member or not.
+
+    Args:
+        timeout: of the groups' operations; at least gloo's default.
+        marks: see :func:`~lightning_pipeshift.plan.inputs.traffic.with_marks`; ``None``: packets
+            get no marks.
+    """
+
+    def __init__(
+        self, timeout: timedelta | None = None, marks: Mapping[str, int] | None = None
+    ) -> None:
+        self._timeout = group_timeout(timeout)
+        self._classes = {} if marks is None else {one.name: one for one in with_marks(marks)}
+        self._is_refused = False
+
+    def make(self, ranks: Iterable[int], lane: str) -> Group:
+        """Makes a group.
+
+        Args:
+            ranks: the members.
+            lane: the name of the lane that it is.
+        """
+        before = open_sockets()
+        control = dist.new_group(list(ranks), backend="gloo", timeout=self._timeout)
+        sockets = open_sockets() - before
+        traffic = self._classes.get(lane)
+        refused = mark(sockets, traffic) if traffic is not None else None
+        if refused is not None and not self._is_refused:
+            self._is_refused = True
+            log.warning(
+                "PipeShift: the system refuses to mark packets with their lane (%s), so the"
+                " network cannot carry urgent ones first. Training goes on without marks.",
+                refused,
+            )
+        return Group(control, sockets)
+
+    def between_stages(self, ranks: Iterable[int], has_bulk: bool = True) -> StageGroups:
+        """Makes the groups of a virtual machine.
+
+        Args:
+            ranks: those of its stages.
+            has_bulk: whether there are large transfers.
+        """
+        members = list(ranks)
+        pipeline = self.make(members, PIPELINE.name)
+        return StageGroups(pipeline, self.make(members, BULK.name) if has_bulk else None)
+
+
+def group_timeout(timeout: timedelta | None) -> timedelta:
+    """Returns the timeout of a group's operations: at least gloo's default; NCCL's own default is a
+    third of that. A rank that stalls is alive, so a short timeout that the user sets for the start
+    does not apply later.
+    """
+    default: timedelta = dist.default_pg_timeout
+    return default if timeout is None else max(timeout, default)

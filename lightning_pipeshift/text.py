@@ -1,0 +1,58 @@
+"""Bytes, seconds, names and tables as text for people. Imports neither torch nor Lightning."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Final
+
+_UNITS: Final = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
+def bytes_text(number: float) -> str:
+    """Formats bytes, such as ``1.7 MB``."""
+    for unit, size in _UNITS[:2]:
+        # Megabytes up to ten thousand of them, so that a column is easy to compare.
+        if number >= size * (10 if unit == "GB" else 0.1):
+            return f"{number / size:.1f} {unit}"
+    return f"{number / 1000:.1f} kB" if number >= 100 else f"{number:.0f} B" if number else "0"
+
+
+def ceil_bytes_text(number: float) -> str:
+    """Formats bytes that are recommended: rounded up, so that they are enough."""
+    for unit, size in _UNITS:
+        if number >= size:
+            return f"{math.ceil(number / size * 100) / 100:.2f} {unit}"
+    return f"{math.ceil(number)} bytes"
+
+
+def seconds_text(number: float) -> str:
+    """Formats seconds, such as ``549 ms``."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number / 1e-6:.3g} µs"
+
+
+def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """The lines of a table, with aligned columns.
+
+    Args:
+        rows: the header, and the cells of each further line.
+        right: the columns that are aligned at the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def layers_text(names: Sequence[str]) -> str:
+    """A short text for some consecutive layers."""
+    if len(names) < 3:
+        return ", ".join(names) or "none"
+    return f"{names[0]} to {names[-1]} ({len(names)})"
