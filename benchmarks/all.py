@@ -33,7 +33,7 @@ STEP = (f"{PACKAGE}/model", f"{PACKAGE}/runtime", f"{PACKAGE}/lightning/training
 PLANNING = (f"{PACKAGE}/plan",)
 RINGS = (
     f"{PACKAGE}/runtime/gradients",
-    *(f"{PACKAGE}/runtime/comm/{name}.py" for name in ("lane", "channels", "waits")),
+    *(f"{PACKAGE}/runtime/comm/{name}.py" for name in ("groups", "lane", "channels", "waits")),
 )
 CHECKPOINTS = (
     f"{PACKAGE}/lightning/checkpoints.py",
@@ -117,6 +117,7 @@ RUNS = (
         " --num-static-steps 20 --patience 6",
         (*PLANNING, *STEP, f"{PACKAGE}/lightning/callbacks"),
     ),
+    Run("lanes", "lanes --num-rounds 3 --num-steps 40", (*RINGS, f"{PACKAGE}/commands/lanes.py")),
     Run("convergence", "convergence", (*STEP, f"{PACKAGE}/lightning/asynchronous.py")),
     *(
         Run(f"zoo_{library}", f"zoo --library {library} --steps 2", (PACKAGE,), is_sweep=True)

@@ -9,7 +9,7 @@ without them all traffic is one class, first come, first served.
 Flows: one rank sends on the lane `pipeline` and on `bulk` at the same time, as fast as it can. What
 part of the link does each get, of what `pipeline` gets alone?
 
-Move: two stages train, a rank on each host, with payloads of 3 MB each way for each microbatch. A
+Move: two stages train, a rank on each host, with payloads of 2 MB each way for each microbatch. A
 layer of 100 MB goes to the other stage and back while they train. How much longer is a step while
 it travels?
 """
@@ -47,7 +47,7 @@ CONTENDERS = (LANES, NONE)
 # Of a flow's messages.
 _CHUNK_BYTES = 512 * 1024
 _NUM_POSTED = 4
-WIDTH, ROWS, MICROBATCHES = 256, 3072, 4
+WIDTH, ROWS, MICROBATCHES = 256, 2048, 4
 PLACEMENTS = ([3, 2], [2, 3])
 _MOVED = 2
 

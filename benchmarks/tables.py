@@ -82,6 +82,7 @@ def tables(results: Values) -> dict[str, Callable[[], Rows]]:
         "migration": migration,
         "moves": moves,
         "compression": lambda: compression(results),
+        "lanes": lanes,
         "convergence": lambda: convergence(results),
     }
 
@@ -360,6 +361,19 @@ def compression(results: Values) -> Rows:
             for size, found in zip(sizes, by_size, strict=True)
         ]
         rows.append([name.replace("save_on_cpu", "`save_on_cpu`"), units, *times])
+    return rows
+
+
+def lanes() -> Rows:
+    """With and without marks, on hosts that honour them."""
+    rows = [["", "with the lanes' marks", "without"]]
+    for what, where, form in (
+        ("part of the link for `pipeline`, of what it has alone", "flows / {} / pipeline", ".2f"),
+        ("part of the link for `bulk` beside it", "flows / {} / bulk", ".2f"),
+        ("steps are longer by, while a layer of 100 MB moves", "move / {} / growth", "+.1%"),
+    ):
+        places = [where.format(name) for name in ("lanes", "no marks")]
+        rows.append([what, *(f"{{lanes / {place} {form}}}" for place in places)])
     return rows
 
 

@@ -28,8 +28,8 @@ from lightning_pipeshift.lightning.steps import StepContext
 from lightning_pipeshift.lightning.training import TrainingSteps
 from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.runtime.ownership.shared_updates import LateUpdate
+from lightning_pipeshift.runtime.step.asynchronous_pipeline import AsynchronousPipeline
 from lightning_pipeshift.runtime.step.minibatches import Finished
-from lightning_pipeshift.runtime.step.pipeline import Pipeline
 from lightning_pipeshift.runtime.step.training_batch import TrainingBatch
 
 OptimizerOptions = list[dict[str, Any]]
@@ -61,11 +61,12 @@ class AsynchronousTraining(TrainingSteps):
     """
 
     steps_itself = True
+    _pipeline: AsynchronousPipeline
 
     def __init__(
         self,
         trainer: pl.Trainer,
-        pipeline: Pipeline,
+        pipeline: AsynchronousPipeline,
         context: StepContext,
         hosts: Sequence[str],
         say: Callable[[str], None],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -23,6 +24,7 @@ from lightning_pipeshift.lightning.training import TrainingSteps
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.runtime.comm.backends import device_of
 from lightning_pipeshift.runtime.planning.make_plan import Settings
+from lightning_pipeshift.runtime.step.asynchronous_pipeline import AsynchronousPipeline
 from lightning_pipeshift.runtime.step.control_files import ControlFiles
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
 from lightning_pipeshift.runtime.step.status import status_of
@@ -66,7 +68,13 @@ class Run:
         metric_sync = MetricSync(connection.replicas)
         metric_sync.attach(module, device)
         requests = ControlFiles()
-        pipeline = Pipeline(
+        topology = connection.replicas.topology
+        is_plain = topology.num_ranks == 1 and settings.leaves_steps_whole(topology.stages_per_vm)
+        kinds: Any = (Pipeline, TrainingSteps)
+        if settings.is_asynchronous and not is_plain:
+            kinds = (AsynchronousPipeline, AsynchronousTraining)
+        make_pipeline, make_training = kinds
+        pipeline: Pipeline = make_pipeline(
             root=module,
             channels=connection.channels,
             replicas=connection.replicas,
@@ -82,14 +90,10 @@ class Run:
             profile=trainer.profiler.profile,  # type: ignore[attr-defined]
         )
         context = StepContext(trainer, pipeline.recorder, metric_sync)
-        topology = connection.replicas.topology
-        is_plain = topology.num_ranks == 1 and settings.leaves_steps_whole(topology.stages_per_vm)
-        is_asynchronous = settings.is_asynchronous and not is_plain
-        training = AsynchronousTraining if is_asynchronous else TrainingSteps
         return cls(
             pipeline=pipeline,
             requests=requests,
-            training=training(trainer, pipeline, context, connection.hosts, _say),
+            training=make_training(trainer, pipeline, context, connection.hosts, _say),
             evaluation=EvaluationSteps(trainer, pipeline, context),
             interruptions=Interruptions(trainer, pipeline, connection),
             metric_sync=metric_sync,

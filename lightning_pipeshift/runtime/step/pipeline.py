@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from lightning_pipeshift.errors import LayerError, PipeShiftError, PlanError
 from lightning_pipeshift.model.execution.measure import Figures, Stopwatch
@@ -23,7 +22,6 @@ from lightning_pipeshift.model.execution.microbatch import (
     split,
     weighted_mean,
 )
-from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.model.execution.transfer import Fetch, to_host
 from lightning_pipeshift.model.gates.gate import Gate, Scope, Switch, install, remove
 from lightning_pipeshift.model.gates.layers import find_layers, find_scopes, require_layers
@@ -53,7 +51,6 @@ from lightning_pipeshift.plan.schedule.actions import Row, Schedule
 from lightning_pipeshift.plan.schedule.asynchronous import weight_versions
 from lightning_pipeshift.plan.schedule.checker import check
 from lightning_pipeshift.plan.schedule.communication import with_communication
-from lightning_pipeshift.plan.schedule.cut_over import cut_over
 from lightning_pipeshift.plan.schedule.schedules import (
     forward_only,
     schedule_named,
@@ -74,31 +71,20 @@ from lightning_pipeshift.runtime.gradients.replica_sync import (
 from lightning_pipeshift.runtime.gradients.rings import Rings
 from lightning_pipeshift.runtime.offload.stage_memory import StageMemory
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
-from lightning_pipeshift.runtime.ownership.live_changes import LiveChanges
-from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
 from lightning_pipeshift.runtime.ownership.plan_change import Changes, CutOver
-from lightning_pipeshift.runtime.ownership.shared_updates import (
-    LateUpdate,
-    SharedUpdates,
-    require_same_sharers,
-)
 from lightning_pipeshift.runtime.planning.make_plan import (
     Settings,
     check_order,
     stages_without_work,
 )
-from lightning_pipeshift.runtime.planning.move_decision import Decision
 from lightning_pipeshift.runtime.planning.replanning import Replanning
 from lightning_pipeshift.runtime.step.checksum import (
-    checksum,
-    different_batches,
     is_checked,
     require_same_batch,
     require_same_end,
 )
 from lightning_pipeshift.runtime.step.control_files import Answer, ControlFiles
 from lightning_pipeshift.runtime.step.losses import Denominators, Losses, Outcome
-from lightning_pipeshift.runtime.step.minibatches import Finished, Minibatch, Minibatches
 from lightning_pipeshift.runtime.step.one_stage import OneStage
 from lightning_pipeshift.runtime.step.stage import (
     WAIT,
@@ -111,29 +97,9 @@ from lightning_pipeshift.runtime.step.stage import (
 from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
 from lightning_pipeshift.runtime.step.trace_cache import Key, TraceCache
 from lightning_pipeshift.runtime.step.training_batch import Accumulation, TrainingBatch
-from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
 
 # How many batches a stage may run ahead of the next in an evaluation.
 _AHEAD = 4
-
-
-class _Notice(NamedTuple):
-    """A message of the first rank to all others before a minibatch.
-
-    Args:
-        plans: those that come into force as soon as they can.
-        decision: by measurements, if there is one.
-        ends: whether the run ends after the minibatch.
-        asks_to_end: whether an earlier stage of the virtual machine asks for the end; the last
-            stage passes it on to the first rank.
-        checksum: that of stage 0's batch, if it is compared.
-    """
-
-    plans: list[str]
-    decision: Decision | None
-    ends: bool
-    asks_to_end: bool
-    checksum: int = 0
 
 
 class _Votes(NamedTuple):
@@ -182,6 +148,9 @@ class Pipeline:
         profile: makes a context for the profiler, given the name of an action.
     """
 
+    _sums_together = True
+    """Whether all ranks are at the same step when gradients are summed."""
+
     def __init__(
         self,
         root: nn.Module,
@@ -211,8 +180,6 @@ class Pipeline:
         self._rings = rings
         self._groups = groups
         self._aggregation: Aggregation | None = None
-        self._old_aggregations: list[Aggregation] = []
-        """Those of minibatches that have begun before layers changed their owners."""
         self._denominators: Denominators | None = None
         self._has_agreed = False
         # Messages about decisions, for the user.
@@ -280,21 +247,6 @@ class Pipeline:
         self.is_to_end = False
         # The outcomes and sizes of evaluation batches whose reports have not been fetched yet.
         self._pending: list[tuple[list[Outcome], int]] = []
-        self._minibatches: Minibatches | None = None
-        """Those in flight, in an asynchronous schedule."""
-        self._asks_to_end_here = self._end_is_wanted = False
-        self._timers: dict[int, Timer] = {}
-        """By minibatch in flight."""
-        self._live = LiveChanges(max(replicas.topology.stages_per_vm), self._start_moving)
-        """The changes of the plan, in an asynchronous schedule."""
-        self._optimizers: Sequence[Optimizer] = ()
-        self._shared_updates: SharedUpdates
-        self._late_changes: dict[tuple[str, str], Any] = {}
-        """Changes of user code on the last stage since the pipeline was empty."""
-        self._written: dict[int, Microbatch] = {}
-        """Those since the pipeline was empty in which user code keeps values of several stages: one
-        for each trace.
-        """
         self._result_under_way = Fetch(None)
         self._under_way: list[Sent] = []
         # What the last stage's report of the step consists of, on its way to the host.
@@ -464,7 +416,7 @@ class Pipeline:
     @property
     def coming_plan(self) -> Plan:
         """The plan that will be in force when all requested changes are done."""
-        return self.changes.last or self._live.last or self.plan
+        return self.changes.last or self.plan
 
     def adopt(self, plan: Plan, from_microbatch: int = 0) -> None:
         """Puts another plan in force after the next step. Every rank calls this, with the same
@@ -498,11 +450,10 @@ class Pipeline:
                 f"a plan from microbatch {from_microbatch} on, and a memory budget, which holds "
                 "for whole steps: use from_microbatch=0, or train without MemoryCompression"
             )
-        if self.is_asynchronous:
-            self._require_movable(plan)
-            self._live.request(plan)
-        else:
-            self.changes.wanted = CutOver(plan, from_microbatch)
+        self._request(plan, from_microbatch)
+
+    def _request(self, plan: Plan, from_microbatch: int) -> None:
+        self.changes.wanted = CutOver(plan, from_microbatch)
 
     def migrate(self, moves: Iterable[Move]) -> None:
         """Makes layers change their owners after the next step. Every rank calls this, with the
@@ -537,8 +488,13 @@ class Pipeline:
                 self.vm,
                 self.planning.static_bytes(self._most_versions),
                 self.planning.profiler.expected_bytes,
-                self._live.layers,
+                self._layers_on_their_way,
             )
+
+    @property
+    def _layers_on_their_way(self) -> frozenset[int]:
+        """The layers that come to this stage or leave it while it computes."""
+        return frozenset()
 
     @property
     def _most_versions(self) -> int:
@@ -576,7 +532,7 @@ class Pipeline:
         if is_new:
             self.messages.append(f"gradient_aggregation is {kind!r}: {why}.")
         device, watched = self.channels.device, self.channels.watched
-        agree = None if self.is_asynchronous else self.replicas.world.sum
+        agree = self.replicas.world.sum if self._sums_together else None
         if self.channels.backend == "gloo":
             device = torch.device("cpu")
             if kind == "ring":
@@ -588,6 +544,11 @@ class Pipeline:
         if kind == "ring":
             sums = DeviceRings(self._groups, self.replicas.rank, watched)
         return Aggregation(mine, sums.start, agree, len(uses), device, in_order=True)
+
+    @property
+    def migration_seconds(self) -> float:
+        """How long this stage has waited because of the last change of owners."""
+        return self.changes.seconds
 
     @property
     def exposed_seconds(self) -> float:
@@ -747,382 +708,6 @@ class Pipeline:
             self._open_mail()
         self.num_steps_done = given.step_number + 1
         return report
-
-    # --- training: asynchronous schedules ---
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether the pipeline does not drain between two batches."""
-        return self.settings.is_asynchronous
-
-    def begin_minibatch(self, given: TrainingBatch, tag: Any = None) -> list[Finished]:
-        """Runs this stage's turn in an asynchronous schedule: the forward of a batch, and the
-        backward of an earlier one, which is returned if there is one. Its gradients are in
-        ``holdings``, ready for :meth:`Holdings.hand_gradients_over`.
-
-        Args:
-            given: the batch.
-            tag: comes back with the minibatch.
-        """
-        self._note_begin()
-        if self._minibatches is None:
-            # Later batches are compared by :meth:`before_minibatch`.
-            self._check_batch(given.batch, given.batch_idx)
-        ((part, size),) = split(given.batch, 1)
-        key = self._key("train", given.step_number, 0)
-        self._settle(key, given.step, part, given.optimizers, final=True, trains=True)
-        self._optimizers = given.optimizers
-        assert self.holdings is not None
-        minibatches = self._minibatches or self._make_minibatches(self.holdings)
-        trace = self._trace(key, given.step, part, module_signature(self.root))
-        (microbatch,) = self._microbatches([key], [(part, size)], [trace])
-        todo = replace(
-            self._step(given, [microbatch]),
-            first=minibatches.next,
-            versions=minibatches.versions,
-            live_migration=self.live_migration,
-            timers=self._timers,
-        )
-        minibatch = Minibatch(
-            step=todo,
-            batch_idx=given.batch_idx,
-            is_last_batch=given.is_last_batch,
-            begins_update=not given.accumulation.has_begun,
-            ends_update=not given.accumulation.goes_on,
-            sums=self._sums(given.accumulation),
-            tag=tag,
-        )
-        if self.is_last and self.channels.num_stages > 1:
-            # What hooks change between two calls, they change on every stage.
-            self._tail.remember()
-        if trace is not None and trace.state:
-            self._written[id(trace)] = microbatch
-        profiler = self.planning.profiler
-        if self.planning.measures and not profiler.is_over:
-            self._timers[minibatches.next] = profiler.timer
-        profiler.begin_step()
-        if minibatches.turn_has_backward:
-            self._make_place_for_gradients(minibatches.oldest or minibatch)
-        finished = minibatches.begin(minibatch)
-        profiler.end_step()
-        self._num_microbatches_done += 1
-        self.num_steps_done = given.step_number + 1
-        found = [] if finished is None else [self._finish(finished)]
-        if self._live.last is None:
-            own = self.plan.placement.layers_of(self.vm, self.channels.stage)
-            gates, lag = self._follower.gates, self.channels.num_stages
-            self.planning.after_step(self.plan, own, gates, given.optimizers, lag)
-        return found
-
-    def drain(self) -> Iterator[Finished]:
-        """Runs the backwards of all minibatches in flight, one at a time; see
-        :meth:`begin_minibatch`. Every stage calls this after the same minibatch.
-        """
-        minibatches = self._minibatches
-        if minibatches is None or minibatches.are_over:
-            return
-        while minibatches.oldest is not None:
-            self._make_place_for_gradients(minibatches.oldest)
-            finished = minibatches.end_one()
-            assert finished is not None
-            yield self._finish(finished)
-        minibatches.end_one()
-        self._timers.clear()
-        self.planning.end_gathering()
-        self._stage.settle()
-        self.channels.settle()
-        written, self._written = list(self._written.values()), {}
-        changes, self._late_changes = self._late_changes, {}
-        changes = self.channels.share_object(changes, self.channels.num_stages - 1)
-        self._share_state(Report(None, [], [changes]), written)
-
-    def before_minibatch(self, batch: Any, batch_idx: int, ends_update: bool) -> list[LateUpdate]:
-        """Called before :meth:`begin_minibatch`; returns updates that are to be made first.
-
-        Args:
-            batch: the minibatch.
-            batch_idx: its index in the epoch.
-            ends_update: whether the minibatch is the last one of its update.
-        """
-        if self._minibatches is None:
-            return []
-        self._take_notice(batch, batch_idx)
-        number, update = self._minibatches.next, self._minibatches.versions.update
-        moving = self._live.layers
-        plan, late = self._live.before_turn(number, update, ends_update)
-        late += self._shared_updates.due(number)
-        if plan is not None:
-            assert self._ownership is not None
-            assert self.holdings is not None
-            self._ownership = self._ownership.moved(plan.placement, self._num_microbatches_done)
-            self._plan = plan
-            if self._aggregation is not None:
-                # Updates that have begun are summed over their own owners.
-                self._old_aggregations.append(self._aggregation)
-                uses = self.holdings.uses
-                self._aggregation = self._make_aggregation(uses, plan.placement, is_new=False)
-            self._say_who_has_no_work()
-            # Times under the old plan do not hold for the new one.
-            self.planning.profiler.begin_anew(for_good=self.planning.profiler.is_over)
-        if plan is not None or moving != self._live.layers:
-            self._follow_with_memory()
-        return late
-
-    def _take_notice(self, batch: Any, batch_idx: int) -> None:
-        """Learns what the first rank has decided, before a minibatch from which on it holds. This
-        travels down the pipeline ahead of the minibatch's payload, so nobody waits for it.
-        """
-        world, channels, stage = self.replicas.world, self.channels, self.channels.stage
-        if self.replicas.rank == 0:
-            notice = self._notice()
-            for ranks in self.replicas.topology.ranks[1:]:
-                world.send_object(notice, world.ranks.index(ranks[0]))
-            world.settle(all_but=2 * world.num_stages)
-        elif stage == 0:
-            notice = world.receive_object(world.ranks.index(0))
-        else:
-            notice = channels.receive_object(stage - 1)
-        if channels.num_stages > 1 and is_checked(batch_idx):
-            mine = checksum(batch)
-            if not stage:
-                notice = notice._replace(checksum=mine)
-            elif notice.checksum != mine:
-                raise different_batches(batch_idx, [stage])
-        self._asks_to_end_here |= self.asks_to_end | notice.asks_to_end
-        if not self.is_last:
-            channels.send_object(notice._replace(asks_to_end=self._asks_to_end_here), stage + 1)
-            channels.settle(all_but=2 * channels.num_stages)
-        for text in notice.plans:
-            self._live.request(Plan.from_json(text))
-        if notice.decision is not None:
-            self.planning.heed(notice.decision)
-            plan = Plan.from_json(notice.decision.plan)
-            if notice.decision.is_new and self._is_movable(plan):
-                self._live.request(plan)
-            elif not notice.decision.is_new and self.coming_plan is self.plan:
-                self._plan = plan
-        self.is_to_end = notice.ends
-
-    def _notice(self) -> _Notice:
-        """The first rank's decisions since the last minibatch."""
-        plans: list[str] = []
-        now = self.coming_plan
-        for request in self._outside.take_requests() if self._outside.has_requests else ():
-            try:
-                plan = now.with_placement(placement_after(now, request.moves))
-                self._require_movable(plan)
-                self.planning.require_room_here(plan)
-            except PipeShiftError as error:
-                answer = Answer(False, f"nothing moves: {error}")
-            else:
-                answer = Answer(True, f"{request}, about {self.num_steps_done + 2} on")
-                plans.append(plan.to_json())
-                now = plan
-            self.messages.append(f"asked from outside: {answer.text}.")
-            self._outside.answer(request, answer)
-        ends = self.asks_to_end or self._end_is_wanted
-        decision = self.planning.take_decision(now) if self.planning.has_decided else None
-        return _Notice(plans, decision, ends, self.asks_to_end)
-
-    def _is_movable(self, plan: Plan) -> bool:
-        try:
-            self._require_movable(plan)
-        except PlanError as error:
-            self.messages.append(f"the new plan was left alone. {error}")
-            return False
-        return True
-
-    def forget_older_weights(self) -> None:
-        """Called after :meth:`finish_updates` where a run may be resumed: that run has the newest
-        weights only, so this one goes on with them, too.
-        """
-        if self._minibatches is not None:
-            self._minibatches.versions.begin_anew()
-
-    def finish_updates(self) -> list[LateUpdate]:
-        """Called when :meth:`drain` is over: ends the moves that have begun; returns the updates
-        that are still to be made.
-        """
-        if self._minibatches is None:
-            return []
-        late = self._live.settle(self._minibatches.next) + self._shared_updates.rest()
-        self._follow_with_memory()
-        return late
-
-    @contextmanager
-    def updating(self, minibatch: Minibatch) -> Iterator[None]:
-        """Context of an optimizer's step in an asynchronous schedule.
-
-        Args:
-            minibatch: the last one of the update.
-        """
-        self._shared_updates.pass_on(minibatch.step.first, minibatch.tag)
-        self._live.withhold(minibatch.tag)
-        with self._changing_weights(counts=True):
-            yield
-
-    @contextmanager
-    def updating_late(self) -> Iterator[None]:
-        """As :meth:`updating`, for a :class:`LateUpdate`."""
-        with self._changing_weights(counts=False):
-            yield
-
-    @contextmanager
-    def _changing_weights(self, counts: bool) -> Iterator[None]:
-        assert self._minibatches is not None
-        assert self.holdings is not None
-        parameters = [use.parameter for use in self.holdings.held]
-        with self._minibatches.versions.updating(parameters, counts):
-            yield
-        if self.live_migration is not None:
-            self.live_migration.send_newest(self._minibatches.next)
-
-    def _start_moving(self, plan: Plan, minibatch: int) -> LiveMigration:
-        """Begins to move layers for a plan.
-
-        Args:
-            plan: the plan.
-            minibatch: the one before whose forward every stage calls this.
-        """
-        assert self.holdings is not None
-        assert self._minibatches is not None
-        earliest = minibatch + 1
-        # The same minibatch in all virtual machines, so that the owners of an update are known.
-        for vm in range(self.replicas.count):
-            stages = zip(self.plan.placement.stages(vm), plan.placement.stages(vm), strict=True)
-            for source, target in stages:
-                if source != target:
-                    earliest = max(earliest, cut_over(minibatch, source, min(source, target)))
-        return LiveMigration(
-            self.holdings,
-            plan.placement.stages(self.vm),
-            self._optimizers,
-            self._threads,
-            earliest,
-            self._minibatches.versions,
-            self._deferred,
-            self._minibatches.newest_update,
-        )
-
-    def _require_movable(self, plan: Plan) -> None:
-        """Raises PlanError where a plan cannot come into force in an asynchronous schedule."""
-        objection = self.changes.objection_to(plan.placement)
-        if objection:
-            raise PlanError(objection)
-        schedule = self.settings.schedule
-        if self._aggregation is not None and self._aggregation.in_order:
-            raise PlanError(
-                f"schedule={schedule!r}: layers cannot move while their gradients are summed over"
-                " the virtual machines by collectives, whose process groups all ranks have to make"
-                " at the same time. Use gradient_aggregation='ring' with the gloo backend,"
-                " virtual_machines=1, or schedule='1f1b'."
-            )
-        assert self.holdings is not None
-        require_same_sharers(self.holdings.uses, self.plan.placement, plan.placement, schedule)
-
-    @property
-    def minibatches_in_flight(self) -> list[Minibatch]:
-        """Those that wait for their backward on this stage, the oldest first."""
-        return self._minibatches.in_flight if self._minibatches is not None else []
-
-    @property
-    def migration_seconds(self) -> float:
-        """How long this stage has waited because of the last change of owners."""
-        live = self.live_migration
-        return live.exposed_seconds if live is not None else self.changes.seconds
-
-    @property
-    def num_waiting_changes(self) -> int:
-        """How many changes of owners have been asked for, and have not begun."""
-        return self._live.num_waiting
-
-    @property
-    def live_migration(self) -> LiveMigration | None:
-        """The last change of owners in an asynchronous schedule, if there was one."""
-        return self._live.migration
-
-    @property
-    def num_weight_versions(self) -> int:
-        """How many versions of its weights the stage holds."""
-        return self._minibatches.versions.num_versions if self._minibatches is not None else 1
-
-    def _make_minibatches(self, holdings: Holdings) -> Minibatches:
-        self._shared_updates = SharedUpdates(holdings)
-        versions = WeightVersions(delays=self.settings.schedule == "async-2bw")
-        versions.follow(use.parameter for use in holdings.held)
-        stage, num_stages = self.channels.stage, self.channels.num_stages
-        self._minibatches = Minibatches(self._stage, stage, num_stages, versions)
-        return self._minibatches
-
-    def _make_place_for_gradients(self, minibatch: Minibatch) -> None:
-        assert self.holdings is not None
-        self.holdings.return_gradients()
-        self.holdings.set_gradients_aside(keep=not minibatch.begins_update)
-
-    def _finish(self, minibatch: Minibatch) -> Finished:
-        assert self.holdings is not None
-        self._timers.pop(minibatch.step.first, None)
-        report = self._report_along(minibatch)
-        require_same_end(minibatch.is_last_batch, report.is_last_batch, minibatch.batch_idx)
-        sums = minibatch.sums
-        with self._profile("[PipeShift] sum gradients"):
-            self.holdings.collect_gradients(
-                report.correction,
-                sums.finish if sums is not None else None,
-                joins=sums is not None and not minibatch.begins_update,
-                shares=False,
-            )
-        self._close_old_aggregations()
-        return Finished(minibatch, report)
-
-    def _close_old_aggregations(self) -> None:
-        """Closes those that no minibatch in flight needs any more."""
-        needed = [minibatch.sums for minibatch in self.minibatches_in_flight]
-        for old in list(self._old_aggregations):
-            if old not in needed:
-                old.close()
-                self._old_aggregations.remove(old)
-
-    def _report_along(self, minibatch: Minibatch) -> Report:
-        """The last stage's report of a minibatch, which goes from stage to stage as its gradient
-        does.
-        """
-        stage = self.channels.stage
-        if self.is_last:
-            mine = self._training_report(minibatch.step.losses, minibatch.is_last_batch)
-            self._has_agreed = True
-            # Earlier stages have run the same code for later minibatches: what it keeps is compared
-            # when the pipeline is empty. Metrics are logged with the minibatch.
-            everything = {path: change for part in mine.changes for path, change in part.items()}
-            of_metrics = {
-                path: everything.pop(path)
-                for path in list(everything)
-                if self._is_of_metric(path[0])
-            }
-            mine.changes = [of_metrics]
-            self._late_changes |= everything
-            mine.asks_to_end = self._asks_to_end_here
-            report = merge_reports(self.replicas.exchange(mine), self.vm)
-        else:
-            report = self.channels.receive_object(stage + 1)
-        self._end_is_wanted |= report.asks_to_end
-        if stage:
-            self.channels.send_object(report, stage - 1)
-            # The earlier stage takes them in this order, each after a backward.
-            self.channels.settle(all_but=2 * self.channels.num_stages)
-        return report
-
-    def _is_of_metric(self, name: str) -> bool:
-        """Whether a module is a metric, or a part of one."""
-        path = name.split(".") if name else []
-        parents = (".".join(path[:end]) for end in range(1, len(path) + 1))
-        return any(isinstance(self.root.get_submodule(parent), Metric) for parent in parents)
-
-    def take_metrics(self, report: Report) -> None:
-        """Gives this stage's metrics the state that a minibatch has left them in."""
-        if not self.is_last:
-            for changes in report.changes:
-                self._tail.apply(changes, self.channels.device)
 
     # --- training: what all ranks agree on ---
 
@@ -1474,10 +1059,8 @@ class Pipeline:
     def release_gates(self) -> None:
         """Restores the layers' own ``forward``."""
         self.changes.abandon()
-        self._live.abandon()
-        for sums in (self._aggregation, *self._old_aggregations):
-            if sums is not None:
-                sums.close()
+        if self._aggregation is not None:
+            self._aggregation.close()
         if self.memory is not None:
             self.memory.close()
         self._threads.close()
@@ -1489,7 +1072,6 @@ class Pipeline:
         if self.holdings is None:
             return
         self.changes.cancel()
-        self._live.cancel()
         if self._was_whole:
             self.holdings.make_whole()
         else:

@@ -3,8 +3,9 @@
 import pytest
 
 from lightning_pipeshift.errors import PlanError, ScheduleError
-from lightning_pipeshift.plan.schedule.actions import Kind, format_row
+from lightning_pipeshift.plan.schedule.actions import Action, Kind, format_row
 from lightning_pipeshift.plan.schedule.asynchronous import (
+    ahead,
     drain,
     require_equal_depths,
     turn,
@@ -39,6 +40,17 @@ def test_from_drain_to_drain_it_is_1f1b(num_stages: int, num_minibatches: int) -
         row = [a for k in range(num_minibatches) for a in turn(k, stage, num_stages)]
         rows.append((*row, *drain(num_minibatches - 1, stage, num_stages)))
     assert tuple(rows) == one_forward_one_backward(num_stages, num_minibatches)
+
+
+@pytest.mark.parametrize("num_stages", range(1, 7))
+def test_what_is_ahead_ends_with_the_turn_in_which_its_own_backward_is(num_stages: int) -> None:
+    for stage in range(num_stages):
+        for k in range(3, 3 + 2 * num_stages):
+            row = turn(k, stage, num_stages, 3) + ahead(k, stage, num_stages, 3)
+            assert row[-1] == Action(Kind.BACKWARD, k)
+            num_behind = num_stages - 1 - stage
+            turns = [turn(j, stage, num_stages, 3) for j in range(k, k + num_behind + 1)]
+            assert row == tuple(action for each in turns for action in each)
 
 
 @pytest.mark.parametrize("num_stages", range(1, 7))
