@@ -19,6 +19,7 @@ from lightning_pipeshift import KeepAll, MemoryCompression
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.saved_tensors import FRONT
 from lightning_pipeshift.testing.ranks import run_ranks
+from tests.end_to_end import test_asynchronous
 from tests.end_to_end.test_memory_compression import POLICIES, Block, Trains, Transforms
 from tests.features_models import AwaitsPlanning, built, quiet_trainer
 
@@ -153,6 +154,22 @@ def test_one_stage_and_two_virtual_machines() -> None:
         plain, found = on_ranks(num_ranks, [run | how for run in runs])
         require_same(found, plain)
         assert sum(one.figures["moved_bytes"] for one in found) > 0
+
+
+def train_sharing(schedule: str) -> list[dict[str, Tensor]]:
+    """What a run without the plugin, and those with each policy, make of shared parameters."""
+    case = test_asynchronous.Case(
+        [2, 2, 2], schedule, SCHEDULES[schedule], validates=7, shares=True, num_epochs=1
+    )
+    plugins = [[], *([MemoryCompression(**wish)] for wish in POLICIES.values())]
+    return [test_asynchronous.train(case, plugins=each).state for each in plugins]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_tied_weights_and_a_parameter_of_code_between_layers(schedule: str) -> None:
+    for plain, *others in run_ranks(train_sharing, 3, schedule):
+        for found in others:
+            assert all(torch.equal(found[name], value) for name, value in plain.items())
 
 
 # --- budgets ---
