@@ -161,7 +161,8 @@ def train_sharing(schedule: str) -> list[dict[str, Tensor]]:
     case = test_asynchronous.Case(
         [2, 2, 2], schedule, SCHEDULES[schedule], validates=7, shares=True, num_epochs=1
     )
-    plugins = [[], *([MemoryCompression(**wish)] for wish in POLICIES.values())]
+    wishes: Any = POLICIES.values()
+    plugins = [[], *([MemoryCompression(**wish)] for wish in wishes)]
     return [test_asynchronous.train(case, plugins=each).state for each in plugins]
 
 
