@@ -106,6 +106,18 @@ RUNS = (
         (*PLANNING, *STEP, f"{PACKAGE}/lightning/callbacks"),
     ),
     Run("lanes", "lanes --num-rounds 3 --num-steps 40", (*RINGS, f"{PACKAGE}/commands/lanes.py")),
+    Run(
+        "migration_async",
+        "migration --only reaction --schedule async --num-rounds 2 --seconds 0.032 --at 16"
+        " --num-steps 60 --num-static-steps 12 --patience 6",
+        (*PLANNING, *STEP, f"{PACKAGE}/lightning/callbacks"),
+    ),
+    Run(
+        "migration_async_short",
+        "migration --only reaction --schedule async --num-rounds 2 --at 24 --num-steps 100"
+        " --num-static-steps 20 --patience 6",
+        (*PLANNING, *STEP, f"{PACKAGE}/lightning/callbacks"),
+    ),
     Run("convergence", "convergence", (*STEP, f"{PACKAGE}/lightning/asynchronous.py")),
     *(
         Run(f"zoo_{library}", f"zoo --library {library} --steps 2", (PACKAGE,), is_sweep=True)
