@@ -105,7 +105,7 @@ RUNS = (
         "migration --only reaction --num-rounds 2 --num-steps 12 --num-static-steps 3",
         (*PLANNING, *STEP, f"{PACKAGE}/lightning/callbacks"),
     ),
-    Run("lanes", "lanes --num-rounds 3 --num-steps 40", (*RINGS, f"{PACKAGE}/commands/lanes.py")),
+    Run("lanes", "lanes", (*RINGS, f"{PACKAGE}/commands/lanes.py")),
     Run(
         "migration_async",
         "migration --only reaction --schedule async --num-rounds 2 --seconds 0.032 --at 16"

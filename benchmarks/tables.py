@@ -367,14 +367,10 @@ def compression(results: Values) -> Rows:
 
 def lanes() -> Rows:
     """With and without marks, on hosts that honour them."""
-    rows = [["", "with the lanes' marks", "without"]]
-    for what, where, form in (
-        ("part of the link for `pipeline`, of what it has alone", "flows / {} / pipeline", ".2f"),
-        ("part of the link for `bulk` beside it", "flows / {} / bulk", ".2f"),
-        ("steps are longer by, while a layer of 100 MB moves", "move / {} / growth", "+.1%"),
-    ):
-        places = [where.format(name) for name in ("lanes", "no marks")]
-        rows.append([what, *(f"{{lanes / {place} {form}}}" for place in places)])
+    rows = [["part of the link", "with the lanes' marks", "without"]]
+    for lane, what in (("pipeline", "`pipeline`, of what it has alone"), ("bulk", "`bulk`")):
+        names = ("lanes", "no marks")
+        rows.append([what, *(f"{{lanes / flows / {name} / {lane} .3f}}" for name in names)])
     return rows
 
 
