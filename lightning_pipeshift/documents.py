@@ -200,7 +200,7 @@ class Document(Generic[T]):
             raise PlanError(f"{path}: {error}") from error
 
     def parse(self, text: str) -> Any:
-        """What a JSON document contains, for :meth:`read`. Raises PlanError if it is none."""
+        """The content of a JSON document, for :meth:`read`. Raises PlanError if it is none."""
         try:
             return parse_json(text)
         except ValueError as error:

@@ -123,7 +123,7 @@ def _removal(device: str) -> str:
 
 
 def missing(device: str, classes: Sequence[TrafficClass]) -> list[str]:
-    """What a host lacks to honour the lanes; empty if it does.
+    """The reasons why a host does not honour the lanes; empty if it does.
 
     Args:
         device: the name of the network device.
@@ -216,7 +216,7 @@ def main() -> None:
 def report(
     dev: str, rate: str | None, floor: float, mark: Sequence[tuple[str, int]], apply: bool
 ) -> str:
-    """What the command prints.
+    """The text that the command prints.
 
     Args:
         dev: the name of the network device.

@@ -221,7 +221,7 @@ class AsynchronousTraining(TrainingSteps):
         for parameter, gradient in late.gradients:
             parameter.grad = gradient
         if late.gradients:
-            with self._pipeline.updating_late():
+            with self._pipeline.updating(None):
                 self._step(late.tag.options, counts=False)
         for parameter, _ in late.gradients:
             parameter.grad = None

@@ -107,6 +107,7 @@ class Connection:
         self.has_failed = False
         """Whether the run has ended by an exception that this rank knows of."""
         self._options = options
+        self._lanes = Lanes(options.timeout, options.marks)
         self._board: FailureBoard | None = None
         self._groups: ProcessGroups | None = None
         self._channels: Channels | None = None
@@ -259,12 +260,11 @@ class Connection:
 
     def _connect(self, topology: Topology, place: Place, board: FailureBoard, job: _Job) -> None:
         rank, device, watched = place.rank, place.device, board.watched
-        timeout = self._options.timeout
         backend = payload_backend(device, self._options.process_group_backend, watched)
         groups = job.groups
-        lanes = Lanes(timeout, self._options.marks)
+        lanes = self._lanes
         if groups is None or (groups.backend, groups.device) != (backend, device):
-            groups = ProcessGroups(backend, device, watched, timeout, lanes)
+            groups = ProcessGroups(backend, device, watched, lanes)
         self._groups = job.groups = groups
         vm, stage = topology.place_of(rank)
         hosts = [lanes.between_stages(ranks) for ranks in topology.ranks]
@@ -284,8 +284,7 @@ class Connection:
         """Makes a group of all ranks. After a failure its connections remain until a rank is gone,
         so that the remaining ranks can complete a checkpoint. Every rank calls this.
         """
-        lanes = Lanes(self._options.timeout, self._options.marks)
-        made = lanes.make(range(dist.get_world_size()), BULK.name)
+        made = self._lanes.make(range(dist.get_world_size()), BULK.name)
         self._checkpoint_sockets = made.sockets
         group: dist.ProcessGroup = made.control
         return group

@@ -8,7 +8,6 @@ import enum
 import functools
 import os
 import signal
-import socket
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration, _Kind
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.end_to_end.test_asynchronous import Case, reference, require_same, train
+from tests.end_to_end.test_migration_faults import require_named
 
 SAVED, MOVES_AFTER = 8, 8
 """How many minibatches are in the checkpoint, and the one after which a move is asked for. The next
@@ -161,13 +161,7 @@ def test_a_rank_that_dies(number: int, moment: Moment, who: str, tmp_path: Path)
     )
     arguments = case, str(tmp_path), moment, dead
     outcomes = run_ranks(train_until, 3, *arguments, expect_failure=True)
-    for outcome in outcomes:
-        if outcome.rank == dead:
-            assert outcome.error_type == "Died", str(outcome)
-        else:
-            assert outcome.error_type == "StageFailedError", str(outcome)
-            name = f"tage {dead} (rank {dead} on {socket.gethostname()})"
-            assert f"{name} ended without an error message" in outcome.message
+    require_named(outcomes, dead)
     (only,) = tmp_path.iterdir()
     saved = torch.load(only, weights_only=False)
     assert saved["global_step"] == SAVED // accumulated

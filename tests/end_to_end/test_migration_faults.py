@@ -505,6 +505,17 @@ def struck(way: Way, fault: Fault, folder: Path) -> Run:
     return Run(way.before, (way.after,), call=0, folder=folder, fault=(fault, way.old))
 
 
+def require_named(outcomes: Sequence[Any], dead: int) -> None:
+    """All ranks but the dead one say which rank has died."""
+    for outcome in outcomes:
+        if outcome.rank == dead:
+            assert outcome.error_type == "Died", str(outcome)
+        else:
+            assert outcome.error_type == "StageFailedError", str(outcome)
+            who = f"tage {dead} (rank {dead} on {socket.gethostname()})"
+            assert f"{who} ended without an error message" in outcome.message
+
+
 def require_whole(
     folder: Path, undisturbed: Undisturbed, point: Point, split: tuple[int, ...]
 ) -> None:
@@ -541,13 +552,7 @@ def test_a_rank_that_dies(
         struck(way, Fault(point, dead), tmp_path),
         expect_failure=True,
     )
-    for outcome in outcomes:
-        if outcome.rank == dead:
-            assert outcome.error_type == "Died", str(outcome)
-        else:
-            assert outcome.error_type == "StageFailedError", str(outcome)
-            who = f"tage {dead} (rank {dead} on {socket.gethostname()})"
-            assert f"{who} ended without an error message" in outcome.message
+    require_named(outcomes, dead)
     require_whole(tmp_path, undisturbed, point, SPLITS[number % len(SPLITS)])
 
 

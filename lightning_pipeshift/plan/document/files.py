@@ -274,7 +274,7 @@ class _DevicesEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class _LinkEntry:
-    """What is said of a link; it has omitted fields as it has them without the entry."""
+    """The properties of a link that are given. One that is omitted keeps its value."""
 
     latency: _Latency | None = None
     bandwidth: _LinkBandwidth | None = None

@@ -57,7 +57,7 @@ class Lanes:
     def __init__(
         self, timeout: timedelta | None = None, marks: Mapping[str, int] | None = None
     ) -> None:
-        self._timeout = group_timeout(timeout)
+        self.timeout = group_timeout(timeout)
         self._classes = {} if marks is None else {one.name: one for one in with_marks(marks)}
         self._is_refused = False
 
@@ -69,7 +69,7 @@ class Lanes:
             lane: the name of the lane that it is.
         """
         before = open_sockets()
-        control = dist.new_group(list(ranks), backend="gloo", timeout=self._timeout)
+        control = dist.new_group(list(ranks), backend="gloo", timeout=self.timeout)
         sockets = open_sockets() - before
         traffic = self._classes.get(lane)
         refused = mark(sockets, traffic) if traffic is not None else None

@@ -39,7 +39,7 @@ _HEADER_BYTES = 8
 # The size of an object's first message: a step's usual report needs no second one.
 _INLINE_BYTES = 4096
 _SMALL_BYTES = 1024
-# How many sends may be under way that nobody has waited for, by pair of stages.
+# The largest number of sends in progress, for each pair of stages, before a new one waits.
 _MOST_POSTED = 4
 
 

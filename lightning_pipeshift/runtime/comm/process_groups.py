@@ -36,7 +36,7 @@ from lightning_pipeshift.compat.torch_distributed_private import (
 )
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.plan.inputs.traffic import GRADIENTS
-from lightning_pipeshift.runtime.comm.groups import Lanes, group_timeout
+from lightning_pipeshift.runtime.comm.groups import Lanes
 from lightning_pipeshift.runtime.comm.lane import Line, Watched
 from lightning_pipeshift.runtime.comm.sockets import Opened, keep_for_ever, open_sockets
 
@@ -71,8 +71,7 @@ class ProcessGroups:
         backend: ``"gloo"`` or ``"nccl"``.
         device: this rank's device.
         watched: the context to communicate in.
-        timeout: see :func:`~lightning_pipeshift.runtime.comm.groups.group_timeout`.
-        lanes: makes the groups of gloo.
+        lanes: makes the groups of gloo, and has the timeout of all.
     """
 
     def __init__(
@@ -80,16 +79,14 @@ class ProcessGroups:
         backend: str,
         device: torch.device,
         watched: Watched,
-        timeout: timedelta | None = None,
         lanes: Lanes | None = None,
     ) -> None:
         self.backend = backend
-        self._lanes = lanes or Lanes(timeout)
+        self._lanes = lanes or Lanes()
         self.device = device
         self.watched = watched
         self.sockets: Opened = frozenset()
         """The sockets that the backend opened while it connected: aborting closes them."""
-        self._timeout = group_timeout(timeout)
         self._groups: dict[tuple[Purpose, Ranks], Any] = {}
         self._lock = threading.Lock()
         self._aborts: list[threading.Thread] | None = None
@@ -117,10 +114,10 @@ class ProcessGroups:
     def _made(self, purpose: Purpose, ranks: Ranks) -> Any:
         if self.backend == "gloo":
             return self._lanes.make(ranks, GRADIENTS[0].name).control
-        options = nccl_options(self._timeout, purpose)
+        options = nccl_options(self._lanes.timeout, purpose)
         with nccl_environment():
             group = dist.new_group(
-                list(ranks), timeout=self._timeout, backend=self.backend, pg_options=options
+                list(ranks), timeout=self._lanes.timeout, backend=self.backend, pg_options=options
             )
         _abort_of(group, self.device)
         return group

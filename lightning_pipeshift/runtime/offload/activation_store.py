@@ -60,7 +60,7 @@ class _Block(SavedBlock):
         self.offloaded: OffloadedBlock | None = None
         """The block at its target, or on its way from here or back."""
         self.buffer: Tensor | None = None
-        """What it is being fetched into."""
+        """The buffer into which it is being fetched."""
         self.coming: Ticket | None = None
         self.has_come = False
         """Whether the block was offloaded, and has been fetched back or is being fetched."""

@@ -4,8 +4,9 @@ A parameter that several stages hold (tied weights, or one that code between lay
 gradient for a minibatch: the sum over its holders. It is added up on its way upstream, as the
 minibatch's backward goes from stage to stage, so the first holder has it when its own backward is
 over, and makes the update as usual. The others get the sum with the next payloads, and make the
-same update before the forward in which the first holder uses it. So nobody waits, and the parameter
-has the same values on all holders in each minibatch: as old as the weights of the first holder.
+same update before the forward in which the first holder uses it. So no stage waits, and the
+parameter has the same values on all holders in each minibatch: as old as the weights of the first
+holder.
 """
 
 from __future__ import annotations

@@ -235,7 +235,7 @@ class AsynchronousPipeline(Pipeline):
 
     def _take_notice(self, batch: Any, batch_idx: int) -> None:
         """Learns what the first rank has decided, before a minibatch from which on it holds. This
-        travels down the pipeline ahead of the minibatch's payload, so nobody waits for it.
+        travels down the pipeline ahead of the minibatch's payload, so it causes no wait.
         """
         world, channels, stage = self.replicas.world, self.channels, self.channels.stage
         if self.replicas.rank == 0:
@@ -315,29 +315,19 @@ class AsynchronousPipeline(Pipeline):
         return late
 
     @contextmanager
-    def updating(self, minibatch: Minibatch) -> Iterator[None]:
+    def updating(self, minibatch: Minibatch | None) -> Iterator[None]:
         """Context of an optimizer's step in an asynchronous schedule.
 
         Args:
-            minibatch: the last one of the update.
+            minibatch: the last one of the update; ``None`` for a :class:`LateUpdate`.
         """
-        self._shared_updates.pass_on(minibatch.step.first, minibatch.tag)
-        self._live.withhold(minibatch.tag)
-        with self._changing_weights(counts=True):
-            yield
-
-    @contextmanager
-    def updating_late(self) -> Iterator[None]:
-        """As :meth:`updating`, for a :class:`LateUpdate`."""
-        with self._changing_weights(counts=False):
-            yield
-
-    @contextmanager
-    def _changing_weights(self, counts: bool) -> Iterator[None]:
         assert self._minibatches is not None
         assert self.holdings is not None
+        if minibatch is not None:
+            self._shared_updates.pass_on(minibatch.step.first, minibatch.tag)
+            self._live.withhold(minibatch.tag)
         parameters = [use.parameter for use in self.holdings.held]
-        with self._minibatches.versions.updating(parameters, counts):
+        with self._minibatches.versions.updating(parameters, counts=minibatch is not None):
             yield
         if self.live_migration is not None:
             self.live_migration.send_newest(self._minibatches.next)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lightning_pipeshift import StageFailedError
 from lightning_pipeshift.runtime.comm import process_groups
-from lightning_pipeshift.runtime.comm.groups import group_timeout
+from lightning_pipeshift.runtime.comm.groups import Lanes, group_timeout
 from lightning_pipeshift.runtime.comm.process_groups import (
     ProcessGroups,
     Purpose,
@@ -133,7 +133,7 @@ def test_what_nccl_is_told(monkeypatch: pytest.MonkeyPatch, tells_errors: bool) 
     monkeypatch.setattr(dist, "new_group", made)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun sets it
     two_hours = timedelta(hours=2)
-    groups = ProcessGroups("nccl", torch.device("cuda"), lambda _: nullcontext(), two_hours)
+    groups = ProcessGroups("nccl", torch.device("cuda"), lambda _: nullcontext(), Lanes(two_hours))
     groups.want(Purpose.PAYLOAD, [(1, 0)])
     groups.want(Purpose.SUMS, [(0, 1)])
     for options, timeout, handling in found:
