@@ -63,6 +63,7 @@ from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation, AllReduce
 from lightning_pipeshift.runtime.gradients.device_rings import DeviceRings
+from lightning_pipeshift.runtime.gradients.late_updates import LateUpdates
 from lightning_pipeshift.runtime.gradients.replica_sync import (
     gradient_groups,
     match_replicas,
@@ -180,6 +181,8 @@ class Pipeline:
         self._rings = rings
         self._groups = groups
         self._aggregation: Aggregation | None = None
+        self.late_updates = LateUpdates()
+        """The layers that the last optimizer step has left for later."""
         self._denominators: Denominators | None = None
         self._has_agreed = False
         # Messages about decisions, for the user.
@@ -208,7 +211,9 @@ class Pipeline:
         ]
         settings.check(gates, replicas.topology.stages_per_vm)
         install([*gates, *self._scopes])
-        self._follower = TraceCache(root, gates, self._switch, self.streams, channels.device)
+        self._follower = TraceCache(
+            root, gates, self._switch, self.streams, channels.device, self.late_updates.finish
+        )
         self.one_stage = OneStage(root, self._switch, self.streams, channels.device)
         """Runs the steps of a single device: see :meth:`plain_training_step`."""
         self.changes = Changes(self.vm, self._follower, self._threads, deferred)
@@ -532,8 +537,9 @@ class Pipeline:
         if is_new:
             self.messages.append(f"gradient_aggregation is {kind!r}: {why}.")
         device, watched = self.channels.device, self.channels.watched
-        agree = self.replicas.world.sum if self._sums_together else None
-        if self.channels.backend == "gloo":
+        is_gloo = self.channels.backend == "gloo"
+        agree = self.replicas.world.post_sum if self._sums_together and not is_gloo else None
+        if is_gloo:
             device = torch.device("cpu")
             if kind == "ring":
                 return Aggregation(
@@ -689,15 +695,14 @@ class Pipeline:
         self.holdings.set_gradients_aside(keeps_gradients)
         posted = None if self.is_last else self.channels.post_object(self.channels.num_stages - 1)
         self._run(todo)
+        self.late_updates.finish()
         report = self._shared_report(todo.losses, given.is_last_batch, posted)
         require_same_end(given.is_last_batch, report.is_last_batch, given.batch_idx)
         self._finish_change()
         with self._profile("[PipeShift] sum gradients"):
-            self.holdings.collect_gradients(
-                report.correction,
-                sums.finish if sums is not None else None,
-                joins=sums is not None and given.accumulation.has_begun,
-            )
+            finish = partial(self._finish_sums, sums, given, report) if sums is not None else None
+            joins = sums is not None and given.accumulation.has_begun
+            self.holdings.collect_gradients(report.correction, finish, joins)
         self._num_microbatches_done += len(microbatches)
         self._share_state(report, microbatches)
         has_mail = self._count_votes(votes)
@@ -708,6 +713,17 @@ class Pipeline:
             self._open_mail()
         self.num_steps_done = given.step_number + 1
         return report
+
+    def _finish_sums(
+        self, sums: Aggregation, given: TrainingBatch, report: Report
+    ) -> list[nn.Parameter]:
+        """Waits for sums over the virtual machines. Returns the parameters with a later sum."""
+        has_loss = report.loss is not None and bool(report.correction)
+        groups = sums.finish(given.leaves_late and has_loss)
+        # Those of several batches are corrected before they are summed.
+        correction = 1.0 if given.accumulation.has_begun else report.correction
+        self.late_updates.take(sums, groups, correction)
+        return [parameter for group in groups for parameter in group.parameters]
 
     # --- training: what all ranks agree on ---
 
@@ -813,6 +829,7 @@ class Pipeline:
             observer=profiler.observer if is_measured and not profiler.num_steps else None,
             store=self.memory.store if self.memory is not None else None,
             migration=migration,
+            late_updates=self.late_updates if self.late_updates.is_pending else None,
         )
 
     def _run(self, step: Step) -> None:
@@ -1059,6 +1076,7 @@ class Pipeline:
     def release_gates(self) -> None:
         """Restores the layers' own ``forward``."""
         self.changes.abandon()
+        self.late_updates.abandon()
         if self._aggregation is not None:
             self._aggregation.close()
         if self.memory is not None:

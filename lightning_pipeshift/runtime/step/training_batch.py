@@ -38,6 +38,8 @@ class TrainingBatch:
         wants_result: whether more of the step's result than the loss is needed.
         is_last_batch: whether this stage's data ends with the batch.
         accumulation: how gradients of this batch and of earlier ones are accumulated.
+        leaves_late: whether the optimizer may update layers late; see
+            :class:`~lightning_pipeshift.runtime.gradients.late_updates.LateUpdates`.
     """
 
     batch: Any
@@ -49,3 +51,4 @@ class TrainingBatch:
     wants_result: bool
     is_last_batch: bool
     accumulation: Accumulation
+    leaves_late: bool = False
