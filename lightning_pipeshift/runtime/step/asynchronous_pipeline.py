@@ -14,6 +14,7 @@ from lightning_pipeshift.errors import PipeShiftError, PlanError
 from lightning_pipeshift.model.execution.microbatch import split
 from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.model.trace.signature import module_signature
+from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.plan.document.moves import placement_after
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.cut_over import cut_over
@@ -36,7 +37,6 @@ from lightning_pipeshift.runtime.step.checksum import (
 from lightning_pipeshift.runtime.step.control_files import Answer
 from lightning_pipeshift.runtime.step.minibatches import Finished, Minibatch, Minibatches
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
-from lightning_pipeshift.runtime.step.stage import Microbatch
 from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
 from lightning_pipeshift.runtime.step.training_batch import TrainingBatch
 from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
@@ -84,9 +84,9 @@ class AsynchronousPipeline(Pipeline):
         self._shared_updates: SharedUpdates
         self._late_changes: dict[tuple[str, str], Any] = {}
         """Changes of user code on the last stage since the pipeline was empty."""
-        self._written: dict[int, Microbatch] = {}
-        """Those since the pipeline was empty in which user code keeps values of several stages: one
-        for each trace.
+        self._written: dict[int, Trace] = {}
+        """The traces since the pipeline was empty in which user code keeps values of several
+        stages, by their ids.
         """
         self._old_aggregations: list[Aggregation] = []
         """Those of minibatches that have begun before layers changed their owners."""
@@ -159,9 +159,9 @@ class AsynchronousPipeline(Pipeline):
         )
         if self.is_last and self.channels.num_stages > 1:
             # What hooks change between two calls, they change on every stage.
-            self._tail.remember()
+            self._user_state.remember()
         if trace is not None and trace.state:
-            self._written[id(trace)] = microbatch
+            self._written[id(trace)] = trace
         profiler = self.planning.profiler
         if self.planning.measures and not profiler.is_over:
             self._timers[minibatches.next] = profiler.timer
@@ -199,7 +199,7 @@ class AsynchronousPipeline(Pipeline):
         written, self._written = list(self._written.values()), {}
         changes, self._late_changes = self._late_changes, {}
         changes = self.channels.share_object(changes, self.channels.num_stages - 1)
-        self._share_state(Report(None, [], [changes]), written)
+        self._user_state.share(written, Report(None, [], [changes]))
 
     def before_minibatch(self, batch: Any, batch_idx: int, ends_update: bool) -> list[LateUpdate]:
         """Called before :meth:`begin_minibatch`; returns updates that are to be made first.
@@ -444,8 +444,7 @@ class AsynchronousPipeline(Pipeline):
         """
         stage = self.channels.stage
         if self.is_last:
-            mine = self._training_report(minibatch.step.losses, minibatch.is_last_batch)
-            self._has_agreed = True
+            mine = self._reporting.end(minibatch.step.losses, minibatch.is_last_batch)
             # Earlier stages have run the same code for later minibatches: what it keeps is compared
             # when the pipeline is empty. Metrics are logged with the minibatch.
             everything = {path: change for part in mine.changes for path, change in part.items()}
@@ -475,6 +474,4 @@ class AsynchronousPipeline(Pipeline):
 
     def take_metrics(self, report: Report) -> None:
         """Gives this stage's metrics the state that a minibatch has left them in."""
-        if not self.is_last:
-            for changes in report.changes:
-                self._tail.apply(changes, self.channels.device)
+        self._user_state.apply(report)

@@ -42,9 +42,8 @@ from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
 from lightning_pipeshift.runtime.ownership.migration import Migration
 from lightning_pipeshift.runtime.step.listeners import ActionListener, ActionTimes
 from lightning_pipeshift.runtime.step.losses import Losses
+from lightning_pipeshift.runtime.step.training_batch import UserStep
 from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
-
-UserStep = Callable[[nn.Module, Any], Any]
 
 Profile = Callable[[str], AbstractContextManager[Any]]
 """A context around what its name says, as ``Profiler.profile`` of Lightning makes."""
