@@ -17,6 +17,7 @@ from lightning_pipeshift.model.trace.signature import module_signature
 from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.plan.document.moves import placement_after
 from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.plan.schedule.actions import Kind
 from lightning_pipeshift.plan.schedule.cut_over import cut_over
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
@@ -246,7 +247,7 @@ class AsynchronousPipeline(Pipeline):
         elif stage == 0:
             notice = world.receive_object(world.ranks.index(0))
         else:
-            notice = channels.receive_object(stage - 1)
+            notice = channels.receive_object(self._stage.peer(Kind.RECEIVE_PAYLOAD))
         if channels.num_stages > 1 and is_checked(batch_idx):
             mine = checksum(batch)
             if not stage:
@@ -255,7 +256,8 @@ class AsynchronousPipeline(Pipeline):
                 raise different_batches(batch_idx, [stage])
         self._asks_to_end_here |= self.asks_to_end | notice.asks_to_end
         if not self.is_last:
-            channels.send_object(notice._replace(asks_to_end=self._asks_to_end_here), stage + 1)
+            notice_here = notice._replace(asks_to_end=self._asks_to_end_here)
+            channels.send_object(notice_here, self._stage.peer(Kind.SEND_PAYLOAD))
             channels.settle(all_but=2 * channels.num_stages)
         for text in notice.plans:
             self._live.request(Plan.from_json(text))
@@ -458,10 +460,10 @@ class AsynchronousPipeline(Pipeline):
             mine.asks_to_end = self._asks_to_end_here
             report = merge_reports(self.replicas.exchange(mine), self.vm)
         else:
-            report = self.channels.receive_object(stage + 1)
+            report = self.channels.receive_object(self._stage.peer(Kind.RECEIVE_GRADIENT))
         self._end_is_wanted |= report.asks_to_end
         if stage:
-            self.channels.send_object(report, stage - 1)
+            self.channels.send_object(report, self._stage.peer(Kind.SEND_GRADIENT))
             # The earlier stage takes them in this order, each after a backward.
             self.channels.settle(all_but=2 * self.channels.num_stages)
         return report
