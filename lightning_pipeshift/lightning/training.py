@@ -135,7 +135,7 @@ class TrainingSteps:
 
     def _pipelined(self, given: TrainingBatch) -> Any:
         with self._context():
-            report = self._pipeline.training_step(given, self._keeps_gradients(given.batch_idx))
+            report = self._pipeline.training_step(given)
         self._log_again(report)
         return self._result_of(report)
 
@@ -155,6 +155,7 @@ class TrainingSteps:
                 has_begun=bool(epoch_loop.batch_idx % trainer.accumulate_grad_batches),
                 goes_on=self._accumulates,
             ),
+            keeps_gradients=self._keeps_gradients(epoch_loop.batch_idx),
             leaves_late=self._leaves_late and not self._accumulates,
         )
 

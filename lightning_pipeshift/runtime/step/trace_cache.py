@@ -17,7 +17,7 @@ from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
 from lightning_pipeshift.plan.inputs.flow import call_order, merged
 from lightning_pipeshift.runtime.step.checksum import checksum
-from lightning_pipeshift.runtime.step.stage import UserStep
+from lightning_pipeshift.runtime.step.training_batch import UserStep
 
 _MOST_TRACES = 256
 # How many microbatches are traced to find the position of layers that steps skip at random.
