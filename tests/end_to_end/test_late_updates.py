@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,12 +15,19 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import (
+    LearningRateMonitor,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    WeightAveraging,
+)
 from torch import Tensor, nn
 
 import lightning_pipeshift.lightning.run
+from lightning_pipeshift.model.gates.gate import Gate
+from lightning_pipeshift.runtime.gradients.aggregation import Aggregation, GradientGroup
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdates
-from lightning_pipeshift.runtime.gradients.rings import RingSum
+from lightning_pipeshift.runtime.gradients.rings import Rings, RingSum
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.end_to_end.test_virtual_machines import loader
 from tests.features_models import built, differences, on_rank, plain, quiet_trainer
@@ -55,19 +65,19 @@ DRAWS = random.Random(0)
 
 def in_all_ways(how: Mapping[str, Any], run: Callable[[Any], Any]) -> int:
     """Requires a run to have the same result whether layers are updated late or not; returns how
-    many were.
+    many were updated just before their own forward.
     """
     DRAWS.seed(int(os.environ["RANK"]))
     expected = run({**how, "pipeshift": {**how["pipeshift"], "overlap_updates": False}})
     num_late = 0
-    made = LateUpdates._finish
+    enter = LateUpdates.enter
 
-    def counting(self: LateUpdates, layers: Any) -> None:
+    def counting(self: LateUpdates, gate: Gate, arguments: Any) -> None:
         nonlocal num_late
-        num_late += len(layers)
-        made(self, layers)
+        num_late += gate.index in self._groups
+        enter(self, gate, arguments)
 
-    LateUpdates._finish = counting  # type: ignore[method-assign]
+    LateUpdates.enter = counting  # type: ignore[method-assign]
     try:
         for when in (never, sometimes):
             with sums_complete(when):
@@ -75,7 +85,7 @@ def in_all_ways(how: Mapping[str, Any], run: Callable[[Any], Any]) -> int:
             problems = differences(found, expected, 0, 0)
             assert not problems, f"{when.__name__}:\n" + "\n".join(problems[:20])
     finally:
-        LateUpdates._finish = made  # type: ignore[method-assign]
+        LateUpdates.enter = enter  # type: ignore[method-assign]
     return num_late
 
 
@@ -128,7 +138,8 @@ ARGUMENTS: list[Mapping[str, Any]] = [
 
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=lambda given: next(iter(given.values())))
 def test_options_of_the_trainer(arguments: Mapping[str, Any]) -> None:
-    assert min(run_ranks(on_rank, 2, trained, TWO, ("sequential", arguments), {})) > 0
+    given = ("parameter_groups", arguments)
+    assert min(run_ranks(on_rank, 2, trained, TWO, given, {})) > 0
 
 
 class Scheduled(SequentialMLP):
@@ -335,8 +346,8 @@ def with_lightnings_callbacks(how: Mapping[str, Any], folder: str) -> int:
 
 
 def test_lightnings_callbacks_see_updated_parameters(tmp_path: Path) -> None:
-    found = run_ranks(on_rank, 2, with_lightnings_callbacks, TWO, (str(tmp_path),), {})
-    assert min(found) > 0
+    # The average of the weights is taken after each step, so no update is late.
+    run_ranks(on_rank, 2, with_lightnings_callbacks, TWO, (str(tmp_path),), {})
 
 
 class Moves(L.Callback):
@@ -421,3 +432,85 @@ def test_a_step_that_needs_all_gradients_waits_and_says_why() -> None:
     said, _ = run_ranks(on_rank, 2, needing_all, TWO, (), {})
     for messages, (_, _, reason) in zip(said, NEEDS_ALL, strict=True):
         assert any(reason in message for message in messages), messages
+
+
+# --------------------------------------------------------------------------------------------------
+# A rank that dies while some layers have been updated
+# --------------------------------------------------------------------------------------------------
+
+LAST_WHOLE = 3
+"""The number of steps after which a rank dies."""
+
+
+class SavesAtTheEnd(L.Callback):
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(Path(self._folder) / "own.ckpt")
+
+
+def torn(how: Mapping[str, Any], folder: str, layer: int, dies: int, saves_every: int) -> None:
+    """Trains until a rank dies, when each rank has updated the layers of the fourth step that come
+    before ``layer``, and the sum of ``layer`` is missing: in the forward of the fifth step, or
+    while the state after the fourth is being saved.
+    """
+    rank, number, seen = int(os.environ["RANK"]), 0, Path(folder) / "waits"
+    ring, finish, take = Rings._sum, Aggregation.finish_late, LateUpdates.take
+    is_dead = threading.Event()
+
+    def withheld(self: Rings, piece: int, *rest: Any) -> None:
+        # The thread may begin when the step is over.
+        if number >= LAST_WHOLE and piece // 8 // 8 == layer and rank == dies:
+            is_dead.wait()
+        ring(self, piece, *rest)
+
+    def counted(self: LateUpdates, *rest: Any) -> None:
+        nonlocal number
+        number += 1
+        take(self, *rest)
+
+    def until(self: Aggregation, group: GradientGroup) -> None:
+        if number == LAST_WHOLE + 1 and group.number == layer:
+            if rank != dies:
+                seen.with_name(f"waits{rank}").touch()
+            else:
+                others = int(os.environ["WORLD_SIZE"]) - 1
+                while len(list(Path(folder).glob("waits*"))) < others:
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
+        finish(self, group)
+
+    with sums_complete(never), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rings, "_sum", withheld)
+        patch.setattr(LateUpdates, "take", counted)
+        patch.setattr(Aggregation, "finish_late", until)
+        torch.manual_seed(3)
+        callbacks = [
+            ModelCheckpoint(
+                folder,
+                "{step}",
+                every_n_train_steps=saves_every,
+                save_top_k=-1,
+                save_on_exception=True,
+            ),
+            OnExceptionCheckpoint(folder, "exception"),
+            SavesAtTheEnd(folder),
+        ]
+        trainer = quiet_trainer(how, max_epochs=1, enable_checkpointing=True, callbacks=callbacks)
+        trainer.fit(built(Scheduled), loader("sequential", how, 2, num_batches=6))
+
+
+@pytest.mark.parametrize(("layer", "saves_every"), [(0, 3), (1, 3), (2, 3), (1, 1)])
+def test_nothing_saves_a_model_of_which_some_layers_are_updated(
+    tmp_path: Path, layer: int, saves_every: int
+) -> None:
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    given = (str(folder), layer, 1, saves_every)
+    outcomes = run_ranks(on_rank, 2, torn, TWO, given, {}, expect_failure=True, cwd=tmp_path)
+    assert "rank 1" in outcomes[0].message
+    assert "is not saved" in outcomes[0].output
+    assert sorted(file.name for file in folder.glob("*.ckpt")) == [
+        f"step={step}.ckpt" for step in range(saves_every, LAST_WHOLE + 1, saves_every)
+    ]

@@ -674,6 +674,7 @@ class Pipeline:
             given: the batch.
         """
         self._note_begin()
+        self.late_updates.suspend()
         # The objects sent in the last step have been received by now, so this hardly waits.
         self.channels.settle()
         self._check_batch(given.batch, given.batch_idx)
