@@ -612,7 +612,8 @@ def train_behind() -> int:
 
     Replanning.heed = counted  # type: ignore[assignment,method-assign]
     callbacks = [LayerMigration(patience=3), AwaitsPlanning(), StaysBehind()]
-    train(Case([3, 3], num_epochs=1), callbacks=callbacks)
+    # A change of owners takes some batches, and is measured before the next decision.
+    train(Case([3, 3], num_batches=60, num_epochs=1), callbacks=callbacks)
     return num_decisions
 
 
