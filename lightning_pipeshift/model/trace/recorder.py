@@ -32,12 +32,12 @@ from lightning_pipeshift.compat.torch_private import (
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.measure import Stopwatch
 from lightning_pipeshift.model.execution.trees import Rebuild, flatten, leaves_of
-from lightning_pipeshift.model.gates.gate import Gate, Switch
-from lightning_pipeshift.model.gates.side_outputs import ChangesOutput, Report, Reports
+from lightning_pipeshift.model.gates.gate import CurrentPass, Gate
+from lightning_pipeshift.model.gates.side_outputs import ChangesOutput, SideOutput, SideOutputs
 from lightning_pipeshift.model.parameters.uses import slots_of, substituted
 from lightning_pipeshift.model.trace.guesses import Guesses
 from lightning_pipeshift.model.trace.operations import (
-    Kind,
+    OperationKind,
     Operations,
     applied_functions_seen,
     is_transformed,
@@ -49,11 +49,17 @@ from lightning_pipeshift.model.trace.placeholder import (
     META,
     Origin,
     Placeholder,
-    Watcher,
+    PlaceholderListener,
     spec_of,
     watching,
 )
-from lightning_pipeshift.model.trace.trace import LAST_STAGE, Entry, Place, Template, Trace
+from lightning_pipeshift.model.trace.trace import (
+    LAST_STAGE,
+    Place,
+    Template,
+    Trace,
+    TracedOperation,
+)
 from lightning_pipeshift.model.user_state.isolation import Isolation
 from lightning_pipeshift.model.user_state.preserve import Arguments, preserved
 from lightning_pipeshift.plan.inputs.flow import Call, Flow, Operation, TensorSpec, Value
@@ -66,7 +72,7 @@ _FIRST_ARGUMENT = 1_000
 _FIRST_ALIAS = 2_000
 
 
-class Switches(Protocol):
+class StreamSelector(Protocol):
     """Switches random streams."""
 
     def go_to(self, event: int) -> None:
@@ -80,11 +86,11 @@ def record(
     step: Step,
     root: nn.Module,
     gates: Sequence[Gate],
-    switch: Switch,
+    current_pass: CurrentPass,
     device: torch.device,
     stopwatch: Stopwatch | None = None,
     begin: Callable[[], object] = lambda: None,
-    streams: Switches | None = None,
+    streams: StreamSelector | None = None,
 ) -> Trace:
     """Runs ``step`` and returns its trace.
 
@@ -96,7 +102,7 @@ def record(
         step: runs the user's step on the LightningModule it is given, with a microbatch.
         root: the LightningModule. Changes made by the run are undone.
         gates: installed, one for each layer.
-        switch: the gates' switch.
+        current_pass: that of the gates.
         device: the device on which the stage's layers live.
         stopwatch: times every layer during the run.
         begin: called before every run; sets the random generators.
@@ -109,13 +115,13 @@ def record(
     def attempt(guesses: Guesses) -> Trace:
         recorder = _Recorder(root, gates, device, stopwatch, guesses, streams)
         begin()
-        switch.current = recorder
+        current_pass.value = recorder
         try:
             with preserved(root.modules()):
                 result = recorder.run(step)
                 return recorder.finish(result)
         finally:
-            switch.current = None
+            current_pass.value = None
             # The exception refers to itself, and to the graph, which refers to parameters.
             recorder.__dict__.clear()
 
@@ -147,7 +153,7 @@ def record(
     return attempt(guesses) if unsure else trace
 
 
-def _with_reports(gate: Gate, output: Any) -> tuple[Any, list[Report]]:
+def _with_reports(gate: Gate, output: Any) -> tuple[Any, list[SideOutput]]:
     return output, gate.reports.take() if gate.reports is not None else []
 
 
@@ -218,7 +224,7 @@ class _Memory:
         """The operations that only make a view of it."""
 
 
-class _Recorder(Watcher):
+class _Recorder(PlaceholderListener):
     def __init__(
         self,
         root: nn.Module,
@@ -226,7 +232,7 @@ class _Recorder(Watcher):
         device: torch.device,
         stopwatch: Stopwatch | None,
         guesses: Guesses,
-        streams: Switches | None,
+        streams: StreamSelector | None,
     ) -> None:
         self.inside: _Inside | None = None
         self.calls: list[Call] = []
@@ -243,9 +249,9 @@ class _Recorder(Watcher):
         self._mode = Operations(self)
         self._isolation = Isolation(self)
         self._number = 0
-        self._entries: dict[tuple[int, int], Entry] = {}
+        self._entries: dict[tuple[int, int], TracedOperation] = {}
         self._operations: dict[tuple[int, int], Operation] = {}
-        self._draws_in_gap: dict[int, list[int]] = {}
+        self._draws_in_interval: dict[int, list[int]] = {}
         self._is_shaped_by_batch = False
         self._is_drawn = False
         self._tracked: set[Value] = set()
@@ -307,9 +313,9 @@ class _Recorder(Watcher):
             for tensor in given:
                 if id(tensor) in self._parameter_ids:
                     self._touch(tensor)
-        if self.inside is not None or kind is Kind.QUESTION or is_transformed():
+        if self.inside is not None or kind is OperationKind.QUESTION or is_transformed():
             return self._drawing(function, args, kwargs)
-        if kind is Kind.READ:
+        if kind is OperationKind.READ:
             return self._read(function, args, kwargs, given)
         if name == "data.__set__" and not isinstance(given[0], Placeholder):
             self._assign(given)
@@ -337,7 +343,8 @@ class _Recorder(Watcher):
         needs: set[Value] = set()
         renamed: dict[int, Value] = {}
         followed = True
-        # Values computed in a gap that cannot be traced: every stage that needs them computes them.
+        # Values computed in an interval that cannot be traced: every stage that needs them computes
+        # them.
         unlabelled: set[int] = set()
         sources: set[Value] = set()
         stand_ins: dict[int, Tensor] = {}
@@ -454,7 +461,7 @@ class _Recorder(Watcher):
             results.append((value, _spec(given[number])))
             self._note_edge(value, given[number])
         constants = tuple(None if isinstance(x, Tensor) else x for x in leaves)
-        self._entries[key] = Entry(
+        self._entries[key] = TracedOperation(
             layer,
             name,
             tuple(returned),
@@ -500,7 +507,7 @@ class _Recorder(Watcher):
             self._note(value, stand_in, stand_in.origin)
         constants = tuple(None if n in made else leaf for n, leaf in enumerate(leaves))
         specs = tuple(_spec(leaf) if n in made else None for n, leaf in enumerate(outer))
-        self._entries[key] = Entry(
+        self._entries[key] = TracedOperation(
             layer, name, tuple(returned), specs, Template(constants, rebuild), {}, {}, {}
         )
         self._operations[key] = Operation(layer, key[0], key[1], tuple(results), frozenset())
@@ -690,7 +697,7 @@ class _Recorder(Watcher):
 
     def _visit(
         self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, list[Report]]:
+    ) -> tuple[Any, list[SideOutput]]:
         call = self._count(gate)
         if self._stopwatch is not None:
             # Calls that are timed are not traced.
@@ -739,7 +746,7 @@ class _Recorder(Watcher):
                 outer.written_by = inside
         self.leave_scope()
         self._events.append(self._event - begun_at)
-        left: tuple[Any, list[Report]] = self._leave(gate, call, output, needs)
+        left: tuple[Any, list[SideOutput]] = self._leave(gate, call, output, needs)
         return left
 
     def _run_layer(
@@ -749,7 +756,7 @@ class _Recorder(Watcher):
         inside: _Inside,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> tuple[Any, list[Report]]:
+    ) -> tuple[Any, list[SideOutput]]:
         """Returns a layer's result, and its side outputs."""
         stand_ins = self._stand_ins(slots, inside)
         event, before = self._event, Arguments(args, kwargs)
@@ -770,7 +777,7 @@ class _Recorder(Watcher):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         error: Exception,
-    ) -> tuple[Any, list[Report]]:
+    ) -> tuple[Any, list[SideOutput]]:
         """As :meth:`_run_layer`, with synthetic inputs, for a layer that needs real values."""
         leaves, rebuild = flatten((args, kwargs))
         sources = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
@@ -802,7 +809,7 @@ class _Recorder(Watcher):
                 is_tracked = needs_gradient and leaf.requires_grad
                 leaf = _joined(leaf.detach(), self._device, sources if is_tracked else [])
             found.append(leaf)
-        made: tuple[Any, list[Report]] = rebuild_output(found)
+        made: tuple[Any, list[SideOutput]] = rebuild_output(found)
         return made
 
     def _count(self, gate: Gate) -> int:
@@ -910,7 +917,7 @@ class _Recorder(Watcher):
         result = function(*args, **kwargs)
         drew = not all(map(torch.equal, before, self._random_states()))
         if drew or self._placeholder_draws > count:
-            self._draws_in_gap.setdefault(len(self.calls), []).append(self._number)
+            self._draws_in_interval.setdefault(len(self.calls), []).append(self._number)
         if drew or any(self._storage_of(x) in self._drawn for x in tensors_of((args, kwargs))):
             for tensor in tensors_of(result):
                 storage = self._storage_of(tensor)
@@ -956,7 +963,7 @@ class _Recorder(Watcher):
 
         found = False
         for gate in {call.layer: self._gates[call.layer] for call in self.calls}.values():
-            reports = gate.reports or Reports(gate.layer)
+            reports = gate.reports or SideOutputs(gate.layer)
             if reports.extend(is_inner):
                 gate.reports, found = reports, True
         return found
@@ -1072,11 +1079,11 @@ class _Recorder(Watcher):
 
     def _mark_draws(self) -> None:
         """Draws have to be made on every stage only if other draws follow."""
-        for gap, numbers in self._draws_in_gap.items():
+        for interval, numbers in self._draws_in_interval.items():
             for number in numbers[:-1]:
-                entry = self._entries.get((gap, number))
+                entry = self._entries.get((interval, number))
                 if entry is not None:
-                    self._entries[gap, number] = replace(entry, draws=True)
+                    self._entries[interval, number] = replace(entry, draws=True)
 
     def _names(self, first: Value) -> list[Value]:
         """All names that a value has had, in order."""
@@ -1136,7 +1143,7 @@ def _joined(like: Tensor, device: torch.device, sources: Sequence[Tensor]) -> Pl
 
 
 def _time(value: Value) -> tuple[int, int]:
-    """The time at which a value was computed: the gap, and the operation in it."""
+    """The time at which a value was computed: the interval, and the operation in it."""
     return (value.call, value.op) if value.op else (-1, 0)
 
 
