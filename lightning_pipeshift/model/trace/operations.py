@@ -348,3 +348,32 @@ def with_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
     if isinstance(tree, slice):
         return slice(*with_tensors((tree.start, tree.stop, tree.step), change))
     return tree
+
+
+# A parameter's name, shape and type are known on every stage.
+_KNOWN_EVERYWHERE = frozenset(
+    [
+        "shape.__get__",
+        "dtype.__get__",
+        "ndim.__get__",
+        "requires_grad.__get__",
+        "layout.__get__",
+        "is_leaf.__get__",
+        "is_sparse.__get__",
+        "names.__get__",
+        "itemsize.__get__",
+        "size",
+        "dim",
+        "numel",
+        "__len__",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "__repr__",
+    ]
+)
+
+
+def is_known_everywhere(name: str) -> bool:
+    """Whether a function of a parameter has the same result on stages that do not hold it."""
+    return name in _KNOWN_EVERYWHERE
