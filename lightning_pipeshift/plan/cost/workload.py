@@ -65,7 +65,7 @@ class Workload:
         weight_bytes: (L,) of each further version of its trained weights.
         saved_bytes: (L,) held for a microbatch in flight.
         input_bytes: (L,) held for it instead if the layer is recomputed.
-        room_bytes: (S,) the memory of the stage's device; infinite if it is not known.
+        usable_bytes: (S,) the memory of the stage's device; infinite if it is not known.
         schedule: by name.
         microbatches: of a step; 1 in an asynchronous pipeline, which does not split a batch.
         allowed: the boundaries that may be cut; ``None``: all.
@@ -81,7 +81,7 @@ class Workload:
     weight_bytes: Numbers
     saved_bytes: Numbers
     input_bytes: Numbers
-    room_bytes: Numbers
+    usable_bytes: Numbers
     schedule: str = "1f1b"
     microbatches: int = 1
     allowed: frozenset[int] | None = None
@@ -216,7 +216,7 @@ class Workload:
     def fits(self, cut: Cut) -> bool:
         """Whether every stage has enough memory for it."""
         held = self.memory_bytes(cut)
-        return all(need <= room for need, room in zip(held, self.room_bytes, strict=True))
+        return all(need <= usable for need, usable in zip(held, self.usable_bytes, strict=True))
 
     def is_allowed(self, cut: Cut) -> bool:
         """Whether it cuts only at allowed boundaries."""
@@ -369,7 +369,7 @@ def workload_of(
         weight_bytes=gradients,
         saved_bytes=of_layers("saved_bytes", share),
         input_bytes=of_layers("input_bytes", share),
-        room_bytes=np.array([cluster.devices[rank].room_bytes for rank in ranks]),
+        usable_bytes=np.array([cluster.devices[rank].usable_bytes for rank in ranks]),
         schedule=schedule,
         microbatches=microbatches,
         allowed=allowed,
