@@ -27,8 +27,8 @@ from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.model.user_state.logs import say_again
 from lightning_pipeshift.runtime.step.checksum import require_data_for_all, require_same_lengths
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
-from lightning_pipeshift.runtime.step.stage import UserStep
 from lightning_pipeshift.runtime.step.step_report import Report
+from lightning_pipeshift.runtime.step.training_batch import UserStep
 
 
 def _may_end_early(loader: Any) -> bool:

@@ -113,6 +113,9 @@ class PipeShiftStrategy(ParallelStrategy):
         lane_marks: whether the packets of each lane (payloads, gradients, bulk) get a DSCP value,
             by which a network can carry urgent ones first: see ``pipeshift lanes``. A dict replaces
             values by the lane's name: ``{"pipeline": 46}``.
+        overlap_updates: whether the optimizer updates a layer when its own gradient is summed over
+            the virtual machines, so that the next step's forward begins while other sums are still
+            on their way. ``False``: all layers are updated together. The bits are the same.
         accelerator: as in every Lightning strategy; the Trainer's argument is the usual way.
         parallel_devices: this host's devices, likewise.
         cluster_environment: the source of a process's rank, likewise.
@@ -140,6 +143,7 @@ class PipeShiftStrategy(ParallelStrategy):
         heartbeat_timeout: float = HEARTBEAT_SECONDS,
         stall_timeout: float = STALL_SECONDS,
         lane_marks: bool | dict[str, int] = True,
+        overlap_updates: bool = True,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -161,6 +165,7 @@ class PipeShiftStrategy(ParallelStrategy):
             heartbeat_timeout=heartbeat_timeout,
             stall_timeout=stall_timeout,
             lane_marks=lane_marks,
+            overlap_updates=overlap_updates,
         )
         super().__init__(
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin

@@ -244,19 +244,20 @@ class Channels(Lane):
         tensors: Sequence[Tensor],
         specs: Sequence[TensorSpec],
         direction: Direction,
+        to: int,
         layout: Layout | None = None,
     ) -> Sent:
-        """Sends tensors to the neighbour that ``direction`` leads to, without waiting.
+        """Sends tensors to a neighbour, without waiting.
 
         Args:
             tensors: what to send.
             specs: their shapes and types.
-            direction: where to.
+            direction: whether they are a payload or gradients.
+            to: the neighbour.
             layout: their layout in memory as last sent to the neighbour; by default it is sent with
                 these tensors.
         """
         layout = layout or Layout()
-        to = self.stage + 1 if direction is Direction.PAYLOAD else self.stage - 1
         sent = Sent(self.watched, self.ranks[to])
         line = self._line(to, direction)
         for tensor in tensors:
@@ -295,11 +296,13 @@ class Channels(Lane):
         self,
         specs: Sequence[TensorSpec],
         direction: Direction,
+        source: int,
         layout: Layout | None = None,
     ) -> list[Receipt]:
-        """Posts the receives of the tensors that the neighbour sends in ``direction``."""
+        """Posts the receives of what a neighbour sends. The arguments are those of :meth:`send`
+        there, but for ``source``, the neighbour.
+        """
         layout = layout or Layout()
-        source = self.stage - 1 if direction is Direction.PAYLOAD else self.stage + 1
         peer = self.ranks[source]
         group, member = self._line(source, direction)
         if layout.is_new:

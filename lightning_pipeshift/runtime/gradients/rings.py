@@ -48,6 +48,10 @@ class RingSum:
             piece.result()
         self._pieces = []
 
+    def query(self) -> bool:
+        """Whether the sum is complete, or has failed."""
+        return all(piece.done() for piece in self._pieces)
+
 
 class Rings:
     """One rank's part in all rings, on gloo.

@@ -493,7 +493,7 @@ class Holdings:
     def collect_gradients(
         self,
         correction: float,
-        sum_over_replicas: Callable[[], None] | None,
+        sum_over_replicas: Callable[[], Collection[nn.Parameter]] | None,
         joins: bool,
         shares: bool = True,
     ) -> None:
@@ -504,7 +504,7 @@ class Holdings:
         Args:
             correction: a factor; 0 if the whole step has no weight, so that no gradient remains.
             sum_over_replicas: sums the gradients over the virtual machines, that of a shared
-                parameter on its first holder.
+                parameter on its first holder. Returns the parameters whose sums come later.
             joins: whether the sum over the virtual machines covers all steps since the last
                 optimizer step; each virtual machine has accumulated these steps itself.
             shares: whether all holders of a shared parameter get its gradient now; otherwise the
@@ -515,8 +515,9 @@ class Holdings:
         if joins:
             self._join(correction)
             correction = 1.0
+        late: set[int] = set()
         if sum_over_replicas is not None:
-            sum_over_replicas()
+            late.update(map(id, sum_over_replicas()))
         if shares:
             self._pass_shared_around()
         self._fresh = {}
@@ -527,7 +528,7 @@ class Holdings:
                 self._fresh[id(use.parameter)] = (use.parameter, fresh)
         held = {id(use.parameter) for use in self.held}
         for parameter, gradient in self._aside:
-            if id(parameter) in held:
+            if id(parameter) in held and id(parameter) not in late:
                 parameter.grad = gradient
         self._aside = []
 
@@ -568,6 +569,27 @@ class Holdings:
     def return_gradients(self) -> None:
         """Undoes :meth:`withdraw_gradients`."""
         self.hide_gradients()
+        for parameter, gradient in self._withdrawn:
+            parameter.grad = gradient
+        self._withdrawn = []
+
+    @contextmanager
+    def only_gradients(
+        self, gradients: Sequence[tuple[nn.Parameter, Tensor]], keeps: bool
+    ) -> Iterator[None]:
+        """Context in which some parameters have gradients, and no others.
+
+        Args:
+            gradients: the parameters that have none now, and their gradients.
+            keeps: whether they still have them afterwards.
+        """
+        self.hide_gradients()
+        self.withdraw_gradients()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        yield
+        for parameter, _ in gradients if not keeps else ():
+            parameter.grad = None
         for parameter, gradient in self._withdrawn:
             parameter.grad = gradient
         self._withdrawn = []

@@ -4,21 +4,20 @@ force.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch.optim import Optimizer
 
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
-from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.placement import Placement
-from lightning_pipeshift.runtime.comm.threads import Threads
-from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.migration import Migration
 from lightning_pipeshift.runtime.planning.make_plan import check_order
+from lightning_pipeshift.runtime.step.listeners import StepListener, Traces
+from lightning_pipeshift.runtime.step.step_report import Report
 from lightning_pipeshift.runtime.step.trace_cache import TraceCache
+from lightning_pipeshift.runtime.step.training_batch import TrainingBatch
 
 
 class CutOver(NamedTuple):
@@ -35,23 +34,27 @@ class _Prepared(NamedTuple):
     migration: Migration
 
 
-class Changes:
+class Changes(StepListener):
     """Changes of the plan on one rank.
 
     Args:
         vm: its virtual machine.
         follower: has the layers that steps call.
-        threads: where to wait for other ranks.
-        deferred: makes the tensors that are on the meta device.
+        move: prepares the move of layers for a plan, given the optimizers of the run.
+        put_in_force: puts a plan in force, from a microbatch of the step on.
     """
 
     def __init__(
-        self, vm: int, follower: TraceCache, threads: Threads, deferred: DeferredInit
+        self,
+        vm: int,
+        follower: TraceCache,
+        move: Callable[[Plan, Sequence[Optimizer]], Migration],
+        put_in_force: Callable[[Plan, int], None],
     ) -> None:
         self._vm = vm
-        self._deferred = deferred
         self._follower = follower
-        self._threads = threads
+        self._move = move
+        self._put_in_force = put_in_force
         self._prepared: _Prepared | None = None
         self.wanted: CutOver | None = None
         """The plan that the next step is to prepare, and the step after it to put in force."""
@@ -89,32 +92,24 @@ class Changes:
             return str(error)
         return ""
 
-    def cut_over(self, keeps_gradients: bool, traces: Sequence[Trace | None]) -> CutOver | None:
-        """The plan that comes into force with this step, if it differs from the present one.
-
-        Args:
-            keeps_gradients: whether gradients from before the step are still needed.
-            traces: those of the step's microbatches.
+    def before_step(self, given: TrainingBatch, traces: Traces) -> None:
+        """Puts the plan in force whose layers are to move with this step, and begins to prepare the
+        next one while this plan is in force.
         """
-        if self._prepared is None:
-            return None
-        ((plan, first), self.migration), self._prepared = self._prepared, None
-        # State that user code writes between layers reaches the other stages at the end of the
-        # step only, so all microbatches need the same owner.
-        written = {layer for trace in traces if trace is not None for layer in trace.state.values()}
-        if written & self.migration.moving:
-            first = 0
-        first = self.migration.begin(keeps_gradients, min(first, len(traces)))
-        return CutOver(plan, first)
-
-    def prepare(self, holdings: Holdings, optimizers: Sequence[Optimizer]) -> None:
-        """Starts the preparations that are possible while the old plan is in force."""
-        wanted, self.wanted = self.wanted, None
-        if wanted is None:
-            return
-        stage_of = wanted.plan.placement.stages(self._vm)
-        migration = Migration(holdings, stage_of, optimizers, self._threads, self._deferred)
-        self._prepared = _Prepared(wanted, migration)
+        if self._prepared is not None:
+            ((plan, first), self.migration), self._prepared = self._prepared, None
+            # State that user code writes between layers reaches the other stages at the end of the
+            # step only, so all microbatches need the same owner.
+            written = {
+                layer for trace in traces if trace is not None for layer in trace.state.values()
+            }
+            if written & self.migration.moving:
+                first = 0
+            first = self.migration.begin(given.keeps_gradients, min(first, len(traces)))
+            self._put_in_force(plan, first)
+        if self.wanted is not None:
+            migration = self._move(self.wanted.plan, given.optimizers)
+            self._prepared, self.wanted = _Prepared(self.wanted, migration), None
 
     def finish(self) -> bool:
         """Waits until all layers have arrived; returns whether any were moving."""
@@ -124,6 +119,11 @@ class Changes:
         self.seconds = self.migration.exposed_seconds
         self.migration = None
         return True
+
+    def after_step(self, given: TrainingBatch, traces: Traces, report: Report) -> None:
+        """See :class:`StepListener`."""
+        if given.accumulation.goes_on:
+            self.weights_are_final()
 
     def weights_are_final(self) -> None:
         """Called when the weights are those with which the next step starts."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,20 +22,8 @@ from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.model.parameters.uses import ParameterUse
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.schedule.cut_over import newest_update
+from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
-
-
-@dataclass(frozen=True)
-class LateUpdate:
-    """An update of some parameters that follows the stage's own.
-
-    Args:
-        tag: what the caller has said of the update's last minibatch.
-        gradients: of the parameters.
-    """
-
-    tag: Any
-    gradients: list[tuple[nn.Parameter, Tensor]]
 
 
 def require_same_sharers(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
@@ -14,15 +15,17 @@ from lightning_pipeshift.errors import PipeShiftError, PlanError
 from lightning_pipeshift.model.execution.microbatch import split
 from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.model.trace.signature import module_signature
+from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.plan.document.moves import placement_after
 from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.plan.schedule.actions import Kind
 from lightning_pipeshift.plan.schedule.cut_over import cut_over
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
+from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.live_changes import LiveChanges
 from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
 from lightning_pipeshift.runtime.ownership.shared_updates import (
-    LateUpdate,
     SharedUpdates,
     require_same_sharers,
 )
@@ -36,7 +39,6 @@ from lightning_pipeshift.runtime.step.checksum import (
 from lightning_pipeshift.runtime.step.control_files import Answer
 from lightning_pipeshift.runtime.step.minibatches import Finished, Minibatch, Minibatches
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
-from lightning_pipeshift.runtime.step.stage import Microbatch
 from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
 from lightning_pipeshift.runtime.step.training_batch import TrainingBatch
 from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
@@ -84,9 +86,9 @@ class AsynchronousPipeline(Pipeline):
         self._shared_updates: SharedUpdates
         self._late_changes: dict[tuple[str, str], Any] = {}
         """Changes of user code on the last stage since the pipeline was empty."""
-        self._written: dict[int, Microbatch] = {}
-        """Those since the pipeline was empty in which user code keeps values of several stages: one
-        for each trace.
+        self._written: dict[int, Trace] = {}
+        """The traces since the pipeline was empty in which user code keeps values of several
+        stages, by their ids.
         """
         self._old_aggregations: list[Aggregation] = []
         """Those of minibatches that have begun before layers changed their owners."""
@@ -159,9 +161,9 @@ class AsynchronousPipeline(Pipeline):
         )
         if self.is_last and self.channels.num_stages > 1:
             # What hooks change between two calls, they change on every stage.
-            self._tail.remember()
+            self._user_state.remember()
         if trace is not None and trace.state:
-            self._written[id(trace)] = microbatch
+            self._written[id(trace)] = trace
         profiler = self.planning.profiler
         if self.planning.measures and not profiler.is_over:
             self._timers[minibatches.next] = profiler.timer
@@ -199,7 +201,7 @@ class AsynchronousPipeline(Pipeline):
         written, self._written = list(self._written.values()), {}
         changes, self._late_changes = self._late_changes, {}
         changes = self.channels.share_object(changes, self.channels.num_stages - 1)
-        self._share_state(Report(None, [], [changes]), written)
+        self._user_state.share(written, Report(None, [], [changes]))
 
     def before_minibatch(self, batch: Any, batch_idx: int, ends_update: bool) -> list[LateUpdate]:
         """Called before :meth:`begin_minibatch`; returns updates that are to be made first.
@@ -246,7 +248,7 @@ class AsynchronousPipeline(Pipeline):
         elif stage == 0:
             notice = world.receive_object(world.ranks.index(0))
         else:
-            notice = channels.receive_object(stage - 1)
+            notice = channels.receive_object(self._stage.peer(Kind.RECEIVE_PAYLOAD))
         if channels.num_stages > 1 and is_checked(batch_idx):
             mine = checksum(batch)
             if not stage:
@@ -255,7 +257,8 @@ class AsynchronousPipeline(Pipeline):
                 raise different_batches(batch_idx, [stage])
         self._asks_to_end_here |= self.asks_to_end | notice.asks_to_end
         if not self.is_last:
-            channels.send_object(notice._replace(asks_to_end=self._asks_to_end_here), stage + 1)
+            notice_here = notice._replace(asks_to_end=self._asks_to_end_here)
+            channels.send_object(notice_here, self._stage.peer(Kind.SEND_PAYLOAD))
             channels.settle(all_but=2 * channels.num_stages)
         for text in notice.plans:
             self._live.request(Plan.from_json(text))
@@ -423,7 +426,7 @@ class AsynchronousPipeline(Pipeline):
         with self._profile("[PipeShift] sum gradients"):
             self.holdings.collect_gradients(
                 report.correction,
-                sums.finish if sums is not None else None,
+                partial(_finish_all, sums) if sums is not None else None,
                 joins=sums is not None and not minibatch.begins_update,
                 shares=False,
             )
@@ -444,8 +447,7 @@ class AsynchronousPipeline(Pipeline):
         """
         stage = self.channels.stage
         if self.is_last:
-            mine = self._training_report(minibatch.step.losses, minibatch.is_last_batch)
-            self._has_agreed = True
+            mine = self._reporting.end(minibatch.step.losses, minibatch.is_last_batch)
             # Earlier stages have run the same code for later minibatches: what it keeps is compared
             # when the pipeline is empty. Metrics are logged with the minibatch.
             everything = {path: change for part in mine.changes for path, change in part.items()}
@@ -459,10 +461,10 @@ class AsynchronousPipeline(Pipeline):
             mine.asks_to_end = self._asks_to_end_here
             report = merge_reports(self.replicas.exchange(mine), self.vm)
         else:
-            report = self.channels.receive_object(stage + 1)
+            report = self.channels.receive_object(self._stage.peer(Kind.RECEIVE_GRADIENT))
         self._end_is_wanted |= report.asks_to_end
         if stage:
-            self.channels.send_object(report, stage - 1)
+            self.channels.send_object(report, self._stage.peer(Kind.SEND_GRADIENT))
             # The earlier stage takes them in this order, each after a backward.
             self.channels.settle(all_but=2 * self.channels.num_stages)
         return report
@@ -475,6 +477,9 @@ class AsynchronousPipeline(Pipeline):
 
     def take_metrics(self, report: Report) -> None:
         """Gives this stage's metrics the state that a minibatch has left them in."""
-        if not self.is_last:
-            for changes in report.changes:
-                self._tail.apply(changes, self.channels.device)
+        self._user_state.apply(report)
+
+
+def _finish_all(sums: Aggregation) -> tuple[()]:
+    sums.finish()
+    return ()

@@ -1,12 +1,41 @@
-"""Interfaces for those who take an interest in the actions of a stage."""
+"""Interfaces for those who take an interest in training steps, and in the actions of a stage."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_pipeshift.model.execution.timing import Timer
+from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.plan.schedule.actions import Action, Row
+from lightning_pipeshift.runtime.step.step_report import Report
+from lightning_pipeshift.runtime.step.training_batch import TrainingBatch
+
+Traces = Sequence[Trace | None]
+"""One for each microbatch of a step; ``None`` where the step was not traced."""
+
+
+class StepListener:
+    """Is told of the training steps of a rank. Either method may wait for other ranks, since all
+    ranks have the same listeners in the same order.
+    """
+
+    def before_step(self, given: TrainingBatch, traces: Traces) -> None:
+        """The microbatches have been traced, and this stage has not begun with them.
+
+        Args:
+            given: the batch.
+            traces: those of the microbatches.
+        """
+
+    def after_step(self, given: TrainingBatch, traces: Traces, report: Report) -> None:
+        """The step's gradients are complete.
+
+        Args:
+            given: the batch.
+            traces: those of the microbatches.
+            report: that of the last stage.
+        """
 
 
 class ActionListener:

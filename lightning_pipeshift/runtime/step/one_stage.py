@@ -21,8 +21,8 @@ from lightning_pipeshift.model.execution.stage_pass import StagePass
 from lightning_pipeshift.model.gates.gate import Switch
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
-from lightning_pipeshift.runtime.step.stage import UserStep
 from lightning_pipeshift.runtime.step.trace_cache import Key
+from lightning_pipeshift.runtime.step.training_batch import UserStep
 
 
 class OneStage:

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipeshift.errors import LayerError, PipeShiftError, PlanError
 from lightning_pipeshift.model.execution.measure import Figures, Stopwatch
 from lightning_pipeshift.model.execution.microbatch import (
     batch_size_of,
-    merge,
     split,
-    weighted_mean,
 )
-from lightning_pipeshift.model.execution.transfer import Fetch, to_host
 from lightning_pipeshift.model.gates.gate import Gate, Scope, Switch, install, remove
 from lightning_pipeshift.model.gates.layers import find_layers, find_scopes, require_layers
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit, is_whole
@@ -37,10 +33,8 @@ from lightning_pipeshift.model.saved.saved_tensors import (
     bytes_of,
 )
 from lightning_pipeshift.model.trace.signature import module_signature
-from lightning_pipeshift.model.trace.trace import LAST_STAGE, Trace
-from lightning_pipeshift.model.user_state.logs import LogRecorder, merge_logs
-from lightning_pipeshift.model.user_state.metrics import BatchMetrics
-from lightning_pipeshift.model.user_state.module_state import TailState
+from lightning_pipeshift.model.trace.trace import Trace
+from lightning_pipeshift.model.user_state.logs import LogRecorder
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
 from lightning_pipeshift.plan.document.moves import Move, placement_after
 from lightning_pipeshift.plan.document.plan import Plan
@@ -56,13 +50,13 @@ from lightning_pipeshift.plan.schedule.schedules import (
     schedule_named,
     with_recomputation,
 )
-from lightning_pipeshift.runtime.comm.channels import Channels, PostedSum
-from lightning_pipeshift.runtime.comm.lane import Sent
+from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation, AllReduce
 from lightning_pipeshift.runtime.gradients.device_rings import DeviceRings
+from lightning_pipeshift.runtime.gradients.late_updates import LateUpdates
 from lightning_pipeshift.runtime.gradients.replica_sync import (
     gradient_groups,
     match_replicas,
@@ -71,6 +65,7 @@ from lightning_pipeshift.runtime.gradients.replica_sync import (
 from lightning_pipeshift.runtime.gradients.rings import Rings
 from lightning_pipeshift.runtime.offload.stage_memory import StageMemory
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
+from lightning_pipeshift.runtime.ownership.migration import Migration
 from lightning_pipeshift.runtime.ownership.plan_change import Changes, CutOver
 from lightning_pipeshift.runtime.planning.make_plan import (
     Settings,
@@ -84,38 +79,23 @@ from lightning_pipeshift.runtime.step.checksum import (
     require_same_end,
 )
 from lightning_pipeshift.runtime.step.control_files import Answer, ControlFiles
-from lightning_pipeshift.runtime.step.losses import Denominators, Losses, Outcome
+from lightning_pipeshift.runtime.step.evaluations import Evaluations
+from lightning_pipeshift.runtime.step.listeners import StepListener
+from lightning_pipeshift.runtime.step.losses import Losses
 from lightning_pipeshift.runtime.step.one_stage import OneStage
+from lightning_pipeshift.runtime.step.reporting import Reporting
 from lightning_pipeshift.runtime.step.stage import (
     WAIT,
     Microbatch,
     Profile,
     Stage,
     Step,
-    UserStep,
 )
 from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
 from lightning_pipeshift.runtime.step.trace_cache import Key, TraceCache
-from lightning_pipeshift.runtime.step.training_batch import Accumulation, TrainingBatch
-
-# How many batches a stage may run ahead of the next in an evaluation.
-_AHEAD = 4
-
-
-class _Votes(NamedTuple):
-    """A vote of all ranks under way.
-
-    Args:
-        objection: why this rank wants the plan that is coming to be given up; empty if it does not.
-        posted: how many ranks want the end of the run, have requests to carry out, and object.
-    """
-
-    objection: str | None
-    posted: PostedSum
-
-
-def _power_of_two(number: float) -> float:
-    return 2.0 ** round(math.log2(number)) if number > 0 else 1.0
+from lightning_pipeshift.runtime.step.training_batch import Accumulation, TrainingBatch, UserStep
+from lightning_pipeshift.runtime.step.user_state import UserState
+from lightning_pipeshift.runtime.step.votes import Votes
 
 
 @lru_cache(maxsize=512)
@@ -180,8 +160,8 @@ class Pipeline:
         self._rings = rings
         self._groups = groups
         self._aggregation: Aggregation | None = None
-        self._denominators: Denominators | None = None
-        self._has_agreed = False
+        self.late_updates = LateUpdates()
+        """The layers that the last optimizer step has left for later."""
         # Messages about decisions, for the user.
         self.messages: list[str] = []
         self.settings = settings
@@ -208,13 +188,32 @@ class Pipeline:
         ]
         settings.check(gates, replicas.topology.stages_per_vm)
         install([*gates, *self._scopes])
-        self._follower = TraceCache(root, gates, self._switch, self.streams, channels.device)
+        self._follower = TraceCache(
+            root, gates, self._switch, self.streams, channels.device, self.late_updates.finish
+        )
         self.one_stage = OneStage(root, self._switch, self.streams, channels.device)
         """Runs the steps of a single device: see :meth:`plain_training_step`."""
-        self.changes = Changes(self.vm, self._follower, self._threads, deferred)
+        self.changes = Changes(self.vm, self._follower, self._move, self._put_in_force)
         self._recorder = LogRecorder(root)
-        self._tail = TailState(self._modules_outside_layers(), ignored)
-        self._metrics = BatchMetrics(root)
+        self._user_state = UserState(
+            root,
+            self._modules_outside_layers(),
+            ignored,
+            channels,
+            lambda layer: self.plan.placement.stage_of(self.vm, layer),
+        )
+        self._reporting = Reporting(replicas, self._user_state)
+        self._votes = Votes(
+            replicas.world,
+            self.changes,
+            lambda: self.asks_to_end,
+            lambda: self.planning.has_decided or outside.has_requests,
+            self.messages.append,
+        )
+        self._listeners: Sequence[StepListener] = (self._votes, self.changes, self._user_state)
+        """Those of training steps, in the order of the calls: all ranks have voted on a plan before
+        its layers begin to move.
+        """
         self._touched: dict[int, set[int]] = {}
         self._called: set[int] = set()
         """The layers known to be called by a training step."""
@@ -243,23 +242,17 @@ class Pipeline:
         """The seconds between the starts of the last two steps."""
         self._begun: float | None = None
         # Whether this rank requests the end of the run, and whether all ranks know that one does.
-        self.asks_to_end = False
-        self.is_to_end = False
-        # The outcomes and sizes of evaluation batches whose reports have not been fetched yet.
-        self._pending: list[tuple[list[Outcome], int]] = []
-        self._result_under_way = Fetch(None)
-        self._under_way: list[Sent] = []
-        # What the last stage's report of the step consists of, on its way to the host.
-        self._report_under_way = Fetch(None)
+        self.asks_to_end = self.is_to_end = False
         self._stage = Stage(
             root,
             channels,
             self._switch,
             self.streams,
             self._recorder,
-            self._tail.resolve,
+            self._user_state.resolve,
             profile,
         )
+        self._evaluations = Evaluations(self._stage, channels, self._user_state)
 
     # --- the plan ---
 
@@ -467,7 +460,14 @@ class Pipeline:
         self.planning.require_room(plan)
         self.adopt(plan)
 
-    def _change_plan(self, plan: Plan, first: int) -> None:
+    def _move(self, plan: Plan, optimizers: Sequence[Optimizer]) -> Migration:
+        """Prepares the move of layers for a plan."""
+        assert self.holdings is not None
+        stage_of = plan.placement.stages(self.vm)
+        return Migration(self.holdings, stage_of, optimizers, self._threads, self._deferred)
+
+    def _put_in_force(self, plan: Plan, first: int) -> None:
+        """Puts a plan in force from a microbatch of the step on."""
         assert self.holdings is not None
         assert self._ownership is not None
         begin = self._num_microbatches_done + first
@@ -532,8 +532,9 @@ class Pipeline:
         if is_new:
             self.messages.append(f"gradient_aggregation is {kind!r}: {why}.")
         device, watched = self.channels.device, self.channels.watched
-        agree = self.replicas.world.sum if self._sums_together else None
-        if self.channels.backend == "gloo":
+        is_gloo = self.channels.backend == "gloo"
+        agree = self.replicas.world.post_sum if self._sums_together and not is_gloo else None
+        if is_gloo:
             device = torch.device("cpu")
             if kind == "ring":
                 return Aggregation(
@@ -563,6 +564,13 @@ class Pipeline:
         unless they are measured.
         """
         return self.replicas.topology.num_ranks > 1 or self.planning.measures
+
+    def _traces(
+        self, keys: Sequence[Key], slices: Sequence[tuple[Any, int]], step: UserStep
+    ) -> list[Trace | None]:
+        state = module_signature(self.root)
+        parts = zip(keys, slices, strict=True)
+        return [self._trace(key, step, part, state) for key, (part, _) in parts]
 
     def _trace(self, key: Key, step: UserStep, batch: Any, state: Hashable) -> Trace | None:
         if not self._follows:
@@ -658,94 +666,45 @@ class Pipeline:
 
     # --- training ---
 
-    def training_step(self, given: TrainingBatch, keeps_gradients: bool) -> Report:
+    def training_step(self, given: TrainingBatch) -> Report:
         """Runs a whole training step, forwards and backwards, and saves its gradients for
         :meth:`Strategy.backward`.
 
         Args:
             given: the batch.
-            keeps_gradients: whether the gradients from before the step are still needed.
         """
         self._note_begin()
         # The objects sent in the last step have been received by now, so this hardly waits.
         self.channels.settle()
-        votes = self._begin_votes()
         self._check_batch(given.batch, given.batch_idx)
         slices = split(
             given.batch, self.settings.num_microbatches(self.replicas.topology.stages_per_vm)
         )
         keys = [self._key("train", given.step_number, number) for number in range(len(slices))]
         self._settle(keys[0], given.step, slices[0][0], given.optimizers, final=True, trains=True)
-        assert self.holdings is not None
-        state = module_signature(self.root)
-        traces = [
-            self._trace(key, given.step, part, state)
-            for key, (part, _) in zip(keys, slices, strict=True)
-        ]
-        self._cut_over(keeps_gradients, given.optimizers, traces)
-        microbatches = self._microbatches(keys, slices, traces)
-        sums = self._sums(given.accumulation)
-        todo = self._step(given, microbatches)
-        self.holdings.set_gradients_aside(keeps_gradients)
-        posted = None if self.is_last else self.channels.post_object(self.channels.num_stages - 1)
-        self._run(todo)
-        report = self._shared_report(todo.losses, given.is_last_batch, posted)
-        require_same_end(given.is_last_batch, report.is_last_batch, given.batch_idx)
+        traces = self._traces(keys, slices, given.step)
+        for listener in self._listeners:
+            listener.before_step(given, traces)
+        step = self._step(given, self._microbatches(keys, slices, traces))
+        report = self._run(step, given)
+        # Before the sums: the gradients of layers that have moved arrive with them.
         self._finish_change()
-        with self._profile("[PipeShift] sum gradients"):
-            self.holdings.collect_gradients(
-                report.correction,
-                sums.finish if sums is not None else None,
-                joins=sums is not None and given.accumulation.has_begun,
-            )
-        self._num_microbatches_done += len(microbatches)
-        self._share_state(report, microbatches)
-        has_mail = self._count_votes(votes)
-        if given.accumulation.goes_on:
-            self.changes.weights_are_final()
+        self._collect_gradients(given, report)
+        self._num_microbatches_done += len(slices)
+        for listener in self._listeners:
+            listener.after_step(given, traces, report)
+        self.is_to_end = self._votes.are_for_end
         self._think_after_step(given.optimizers)
-        if has_mail:
+        if self._votes.are_for_requests:
             self._open_mail()
         self.num_steps_done = given.step_number + 1
         return report
-
-    # --- training: what all ranks agree on ---
-
-    def _begin_votes(self) -> _Votes:
-        """Begins to find out what any rank wants all ranks to do at the end of this step."""
-        objection = self.changes.objection()
-        has_mail = self.planning.has_decided or self._outside.has_requests
-        mine = torch.tensor([self.asks_to_end, has_mail, bool(objection)]).float()
-        return _Votes(objection, self.replicas.world.post_sum(mine))
-
-    def _count_votes(self, votes: _Votes) -> bool:
-        """Does what was voted for. Returns whether there are requests or decisions to carry out."""
-        asked_to_end, has_mail, is_objected_to = votes.posted.wait().tolist()
-        self.is_to_end = bool(asked_to_end)
-        if is_objected_to:
-            # The reason may have been found on another virtual machine.
-            self.messages.append(f"the new plan was left alone. {votes.objection}")
-            self.changes.cancel()
-        return bool(has_mail)
 
     def _check_batch(self, batch: Any, batch_idx: int) -> None:
         if self.channels.num_stages > 1 and is_checked(batch_idx):
             require_same_batch(batch, batch_idx, self.channels)
 
     # --- training: the plan's changes ---
-
-    def _cut_over(
-        self,
-        keeps_gradients: bool,
-        optimizers: Sequence[Optimizer],
-        traces: Sequence[Trace | None],
-    ) -> None:
-        """Puts a plan in force whose layers have arrived, and begins to prepare the next."""
-        assert self.holdings is not None
-        begins = self.changes.cut_over(keeps_gradients, traces)
-        if begins is not None:
-            self._change_plan(*begins)
-        self.changes.prepare(self.holdings, optimizers)
 
     def _finish_change(self) -> None:
         if self.changes.finish():
@@ -777,15 +736,6 @@ class Pipeline:
             for key, (part, size), trace in zip(keys, slices, traces, strict=True)
         ]
 
-    def _losses(self, microbatches: Sequence[Microbatch], loss_scale: float | Tensor) -> Losses:
-        sizes = [microbatch.size for microbatch in microbatches]
-        return Losses(
-            sizes=sizes,
-            loss_scale=loss_scale,
-            denominators=self._agreed_denominators(sum(sizes)),
-            agree=self._agree if self.replicas.count > 1 and not self._has_agreed else None,
-        )
-
     def _sums(self, accumulation: Accumulation) -> Aggregation | None:
         """Sums a step's gradients over the virtual machines, if an optimizer step follows it."""
         return self._aggregation if not accumulation.goes_on else None
@@ -794,9 +744,10 @@ class Pipeline:
         assert self.holdings is not None
         profiler, migration = self.planning.profiler, self.changes.migration
         is_measured = self.planning.measures and not profiler.is_over
-        losses = self._losses(microbatches, given.loss_scale)
+        sizes = [microbatch.size for microbatch in microbatches]
+        losses = self._reporting.losses(sizes, given.loss_scale, self.plan.microbatches)
         sums = self._sums(given.accumulation)
-        reports = partial(self._begin_report, given.wants_result, losses)
+        reports = partial(self._reporting.begin, given.wants_result, losses)
         return Step(
             function=given.step,
             microbatches=microbatches,
@@ -813,59 +764,54 @@ class Pipeline:
             observer=profiler.observer if is_measured and not profiler.num_steps else None,
             store=self.memory.store if self.memory is not None else None,
             migration=migration,
+            late_updates=self.late_updates if self.late_updates.is_pending else None,
         )
 
-    def _run(self, step: Step) -> None:
+    def _run(self, step: Step, given: TrainingBatch) -> Report:
+        """Runs this stage's actions. Returns the last stage's report of the step, on every
+        stage.
+        """
+        assert self.holdings is not None
         again = self.plan.recomputing_stages(self.vm)
         row = self._row(self.plan.schedule, len(step.microbatches), again)
-        if self.channels.num_stages > 1:
-            self._tail.remember()
-        if self.is_last and len(step.microbatches) > 1:
-            self._metrics.begin()
+        source = self.channels.num_stages - 1
+        self.holdings.set_gradients_aside(given.keeps_gradients)
+        posted = None if self.is_last else self.channels.post_object(source)
         self.planning.profiler.begin_step()
         self._stage.run(row, step)
         self.planning.profiler.end_step()
+        # Of layers that the step has not called.
+        self.late_updates.finish()
         self.order = step.order or self.order
-
-    def _shared_report(self, losses: Losses, is_last_batch: bool, posted: Any) -> Report:
-        """The last stage's report of the step, on every stage. Waits for the last stage."""
-        mine = None
+        report: Report | None = None
         if self.is_last:
-            mine = self._training_report(losses, is_last_batch)
-            mine = merge_reports(self.replicas.exchange(mine), self.vm)
-        self._has_agreed = True
+            report = self._reporting.end(step.losses, given.is_last_batch)
+            report = merge_reports(self.replicas.exchange(report), self.vm)
         with self._profile(WAIT):
-            report: Report = self.channels.share_object(mine, self.channels.num_stages - 1, posted)
+            report = self.channels.share_object(report, source, posted)
             self._stage.settle()
+        assert report is not None
+        require_same_end(given.is_last_batch, report.is_last_batch, given.batch_idx)
         return report
 
-    def _share_state(self, report: Report, microbatches: Sequence[Microbatch]) -> None:
-        """Gives all stages the state that user code keeps on its modules: that of the last stage,
-        which runs all of the user code; and, for tensors into which it has written another stage's
-        values, that stage's values. Every stage calls this.
-        """
-        written: dict[tuple[str, str], int] = {}
-        for microbatch in microbatches:
-            if microbatch.trace is not None:
-                written |= microbatch.trace.state
-        if not self.is_last:
-            for changes in report.changes:
-                new = {path: change for path, change in changes.items() if path not in written}
-                self._tail.apply(new, self.channels.device)
-        for (module_name, name), layer in sorted(written.items()):
-            source = self.channels.num_stages - 1
-            if layer != LAST_STAGE:
-                source = self.plan.placement.stage_of(self.vm, layer)
-            module = self.root.get_submodule(module_name)
-            tensor: Any = getattr(module, name)
-            if self.channels.stage == source:
-                for to in range(self.channels.num_stages):
-                    if to != source:
-                        self.channels.send_tensor(tensor.detach(), to)
-            else:
-                values = self.channels.receive_tensor(tensor, source)
-                with torch.no_grad():
-                    tensor.copy_(values)
+    def _collect_gradients(self, given: TrainingBatch, report: Report) -> None:
+        assert self.holdings is not None
+        sums = self._sums(given.accumulation)
+        finish = partial(self._finish_sums, sums, given, report) if sums is not None else None
+        joins = sums is not None and given.accumulation.has_begun
+        with self._profile("[PipeShift] sum gradients"):
+            self.holdings.collect_gradients(report.correction, finish, joins)
+
+    def _finish_sums(
+        self, sums: Aggregation, given: TrainingBatch, report: Report
+    ) -> list[nn.Parameter]:
+        """Waits for sums over the virtual machines. Returns the parameters with a later sum."""
+        has_loss = report.loss is not None and bool(report.correction)
+        groups = sums.finish(given.leaves_late and has_loss)
+        # Those of several batches are corrected before they are summed.
+        correction = 1.0 if given.accumulation.has_begun else report.correction
+        self.late_updates.take(sums, groups, correction)
+        return [parameter for group in groups for parameter in group.parameters]
 
     def _open_mail(self) -> None:
         """Carries out requests from other processes, and decisions of the first rank."""
@@ -887,64 +833,6 @@ class Pipeline:
                 self.adopt(plan)
             elif self.changes.last is None:
                 self._plan = plan
-
-    def _begin_report(self, wants_result: bool, losses: Losses) -> None:
-        """Called on the last stage after a step's last forward: begins to fetch what the report
-        consists of. The device still has a backward to do when it arrives.
-        """
-        if len(losses.outcomes) > 1:
-            self._metrics.end()
-        for outcome in losses.outcomes if not wants_result else ():
-            outcome.result = None
-        self._report_under_way = Fetch((list(losses.outcomes), self._changes_since()))
-
-    def _changes_since(self) -> dict[tuple[str, str], Any]:
-        """The changes of user code on the last stage since the last call."""
-        if self.channels.num_stages == 1:
-            return {}
-        changes = self._tail.changes()
-        self._tail.remember()
-        return changes
-
-    def _training_report(self, step: Losses, is_last_batch: bool) -> Report:
-        outcomes, changes = self._report_under_way.wait()
-        self._report_under_way = Fetch(None)
-        # Most steps change nothing in their backward, and there is nothing to wait for.
-        late = to_host(self._changes_since())
-        weights, sizes = step.weights(outcomes), list(step.sizes)
-        losses = [(o.loss, w) for o, w in zip(outcomes, weights, strict=True) if o.loss is not None]
-        loss = None
-        if losses and sum(weights):
-            loss = weighted_mean([x for x, _ in losses], [w for _, w in losses])
-        return Report(
-            merge([outcome.result for outcome in outcomes], sizes, weights),
-            merge_logs([outcome.logs for outcome in outcomes], sizes, weights),
-            [changes, late],
-            is_last_batch,
-            loss,
-            *step.counted(outcomes),
-            size=sum(sizes),
-        )
-
-    def _agreed_denominators(self, total: int) -> Denominators | None:
-        if self.replicas.count > 1 and self._denominators is None:
-            everything = sum(self.replicas.gather(total))
-            self._denominators = Denominators(*[_power_of_two(everything)] * 2)
-        return self._denominators
-
-    def _agree(self, outcome: Outcome) -> Denominators:
-        """Agrees with the other virtual machines on denominators: on the last stage, once in a
-        run.
-        """
-        assert self._denominators is not None
-        weight = None if outcome.weight is None else float(outcome.weight)
-        weights = [w for w in self.replicas.exchange(weight) if w]
-        if weights:
-            mean = sum(weights) / len(weights)
-            num_microbatches = self.plan.microbatches * self.replicas.count
-            weight = _power_of_two(mean * num_microbatches)
-            self._denominators = self._denominators._replace(weights=weight)
-        return self._denominators
 
     def _key(self, purpose: str, step_number: int, microbatch: int) -> Key:
         return (self.settings.seed, purpose, step_number, microbatch, self.vm)
@@ -989,10 +877,7 @@ class Pipeline:
         wants_result: bool,
     ) -> Trace | None:
         """Runs this stage's part of a forward-only step. Its report is returned by
-        :meth:`fetch_reports`.
-
-        A stage does not wait for the later ones: while they work on this batch it continues with
-        the next. Until the reports are fetched, only the result of the user's step is kept, in host
+        :meth:`fetch_reports`. Until then only the result of the user's step is kept, in host
         memory, and only if ``wants_result``.
         """
         self._check_batch(batch, batch_idx)
@@ -1001,64 +886,33 @@ class Pipeline:
         self._settle(key, step, batch, (), final)
         trace = self._trace(key, step, batch, module_signature(self.root))
         microbatch = self._microbatch(key, batch, trace, 1)
-        if not self._pending:
-            self._tail.remember()
         assert self.holdings is not None
-        losses = Losses(sizes=[1])
         todo = Step(
-            function=step, microbatches=[microbatch], shared=self.holdings.shared, losses=losses
+            function=step,
+            microbatches=[microbatch],
+            shared=self.holdings.shared,
+            losses=Losses(sizes=[1]),
         )
-        self._stage.run(self._row("forward", 1), todo)
-        for outcome in losses.outcomes:
-            earlier = self._result_under_way
-            outcome.result = self._result_under_way = Fetch(
-                outcome.result if wants_result else None
-            )
-            # Results of many batches would take much pinned memory. This batch keeps the device
-            # busy while the earlier one's arrives.
-            earlier.wait()
-        self._pending.append((losses.outcomes, _size_or_one(batch)))
-        self._under_way.extend(self._stage.take_sends())
-        while len(self._under_way) > _AHEAD:
-            self._under_way.pop(0).wait()
+        self._evaluations.run(self._row("forward", 1), todo, _size_or_one(batch), wants_result)
         return microbatch.trace
 
     def fetch_reports(self) -> list[Report]:
         """Returns the reports of all evaluation steps since the last call, on every stage; waits
         for the last stage.
         """
-        pending, self._pending = self._pending, []
-        self._result_under_way = Fetch(None)
-        reports: list[Report] | None = None
-        if self.is_last:
-            logs = [merge_logs([one.logs], [size], [float(size)]) for (one,), size in pending]
-            logs, changes = to_host((logs, self._changes_since() if pending else {}))
-            reports = [
-                Report(outcome.result.wait(), logged, [])
-                for ((outcome,), _), logged in zip(pending, logs, strict=True)
-            ]
-            for report in reports[-1:]:
-                report.changes.append(changes)
-        reports = self.channels.share_object(reports, source=self.channels.num_stages - 1)
-        assert reports is not None
-        for sent in self._under_way:
-            sent.wait()
-        self._under_way.clear()
-        for report in reports if not self.is_last else ():
-            for changes in report.changes:
-                self._tail.apply(changes, self.channels.device)
-        return reports
+        return self._evaluations.fetch_reports()
 
     @property
     def num_pending(self) -> int:
         """The number of evaluation steps whose reports have not been fetched."""
-        return len(self._pending)
+        return self._evaluations.num_pending
 
     # --- the end ---
 
     def release_gates(self) -> None:
         """Restores the layers' own ``forward``."""
         self.changes.abandon()
+        self.late_updates.abandon()
         if self._aggregation is not None:
             self._aggregation.close()
         if self.memory is not None:

@@ -32,19 +32,20 @@ from lightning_pipeshift.model.trace.trace import Payload, Trace
 from lightning_pipeshift.model.user_state.logs import LogRecorder
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
 from lightning_pipeshift.plan.cost.memory_model import SENDS_UNDER_WAY
-from lightning_pipeshift.plan.inputs.flow import Value
+from lightning_pipeshift.plan.inputs.flow import TensorSpec, Value
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
+from lightning_pipeshift.plan.schedule.route import Place, Route
 from lightning_pipeshift.runtime.comm.channels import Channels, Direction, Layout, Receipt
 from lightning_pipeshift.runtime.comm.lane import Sent
+from lightning_pipeshift.runtime.gradients.late_updates import LateUpdates
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore
 from lightning_pipeshift.runtime.offload.out_of_memory import explained
 from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
 from lightning_pipeshift.runtime.ownership.migration import Migration
 from lightning_pipeshift.runtime.step.listeners import ActionListener, ActionTimes
 from lightning_pipeshift.runtime.step.losses import Losses
+from lightning_pipeshift.runtime.step.training_batch import UserStep
 from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
-
-UserStep = Callable[[nn.Module, Any], Any]
 
 Profile = Callable[[str], AbstractContextManager[Any]]
 """A context around what its name says, as ``Profiler.profile`` of Lightning makes."""
@@ -105,6 +106,7 @@ class Step:
         migration: the layers that change their owners in this step, if any do.
         versions: the weights that each microbatch uses, if they differ.
         live_migration: the layers that change their owners while others are in flight.
+        late_updates: of the step before, if there are any.
     """
 
     function: UserStep
@@ -121,6 +123,7 @@ class Step:
     migration: Migration | None = None
     versions: WeightVersions | None = None
     live_migration: LiveMigration | None = None
+    late_updates: LateUpdates | None = None
     order: list[int] = field(default_factory=list, init=False)
     """The layers in the order in which the last forward called them; only if the step is not
     followed.
@@ -132,7 +135,14 @@ class Step:
     def listeners(self) -> list[ActionListener]:
         """Those who take an interest in the step's actions, the outermost first."""
         times = ActionTimes(self.timers) if self.timers else None
-        everyone = (self.versions, self.live_migration, self.migration, self.store, times)
+        everyone = (
+            self.late_updates,
+            self.versions,
+            self.live_migration,
+            self.migration,
+            self.store,
+            times,
+        )
         return [found for found in everyone if found is not None]
 
     @property
@@ -208,7 +218,10 @@ class Stage:
         self._recorder = recorder
         self._resolve_state = resolve_state
         self._profile = profile
-        self._is_last = channels.stage == channels.num_stages - 1
+        route, here = Route(channels.num_stages), Place(channels.stage)
+        neighbours = {kind: route.neighbour(here, kind.properties.neighbour) for kind in Kind}
+        self._peers = {kind: there.stage for kind, there in neighbours.items() if there is not None}
+        self._is_last = Kind.SEND_PAYLOAD not in self._peers
         self._in_flight: dict[int, _InFlight] = {}
         self._sent: dict[tuple[Kind, int], Sent] = {}
         self._listeners: Sequence[ActionListener] = ()
@@ -298,32 +311,34 @@ class Stage:
         self._sent.clear()
         return sends
 
-    def _layout(
-        self, microbatch: Microbatch, boundary: int, direction: Direction, left: int
-    ) -> Layout:
-        """The memory layout of what crosses a boundary, agreed on by each pair of neighbours.
+    def peer(self, kind: Kind) -> int:
+        """The stage at the other end of a send or receive. There has to be one."""
+        return self._peers[kind]
 
-        Args:
-            microbatch: the microbatch.
-            boundary: the layer after it.
-            direction: that of the tensors.
-            left: the lower stage of the two.
-        """
-        assert microbatch.trace is not None
-        layout: Layout = microbatch.trace.layouts.setdefault((boundary, left, direction), Layout())
+    def _post_receive(self, kind: Kind, held: _InFlight, boundary: int) -> list[Receipt]:
+        """Posts the receive of what crosses the boundary before a layer, in one direction."""
+        specs, direction = _crossing(kind, held.microbatch, boundary)
+        layout = self._layout(kind, held, boundary)
+        return self._channels.post_receive(specs, direction, self.peer(kind), layout)
+
+    def _send(self, kind: Kind, held: _InFlight, boundary: int, tensors: list[Tensor]) -> None:
+        """Sends what crosses the boundary before a layer, in one direction."""
+        specs, direction = _crossing(kind, held.microbatch, boundary)
+        layout = self._layout(kind, held, boundary)
+        sent = self._channels.send(tensors, specs, direction, self.peer(kind), layout)
+        self._sent[kind, held.number] = sent
+
+    def _layout(self, kind: Kind, held: _InFlight, boundary: int) -> Layout:
+        """The memory layout of what crosses a boundary, agreed on by each pair of neighbours."""
+        assert held.microbatch.trace is not None
+        layout: Layout = held.microbatch.trace.layouts.setdefault((kind, boundary), Layout())
         return layout
 
     # --- forward ---
 
     def receive_payload(self, held: _InFlight) -> None:
         """Posts the receive of the payload of the boundary before this stage's layers."""
-        microbatch = held.microbatch
-        begin, left = microbatch.layers.start, self._channels.stage - 1
-        held.payload = self._channels.post_receive(
-            [spec for _, spec in microbatch.payload(begin)],
-            Direction.PAYLOAD,
-            self._layout(microbatch, begin, Direction.PAYLOAD, left),
-        )
+        held.payload = self._post_receive(Kind.RECEIVE_PAYLOAD, held, held.microbatch.layers.start)
 
     def forward(self, held: _InFlight) -> None:
         """Runs this stage's part of the user's step."""
@@ -335,7 +350,12 @@ class Stage:
         self._received(Kind.FORWARD, held)
         self._streams.begin(*microbatch.key)
         held.finite = finite_check(microbatch.key, self._channels.stage)
-        listeners = (step.migration, held.finite, step.timers.get(held.number))
+        listeners = (
+            step.late_updates if held.index == 0 else None,
+            step.migration,
+            held.finite,
+            step.timers.get(held.number),
+        )
         current = StagePass(
             trace=microbatch.trace,
             layers=microbatch.layers,
@@ -397,12 +417,7 @@ class Stage:
             self._wait_for_earlier(Kind.SEND_PAYLOAD)
         elif held.step.store is not None:
             held.step.store.hold(_payload_bytes(microbatch))
-        self._sent[Kind.SEND_PAYLOAD, held.number] = self._channels.send(
-            tensors,
-            [spec for _, spec in payload],
-            Direction.PAYLOAD,
-            self._layout(microbatch, end, Direction.PAYLOAD, self._channels.stage),
-        )
+        self._send(Kind.SEND_PAYLOAD, held, end, tensors)
 
     # --- backward ---
 
@@ -417,12 +432,7 @@ class Stage:
 
     def receive_gradient(self, held: _InFlight) -> None:
         """Posts the receive of the gradients of the payload that was sent on."""
-        microbatch, end = held.microbatch, held.microbatch.layers.stop
-        held.gradient = self._channels.post_receive(
-            [spec for _, spec in microbatch.gradients(end)],
-            Direction.GRADIENT,
-            self._layout(microbatch, end, Direction.GRADIENT, self._channels.stage),
-        )
+        held.gradient = self._post_receive(Kind.RECEIVE_GRADIENT, held, held.microbatch.layers.stop)
 
     def backward(self, held: _InFlight) -> None:
         """Runs this stage's part of the backward."""
@@ -513,16 +523,10 @@ class Stage:
     def send_gradient(self, held: _InFlight) -> None:
         """Sends the gradients of the received payload back."""
         microbatch, begin = held.microbatch, held.microbatch.layers.start
-        payload = microbatch.gradients(begin)
-        tensors = [held.outgoing[value] for value, _ in payload]
+        tensors = [held.outgoing[value] for value, _ in microbatch.gradients(begin)]
         held.outgoing.clear()
         self._wait_for_earlier(Kind.SEND_GRADIENT)
-        self._sent[Kind.SEND_GRADIENT, held.number] = self._channels.send(
-            tensors,
-            [spec for _, spec in payload],
-            Direction.GRADIENT,
-            self._layout(microbatch, begin, Direction.GRADIENT, self._channels.stage - 1),
-        )
+        self._send(Kind.SEND_GRADIENT, held, begin, tensors)
 
     def _wait_for_earlier(self, kind: Kind) -> None:
         """Waits until all sends of a kind but the last are complete, and their memory is free.
@@ -533,6 +537,15 @@ class Stage:
         under_way = [key for key in self._sent if key[0] is kind]
         for key in under_way[: 1 - SENDS_UNDER_WAY]:
             self._sent.pop(key).wait()
+
+
+def _crossing(
+    kind: Kind, microbatch: Microbatch, boundary: int
+) -> tuple[list[TensorSpec], Direction]:
+    """What a send or receive carries."""
+    if kind in (Kind.SEND_PAYLOAD, Kind.RECEIVE_PAYLOAD):
+        return [spec for _, spec in microbatch.payload(boundary)], Direction.PAYLOAD
+    return [spec for _, spec in microbatch.gradients(boundary)], Direction.GRADIENT
 
 
 def _payload_bytes(microbatch: Microbatch) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
 from lightning_pipeshift.plan.inputs.flow import call_order, merged
 from lightning_pipeshift.runtime.step.checksum import checksum
-from lightning_pipeshift.runtime.step.stage import UserStep
+from lightning_pipeshift.runtime.step.training_batch import UserStep
 
 _MOST_TRACES = 256
 # How many microbatches are traced to find the position of layers that steps skip at random.
@@ -35,6 +35,7 @@ class TraceCache:
         switch: the gates' switch.
         streams: the random generators; tracing draws the same numbers as running.
         device: the stage's device.
+        before: called before a step is traced.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class TraceCache:
         switch: Switch,
         streams: RandomStreams,
         device: torch.device,
+        before: Callable[[], None],
     ) -> None:
         self.gates = gates
+        self._before = before
         self._root = root
         self._switch = switch
         self._streams = streams
@@ -113,6 +116,7 @@ class TraceCache:
         self, key: Key, step: UserStep, batch: Any, stopwatch: Stopwatch | None = None
     ) -> Trace:
         """Traces a step on a batch, without the cache."""
+        self._before()
 
         def run(root: nn.Module) -> Any:
             return step(root, batch)

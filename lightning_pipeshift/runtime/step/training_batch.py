@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pipeshift.runtime.step.stage import UserStep
+UserStep = Callable[[nn.Module, Any], Any]
+"""Runs the user's step on a module and a slice of a batch, in the user's precision."""
 
 
 class Accumulation(NamedTuple):
@@ -38,6 +39,9 @@ class TrainingBatch:
         wants_result: whether more of the step's result than the loss is needed.
         is_last_batch: whether this stage's data ends with the batch.
         accumulation: how gradients of this batch and of earlier ones are accumulated.
+        keeps_gradients: whether the gradients from before the step are still needed.
+        leaves_late: whether the optimizer may update layers late; see
+            :class:`~lightning_pipeshift.runtime.gradients.late_updates.LateUpdates`.
     """
 
     batch: Any
@@ -49,3 +53,5 @@ class TrainingBatch:
     wants_result: bool
     is_last_batch: bool
     accumulation: Accumulation
+    keeps_gradients: bool
+    leaves_late: bool = False

@@ -38,12 +38,13 @@ def pass_tensors_along(direction: Direction) -> list[tuple[Any, ...]]:
     channels, _ = connect()
     tensors = list(kinds().values())
     specs = [spec_of(tensor) for tensor in tensors]
-    order = list(range(channels.num_stages))[:: 1 if direction is Direction.PAYLOAD else -1]
+    step = 1 if direction is Direction.PAYLOAD else -1
+    order = list(range(channels.num_stages))[::step]
     if channels.stage != order[0]:
-        receipts = channels.post_receive(specs, direction)
+        receipts = channels.post_receive(specs, direction, channels.stage - step)
         tensors = [receipt.wait() for receipt in receipts]
     if channels.stage != order[-1]:
-        channels.send(tensors, specs, direction).wait()
+        channels.send(tensors, specs, direction, channels.stage + step).wait()
     return [(tensor.clone(), tuple(tensor.stride()), tensor.dtype) for tensor in tensors]
 
 
@@ -63,8 +64,8 @@ def send_with_other_strides() -> Any:
     tensor = torch.arange(6.0).view(2, 3)
     spec = spec_of(torch.empty(3, 2).T)
     if channels.stage == 0:
-        return channels.send([tensor], [spec], Direction.PAYLOAD).wait()
-    (receipt,) = channels.post_receive([spec], Direction.PAYLOAD)
+        return channels.send([tensor], [spec], Direction.PAYLOAD, 1).wait()
+    (receipt,) = channels.post_receive([spec], Direction.PAYLOAD, 0)
     received = receipt.wait()
     return received.clone(), received.stride()
 
@@ -82,11 +83,14 @@ def many_at_once(num: int) -> list[float]:
     here, there = Direction(channels.stage), Direction(1 - channels.stage)
     sent = [
         channels.send(
-            [torch.full((1000,), float(n)), torch.full((1000,), -float(n))], [spec] * 2, here
+            [torch.full((1000,), float(n)), torch.full((1000,), -float(n))],
+            [spec] * 2,
+            here,
+            1 - channels.stage,
         )
         for n in range(num)
     ]
-    receipts = [channels.post_receive([spec] * 2, there) for _ in range(num)]
+    receipts = [channels.post_receive([spec] * 2, there, 1 - channels.stage) for _ in range(num)]
     found = [float(receipt.wait().sum()) / 1000 for pair in reversed(receipts) for receipt in pair]
     for each in sent:
         each.wait()
@@ -104,13 +108,13 @@ def receive_first() -> float:
     channels, _ = connect()
     spec = spec_of(torch.empty(3))
     if channels.stage == 1:
-        receipts = [channels.post_receive([spec], Direction.PAYLOAD)[0] for _ in range(3)]
+        receipts = [channels.post_receive([spec], Direction.PAYLOAD, 0)[0] for _ in range(3)]
         channels.send_object("ready", 0)
         channels.settle()
         return sum(float(receipt.wait()[0]) * 10**n for n, receipt in enumerate(receipts))
     assert channels.receive_object(1) == "ready"
     sent = [
-        channels.send([torch.full((3,), float(n))], [spec], Direction.PAYLOAD) for n in (1, 2, 3)
+        channels.send([torch.full((3,), float(n))], [spec], Direction.PAYLOAD, 1) for n in (1, 2, 3)
     ]
     for each in sent:
         each.wait()
@@ -198,10 +202,10 @@ def conjugated_and_negated() -> list[Any]:
     tensors = [number, number.imag]
     specs = [spec_of(tensor) for tensor in tensors]
     if channels.stage == 0:
-        channels.send(tensors, specs, Direction.PAYLOAD).wait()
+        channels.send(tensors, specs, Direction.PAYLOAD, 1).wait()
         channels.send_tensor(number, 1)
         return tensors
-    got = [receipt.wait() for receipt in channels.post_receive(specs, Direction.PAYLOAD)]
+    got = [receipt.wait() for receipt in channels.post_receive(specs, Direction.PAYLOAD, 0)]
     return [*got, channels.receive_tensor(number, 0)]
 
 

@@ -37,7 +37,7 @@ def wait_for_the_last_stage(way: str, ending: str) -> None:
     elif way == "sum":
         channels.sum(torch.ones(3))
     elif channels.stage == last - 1:
-        channels.post_receive([spec], Direction.GRADIENT)[0].wait()
+        channels.post_receive([spec], Direction.GRADIENT, last)[0].wait()
     else:
         channels.receive_object(last)
 
@@ -66,9 +66,9 @@ def die_within_a_message(dead: int) -> None:
     spec = spec_of(torch.empty(40_000_000))
     channels.gather_int(0)
     if channels.stage == 0:
-        operation: Any = channels.send([torch.zeros(spec.shape)], [spec], Direction.PAYLOAD)
+        operation: Any = channels.send([torch.zeros(spec.shape)], [spec], Direction.PAYLOAD, 1)
     else:
-        operation = channels.post_receive([spec], Direction.PAYLOAD)[0]
+        operation = channels.post_receive([spec], Direction.PAYLOAD, 0)[0]
     if channels.stage == dead:
         os.kill(os.getpid(), signal.SIGKILL)
     operation.wait()

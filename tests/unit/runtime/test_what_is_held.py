@@ -90,15 +90,13 @@ def count(
     received, after_forward = Count(), [0]
     send, receive, run = Channels.send, Channels.post_receive, StagePass.run
 
-    def counted_send(
-        self: Any, tensors: Any, specs: Any, direction: Direction, layout: Any = None
-    ) -> Any:
+    def counted_send(self: Any, tensors: Any, specs: Any, direction: Direction, *rest: Any) -> Any:
         for tensor in tensors:
             sent[direction].add(tensor)
-        return send(self, tensors, specs, direction, layout)
+        return send(self, tensors, specs, direction, *rest)
 
-    def counted_receive(self: Any, specs: Any, direction: Direction, layout: Any = None) -> Any:
-        receipts = receive(self, specs, direction, layout)
+    def counted_receive(self: Any, specs: Any, direction: Direction, *rest: Any) -> Any:
+        receipts = receive(self, specs, direction, *rest)
         if direction is Direction.PAYLOAD:
             for receipt in receipts:
                 received.add(receipt.flat)
@@ -110,7 +108,8 @@ def count(
             received.come_down_to(3, self.memory)
         after_forward[0] = max(after_forward[0], received.living())
 
-    Channels.send, Channels.post_receive = counted_send, counted_receive  # type: ignore[method-assign]
+    channels: Any = Channels
+    channels.send, channels.post_receive = counted_send, counted_receive
     StagePass.run = counted_run  # type: ignore[method-assign]
     strategy = PipeShiftStrategy(
         microbatches=NUM_MICROBATCHES, partition="uniform", profile_steps=0, schedule=schedule

@@ -1,0 +1,114 @@
+"""Makes the last stage's report of a training step, and gives it to every stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor
+
+from lightning_pipeshift.model.execution.microbatch import merge, weighted_mean
+from lightning_pipeshift.model.execution.transfer import Fetch, to_host
+from lightning_pipeshift.model.user_state.logs import merge_logs
+from lightning_pipeshift.runtime.comm.replicas import Replicas
+from lightning_pipeshift.runtime.step.losses import Denominators, Losses, Outcome
+from lightning_pipeshift.runtime.step.step_report import Report
+from lightning_pipeshift.runtime.step.user_state import UserState
+
+
+class Reporting:
+    """The reports of training steps on one rank.
+
+    Args:
+        replicas: the virtual machines.
+        user_state: whose changes are part of the reports.
+    """
+
+    def __init__(self, replicas: Replicas, user_state: UserState) -> None:
+        self._replicas = replicas
+        self._user_state = user_state
+        self._denominators: Denominators | None = None
+        self._has_agreed = False
+        # What the report of the step consists of, on its way to the host.
+        self._under_way = Fetch(None)
+
+    def losses(
+        self, sizes: Sequence[int], loss_scale: float | Tensor, num_microbatches: int
+    ) -> Losses:
+        """The losses of a step, before any is known.
+
+        Args:
+            sizes: the number of samples of each microbatch.
+            loss_scale: a factor of every loss.
+            num_microbatches: of a step under the plan.
+        """
+        several = self._replicas.count > 1
+        if several and self._denominators is None:
+            everything = sum(self._replicas.gather(sum(sizes)))
+            self._denominators = Denominators(*[_power_of_two(everything)] * 2)
+        return Losses(
+            sizes=sizes,
+            loss_scale=loss_scale,
+            denominators=self._denominators,
+            agree=(
+                partial(self._agree, num_microbatches) if several and not self._has_agreed else None
+            ),
+        )
+
+    def _agree(self, num_microbatches: int, outcome: Outcome) -> Denominators:
+        """Agrees with the other virtual machines on denominators: on the last stage, once in a
+        run.
+        """
+        assert self._denominators is not None
+        weight = None if outcome.weight is None else float(outcome.weight)
+        weights = [w for w in self._replicas.exchange(weight) if w]
+        if weights:
+            mean = sum(weights) / len(weights)
+            weight = _power_of_two(mean * num_microbatches * self._replicas.count)
+            self._denominators = self._denominators._replace(weights=weight)
+        return self._denominators
+
+    def begin(self, wants_result: bool, losses: Losses) -> None:
+        """Called on the last stage after a step's last forward: begins to fetch what the report
+        consists of. The device still has a backward to do when it arrives.
+
+        Args:
+            wants_result: whether more of the step's result than the loss is needed.
+            losses: those of the step.
+        """
+        self._user_state.end_forwards(len(losses.outcomes))
+        for outcome in losses.outcomes if not wants_result else ():
+            outcome.result = None
+        self._under_way = Fetch((list(losses.outcomes), self._user_state.changes()))
+
+    def end(self, losses: Losses, is_last_batch: bool) -> Report:
+        """Returns the report of this virtual machine's last stage, on that stage.
+
+        Args:
+            losses: those of the step.
+            is_last_batch: whether this stage's data ends with the batch.
+        """
+        outcomes, changes = self._under_way.wait()
+        self._under_way = Fetch(None)
+        self._has_agreed = True
+        # Most steps change nothing in their backward, and there is nothing to wait for.
+        late = to_host(self._user_state.changes())
+        weights, sizes = losses.weights(outcomes), list(losses.sizes)
+        found = [(o.loss, w) for o, w in zip(outcomes, weights, strict=True) if o.loss is not None]
+        loss = None
+        if found and sum(weights):
+            loss = weighted_mean([x for x, _ in found], [w for _, w in found])
+        return Report(
+            merge([outcome.result for outcome in outcomes], sizes, weights),
+            merge_logs([outcome.logs for outcome in outcomes], sizes, weights),
+            [changes, late],
+            is_last_batch,
+            loss,
+            *losses.counted(outcomes),
+            size=sum(sizes),
+        )
+
+
+def _power_of_two(number: float) -> float:
+    return 2.0 ** round(math.log2(number)) if number > 0 else 1.0

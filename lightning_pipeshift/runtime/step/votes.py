@@ -1,0 +1,61 @@
+"""What all ranks do at the end of a step because any one of them wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from lightning_pipeshift.runtime.comm.channels import Channels, PostedSum
+from lightning_pipeshift.runtime.ownership.plan_change import Changes
+from lightning_pipeshift.runtime.step.listeners import StepListener, Traces
+from lightning_pipeshift.runtime.step.step_report import Report
+from lightning_pipeshift.runtime.step.training_batch import TrainingBatch
+
+
+class Votes(StepListener):
+    """Counts in each step how many ranks want the run to end, have requests to carry out, or object
+    to the plan that is coming. The sum travels while the step computes.
+
+    Args:
+        world: connects all ranks.
+        changes: the coming plan, which is given up if any rank objects to it.
+        asks_to_end: whether this rank wants the run to end.
+        has_requests: whether this rank has requests or decisions for all ranks.
+        say: shows a message to the user after the step.
+    """
+
+    def __init__(
+        self,
+        world: Channels,
+        changes: Changes,
+        asks_to_end: Callable[[], bool],
+        has_requests: Callable[[], bool],
+        say: Callable[[str], None],
+    ) -> None:
+        self._world = world
+        self._changes = changes
+        self._asks_to_end = asks_to_end
+        self._has_requests = has_requests
+        self._say = say
+        self._objection = ""
+        self._posted: PostedSum
+        self.are_for_end = False
+        """Whether any rank wanted the run to end in the last step."""
+        self.are_for_requests = False
+        """Whether any rank had requests in the last step."""
+
+    def before_step(self, given: TrainingBatch, traces: Traces) -> None:
+        """See :class:`StepListener`."""
+        self._objection = self._changes.objection()
+        mine = [self._asks_to_end(), self._has_requests(), bool(self._objection)]
+        self._posted = self._world.post_sum(torch.tensor(mine).float())
+
+    def after_step(self, given: TrainingBatch, traces: Traces, report: Report) -> None:
+        """See :class:`StepListener`."""
+        for_end, for_requests, against_plan = self._posted.wait().tolist()
+        self.are_for_end, self.are_for_requests = bool(for_end), bool(for_requests)
+        if against_plan:
+            # The reason may have been found on another virtual machine.
+            self._say(f"the new plan was left alone. {self._objection}")
+            self._changes.cancel()
