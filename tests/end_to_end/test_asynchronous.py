@@ -569,7 +569,18 @@ def test_what_does_not_go_with_the_schedule_is_said() -> None:
         quiet_trainer({"pipeshift": {"schedule": "async", "microbatches": 4}})
 
 
-def train_slowly(partition: Any, migrates: bool) -> dict[str, Any]:
+class TiedSleeper(Sleeper):
+    """Its first and its last layer share their weights, like an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, *_, last = (layer.get_submodule("linear") for layer in self.layers)
+        last.weight = first.weight
+
+
+def train_slowly(
+    partition: Any, migrates: bool, module: type[L.LightningModule] = Sleeper
+) -> dict[str, Any]:
     """The last stage gets slow; by a clock that no other process slows down."""
     L.seed_everything(7, verbose=False)
     SLOW["factor"] = 1.0
@@ -582,7 +593,7 @@ def train_slowly(partition: Any, migrates: bool) -> dict[str, Any]:
     trainer = quiet_trainer(
         {"devices": 2, "pipeshift": how}, callbacks=[*callbacks, watches], max_epochs=1
     )
-    trainer.fit(built(Sleeper), DataLoader(points(40).dataset, batch_size=8))
+    trainer.fit(built(module), DataLoader(points(40).dataset, batch_size=8))
     return {"counts": watches.counts, "messages": trainer.strategy.pipeline.messages}  # type: ignore[attr-defined]
 
 
@@ -591,6 +602,15 @@ def test_layers_leave_a_slow_stage_by_measured_times(partition: Any, migrates: b
     first, second = run_ranks(train_slowly, 2, partition, migrates)
     assert first["counts"][0] == (4, 4)
     assert first["counts"][-1][0] >= 6, first["counts"]
+    assert first["counts"] == second["counts"]
+
+
+@pytest.mark.parametrize(("partition", "migrates"), [("auto", False), ([4, 4], True)])
+def test_the_best_move_that_keeps_shared_weights_where_they_are(
+    partition: Any, migrates: bool
+) -> None:
+    first, second = run_ranks(train_slowly, 2, partition, migrates, TiedSleeper)
+    assert (first["counts"][0], first["counts"][-1]) == ((4, 4), (7, 1)), first["counts"]
     assert first["counts"] == second["counts"]
 
 
