@@ -50,6 +50,7 @@ from lightning_pipeshift.lightning.metric_sync import metrics_to_cpu
 from lightning_pipeshift.lightning.patches import Adjustments
 from lightning_pipeshift.lightning.random_state import RandomState
 from lightning_pipeshift.lightning.run import Run
+from lightning_pipeshift.lightning.steps import accumulation_of
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit, give_attributes_values
 from lightning_pipeshift.plan.arrange.options import Options
 from lightning_pipeshift.plan.arrange.request import PlanRequest
@@ -535,6 +536,7 @@ class PipeShiftStrategy(ParallelStrategy):
             only_measures=self._only_measures,
             watch=self._watch,
             memory=self._memory_request,
+            **accumulation_of(trainer),
         )
         is_plain = self.world_size == 1 and settings.leaves_steps_whole(self.topology.stages_per_vm)
         check_run(module, is_plain)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import deque
 from collections.abc import (
     Callable,
     Collection,
@@ -44,6 +45,7 @@ from lightning_pipeshift.model.parameters.uses import (
 )
 from lightning_pipeshift.model.trace.placeholder import META
 from lightning_pipeshift.runtime.comm.channels import Channels
+from lightning_pipeshift.runtime.comm.lane import Sent
 from lightning_pipeshift.runtime.ownership.user_copies import (
     CopyFinder,
     exchange,
@@ -108,6 +110,8 @@ class Holdings:
         self._holders: dict[int, list[int]] = {}
         self._had_gradients: dict[int, list[int]] = {}
         self._parts: list[Sums] = []
+        self._posted: dict[tuple[str, int], deque[list[Sent]]] = {}
+        """By parameter and stage, the gradients of shared parameters on their way there."""
         self.held: list[ParameterUse] = []
         self.shared = SharedParameters([])
         self.place(stage_of)
@@ -705,7 +709,7 @@ class Holdings:
                 start = self._receive_optional(use, holders[place + 1], waits)
             total = self.shared.total_with_own(use, start)
             if place:
-                self._send_optional(total, holders[place - 1], waits)
+                self._send_optional(use.name, total, holders[place - 1], waits)
             use.parameter.grad = None if place or total is None else total.clone()
         self.shared.sums.clear()
 
@@ -724,13 +728,18 @@ class Holdings:
             first, *others = self._sharers(use.parameter)
             if self.stage == first:
                 for to in others:
-                    self._send_optional(use.parameter.grad, to)
+                    self._send_optional(use.name, use.parameter.grad, to)
             else:
                 use.parameter.grad = self._receive_optional(use, first)
 
-    def _send_optional(self, tensor: Tensor | None, to: int, waits: bool = True) -> None:
+    def _send_optional(self, name: str, tensor: Tensor | None, to: int, waits: bool = True) -> None:
         if not waits:
-            self.channels.shared.post_values({"": tensor}, to)
+            posted = self._posted.setdefault((name, to), deque())
+            # In front of its last forward, the earlier stage has taken all before these.
+            while len(posted) > self.stage - to:
+                for sent in posted.popleft():
+                    sent.wait()
+            posted.append(self.channels.shared.post_values({"": tensor}, to))
             return
         self.channels.send_object(tensor is not None, to)
         if tensor is not None:

@@ -42,7 +42,6 @@ from lightning_pipeshift.plan.inputs.cluster import Device
 from lightning_pipeshift.plan.inputs.flow import Call, Flow, call_order
 from lightning_pipeshift.plan.inputs.placement import Ownership, Placement
 from lightning_pipeshift.plan.schedule.actions import Row, Schedule
-from lightning_pipeshift.plan.schedule.asynchronous import weight_versions
 from lightning_pipeshift.plan.schedule.checker import check
 from lightning_pipeshift.plan.schedule.communication import with_communication
 from lightning_pipeshift.plan.schedule.schedules import (
@@ -67,6 +66,7 @@ from lightning_pipeshift.runtime.offload.stage_memory import StageMemory
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.migration import Migration
 from lightning_pipeshift.runtime.ownership.plan_change import Changes, CutOver
+from lightning_pipeshift.runtime.ownership.shared_updates import shared_weights
 from lightning_pipeshift.runtime.planning.make_plan import (
     Settings,
     check_order,
@@ -328,6 +328,17 @@ class Pipeline:
         idle = set(range(len(gates))) - called if called is not None else set()
         if stopwatch is not None:
             stopwatch.figures |= dict.fromkeys(idle, Figures(0.0))
+        # Parameters used outside of layers in the sanity check remain so: every stage holds them.
+        touched = {key: trace.touched.get(key, set()) for key in self._touched | trace.touched}
+        named = {n: touched[id(p)] for n, p in self.root.named_parameters() if id(p) in touched}
+        # Every rank traced its own batch; the result of rank 0 counts.
+        named, called = self.replicas.world.share_object((named, called), source=0)
+        touched = {id(p): named[n] for n, p in self.root.named_parameters() if n in named}
+        layers = [gate.layer for gate in gates]
+        scopes = [scope.layer for scope in self._scopes]
+        uses = parameter_uses(self.root, layers, touched, called, scopes)
+        of_user_code = modules_of_user_code(self.root, layers, uses, called)
+        self.planning.shared = shared_weights(uses, channels.device)
         optimizers = list(optimizers)
         plan = self.planning.first_plan(
             gates,
@@ -340,19 +351,9 @@ class Pipeline:
             self.memory if trains else None,
             idle,
         )
-        # Parameters used outside of layers in the sanity check remain so: every stage holds them.
-        touched = {key: trace.touched.get(key, set()) for key in self._touched | trace.touched}
-        named = {n: touched[id(p)] for n, p in self.root.named_parameters() if id(p) in touched}
-        # Every rank traced its own batch; the result of rank 0 counts.
-        named, called = self.replicas.world.share_object((named, called), source=0)
-        touched = {id(p): named[n] for n, p in self.root.named_parameters() if n in named}
         plan.require_layers([gate.name for gate in gates])
         placement = plan.placement
         check_order(trace.flow, placement, self.vm, gates)
-        layers = [gate.layer for gate in gates]
-        scopes = [scope.layer for scope in self._scopes]
-        uses = parameter_uses(self.root, layers, touched, called, scopes)
-        of_user_code = modules_of_user_code(self.root, layers, uses, called)
         stage_of = placement.stages(self.vm)
         self._plan = plan
         self._ownership = Ownership.of(placement)
@@ -488,7 +489,7 @@ class Pipeline:
             self.memory.follow(
                 self.plan,
                 self.vm,
-                self.planning.static_bytes(self._most_versions),
+                self.planning.static_bytes(self.channels.stage, self.channels.num_stages),
                 self.planning.profiler.expected_bytes,
                 self._layers_on_their_way,
             )
@@ -497,12 +498,6 @@ class Pipeline:
     def _layers_on_their_way(self) -> frozenset[int]:
         """The layers that come to this stage or leave it while it computes."""
         return frozenset()
-
-    @property
-    def _most_versions(self) -> int:
-        """The largest number of versions of its weights that the stage holds."""
-        stage, num_stages = self.channels.stage, self.channels.num_stages
-        return weight_versions(self.settings.schedule, num_stages)[stage]
 
     def match_replicas(self, parameters_too: bool) -> None:
         """Copies the values of the first virtual machine to all others: the state of layers other
