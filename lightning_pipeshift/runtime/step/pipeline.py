@@ -36,11 +36,13 @@ from lightning_pipeshift.model.trace.signature import module_signature
 from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.model.user_state.logs import LogRecorder
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
+from lightning_pipeshift.plan.cost.lanes import lanes_by_share
 from lightning_pipeshift.plan.document.moves import Move, placement_after
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Device
 from lightning_pipeshift.plan.inputs.flow import Call, Flow, call_order
 from lightning_pipeshift.plan.inputs.placement import Ownership, Placement
+from lightning_pipeshift.plan.inputs.traffic import NUM_GRADIENT_CLASSES
 from lightning_pipeshift.plan.schedule.actions import Row, Schedule
 from lightning_pipeshift.plan.schedule.checker import check
 from lightning_pipeshift.plan.schedule.communication import with_communication
@@ -53,7 +55,12 @@ from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.threads import Threads
-from lightning_pipeshift.runtime.gradients.aggregation import Aggregation, AllReduce
+from lightning_pipeshift.runtime.comm.turns import Urgency
+from lightning_pipeshift.runtime.gradients.aggregation import (
+    Aggregation,
+    AllReduce,
+    GradientGroup,
+)
 from lightning_pipeshift.runtime.gradients.device_rings import DeviceRings
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdates
 from lightning_pipeshift.runtime.gradients.replica_sync import (
@@ -534,6 +541,7 @@ class Pipeline:
         if is_gloo:
             device = torch.device("cpu")
             if kind == "ring":
+                self._give_lanes(groups, placement.num_layers, is_new)
                 return Aggregation(
                     mine, self._rings.start, agree, len(uses), device, in_order=False
                 )
@@ -542,6 +550,28 @@ class Pipeline:
         if kind == "ring":
             sums = DeviceRings(self._groups, self.replicas.rank, watched)
         return Aggregation(mine, sums.start, agree, len(uses), device, in_order=True)
+
+    def _give_lanes(self, groups: Sequence[GradientGroup], num_layers: int, may_open: bool) -> None:
+        """Sets the urgency of each group's sum.
+
+        Args:
+            groups: all of them, in an order that is the same on every rank.
+            num_layers: how many layers the model has.
+            may_open: whether all ranks call this at the same time, and may open lanes.
+        """
+        assert self._rings is not None
+        sizes = [0] * num_layers
+        for group in groups:
+            if group.is_hooked:
+                sizes[group.number] = bytes_of(group.trained)
+        count = min(NUM_GRADIENT_CLASSES, sum(map(bool, sizes)) or 1)
+        lanes = lanes_by_share(sizes, [1 / count] * count)
+        if may_open:
+            self._rings.open_lanes(count)
+        for group in groups:
+            # The step ends when the sums of shared parameters are there.
+            if group.is_hooked:
+                group.urgency = Urgency(lanes[group.number], group.number)
 
     @property
     def migration_seconds(self) -> float:

@@ -422,7 +422,7 @@ def sum_by_host(device: SimulatedDevice) -> list[Tensor]:
         for n, layer in enumerate(layers)
     ]
 
-    def start(number: int, members: Sequence[int], buffer: Tensor) -> Done:
+    def start(number: int, members: Sequence[int], buffer: Tensor, urgency: Any) -> Done:
         buffer.mul_(2)
         return Done()
 
