@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_pipeshift.plan.inputs.traffic import BULK, PIPELINE, with_marks
-from lightning_pipeshift.runtime.comm.sockets import Opened, mark, open_sockets
+from lightning_pipeshift.runtime.comm.sockets import Opened, keep_short, mark, open_sockets
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +71,7 @@ class Lanes:
         before = open_sockets()
         control = dist.new_group(list(ranks), backend="gloo", timeout=self.timeout)
         sockets = open_sockets() - before
+        keep_short(sockets)
         traffic = self._classes.get(lane)
         refused = mark(sockets, traffic) if traffic is not None else None
         if refused is not None and not self._is_refused:

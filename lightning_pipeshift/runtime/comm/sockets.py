@@ -19,6 +19,7 @@ from typing import Any, Final
 from lightning_pipeshift.plan.inputs.traffic import TrafficClass
 
 _PATIENCE_SECONDS: Final = 1.0
+_UNSENT_BYTES: Final = 128 * 1024
 
 Opened = frozenset[tuple[int, int]]
 """Sockets by file descriptor and inode; the descriptor alone may meanwhile belong to another file.
@@ -82,6 +83,18 @@ def _mark(connection: socket.socket, traffic: TrafficClass) -> None:
     # The kernel derives a priority from the mark, so this comes last.
     if hasattr(socket, "SO_PRIORITY"):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, traffic.priority)
+
+
+def keep_short(sockets: Opened) -> None:
+    """Lets the system queue few bytes in sockets that are still open: what is in a socket cannot be
+    overtaken any more. (What the network has not acknowledged comes on top, as the speed needs it.)
+    """
+    option: int | None = getattr(socket, "TCP_NOTSENT_LOWAT", None)
+    if option is None:
+        return
+    for descriptor, _ in sockets & open_sockets():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, option, _UNSENT_BYTES)
 
 
 def ends_soon(work: Any) -> bool:

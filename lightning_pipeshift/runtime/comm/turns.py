@@ -1,11 +1,11 @@
 """Decides which of a rank's messages is sent next: the most urgent one, not the first that came.
 
 Once bytes are in a socket, nothing overtakes them on the same connection. So large messages are
-sent in blocks, and a block waits until it is its turn: few blocks to a rank are on their way at a
-time, and only those of the same lane, or of a more urgent one, hold others back. A block of an
-urgent lane does not wait for those of other lanes that have been sent already: the network carries
-it first if it honours the lanes' marks. Where it honours none, this is what keeps bulk behind
-urgent bytes, inside of one process.
+sent in blocks, and a block waits until it is its turn: only so many bytes to a rank are on their
+way at a time as its link carries in a few milliseconds, and only those of the same lane, or of a
+more urgent one, count. A block of an urgent lane does not wait for those of other lanes that have
+been sent already: the network carries it first if it honours the lanes' marks. Where it honours
+none, this is what keeps the less urgent lanes behind the others, inside of one process.
 """
 
 from __future__ import annotations
@@ -13,15 +13,22 @@ from __future__ import annotations
 import heapq
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Final, NamedTuple
 
-# How many blocks to the same rank are sent at a time: while the thread of one wakes up, another is
-# on the wire.
-_MOST_AT_ONCE: Final = 2
+# What may be on its way to a rank: so much that the link is never idle while a thread wakes up, and
+# so little that an urgent block does not wait long.
+_WINDOW_SECONDS: Final = 0.004
+_LEAST_WINDOW_BYTES: Final = 1 << 17
+# Before the link's speed is known.
+_FIRST_WINDOW_BYTES: Final = 1 << 20
+# A speed is measured over this time; of the last ones the highest counts, as in the others the
+# receiver may not have been ready.
+_MEASURED_SECONDS: Final = 0.02
+_NUM_MEASURED: Final = 8
 
 
 class Urgency(NamedTuple):
@@ -63,6 +70,7 @@ class LaneTraffic:
 class _Waiting:
     urgency: Urgency
     number: int
+    num_bytes: int = field(compare=False)
     may_go: threading.Event = field(default_factory=threading.Event, compare=False)
 
 
@@ -71,17 +79,40 @@ class _Queue:
 
     def __init__(self) -> None:
         self.waiting: list[_Waiting] = []
-        self.lanes: list[int] = []
-        """Those of the blocks that are being sent."""
+        self.on_their_way: Counter[int] = Counter()
+        """Bytes, by lane."""
+        self._window = _FIRST_WINDOW_BYTES
+        self._speeds: deque[float] = deque(maxlen=_NUM_MEASURED)
+        self._done_bytes = 0
+        self._busy_since = 0.0
+
+    def has_place(self, urgency: Urgency, num_bytes: int) -> bool:
+        """Whether a block may be sent now, if no other one waits."""
+        counted = sum(size for lane, size in self.on_their_way.items() if lane <= urgency.lane)
+        return not counted or counted + num_bytes <= self._window
+
+    def begin(self, urgency: Urgency, num_bytes: int) -> None:
+        """A block is sent."""
+        if not self.on_their_way.total():
+            self._busy_since, self._done_bytes = time.perf_counter(), 0
+        self.on_their_way[urgency.lane] += num_bytes
+
+    def end(self, urgency: Urgency, num_bytes: int) -> None:
+        """A block has left."""
+        self.on_their_way[urgency.lane] -= num_bytes
+        self._done_bytes += num_bytes
+        now = time.perf_counter()
+        if now - self._busy_since >= _MEASURED_SECONDS:
+            self._speeds.append(self._done_bytes / (now - self._busy_since))
+            self._busy_since, self._done_bytes = now, 0
+            fastest = max(self._speeds)
+            self._window = max(_LEAST_WINDOW_BYTES, round(_WINDOW_SECONDS * fastest))
 
     def admit(self) -> None:
-        """Lets blocks go whose turn it is."""
-        while self.waiting:
-            first = self.waiting[0]
-            if sum(lane <= first.urgency.lane for lane in self.lanes) >= _MOST_AT_ONCE:
-                return
-            heapq.heappop(self.waiting)
-            self.lanes.append(first.urgency.lane)
+        """Lets the blocks go whose turn it is."""
+        while self.waiting and self.has_place(self.waiting[0].urgency, self.waiting[0].num_bytes):
+            first = heapq.heappop(self.waiting)
+            self.begin(first.urgency, first.num_bytes)
             first.may_go.set()
 
 
@@ -103,38 +134,53 @@ class Turns:
         self._numbers = count()
         self._counted: dict[int, _Counted] = {}
 
-    @contextmanager
-    def turn(self, peer: int, urgency: Urgency, num_bytes: int) -> Iterator[None]:
-        """Context in which a block is sent. Waits for its turn; ends when the block has left.
+    def take(self, peer: int, urgency: Urgency, num_bytes: int, waits: bool = True) -> bool:
+        """Waits until a block may be sent; the caller then sends it, and calls :meth:`end`.
 
         Args:
             peer: the rank that it is sent to.
             urgency: of the block.
             num_bytes: its size.
+            waits: if not, and it is not yet the block's turn, nothing happens.
+
+        Returns:
+            whether the block may be sent.
         """
         begin = time.perf_counter()
         with self._lock:
             queue = self._queues.setdefault(peer, _Queue())
-            mine = _Waiting(urgency, next(self._numbers))
+            mine = _Waiting(urgency, next(self._numbers), num_bytes)
+            is_next = not queue.waiting or mine < queue.waiting[0]
+            if is_next and queue.has_place(urgency, num_bytes):
+                queue.begin(urgency, num_bytes)
+                self._count_begin(urgency.lane, begin, 0.0)
+                return True
+            if not waits:
+                return False
             heapq.heappush(queue.waiting, mine)
-            queue.admit()
         mine.may_go.wait()
         now = time.perf_counter()
         with self._lock:
-            counted = self._counted.setdefault(urgency.lane, _Counted())
-            counted.queueing_seconds += now - begin
-            counted.since = counted.since if counted.num_now else now
-            counted.num_now += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                counted.num_bytes += num_bytes
-                counted.num_now -= 1
-                if not counted.num_now:
-                    counted.sending_seconds += time.perf_counter() - counted.since
-                queue.lanes.remove(urgency.lane)
-                queue.admit()
+            self._count_begin(urgency.lane, now, now - begin)
+        return True
+
+    def end(self, peer: int, urgency: Urgency, num_bytes: int) -> None:
+        """A block has left, or could not be sent."""
+        with self._lock:
+            queue = self._queues[peer]
+            queue.end(urgency, num_bytes)
+            queue.admit()
+            counted = self._counted[urgency.lane]
+            counted.num_bytes += num_bytes
+            counted.num_now -= 1
+            if not counted.num_now:
+                counted.sending_seconds += time.perf_counter() - counted.since
+
+    def _count_begin(self, lane: int, now: float, queueing_seconds: float) -> None:
+        counted = self._counted.setdefault(lane, _Counted())
+        counted.queueing_seconds += queueing_seconds
+        counted.since = counted.since if counted.num_now else now
+        counted.num_now += 1
 
     @property
     def traffic(self) -> Mapping[int, LaneTraffic]:

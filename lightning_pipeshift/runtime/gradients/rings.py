@@ -14,6 +14,7 @@ gradients of the first layers are ready last, and needed first.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -33,9 +34,8 @@ from lightning_pipeshift.runtime.comm.waits import complete
 # another is on the wire.
 _PIECE_BYTES = 4 << 20
 _MOST_PIECES = 8
-_TAGS_PER_PIECE = 4
-# What is sent at once: an urgent message waits for at most two blocks of another one.
-_BLOCK_BYTES = 1 << 20
+# What is sent at once: nothing overtakes it.
+_BLOCK_BYTES = 1 << 19
 
 
 class RingSum:
@@ -134,47 +134,54 @@ class Rings:
         upstream, downstream = members[place - 1], members[(place + 1) % count]
         chunks = chunks_of(buffer, count)
 
-        def tag(step: int) -> int:
-            return number * _TAGS_PER_PIECE + step % _TAGS_PER_PIECE
-
-        def receive(step: int, into: Tensor) -> list[Any]:
-            with self.watched(upstream):
-                return [group.recv([block], upstream, tag(step)) for block in _blocks(into)]
-
-        def finish(works: list[Any]) -> None:
+        # Every receive is posted before anything is sent. So a send never waits for another send of
+        # its receiver: that one may wait for its turn behind a third, and so on, in a circle.
+        places = [received_at(step, place, count) for step in range(2 * count - 2)]
+        landing = [torch.empty_like(chunks[c]) for c in places[: count - 1]]
+        with self.watched(upstream):
+            coming = [
+                [group.recv([block], upstream, number) for block in _blocks(into)]
+                for into in [*landing, *(chunks[c] for c in places[count - 1 :])]
+            ]
+        for step, works in enumerate(coming):
+            self._send(group, chunks[sent_at(step, place, count)], downstream, number, urgency)
             with self.watched(upstream):
                 for work in works:
                     complete(work)
+            # Then each member has the complete sum of one chunk; these are passed around the ring.
+            # A complete chunk arrives when this member's part of it has long been sent.
+            if step < count - 1:
+                chunks[places[step]] += landing[step]
 
-        def send(step: int, chunk: Tensor) -> None:
+    def _send(self, group: Any, chunk: Tensor, to: int, tag: int, urgency: Urgency) -> None:
+        """Sends a chunk, and waits until it has left."""
+        posted: deque[tuple[Any, int]] = deque()
+
+        def finish_all() -> None:
+            while posted:
+                work, size = posted.popleft()
+                try:
+                    with self.watched(to):
+                        complete(work)
+                finally:
+                    self.turns.end(to, urgency, size)
+
+        try:
             for block in _blocks(chunk):
-                with (
-                    self.turns.turn(downstream, urgency, block.nbytes),
-                    self.watched(downstream),
-                ):
-                    complete(group.send([block], downstream, tag(step)))
-
-        # Two buffers in turn, so that the next partial sum travels while this one is added.
-        landing = [torch.empty_like(chunks[0]) for _ in range(2)]
-
-        def receive_partial(step: int) -> tuple[Tensor, list[Any]]:
-            partial_sum = landing[step % 2][: len(chunks[received_at(step, place, count)])]
-            return partial_sum, receive(step, partial_sum)
-
-        # A member's receive is posted before it sends, so no two members wait for each other.
-        coming = receive_partial(0)
-        for step in range(count - 1):
-            send(step, chunks[sent_at(step, place, count)])
-            partial_sum, arriving = coming
-            finish(arriving)
-            if step + 2 < count:
-                coming = receive_partial(step + 1)
-            chunks[received_at(step, place, count)] += partial_sum
-        # Each member has the complete sum of one chunk; these are now passed around the ring.
-        for step in range(count - 1, 2 * count - 2):
-            arriving = receive(step, chunks[received_at(step, place, count)])
-            send(step, chunks[sent_at(step, place, count)])
-            finish(arriving)
+                if not self.turns.take(to, urgency, block.nbytes, waits=False):
+                    # It may be its turn when these have left.
+                    finish_all()
+                    self.turns.take(to, urgency, block.nbytes)
+                try:
+                    with self.watched(to):
+                        posted.append((group.send([block], to, tag), block.nbytes))
+                except BaseException:
+                    self.turns.end(to, urgency, block.nbytes)
+                    raise
+            finish_all()
+        finally:
+            for _, size in posted:
+                self.turns.end(to, urgency, size)
 
 
 def _blocks(chunk: Tensor) -> list[Tensor]:
