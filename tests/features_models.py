@@ -110,7 +110,7 @@ class AwaitsPlanning(L.Callback):
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         planning = trainer.strategy.pipeline.planning
-        while planning._thought is not None and not planning.has_decided:
+        while planning._decision is not None and not planning.has_decided:
             time.sleep(0.005)
 
 

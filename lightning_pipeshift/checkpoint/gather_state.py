@@ -120,7 +120,7 @@ def complete(holdings: Holdings, checkpoint: dict[str, Any], home: int) -> None:
     nodes = walk("checkpoint", checkpoint, set(), depth=_DEPTH)
     found = {node.path: node.value for node in nodes if isinstance(node.value, Tensor)}
     exchanged = exchange(holdings.channels, found, lambda _: [home])
-    lost = [path for path in exchanged.nowhere if exchanged.asked[path].lives_with]
+    lost = [path for path in exchanged.nowhere if exchanged.asked[path].computed_from]
     if lost:
         raise CheckpointError(nowhere(lost))
     value_of = {id(found[path]): values for path, values in exchanged.received.items()}

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_pipeshift.errors import CheckpointError
 from lightning_pipeshift.files import shortened
-from lightning_pipeshift.runtime.comm.staging import room_for
+from lightning_pipeshift.runtime.comm.staging import host_buffer
 
 # Small enough to be still in the cache when its checksum is computed.
 _CHUNK_BYTES = 1 << 20
@@ -95,7 +95,7 @@ class TorchZipReader:
                 f"{self.path} is damaged: a tensor of {num_bytes} bytes has {entry.size} there."
                 " Use another checkpoint."
             )
-        tensor = room_for(shape, dtype)
+        tensor = host_buffer(shape, dtype)
         target = tensor.reshape(-1).view(torch.uint8).numpy().data
         found = 0
         for offset in range(0, entry.size, _CHUNK_BYTES):

@@ -85,7 +85,7 @@ def machines_of(strategy: Any) -> list[MachineMemory] | None:
                 tuple(Compression(problem).records(cut.counts)),
                 footprints.of(cut, swaps),
                 footprints.of(replace(cut, recompute=frozenset())),
-                tuple(room.budget_bytes for room in problem.rooms),
+                tuple(limit.budget_bytes for limit in problem.limits),
             )
         )
     return machines

@@ -104,7 +104,7 @@ def report(made: Made, cluster: Cluster) -> str:
             [f"{a.prediction.exposed_seconds:.3g} s" for _, a in columns],
         ),
         ("largest peak of memory", [_peak(a) for _, a in columns]),
-        ("least room left", [_room(a, cluster) for _, a in columns]),
+        ("least memory left", [_room(a, cluster) for _, a in columns]),
     ]
     lines = [str(plan), ""]
     lines += [f"{name:<24}" + "".join(f"{cell:>21}" for cell in cells) for name, cells in rows]
@@ -125,7 +125,7 @@ def _peak(arrangement: Arrangement) -> str:
 
 def _room(arrangement: Arrangement, cluster: Cluster) -> str:
     left = min(
-        cluster.devices[rank].room_bytes - peak
+        cluster.devices[rank].usable_bytes - peak
         for ranks, peaks in zip(arrangement.ranks, arrangement.prediction.memory_bytes, strict=True)
         for rank, peak in zip(ranks, peaks, strict=True)
     )
@@ -244,7 +244,7 @@ def _within(cluster: Cluster, request: MemoryRequest) -> Cluster:
             changed = replace(changed, memory_bytes=int(request.budget_bytes), free_bytes=0)
         if request.host_bytes is not None:
             changed = replace(changed, host_bytes=int(request.host_bytes))
-        if not math.isfinite(changed.room_bytes):
+        if not math.isfinite(changed.usable_bytes):
             raise PlanError(
                 f"`--budget auto` is the memory of a device, which is unknown for"
                 f" {device.kind!r} on host {device.host!r}. Give it a `memory` in the cluster's"

@@ -44,7 +44,7 @@ _READS_NOTHING = re.compile("aten::(new_.*|.*_like|set_|resize_)")
 _WRITES_NOTHING = re.compile("aten::(new_)?empty.*|aten::(set_|resize_)")
 
 
-class Place(NamedTuple):
+class MemoryPlace(NamedTuple):
     """Where an operation is to put its results.
 
     Args:
@@ -109,7 +109,7 @@ class Operations(TorchDispatchMode):
         made = [x for x in _tensors(results) if not _is_among(x, reads + writes + others)]
         for tensor in made:
             if place is not None or goes_there:
-                device.put(tensor, place if place is not None else Place(True))
+                device.put(tensor, place if place is not None else MemoryPlace(True))
         if made and not _WRITES_NOTHING.fullmatch(name):
             device.access(name, [], made, goes_there)
         return results
@@ -147,7 +147,7 @@ class Functions(TorchFunctionMode):
             is_there = device.has(own)
             return _QUESTIONS[function](device, own) if is_there else function(*args, **kwargs)
         if function is Tensor.pin_memory:
-            with device.placing(Place(False, is_pinned=True)):
+            with device.placing(MemoryPlace(False, is_pinned=True)):
                 return own.clone()
         if function is Tensor.is_pinned:
             return device.is_pinned(own)
@@ -171,7 +171,7 @@ class Functions(TorchFunctionMode):
         args = [CPU if isinstance(x, torch.device) else x for x in args]
         if kwargs.get("device") is not None:
             kwargs["device"] = CPU if named[0].type != "meta" else named[0]
-        place = Place(bool(named) and named[0].type == device.device.type, is_pinned)
+        place = MemoryPlace(bool(named) and named[0].type == device.device.type, is_pinned)
         with device.placing(place):
             result = function(*args, **kwargs)
         if function in (torch.tensor, torch.as_tensor) and place.is_there:
@@ -205,7 +205,7 @@ class Functions(TorchFunctionMode):
         goes_there = device.type == self._device.device.type
         if tensor.is_meta or self._device.has(tensor) == goes_there:
             return tensor
-        with self._device.placing(Place(goes_there, waits=waits)):
+        with self._device.placing(MemoryPlace(goes_there, waits=waits)):
             return tensor.clone()
 
 

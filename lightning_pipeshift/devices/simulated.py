@@ -38,7 +38,7 @@ from lightning_pipeshift.compat.torch_private import (
     storage_key_of,
     without_torch_function_of_subclasses,
 )
-from lightning_pipeshift.devices.interception import Functions, Operations, Place
+from lightning_pipeshift.devices.interception import Functions, MemoryPlace, Operations
 from lightning_pipeshift.devices.ordering import HOST, Clock, History, Ordering, Region
 from lightning_pipeshift.devices.streams import Event, simulating
 
@@ -246,10 +246,10 @@ class SimulatedDevice:
         """Puts tensors on the device. Their values are complete."""
         for tensor in tensors:
             if isinstance(tensor, Tensor) and not tensor.is_meta:
-                self.put(tensor, Place(True))
+                self.put(tensor, MemoryPlace(True))
                 self._memory_of(tensor).history = []
 
-    def put(self, tensor: Tensor, place: Place) -> None:
+    def put(self, tensor: Tensor, place: MemoryPlace) -> None:
         """Says where a new tensor is."""
         with self._lock, suppress(NotImplementedError):
             if place.is_there:
@@ -310,7 +310,7 @@ class SimulatedDevice:
     # --- operations ---
 
     @contextmanager
-    def placing(self, place: Place) -> Iterator[None]:
+    def placing(self, place: MemoryPlace) -> Iterator[None]:
         """Context in which the results of operations are put there."""
         before, self._local.place = self.place, place
         try:
@@ -319,7 +319,7 @@ class SimulatedDevice:
             self._local.place = before
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> MemoryPlace | None:
         """Where this thread's operations are to put their results, if it is said."""
         return getattr(self._local, "place", None)
 

@@ -80,7 +80,7 @@ def _connected(part: T | None, who: str) -> T:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """This process among those of a job.
 
     Args:
@@ -161,7 +161,7 @@ class Connection:
 
     # --- the start of a run ---
 
-    def open(self, place: Place, folder: Path) -> None:
+    def open(self, place: RankPlace, folder: Path) -> None:
         """Connects the ranks, unless an earlier run has. Every rank calls this.
 
         Args:
@@ -197,7 +197,7 @@ class Connection:
         channels = self.channels
         board.watch_for_stalls(lambda: channels.num_done, self._options.stall_timeout, stacks)
 
-    def _board_of_job(self, place: Place, before: Opened) -> FailureBoard:
+    def _board_of_job(self, place: RankPlace, before: Opened) -> FailureBoard:
         """The connections by which failures are noticed; initialises torch.distributed.
 
         Args:
@@ -227,7 +227,7 @@ class Connection:
             )
         return board
 
-    def _make_board(self, place: Place, store: Any, before: Opened) -> FailureBoard:
+    def _make_board(self, place: RankPlace, store: Any, before: Opened) -> FailureBoard:
         mesh = connect_all(
             dist.PrefixStore("pipeshift/peers", store),
             place.rank,
@@ -241,7 +241,7 @@ class Connection:
         board.interrupt = lambda: shut_down(open_sockets() - before - board.sockets)
         return board
 
-    def _topology(self, place: Place, board: FailureBoard) -> Topology:
+    def _topology(self, place: RankPlace, board: FailureBoard) -> Topology:
         devices = gathered(device_of(place.device), dist.group.WORLD, board.watched)
         hosts = self._hosts = host_names([device.host for device in devices])
         topology = arrange(self._options.ranks, devices, self._options.depths)
@@ -258,7 +258,9 @@ class Connection:
                     )
         return topology
 
-    def _connect(self, topology: Topology, place: Place, board: FailureBoard, job: _Job) -> None:
+    def _connect(
+        self, topology: Topology, place: RankPlace, board: FailureBoard, job: _Job
+    ) -> None:
         rank, device, watched = place.rank, place.device, board.watched
         backend = payload_backend(device, self._options.process_group_backend, watched)
         groups = job.groups
@@ -276,7 +278,9 @@ class Connection:
             everyone = range(place.world_size)
             of_all = lanes.between_stages(everyone, has_bulk=False)
             world = Channels(everyone, rank, device, watched, of_all, groups)
-            self._rings = Rings(lanes.make(everyone, GRADIENTS[0].name), rank, watched)
+            self._rings = Rings(
+                lambda lane: lanes.make(everyone, GRADIENTS[lane].name), rank, watched
+            )
         self._channels = machine
         self._replicas = Replicas(topology, rank, world, machine)
 
@@ -400,6 +404,9 @@ class Connection:
         if groups is not None:
             groups.abort()
         shut_down(self._sockets)
+        if self._rings is not None:
+            # Lanes may have been opened later.
+            shut_down(self._rings.sockets)
 
     def _give_up(self) -> None:
         """Interrupts operations that need all ranks; called in a thread when one is gone."""

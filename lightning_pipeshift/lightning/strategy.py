@@ -43,7 +43,7 @@ from lightning_pipeshift.lightning.checks import (
     check_run,
     several_optimizers,
 )
-from lightning_pipeshift.lightning.connection import Connection, Place
+from lightning_pipeshift.lightning.connection import Connection, RankPlace
 from lightning_pipeshift.lightning.data import for_virtual_machine, seed_workers_alike
 from lightning_pipeshift.lightning.launcher import Launcher, NotebookLauncher
 from lightning_pipeshift.lightning.metric_sync import metrics_to_cpu
@@ -456,12 +456,12 @@ class PipeShiftStrategy(ParallelStrategy):
         if planning.measured is None or not planning.is_measured:
             return None
         profile, cluster = planning.measured.profile, planning.measured.cluster
-        policy = self._memory_wishes.policy if self._memory_wishes is not None else None
+        policy = self._memory_request.policy if self._memory_request is not None else None
         samples = profile.samples * profile.microbatches
         return profile, cluster, self._options.request(samples, policy)
 
     @property
-    def _memory_wishes(self) -> MemoryRequest | None:
+    def _memory_request(self) -> MemoryRequest | None:
         """The settings of a `MemoryCompression`, if there is one."""
         return getattr(self.precision_plugin, "memory_request", None)
 
@@ -506,7 +506,9 @@ class PipeShiftStrategy(ParallelStrategy):
             set_num_threads_if_needed(self.num_processes)
         self.set_world_ranks()
         assert self.cluster_environment is not None
-        place = Place(self.global_rank, self.world_size, self.root_device, self.cluster_environment)
+        place = RankPlace(
+            self.global_rank, self.world_size, self.root_device, self.cluster_environment
+        )
         self._connection.open(place, Path(trainer.default_root_dir if trainer is not None else "."))
         # Random numbers are shared from now on (for a split of the data in `setup`, for example).
         self._random_state.share()
@@ -533,7 +535,7 @@ class PipeShiftStrategy(ParallelStrategy):
             seed=self._random_state.begin_run(),
             only_measures=self._only_measures,
             watch=self._watch,
-            memory=self._memory_wishes,
+            memory=self._memory_request,
             **accumulation_of(trainer),
         )
         is_plain = self.world_size == 1 and settings.leaves_steps_whole(self.topology.stages_per_vm)

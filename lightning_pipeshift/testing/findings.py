@@ -114,7 +114,7 @@ class Findings:
     Args:
         layers: in call order; those that the step does not call are last.
         boundaries: between neighbouring layers that the step calls, in the same order.
-        code: between layers, in order; without entries for gaps that have no code.
+        code: between layers, in order; without entries for intervals that have no code.
         shared: parameters that several layers use, or code between layers: several stages may hold
             them.
         written: parameters, buffers and attributes outside of layers that the step writes to with
@@ -214,7 +214,7 @@ def _tensor(trace: Trace, value: Value, boundary: int, names: list[str]) -> Foun
         names[call.layer] for call in flow.calls if call.layer >= boundary and value in call.needs
     ]
     needed_by += [
-        _place(trace, operation.gap, names)
+        _place(trace, operation.interval, names)
         for operation in flow.operations
         if operation.layer >= boundary and value in operation.needs
     ]
@@ -234,24 +234,28 @@ def _tensor(trace: Trace, value: Value, boundary: int, names: list[str]) -> Foun
     )
 
 
-def _place(trace: Trace, gap: int, names: list[str]) -> str:
+def _place(trace: Trace, interval: int, names: list[str]) -> str:
     calls = trace.flow.calls
-    if gap == len(calls):
+    if interval == len(calls):
         return END_OF_STEP
-    return f"code behind {names[calls[gap - 1].layer]}" if gap else "code in front of all layers"
+    return (
+        f"code behind {names[calls[interval - 1].layer]}"
+        if interval
+        else "code in front of all layers"
+    )
 
 
 def _code(trace: Trace, names: list[str]) -> tuple[FoundCode, ...]:
     functions: dict[int, Counter[str]] = {}
-    for (gap, _), entry in sorted(trace.entries.items()):
-        functions.setdefault(gap, Counter())[entry.name] += 1
+    for (interval, _), entry in sorted(trace.entries.items()):
+        functions.setdefault(interval, Counter())[entry.name] += 1
     called = [names[call.layer] for call in trace.flow.calls]
     return tuple(
         FoundCode(
-            called[gap - 1] if gap else None,
-            called[gap] if gap < len(called) else None,
-            dict(functions.get(gap, {})),
-            gap in trace.open_gaps,
+            called[interval - 1] if interval else None,
+            called[interval] if interval < len(called) else None,
+            dict(functions.get(interval, {})),
+            interval in trace.open_intervals,
         )
-        for gap in sorted(functions.keys() | trace.open_gaps)
+        for interval in sorted(functions.keys() | trace.open_intervals)
     )

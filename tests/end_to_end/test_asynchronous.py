@@ -657,16 +657,17 @@ class StaysBehind(L.Callback):
 
 def train_behind() -> int:
     num_decisions = 0
-    heed = Replanning.heed
+    heed = Replanning.accept
 
     def counted(*args: Any) -> None:
         nonlocal num_decisions
         num_decisions += 1
         heed(*args)
 
-    Replanning.heed = counted  # type: ignore[assignment,method-assign]
+    Replanning.accept = counted  # type: ignore[assignment,method-assign]
     callbacks = [LayerMigration(patience=3), AwaitsPlanning(), StaysBehind()]
-    train(Case([3, 3], num_epochs=1), callbacks=callbacks)
+    # A change of owners takes some batches, and is measured before the next decision.
+    train(Case([3, 3], num_batches=60, num_epochs=1), callbacks=callbacks)
     return num_decisions
 
 

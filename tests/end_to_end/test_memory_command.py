@@ -117,7 +117,7 @@ def test_a_plan_that_moves_tensors_is_made_and_run(tmp_path: Path) -> None:
     assert plan.prediction is not None
     assert max(plan.prediction.memory_bytes[0]) <= 2.4 * MB
     assert any(plan.swaps) or any(plan.recompute)
-    assert "least room left" in shown
+    assert "least memory left" in shown
     measured = load_cluster(tmp_path / "plan.cluster.yaml")
     assert {device.memory_bytes for device in measured.devices} == {2_400_000}
     assert {device.host_bytes for device in measured.devices} == {100 * MB}
@@ -191,7 +191,7 @@ def test_budgets_for_machines_that_are_not_there(
     assert any(not swap.stages for swap in to_host.swaps[0])
     printed = capsys.readouterr().out
     assert "to the host" in printed
-    assert "least room left" in printed
+    assert "least memory left" in printed
     assert offline(
         tmp_path, FOUR.format(WITH_HOST), "--budget", "60MB", "--host-budget", "500MB"
     ).swaps

@@ -17,13 +17,13 @@ from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.layer_listener import LayerListener
 from lightning_pipeshift.model.execution.trees import are_values, flatten, map_leaves
 from lightning_pipeshift.model.gates.gate import Gate, StageDone
-from lightning_pipeshift.model.gates.side_outputs import Report
+from lightning_pipeshift.model.gates.side_outputs import SideOutput
 from lightning_pipeshift.model.parameters.gradient_box import GradientBox, SharedParameters
 from lightning_pipeshift.model.saved.between_layers import BetweenLayers
-from lightning_pipeshift.model.saved.recompute import LayerCall, Region
+from lightning_pipeshift.model.saved.recompute import LayerCall, RecomputedRegion
 from lightning_pipeshift.model.saved.saved_tensors import Observer, SavedTable
 from lightning_pipeshift.model.trace.operations import (
-    Kind,
+    OperationKind,
     Operations,
     applied_functions_seen,
     is_transformed,
@@ -33,12 +33,12 @@ from lightning_pipeshift.model.trace.operations import (
 )
 from lightning_pipeshift.model.trace.placeholder import (
     Placeholder,
-    Watcher,
+    PlaceholderListener,
     dtype_named,
     spec_of,
     watching,
 )
-from lightning_pipeshift.model.trace.trace import Entry, Trace
+from lightning_pipeshift.model.trace.trace import Trace, TracedOperation
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
 from lightning_pipeshift.plan.inputs.flow import Call, TensorSpec, Value
 
@@ -87,7 +87,7 @@ class Memory(Protocol):
 
 
 @dataclass
-class StagePass(Watcher):
+class StagePass(PlaceholderListener):
     """Runs the stage's own layers and the operations on their results, returns placeholders for the
     layers of earlier stages, and ends the step at the first layer of a later stage.
 
@@ -159,8 +159,8 @@ class StagePass(Watcher):
         self._kept: dict[Value, Tensor] = {}
         self._checkpointed: dict[Value, Tensor] = {}
         """Values that the model's own activation checkpointing needs when it recomputes."""
-        self._regions: list[Region] = []
-        self._reports: list[Report] = []
+        self._regions: list[RecomputedRegion] = []
+        self._reports: list[SideOutput] = []
         """The side outputs of the layer that was called last: values that left it other than by its
         return value.
         """
@@ -211,7 +211,7 @@ class StagePass(Watcher):
     def _runs_user_code(self) -> bool:
         if self.trace is None or self._part is None or self.is_last or self.trace.writes_state:
             return True
-        return bool(self._part.calls or self._part.gaps)
+        return bool(self._part.calls or self._part.intervals)
 
     def run(self, step: Callable[[], Any]) -> None:
         """Runs the stage's part of ``step``; a stage without layers only forwards its payload."""
@@ -220,7 +220,7 @@ class StagePass(Watcher):
         try:
             self._events[self.streams.go_to(0, host=self._draws_on_host)] = 0
             self.shared.enter_segment(0)
-            self._enter_gap()
+            self._enter_interval()
             if self.observer is not None:
                 self.observer.begin()
             with watching(self), applied_functions_seen(), self._hooks(), self._mode:
@@ -326,7 +326,7 @@ class StagePass(Watcher):
         )
 
     def draws(self, draw: Callable[[], object]) -> None:
-        if self.trace is not None and self._position in self.trace.open_gaps:
+        if self.trace is not None and self._position in self.trace.open_intervals:
             draw()
 
     # --- operations between layers ---
@@ -335,18 +335,18 @@ class StagePass(Watcher):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         kind, name = kind_of(function)
-        if self.trace is None and kind is Kind.OPERATION and function is not torch.tensor:
+        if self.trace is None and kind is OperationKind.OPERATION and function is not torch.tensor:
             # Used for the code of one stage, or before a step is traced: every operation of the
             # model arrives here.
             if is_transformed() or not self.shared.are_used(args, kwargs):
                 return function(*args, **kwargs)
-        elif kind is Kind.QUESTION or is_transformed():
+        elif kind is OperationKind.QUESTION or is_transformed():
             if name in _OF_TRACKED and isinstance(args[0], Placeholder) and args[0].is_tracked:
                 return _OF_TRACKED[name]()
             return function(*args, **kwargs)
-        if kind is Kind.READ or function is torch.tensor:
+        if kind is OperationKind.READ or function is torch.tensor:
             args, kwargs = with_tensors((args, kwargs), self.value_of)
-            if kind is Kind.READ:
+            if kind is OperationKind.READ:
                 return function(*args, **kwargs)
         is_followed = self.trace is not None and any(
             map(self._is_followed, tensors_of((args, kwargs)))
@@ -399,7 +399,7 @@ class StagePass(Watcher):
 
     def _compute(
         self,
-        entry: Entry,
+        entry: TracedOperation,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -460,7 +460,7 @@ class StagePass(Watcher):
     def _stand_in(
         self,
         trace: Trace,
-        entry: Entry,
+        entry: TracedOperation,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -519,7 +519,7 @@ class StagePass(Watcher):
             self.order.append(gate.index)
             if self._looks_at_layers:
                 output = self._run(gate, position, args, kwargs)
-                self._enter_gap()
+                self._enter_interval()
             else:
                 self._enter(gate, position)
                 output = gate.original(*args, **kwargs)
@@ -544,10 +544,10 @@ class StagePass(Watcher):
             if not (are_values(args) and are_values(kwargs.values())):
                 args, kwargs = map_leaves(self.value_of, (args, kwargs))
             output = self._run(gate, position, args, kwargs)
-        self._enter_gap()
+        self._enter_interval()
         return output
 
-    def _enter_gap(self) -> None:
+    def _enter_interval(self) -> None:
         """Called when user code before the next layer starts to run."""
         self._number = 0
         if self.trace is None:
@@ -629,7 +629,7 @@ class StagePass(Watcher):
                 self._computed(value, leaf)
         # At its last layer a stage may be done; a checkpointed region has to be left properly.
         assert self._part is not None
-        is_over = self._part.is_over(self._position) and self._position not in self._part.gaps
+        is_over = self._part.is_over(self._position) and self._position not in self._part.intervals
         if is_over and not self.is_last and self._saves.is_undisturbed():
             raise StageDone
         return output
@@ -667,7 +667,7 @@ class StagePass(Watcher):
         table, observer = self.table, self.observer
         if gate.index in self.recompute:
             draw = partial(self._draw_again, gate, position)
-            region = Region(gate, args, kwargs, draw, table, observer)
+            region = RecomputedRegion(gate, args, kwargs, draw, table, observer)
             output = region.run()
             # Known from earlier microbatches: user code does not modify the inputs.
             if self.memory is not None and gate.keeps_inputs:

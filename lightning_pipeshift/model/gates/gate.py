@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.gates.side_outputs import Reports
+from lightning_pipeshift.model.gates.side_outputs import SideOutputs
 
 
 class StageDone(BaseException):
@@ -42,11 +42,11 @@ class Scoped(Protocol):
         """Called when such a module ends."""
 
 
-class Switch:
-    """State shared by the gates of one model: the current pass, if any."""
+class CurrentPass:
+    """The pass that is under way, if any: shared by the gates of one model."""
 
     def __init__(self) -> None:
-        self.current: Pass | None = None
+        self.value: Pass | None = None
 
 
 class Gate:
@@ -56,10 +56,10 @@ class Gate:
         name: the layer's qualified name.
         layer: the module.
         index: the layer's position in the call order.
-        switch: shared with the model's other gates.
+        current_pass: shared with the model's other gates.
     """
 
-    def __init__(self, name: str, layer: nn.Module, index: int, switch: Switch) -> None:
+    def __init__(self, name: str, layer: nn.Module, index: int, current_pass: CurrentPass) -> None:
         self.name = name
         self.layer = layer
         self.index = index
@@ -67,9 +67,9 @@ class Gate:
         """Whether the layer writes to its buffers when it runs; ``None`` until that is known."""
         self.keeps_inputs = False
         """Whether the layer's inputs were unchanged at the end of the last forward."""
-        self._switch = switch
+        self._current_pass = current_pass
         self._installed: Callable[..., Any] | None = None
-        self.reports: Reports | None = None
+        self.reports: SideOutputs | None = None
         """The values that leave the layer other than by its return value, if any were found."""
         self.had_own_forward = "forward" in layer.__dict__
         self.original: Callable[..., Any] = layer.forward
@@ -88,7 +88,7 @@ class Gate:
 
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handles a call of the layer, and returns its result."""
-        current = self._switch.current
+        current = self._current_pass.value
         if current is None:
             return self.original(*args, **kwargs)
         return current.visit(self, args, kwargs)
@@ -140,7 +140,7 @@ class Scope(Gate):
 
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handles a call of the module, and returns its result."""
-        current: Any = self._switch.current
+        current: Any = self._current_pass.value
         if current is None:
             return self.original(*args, **kwargs)
         current.enter_scope()

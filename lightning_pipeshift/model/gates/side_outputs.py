@@ -27,7 +27,7 @@ from lightning_pipeshift.model.execution.trees import map_leaves
 _PLAIN = (Tensor, bool, int, float, str)
 
 
-class Report(NamedTuple):
+class SideOutput(NamedTuple):
     """One call of a part with hooks, or one attribute.
 
     Args:
@@ -49,7 +49,7 @@ class ChangesOutput(Exception):
     """A hook replaces the result of its module, so it has to run inside the layer."""
 
 
-class Reports:
+class SideOutputs:
     """The known side outputs of one layer.
 
     Args:
@@ -64,7 +64,7 @@ class Reports:
         self._inner: set[int] = set()
         """The numbers of the parts whose hooks change their results."""
         self._attributes: list[tuple[int, str]] = []
-        self._calls: list[Report] = []
+        self._calls: list[SideOutput] = []
 
     def extend(self, is_left: Callable[[Any], bool]) -> bool:
         """Searches for more side outputs of the layer.
@@ -112,20 +112,20 @@ class Reports:
     def _noting(self, number: int) -> Callable[..., None]:
         def note(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             args, kwargs = map_leaves(_plain, (args, kwargs))
-            self._calls.append(Report(number, None, args, kwargs, output))
+            self._calls.append(SideOutput(number, None, args, kwargs, output))
 
         return note
 
-    def take(self) -> list[Report]:
+    def take(self) -> list[SideOutput]:
         """Returns the side outputs of the layer's last run."""
         calls, self._calls = self._calls, []
         kept = [
-            Report(number, name, None, None, self._parts[number].__dict__.get(name))
+            SideOutput(number, name, None, None, self._parts[number].__dict__.get(name))
             for number, name in self._attributes
         ]
         return calls + kept
 
-    def give(self, reports: Collection[Report], while_following: bool = False) -> None:
+    def give(self, reports: Collection[SideOutput], while_following: bool = False) -> None:
         """Calls the hooks, and sets the attributes.
 
         Args:

@@ -79,14 +79,14 @@ class _Home:
     """The stages that have the values of some memory; views share it.
 
     Args:
-        lives_with: see :class:`RemoteTensor`.
+        computed_from: see :class:`RemoteTensor`.
         is_the_models: see :class:`RemoteTensor`.
     """
 
-    __slots__ = ("is_the_models", "lives_with")
+    __slots__ = ("computed_from", "is_the_models")
 
-    def __init__(self, lives_with: frozenset[str], is_the_models: bool = False) -> None:
-        self.lives_with = lives_with
+    def __init__(self, computed_from: frozenset[str], is_the_models: bool = False) -> None:
+        self.computed_from = computed_from
         self.is_the_models = is_the_models
 
 
@@ -113,28 +113,28 @@ class RemoteTensor(Tensor):
 
     @classmethod
     def like(
-        cls, tensor: Tensor, lives_with: Iterable[str], is_the_models: bool = False
+        cls, tensor: Tensor, computed_from: Iterable[str], is_the_models: bool = False
     ) -> RemoteTensor:
         """A tensor of this class that can replace a tensor.
 
         Args:
             tensor: the tensor.
-            lives_with: see the property.
+            computed_from: see the property.
             is_the_models: whether it is a parameter or buffer itself, and remains one whatever is
                 written to it.
         """
         data = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
-        made = cls(data, _Home(frozenset(lives_with), is_the_models), tensor.requires_grad)
+        made = cls(data, _Home(frozenset(computed_from), is_the_models), tensor.requires_grad)
         if isinstance(tensor, nn.Parameter):
             mark_as_parameter(made)
         return made
 
     @property
-    def lives_with(self) -> frozenset[str]:
+    def computed_from(self) -> frozenset[str]:
         """The names of the parameters and buffers that it is or was computed from: its values are
         on the stages that hold all of these.
         """
-        return self._home.lives_with
+        return self._home.computed_from
 
     @classmethod
     def __torch_function__(
@@ -159,9 +159,9 @@ class RemoteTensor(Tensor):
             raise _reading(getattr(func, "__name__", str(func)), absent) from error
         finally:
             _writes.under_way.pop()
-        for tensor, lives_with, function in written:
+        for tensor, computed_from, function in written:
             if not isinstance(tensor, RemoteTensor):
-                _send_away(tensor, lives_with, function)
+                _send_away(tensor, computed_from, function)
         return result
 
     @classmethod
@@ -176,7 +176,7 @@ class RemoteTensor(Tensor):
     # --- methods that do not dispatch an operation ---
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"RemoteTensor({tuple(self.shape)}, {self.dtype}, with {_named(self.lives_with)})"
+        return f"RemoteTensor({tuple(self.shape)}, {self.dtype}, with {_named(self.computed_from)})"
 
     def tolist(self) -> Any:
         """Raises LayerError."""
@@ -198,7 +198,7 @@ class RemoteTensor(Tensor):
         if id(self) in memo:
             found: RemoteTensor = memo[id(self)]
             return found
-        copied = memo[id(self)] = RemoteTensor.like(self, self.lives_with)
+        copied = memo[id(self)] = RemoteTensor.like(self, self.computed_from)
         if self.grad is not None:
             copied.grad = copy.deepcopy(self.grad, memo)
         own = {name: value for name, value in vars(self).items() if name not in _OWN_ATTRIBUTES}
@@ -211,20 +211,20 @@ class RemoteTensor(Tensor):
             # run.
             is_parameter = isinstance(self, nn.Parameter)
             like = torch.empty_strided(self.size(), self.stride(), dtype=self.dtype, device=META)
-            return _unpickled, (like, self.lives_with, self.requires_grad, is_parameter)
+            return _unpickled, (like, self.computed_from, self.requires_grad, is_parameter)
         raise LayerError(
-            f"A tensor cannot be pickled here: it lives with {_named(self.lives_with)}, on "
-            f"{_stages(self.lives_with)}. Save it with `trainer.save_checkpoint`, as a part of "
+            f"A tensor cannot be pickled here: it lives with {_named(self.computed_from)}, on "
+            f"{_stages(self.computed_from)}. Save it with `trainer.save_checkpoint`, as a part of "
             "the state dict of the LightningModule or of a callback, which is completed there; "
             "or after the run, when every rank has the whole model."
         )
 
 
 def _unpickled(
-    like: Tensor, lives_with: frozenset[str], requires_grad: bool, is_parameter: bool
+    like: Tensor, computed_from: frozenset[str], requires_grad: bool, is_parameter: bool
 ) -> RemoteTensor:
     fresh = nn.Parameter(like, requires_grad) if is_parameter else like
-    return RemoteTensor.like(fresh, lives_with)
+    return RemoteTensor.like(fresh, computed_from)
 
 
 # --- operations ---
@@ -250,7 +250,7 @@ def _without_values(
 ) -> Any:
     """The result of an operation on a stage that lacks its inputs."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    lives_with = _together(func, absent, leaves)
+    computed_from = _together(func, absent, leaves)
     if torch.Tag.nondeterministic_seeded in func.tags:
         # The stage that has the tensor draws random numbers, so all stages have to.
         drawn = pytree.tree_unflatten([_some_numbers(leaf) for leaf in leaves], spec)
@@ -272,11 +272,11 @@ def _without_values(
         raise _reading(schema_of(func).name, absent) from error
     for written in written_arguments(func, args, kwargs):
         if not isinstance(written, RemoteTensor):
-            _note_writing(written, lives_with, func)
+            _note_writing(written, computed_from, func)
         elif not written._home.is_the_models:
-            written._home.lives_with = lives_with
+            written._home.computed_from = computed_from
     is_view = any(a.alias_info and not a.alias_info.is_write for a in schema_of(func).arguments)
-    home = absent[0]._home if is_view else _Home(lives_with)
+    home = absent[0]._home if is_view else _Home(computed_from)
 
     def standing_for(made: Tensor) -> Tensor:
         # An in-place operation returns its argument.
@@ -327,14 +327,14 @@ def _together(func: Any, absent: Sequence[RemoteTensor], leaves: Iterable[Any]) 
     Raises:
         LayerError: its inputs are on different stages.
     """
-    names = frozenset().union(*(tensor.lives_with for tensor in absent))
+    names = frozenset().union(*(tensor.computed_from for tensor in absent))
     known = _known[0]
     if known is not None:
         _refuse_copies(func, names, leaves, known)
     if known is not None and len(names) > 1 and not known.stages_of(names):
         places = "; ".join(
             f"{_named(one)} on {_stages(one)}"
-            for one in dict.fromkeys(tensor.lives_with for tensor in absent)
+            for one in dict.fromkeys(tensor.computed_from for tensor in absent)
         )
         raise LayerError(
             f"`{_short(func)}` takes tensors that no stage has all of: {places}. User code "
@@ -401,16 +401,16 @@ class _Writing(threading.local):
 _writes = _Writing()
 
 
-def _note_writing(tensor: Tensor, lives_with: frozenset[str], func: Any) -> None:
+def _note_writing(tensor: Tensor, computed_from: frozenset[str], func: Any) -> None:
     if not _writes.under_way:
-        raise LayerError(_cannot_be_written(lives_with, _short(func)))
-    _writes.under_way[-1].append((tensor, lives_with, _short(func)))
+        raise LayerError(_cannot_be_written(computed_from, _short(func)))
+    _writes.under_way[-1].append((tensor, computed_from, _short(func)))
 
 
-def _send_away(tensor: Tensor, lives_with: frozenset[str], function: str) -> None:
+def _send_away(tensor: Tensor, computed_from: frozenset[str], function: str) -> None:
     """Makes a tensor an ``RemoteTensor``, with all tensors that share its memory."""
     known = _known[0]
-    refusal = _cannot_be_written(lives_with, function)
+    refusal = _cannot_be_written(computed_from, function)
     if known is not None and known.is_held(tensor):
         raise LayerError(refusal)
     aliases = {id(tensor): tensor}
@@ -423,7 +423,7 @@ def _send_away(tensor: Tensor, lives_with: frozenset[str], function: str) -> Non
         raise LayerError(refusal)
     for alias in aliases.values():
         try:
-            swap(alias, RemoteTensor.like(alias, lives_with))
+            swap(alias, RemoteTensor.like(alias, computed_from))
         except RuntimeError as error:
             raise LayerError(refusal) from error
 
@@ -436,12 +436,12 @@ def _num_references(tensor: Tensor) -> int:
     return storage_use_count(storage) - 1
 
 
-def _cannot_be_written(lives_with: frozenset[str], function: str) -> str:
+def _cannot_be_written(computed_from: frozenset[str], function: str) -> str:
     return (
-        f"`{function}` writes a value computed from {_named(lives_with)} into a tensor of this "
-        f"stage, and that value is on {_stages(lives_with)} only. An average, or any other value "
-        "that you keep of a parameter, is on the parameter's stage: create it as a copy of the "
-        "parameter (`parameter.detach().clone()`, `torch.zeros_like(parameter)`, "
+        f"`{function}` writes a value computed from {_named(computed_from)} into a tensor of "
+        f"this stage, and that value is on {_stages(computed_from)} only. An average, or any other "
+        "value that you keep of a parameter, is on the parameter's stage: create it as a copy of "
+        "the parameter (`parameter.detach().clone()`, `torch.zeros_like(parameter)`, "
         "`copy.deepcopy(module)`) and write to it, not into other parameters, into gradients, or "
         f"into a part of a larger tensor. {_NORMS}"
     )
@@ -452,11 +452,11 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
     assert isinstance(tensor, RemoteTensor)
     if not isinstance(data, RemoteTensor):
         # A write has no effect here, but the shape may change.
-        data = RemoteTensor.like(data, tensor.lives_with)
+        data = RemoteTensor.like(data, tensor.computed_from)
     with without_torch_function_of_subclasses():
         Tensor.data.__set__(tensor, data)  # type: ignore[attr-defined]
     if not tensor._home.is_the_models:
-        tensor._home = _Home(data.lives_with)
+        tensor._home = _Home(data.computed_from)
 
 
 def swap(tensor: Tensor, fresh: Tensor) -> None:
@@ -478,7 +478,7 @@ def _refuse_reading(function: str, absent: Sequence[RemoteTensor]) -> NoReturn:
 
 
 def _reading(function: str, absent: Sequence[RemoteTensor]) -> LayerError:
-    names = frozenset().union(*(tensor.lives_with for tensor in absent))
+    names = frozenset().union(*(tensor.computed_from for tensor in absent))
     return LayerError(
         f"`{_short(function)}` reads the value of {_named(names)}, or of a value computed from it "
         f"(a gradient, a copy, a norm): it is on {_stages(names)}, and this stage has its shape "

@@ -98,7 +98,7 @@ class LayerCall:
         return self._table.save(tensor, self.gate.index, number, self._resident)
 
 
-class Region(LayerCall):
+class RecomputedRegion(LayerCall):
     """One call of a layer that may be recomputed.
 
     Args:

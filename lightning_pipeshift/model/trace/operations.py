@@ -30,7 +30,7 @@ from lightning_pipeshift.compat.torch_private import (
 Call = Callable[..., Any]
 
 
-class Kind(enum.Enum):
+class OperationKind(enum.Enum):
     """How a torch function uses the values of its arguments."""
 
     OPERATION = 0
@@ -118,7 +118,7 @@ _QUESTIONS = frozenset(
     ]
 )
 
-_kinds: dict[Any, tuple[Kind, str]] = {}
+_kinds: dict[Any, tuple[OperationKind, str]] = {}
 
 
 def is_transformed() -> bool:
@@ -128,7 +128,7 @@ def is_transformed() -> bool:
     return interpreter_stack() is not None
 
 
-def kind_of(function: Any) -> tuple[Kind, str]:
+def kind_of(function: Any) -> tuple[OperationKind, str]:
     """The kind of a function, and its name: ``"add"``, ``"data.__set__"``."""
     found = _kinds.get(function)
     if found is None:
@@ -136,15 +136,17 @@ def kind_of(function: Any) -> tuple[Kind, str]:
     return found
 
 
-def _classified(function: Any) -> tuple[Kind, str]:
+def _classified(function: Any) -> tuple[OperationKind, str]:
     name = str(getattr(function, "__name__", function))
     if name in ("__get__", "__set__", "__delete__"):
         attribute = str(getattr(getattr(function, "__self__", None), "__name__", "?"))
         is_operation = attribute in _TENSOR_ATTRIBUTES
-        return (Kind.OPERATION if is_operation else Kind.QUESTION), f"{attribute}.{name}"
+        return (
+            OperationKind.OPERATION if is_operation else OperationKind.QUESTION
+        ), f"{attribute}.{name}"
     if name in _READS:
-        return Kind.READ, name
-    return (Kind.QUESTION if name in _QUESTIONS else Kind.OPERATION), name
+        return OperationKind.READ, name
+    return (OperationKind.QUESTION if name in _QUESTIONS else OperationKind.OPERATION), name
 
 
 class OperationHandler(Protocol):
@@ -346,3 +348,32 @@ def with_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
     if isinstance(tree, slice):
         return slice(*with_tensors((tree.start, tree.stop, tree.step), change))
     return tree
+
+
+# A parameter's name, shape and type are known on every stage.
+_KNOWN_EVERYWHERE = frozenset(
+    [
+        "shape.__get__",
+        "dtype.__get__",
+        "ndim.__get__",
+        "requires_grad.__get__",
+        "layout.__get__",
+        "is_leaf.__get__",
+        "is_sparse.__get__",
+        "names.__get__",
+        "itemsize.__get__",
+        "size",
+        "dim",
+        "numel",
+        "__len__",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "__repr__",
+    ]
+)
+
+
+def is_known_everywhere(name: str) -> bool:
+    """Whether a function of a parameter has the same result on stages that do not hold it."""
+    return name in _KNOWN_EVERYWHERE

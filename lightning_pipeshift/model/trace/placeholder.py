@@ -50,7 +50,7 @@ class Origin:
         self.num_writes = 0
 
 
-class Watcher:
+class PlaceholderListener:
     """Receives notifications about placeholders; during tracing, the recorder.
 
     The default watcher is for a stage that skips layers: nothing may depend on a placeholder's
@@ -87,10 +87,10 @@ class Watcher:
         """Called when a placeholder is an input of an operation."""
 
 
-_watcher: list[Watcher] = [Watcher()]
+_watcher: list[PlaceholderListener] = [PlaceholderListener()]
 
 
-def watcher() -> Watcher:
+def watcher() -> PlaceholderListener:
     """The active watcher."""
     return _watcher[-1]
 
@@ -98,7 +98,7 @@ def watcher() -> Watcher:
 class watching:
     """Context in which ``new`` is the watcher."""
 
-    def __init__(self, new: Watcher) -> None:
+    def __init__(self, new: PlaceholderListener) -> None:
         self._new = new
 
     def __enter__(self) -> None:

@@ -12,8 +12,6 @@ go to copies (see :mod:`.isolation`).
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,51 +20,53 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.torch_private import (
-    MODULE_TABLES,
-    buffers_of,
-    parameters_of,
-    storage_key,
-    storage_key_of,
-)
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.measure import Stopwatch
 from lightning_pipeshift.model.execution.trees import Rebuild, flatten, leaves_of
-from lightning_pipeshift.model.gates.gate import Gate, Switch
-from lightning_pipeshift.model.gates.side_outputs import ChangesOutput, Report, Reports
+from lightning_pipeshift.model.gates.gate import CurrentPass, Gate
+from lightning_pipeshift.model.gates.side_outputs import ChangesOutput, SideOutput, SideOutputs
 from lightning_pipeshift.model.parameters.uses import slots_of, substituted
+from lightning_pipeshift.model.trace.graph_links import described, linked, on_meta
 from lightning_pipeshift.model.trace.guesses import Guesses
+from lightning_pipeshift.model.trace.made_up import run_made_up, with_side_outputs
+from lightning_pipeshift.model.trace.module_contents import (
+    left_behind,
+    parameters_by_storage,
+    state_by_storage,
+)
 from lightning_pipeshift.model.trace.operations import (
-    Kind,
+    OperationKind,
     Operations,
     applied_functions_seen,
+    is_known_everywhere,
     is_transformed,
     kind_of,
     tensors_of,
     with_tensors,
 )
 from lightning_pipeshift.model.trace.placeholder import (
-    META,
     Origin,
     Placeholder,
-    Watcher,
+    PlaceholderListener,
     spec_of,
     watching,
 )
-from lightning_pipeshift.model.trace.trace import LAST_STAGE, Entry, Place, Template, Trace
+from lightning_pipeshift.model.trace.trace import (
+    LAST_STAGE,
+    Place,
+    Template,
+    Trace,
+    TracedOperation,
+)
+from lightning_pipeshift.model.trace.value_names import ValueNames, storage_of
 from lightning_pipeshift.model.user_state.isolation import Isolation
 from lightning_pipeshift.model.user_state.preserve import Arguments, preserved
 from lightning_pipeshift.plan.inputs.flow import Call, Flow, Operation, TensorSpec, Value
 
 Step = Callable[[nn.Module], Any]
 
-# Numbers of the results of an operation: its return values, then the arguments that it writes to,
-# then other tensors that share their memory.
-_FIRST_ARGUMENT = 1_000
-_FIRST_ALIAS = 2_000
 
-
-class Switches(Protocol):
+class StreamSelector(Protocol):
     """Switches random streams."""
 
     def go_to(self, event: int) -> None:
@@ -80,11 +80,11 @@ def record(
     step: Step,
     root: nn.Module,
     gates: Sequence[Gate],
-    switch: Switch,
+    current_pass: CurrentPass,
     device: torch.device,
     stopwatch: Stopwatch | None = None,
     begin: Callable[[], object] = lambda: None,
-    streams: Switches | None = None,
+    streams: StreamSelector | None = None,
 ) -> Trace:
     """Runs ``step`` and returns its trace.
 
@@ -96,7 +96,7 @@ def record(
         step: runs the user's step on the LightningModule it is given, with a microbatch.
         root: the LightningModule. Changes made by the run are undone.
         gates: installed, one for each layer.
-        switch: the gates' switch.
+        current_pass: that of the gates.
         device: the device on which the stage's layers live.
         stopwatch: times every layer during the run.
         begin: called before every run; sets the random generators.
@@ -109,13 +109,13 @@ def record(
     def attempt(guesses: Guesses) -> Trace:
         recorder = _Recorder(root, gates, device, stopwatch, guesses, streams)
         begin()
-        switch.current = recorder
+        current_pass.value = recorder
         try:
             with preserved(root.modules()):
                 result = recorder.run(step)
                 return recorder.finish(result)
         finally:
-            switch.current = None
+            current_pass.value = None
             # The exception refers to itself, and to the graph, which refers to parameters.
             recorder.__dict__.clear()
 
@@ -147,10 +147,6 @@ def record(
     return attempt(guesses) if unsure else trace
 
 
-def _with_reports(gate: Gate, output: Any) -> tuple[Any, list[Report]]:
-    return output, gate.reports.take() if gate.reports is not None else []
-
-
 class _LeavesALayer(LayerError):
     """A tensor from the inside of a layer is used outside of it.
 
@@ -167,30 +163,6 @@ class _LeavesALayer(LayerError):
 _MOST_TRIES = 64
 
 
-class _Link(torch.autograd.Function):
-    """Replaces a tensor's placeholder and keeps the autograd graph in one piece, so that it can be
-    searched.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, old: Tensor, device: torch.device, origin: Origin) -> Placeholder:
-        shadow = old.shadow.detach() if isinstance(old, Placeholder) else _on_meta(old)
-        return Placeholder(shadow, device, origin)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0], None, None
-
-
-def _linked(old: Tensor, device: torch.device, origin: Origin) -> Placeholder:
-    new: Placeholder = _Link.apply(old, device, origin)  # type: ignore[no-untyped-call]
-    return new
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
-
-
 @dataclass(frozen=True)
 class _Inside:
     """One call of a layer, while it runs."""
@@ -201,24 +173,7 @@ class _Inside:
     own: frozenset[int]
 
 
-class _Memory:
-    """The values that share some memory, and how often it was written to.
-
-    Args:
-        holder: identifies the memory: a placeholder's origin, or a storage.
-    """
-
-    def __init__(self, holder: Any) -> None:
-        self.holder = holder
-        self.members: dict[Value, weakref.ref[Tensor]] = {}
-        """By the name at creation."""
-        self.base: Value | None = None
-        self.last_written_on = -1
-        self.views: list[tuple[int, int]] = []
-        """The operations that only make a view of it."""
-
-
-class _Recorder(Watcher):
+class _Recorder(PlaceholderListener):
     def __init__(
         self,
         root: nn.Module,
@@ -226,7 +181,7 @@ class _Recorder(Watcher):
         device: torch.device,
         stopwatch: Stopwatch | None,
         guesses: Guesses,
-        streams: Switches | None,
+        streams: StreamSelector | None,
     ) -> None:
         self.inside: _Inside | None = None
         self.calls: list[Call] = []
@@ -243,42 +198,31 @@ class _Recorder(Watcher):
         self._mode = Operations(self)
         self._isolation = Isolation(self)
         self._number = 0
-        self._entries: dict[tuple[int, int], Entry] = {}
+        self._entries: dict[tuple[int, int], TracedOperation] = {}
         self._operations: dict[tuple[int, int], Operation] = {}
-        self._draws_in_gap: dict[int, list[int]] = {}
+        self._draws_in_interval: dict[int, list[int]] = {}
         self._is_shaped_by_batch = False
         self._is_drawn = False
-        self._tracked: set[Value] = set()
         self._eager: set[Value] = set()
-        self._rewritten: set[Value] = set()
-        self._roots: dict[Value, Value] = {}
-        self._now: dict[Value, Value] = {}
-        """By the name of a value at creation, its current name."""
-        self._edges: dict[Any, Value] = {}
-        """By a node of the autograd graph and the number of its output, the value."""
-        self._memories: dict[int, _Memory] = {}
-        """By identity of an origin or of a storage."""
-        self._memory_of: dict[Value, _Memory] = {}
-        self._given: dict[int, Any] = {}
-        """By identity, a storage that exists on every stage and is written to on one."""
+        self._values = ValueNames()
         self._drawn: dict[int, Any] = {}
         self._placeholder_draws = 0
         self._keeps = False
         self._is_reading = False
         self._is_certain = False
         self._is_open = False
-        self._open_gaps: set[int] = set()
+        self._open_intervals: set[int] = set()
         self._written: list[Tensor] = []
         self._events: list[int] = []
         self._event = 0
         self._ranks: dict[int, int] = {}
         """By layer, how many other layers were called for the first time before it."""
         self._streams = streams
-        self._parameter_paths = _parameters_of(root)
+        self._parameter_paths = parameters_by_storage(root)
         self._written_parameters: set[Place] = set()
         self._writes_state = False
         self._parameter_ids = {id(parameter) for parameter in root.parameters()}
-        self._state = _state_of(root, gates)
+        self._state = state_by_storage(root, gates)
 
     def run(self, step: Step) -> Any:
         """Runs the step and records all of it."""
@@ -288,7 +232,7 @@ class _Recorder(Watcher):
                 self._streams.go_to(0)
             result = step(self._root)
         # Before its changes are undone.
-        for leaf in self._left_behind():
+        for leaf in left_behind(self._root, self._gates):
             self._keeps = True
             self._needed_by_tail(leaf)
         return result
@@ -303,13 +247,13 @@ class _Recorder(Watcher):
             # It reads its arguments' memory, and placeholders have no memory.
             args = with_tensors(args, lambda x: x.item() if isinstance(x, Placeholder) else x)
         given = list(tensors_of((args, kwargs)))
-        if not _is_harmless(function, name):
+        if not is_known_everywhere(name):
             for tensor in given:
                 if id(tensor) in self._parameter_ids:
                     self._touch(tensor)
-        if self.inside is not None or kind is Kind.QUESTION or is_transformed():
+        if self.inside is not None or kind is OperationKind.QUESTION or is_transformed():
             return self._drawing(function, args, kwargs)
-        if kind is Kind.READ:
+        if kind is OperationKind.READ:
             return self._read(function, args, kwargs, given)
         if name == "data.__set__" and not isinstance(given[0], Placeholder):
             self._assign(given)
@@ -320,7 +264,7 @@ class _Recorder(Watcher):
         return self._operate(function, name, args, kwargs, given)
 
     def _is_followed(self, tensor: Tensor) -> bool:
-        if isinstance(tensor, Placeholder) or self._given_memory(tensor) is not None:
+        if isinstance(tensor, Placeholder) or self._values.given_memory(tensor) is not None:
             return True
         is_parameter = id(tensor) in self._parameter_ids
         return is_parameter and tensor.requires_grad and torch.is_grad_enabled()
@@ -337,7 +281,8 @@ class _Recorder(Watcher):
         needs: set[Value] = set()
         renamed: dict[int, Value] = {}
         followed = True
-        # Values computed in a gap that cannot be traced: every stage that needs them computes them.
+        # Values computed in an interval that cannot be traced: every stage that needs them computes
+        # them.
         unlabelled: set[int] = set()
         sources: set[Value] = set()
         stand_ins: dict[int, Tensor] = {}
@@ -346,19 +291,19 @@ class _Recorder(Watcher):
                 if tensor.label is None:
                     unlabelled.add(id(tensor.origin))
                     self.used(tensor.origin)
-                    sources |= self._current_all(tensor.origin.values)
+                    sources |= self._values.current_all(tensor.origin.values)
                 else:
-                    needs.add(self._current(tensor.label))
-            elif (memory := self._given_memory(tensor)) is not None:
-                value = self._member(memory, tensor)
+                    needs.add(self._values.current(tensor.label))
+            elif (memory := self._values.given_memory(tensor)) is not None:
+                value = memory.value_of(tensor)
                 if value is None:
                     followed = False
-                    needs |= set(map(self._current, memory.members))
+                    needs |= set(map(self._values.current, memory.members))
                 else:
-                    renamed[number] = self._current(value)
-                    needs.add(self._current(value))
+                    renamed[number] = self._values.current(value)
+                    needs.add(self._values.current(value))
                 origin = Origin(set(memory.members))
-                stand_ins[number] = _linked(tensor, self._device, origin)
+                stand_ins[number] = linked(tensor, self._device, origin)
         if stand_ins:
             numbers = iter(range(len(given)))
             args, kwargs = with_tensors(
@@ -414,14 +359,14 @@ class _Recorder(Watcher):
             ):
                 # Kernels choose memory layouts that the meta device does not predict: for a real
                 # value this may be a copy.
-                leaf = _linked(leaf, self._device, leaf.origin)
+                leaf = linked(leaf, self._device, leaf.origin)
             elif id(leaf) in identities:
                 returned.append(identities[id(leaf)])
                 outer.append(given[identities[id(leaf)]])
                 is_view = False
                 continue
             if not isinstance(leaf, Placeholder):
-                leaf = _linked(leaf, self._device, Origin(()))
+                leaf = linked(leaf, self._device, Origin(()))
             value = Value(layer, key[0], number, key[1])
             is_view &= id(leaf.origin) in before
             made.append((value, leaf))
@@ -432,29 +377,30 @@ class _Recorder(Watcher):
         for origin, count in before.values():
             if origin.num_writes != count:
                 is_view = False
-                memory = self._memories.get(id(origin))
+                memory = self._values.memories.get(id(origin))
                 if memory is not None:
-                    renames |= self._renamed(memory, key, layer)
-        self._write_given(key, layer, given, writes, renames)
+                    renames |= self._values.rename(memory, key, layer)
+        self._values.record_writes(self._written, key, layer, given, writes, renames)
+        self._written = []
         is_view &= not writes
         for value, leaf in made:
             leaf.label = value
             leaf.origin.values.add(value)
             results.append((value, spec_of(leaf.shadow)))
-            memory = self._note(value, leaf, leaf.origin)
+            memory = self._values.note(value, leaf, leaf.origin)
             if is_view:
                 memory.views.append(key)
         for value in renames.values():
-            reference = self._memory_of[value].members[self._first_name(value)]
+            reference = self._values.memory_of[value].members[self._values.first_name(value)]
             renewed = reference()
             if renewed is not None:
-                results.append((value, _spec(renewed)))
-                self._note_edge(value, renewed)
+                results.append((value, described(renewed)))
+                self._values.note_edge(value, renewed)
         for number, value in writes.items():
-            results.append((value, _spec(given[number])))
-            self._note_edge(value, given[number])
+            results.append((value, described(given[number])))
+            self._values.note_edge(value, given[number])
         constants = tuple(None if isinstance(x, Tensor) else x for x in leaves)
-        self._entries[key] = Entry(
+        self._entries[key] = TracedOperation(
             layer,
             name,
             tuple(returned),
@@ -493,14 +439,14 @@ class _Recorder(Watcher):
         results = []
         for number, leaf in made.items():
             value = Value(layer, key[0], number, key[1])
-            stand_in = _linked(leaf, self._device, Origin([value]))
+            stand_in = linked(leaf, self._device, Origin([value]))
             stand_in.label = value
             returned[number], outer[number] = value, stand_in
             results.append((value, spec_of(stand_in.shadow)))
-            self._note(value, stand_in, stand_in.origin)
+            self._values.note(value, stand_in, stand_in.origin)
         constants = tuple(None if n in made else leaf for n, leaf in enumerate(leaves))
-        specs = tuple(_spec(leaf) if n in made else None for n, leaf in enumerate(outer))
-        self._entries[key] = Entry(
+        specs = tuple(described(leaf) if n in made else None for n, leaf in enumerate(outer))
+        self._entries[key] = TracedOperation(
             layer, name, tuple(returned), specs, Template(constants, rebuild), {}, {}, {}
         )
         self._operations[key] = Operation(layer, key[0], key[1], tuple(results), frozenset())
@@ -515,17 +461,17 @@ class _Recorder(Watcher):
     ) -> Any:
         for tensor in given:
             if isinstance(tensor, Placeholder) and tensor.label is not None:
-                self.control.add(self._current(tensor.label))
+                self.control.add(self._values.current(tensor.label))
             elif isinstance(tensor, Placeholder):
-                self._eager |= self._current_all(tensor.origin.values)
-            elif self._storage_of(tensor) in self._drawn:
+                self._eager |= self._values.current_all(tensor.origin.values)
+            elif storage_of(tensor) in self._drawn:
                 self._is_drawn = True
-            elif (memory := self._given_memory(tensor)) is not None:
-                value = self._member(memory, tensor)
+            elif (memory := self._values.given_memory(tensor)) is not None:
+                value = memory.value_of(tensor)
                 if value is not None:
-                    self.control.add(self._current(value))
+                    self.control.add(self._values.current(value))
                 # Its values are on one stage only: the value read here is a guess.
-                stand_in = _linked(tensor.detach(), self._device, Origin(set(memory.members)))
+                stand_in = linked(tensor.detach(), self._device, Origin(set(memory.members)))
                 stand_in.label = value
                 args, kwargs = with_tensors((args, kwargs), partial(_exchanged, tensor, stand_in))
         if not any(isinstance(x, Placeholder) for x in tensors_of((args, kwargs))):
@@ -545,132 +491,17 @@ class _Recorder(Watcher):
     def _open(self) -> None:
         """Called if the values computed from here to the next layer have no number."""
         self._is_open = True
-        self._open_gaps.add(len(self.calls))
+        self._open_intervals.add(len(self.calls))
 
     def _assign(self, given: list[Tensor]) -> None:
         """Handles ``tensor.data = value`` on a tensor that is no placeholder."""
         tensor, value = given
-        if isinstance(value, Placeholder) or self._given_memory(value) is not None:
+        if isinstance(value, Placeholder) or self._values.given_memory(value) is not None:
             raise LayerError(
                 "`tensor.data = ...` assigns a value that depends on a layer to a tensor that every"
                 " stage has. Write it with `tensor.copy_(...)`, which other stages can repeat."
             )
         self._isolation.assign(tensor, value)
-
-    # --- names of values, and the memory that they share ---
-
-    def _current(self, value: Value) -> Value:
-        return self._now.get(value, value)
-
-    def _current_all(self, values: Iterable[Value]) -> set[Value]:
-        return {self._current(value) for value in values}
-
-    def _first_name(self, value: Value) -> Value:
-        while value in self._roots:
-            value = self._roots[value]
-        return value
-
-    def _note(self, value: Value, tensor: Tensor, holder: Any) -> _Memory:
-        memory = self._memories.setdefault(id(holder), _Memory(holder))
-        memory.members[value] = weakref.ref(tensor)
-        if memory.base is None:
-            memory.base = value
-        self._memory_of[value] = memory
-        self._note_edge(value, tensor)
-        return memory
-
-    def _note_edge(self, value: Value, tensor: Tensor) -> None:
-        if tensor.requires_grad:
-            self._tracked.add(value)
-            if tensor.grad_fn is not None:
-                self._edges[tensor.grad_fn, tensor.output_nr] = value
-
-    def _renamed(self, memory: _Memory, key: tuple[int, int], layer: int) -> dict[Value, Value]:
-        renames = {}
-        for number, (first, reference) in enumerate(memory.members.items()):
-            if reference() is None and first != memory.base:
-                continue
-            old = self._current(first)
-            new = Value(layer, key[0], _FIRST_ALIAS + number, key[1])
-            renames[old] = new
-            self._now[first] = new
-            self._roots[new] = old
-            self._memory_of[new] = memory
-            self._rewritten.add(old)
-        if memory.base is not None and layer > memory.base.layer:
-            memory.last_written_on = max(memory.last_written_on, layer)
-        return renames
-
-    def _write_given(
-        self,
-        key: tuple[int, int],
-        layer: int,
-        given: list[Tensor],
-        writes: dict[int, Value],
-        renames: dict[Value, Value],
-    ) -> None:
-        """Records which tensors that exist on every stage were written to with values that not
-        every stage has. From now on they are such values themselves.
-        """
-        for written in self._written:
-            storage = written.untyped_storage()
-            place = storage_key(storage)
-            memory = self._memories.get(place)
-            if memory is None:
-                memory = self._memories[place] = _Memory(storage)
-                self._given[place] = storage
-            for number, tensor in enumerate(given):
-                if isinstance(tensor, Placeholder) or self._storage_of(tensor) != place:
-                    continue
-                if self._member(memory, tensor) is None:
-                    value = Value(layer, key[0], _FIRST_ARGUMENT + number, key[1])
-                    memory.members[value] = weakref.ref(tensor)
-                    memory.base = memory.base or value
-                    self._memory_of[value] = memory
-                    writes[number] = value
-            for first in list(memory.members):
-                if first not in writes.values():
-                    old = self._current(first)
-                    number = _FIRST_ALIAS + 500 + len(renames)
-                    new = Value(layer, key[0], number, key[1])
-                    renames[old] = new
-                    self._now[first] = new
-                    self._roots[new] = old
-                    self._memory_of[new] = memory
-                    self._rewritten.add(old)
-        self._written = []
-
-    @staticmethod
-    def _storage_of(tensor: Tensor) -> int:
-        if isinstance(tensor, Placeholder) or tensor.layout != torch.strided:
-            return 0
-        try:
-            return storage_key_of(tensor)
-        except (RuntimeError, NotImplementedError):
-            # A tensor of another class, without memory of its own.
-            return 0
-
-    def _given_memory(self, tensor: Tensor) -> _Memory | None:
-        if not self._given:
-            return None
-        storage = self._storage_of(tensor)
-        return self._memories.get(storage) if storage in self._given else None
-
-    @staticmethod
-    def _member(memory: _Memory, tensor: Tensor) -> Value | None:
-        """Returns the value that a tensor represents: one at the same position of the same
-        memory.
-        """
-        for value, reference in memory.members.items():
-            known = reference()
-            if known is tensor or (
-                known is not None
-                and known.storage_offset() == tensor.storage_offset()
-                and known.shape == tensor.shape
-                and known.stride() == tensor.stride()
-            ):
-                return value
-        return None
 
     # --- called by the gates ---
 
@@ -690,7 +521,7 @@ class _Recorder(Watcher):
 
     def _visit(
         self, gate: Gate, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, list[Report]]:
+    ) -> tuple[Any, list[SideOutput]]:
         call = self._count(gate)
         if self._stopwatch is not None:
             # Calls that are timed are not traced.
@@ -706,7 +537,7 @@ class _Recorder(Watcher):
         inner_inputs, origins = [], []
         for leaf in inputs:
             if isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder):
-                memory = self._given_memory(leaf)
+                memory = self._values.given_memory(leaf)
                 if memory is not None:
                     raise LayerError(
                         f"The layer {gate.name!r} is called with a tensor into which user code "
@@ -716,13 +547,13 @@ class _Recorder(Watcher):
             if isinstance(leaf, Placeholder):
                 self.used(leaf.origin)
                 if leaf.label is not None:
-                    needs.add(self._current(leaf.label))
+                    needs.add(self._values.current(leaf.label))
                 else:
-                    needs |= self._current_all(leaf.origin.values)
-                    self._eager |= self._current_all(leaf.origin.values)
+                    needs |= self._values.current_all(leaf.origin.values)
+                    self._eager |= self._values.current_all(leaf.origin.values)
                 origin = Origin(leaf.origin.values, inside)
                 origins.append((leaf.origin, origin))
-                leaf = _linked(leaf, self._device, origin)
+                leaf = linked(leaf, self._device, origin)
             inner_inputs.append(leaf)
         inner_args, inner_kwargs = rebuild_inputs(inner_inputs)
         begun_at = self._event
@@ -739,7 +570,7 @@ class _Recorder(Watcher):
                 outer.written_by = inside
         self.leave_scope()
         self._events.append(self._event - begun_at)
-        left: tuple[Any, list[Report]] = self._leave(gate, call, output, needs)
+        left: tuple[Any, list[SideOutput]] = self._leave(gate, call, output, needs)
         return left
 
     def _run_layer(
@@ -749,61 +580,19 @@ class _Recorder(Watcher):
         inside: _Inside,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> tuple[Any, list[Report]]:
+    ) -> tuple[Any, list[SideOutput]]:
         """Returns a layer's result, and its side outputs."""
         stand_ins = self._stand_ins(slots, inside)
         event, before = self._event, Arguments(args, kwargs)
         try:
             with Operations(self), substituted(slots, stand_ins):
-                return _with_reports(gate, gate.run(*args, **kwargs))
+                return with_side_outputs(gate, gate.run(*args, **kwargs))
         except LayerError:
             raise
         except Exception as error:
             self._event = event
             before.put_back()
-            return self._made_up(gate, slots, args, kwargs, error)
-
-    def _made_up(
-        self,
-        gate: Gate,
-        slots: Sequence[Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        error: Exception,
-    ) -> tuple[Any, list[Report]]:
-        """As :meth:`_run_layer`, with synthetic inputs, for a layer that needs real values."""
-        leaves, rebuild = flatten((args, kwargs))
-        sources = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
-
-        def made_up(tensor: Tensor) -> Tensor:
-            if not isinstance(tensor, Placeholder) and not tensor.is_meta:
-                return tensor.detach().clone()
-            return torch.ones(tensor.shape, dtype=tensor.dtype, device=self._device)
-
-        numbers = [made_up(x) if isinstance(x, Tensor) else x for x in leaves]
-        real: dict[int, Tensor] = {}
-        for slot in slots:
-            tensor = slot.get()
-            if tensor is not None and id(tensor) not in real:
-                real[id(tensor)] = made_up(tensor).requires_grad_(tensor.requires_grad)
-                if tensor.requires_grad:
-                    sources.append(real[id(tensor)])
-        real_args, real_kwargs = rebuild(numbers)
-        try:
-            with substituted(slots, real):
-                output = _with_reports(gate, gate.run(*real_args, **real_kwargs))
-        except Exception:
-            raise error from None
-        outputs, rebuild_output = flatten(output, opens_objects=True)
-        needs_gradient = bool(sources) and torch.is_grad_enabled()
-        found: list[Any] = []
-        for leaf in outputs:
-            if isinstance(leaf, Tensor):
-                is_tracked = needs_gradient and leaf.requires_grad
-                leaf = _joined(leaf.detach(), self._device, sources if is_tracked else [])
-            found.append(leaf)
-        made: tuple[Any, list[Report]] = rebuild_output(found)
-        return made
+            return run_made_up(gate, slots, args, kwargs, self._device, error)
 
     def _count(self, gate: Gate) -> int:
         """Counts the calls of the layer so far."""
@@ -816,7 +605,7 @@ class _Recorder(Watcher):
             tensor = slot.get()
             if tensor is None or id(tensor) in stand_ins:
                 continue
-            inner = _on_meta(tensor)
+            inner = on_meta(tensor)
             stand_ins[id(tensor)] = Placeholder(
                 inner, self._device, Origin((), inside), requires_grad=tensor.requires_grad
             )
@@ -834,9 +623,9 @@ class _Recorder(Watcher):
                 outer.append(leaf)
                 continue
             value = Value(gate.index, call, number)
-            new = _linked(leaf, self._device, Origin([value]))
+            new = linked(leaf, self._device, Origin([value]))
             new.label = value
-            self._note(value, new, new.origin)
+            self._values.note(value, new, new.origin)
             specs.append(spec_of(new.shadow))
             constants.append(None)
             outer.append(new)
@@ -860,7 +649,7 @@ class _Recorder(Watcher):
 
     def read(self, function: str, values: set[Value]) -> None:
         if self.inside is None and not self._is_reading:
-            current = self._current_all(values)
+            current = self._values.current_all(values)
             self.control |= current
             self._eager |= current
 
@@ -888,7 +677,7 @@ class _Recorder(Watcher):
         return max(layers, key=lambda layer: self._ranks.get(layer, -1))
 
     def wrote(self, tensor: Tensor) -> None:
-        path = self._parameter_paths.get(self._storage_of(tensor))
+        path = self._parameter_paths.get(storage_of(tensor))
         if path is not None and self.inside is None:
             # All stages run the code before the layers. Only the last stage is certain to run the
             # rest.
@@ -910,10 +699,10 @@ class _Recorder(Watcher):
         result = function(*args, **kwargs)
         drew = not all(map(torch.equal, before, self._random_states()))
         if drew or self._placeholder_draws > count:
-            self._draws_in_gap.setdefault(len(self.calls), []).append(self._number)
-        if drew or any(self._storage_of(x) in self._drawn for x in tensors_of((args, kwargs))):
+            self._draws_in_interval.setdefault(len(self.calls), []).append(self._number)
+        if drew or any(storage_of(x) in self._drawn for x in tensors_of((args, kwargs))):
             for tensor in tensors_of(result):
-                storage = self._storage_of(tensor)
+                storage = storage_of(tensor)
                 if storage:
                     self._drawn[storage] = tensor
         return result
@@ -944,7 +733,7 @@ class _Recorder(Watcher):
         # A tensor from outside that reached the layer through an attribute or a closure: needed
         # like an argument.
         assert self.inside is not None
-        values = self._current_all(origin.values)
+        values = self._values.current_all(origin.values)
         self.inside.needs.update(values)
         self._eager |= values
 
@@ -956,7 +745,7 @@ class _Recorder(Watcher):
 
         found = False
         for gate in {call.layer: self._gates[call.layer] for call in self.calls}.values():
-            reports = gate.reports or Reports(gate.layer)
+            reports = gate.reports or SideOutputs(gate.layer)
             if reports.extend(is_inner):
                 gate.reports, found = reports, True
         return found
@@ -976,23 +765,11 @@ class _Recorder(Watcher):
             if isinstance(leaf, Placeholder):
                 self.used(leaf.origin)
                 if leaf.label is not None:
-                    self.tail.add(self._current(leaf.label))
+                    self.tail.add(self._values.current(leaf.label))
                 else:
-                    values = self._current_all(leaf.origin.values)
+                    values = self._values.current_all(leaf.origin.values)
                     self.tail |= values
                     self._eager |= values
-
-    def _left_behind(self) -> list[Any]:
-        """The values of the step that user code keeps on its modules."""
-        inside = {id(part) for gate in self._gates for part in gate.layer.modules()}
-        found: list[Any] = []
-        for module in self._root.modules():
-            if id(module) not in inside:
-                for name, value in module.__dict__.items():
-                    if name not in MODULE_TABLES:
-                        found.extend(_placeholders_in(value, 3))
-                found.extend(_placeholders_in(buffers_of(module), 1))
-        return found
 
     def _touch(self, parameter: Tensor) -> None:
         if self.inside is None:
@@ -1012,7 +789,7 @@ class _Recorder(Watcher):
             calls=tuple(self.calls),
             tail=frozenset(self.tail),
             control=frozenset(self.control),
-            differentiable=frozenset(self._reached_from(loss)),
+            differentiable=frozenset(self._values.reached_from(loss)),
             operations=tuple(self._operations.values()),
         )
         trace = Trace(
@@ -1024,11 +801,11 @@ class _Recorder(Watcher):
             # A microbatch without a loss does not show where gradients flow in others.
             self._is_shaped_by_batch or (torch.is_grad_enabled() and loss is None),
             self._is_drawn,
-            frozenset(self._tracked),
+            frozenset(self._values.tracked),
             frozenset(self._eager),
-            frozenset(self._open_gaps),
-            frozenset(self._rewritten),
-            self._roots,
+            frozenset(self._open_intervals),
+            frozenset(self._values.rewritten),
+            self._values.roots,
             self._keeps,
             self._state_written(),
             self._writes_state,
@@ -1045,14 +822,14 @@ class _Recorder(Watcher):
         """
         viewed: dict[Value, Value] = {}
         views: set[tuple[int, int]] = set()
-        for memory in self._memories.values():
+        for memory in self._values.memories.values():
             base = memory.base
             if base is None or memory.last_written_on < 0 or not memory.views:
                 continue
             views.update(memory.views)
-            versions = self._names(base)
+            versions = self._values.names(base)
             for first in memory.members:
-                for value in self._names(first) if first != base else ():
+                for value in self._values.names(first) if first != base else ():
                     viewed[value] = [v for v in versions if _time(v) <= _time(value)][-1]
         self._entries = {
             key: replace(entry, is_view=key in views) for key, entry in self._entries.items()
@@ -1072,138 +849,26 @@ class _Recorder(Watcher):
 
     def _mark_draws(self) -> None:
         """Draws have to be made on every stage only if other draws follow."""
-        for gap, numbers in self._draws_in_gap.items():
+        for interval, numbers in self._draws_in_interval.items():
             for number in numbers[:-1]:
-                entry = self._entries.get((gap, number))
+                entry = self._entries.get((interval, number))
                 if entry is not None:
-                    self._entries[gap, number] = replace(entry, draws=True)
-
-    def _names(self, first: Value) -> list[Value]:
-        """All names that a value has had, in order."""
-        later = {old: new for new, old in self._roots.items()}
-        names = [first]
-        while names[-1] in later:
-            names.append(later[names[-1]])
-        return names
+                    self._entries[interval, number] = replace(entry, draws=True)
 
     def _state_written(self) -> dict[Place, int]:
         found = {}
-        for storage in self._given:
+        for storage in self._values.given:
             path = self._state.get(storage)
             if path is not None:
-                memory = self._memories[storage]
-                found[path] = max(self._current(value).layer for value in memory.members)
+                memory = self._values.memories[storage]
+                found[path] = max(self._values.current(value).layer for value in memory.members)
         return found | dict.fromkeys(self._written_parameters, LAST_STAGE)
-
-    def _reached_from(self, loss: Any) -> set[Value]:
-        if not isinstance(loss, Tensor) or loss.grad_fn is None:
-            return set()
-        values: set[Value] = set()
-        start = self._edges.get((loss.grad_fn, loss.output_nr))
-        if start is not None:
-            values.add(start)
-        seen = {loss.grad_fn}
-        queue = deque(seen)
-        while queue:
-            node = queue.popleft()
-            for successor, number in node.next_functions:
-                if successor is None:
-                    continue
-                value = self._edges.get((successor, number))
-                if value is not None:
-                    values.add(value)
-                if successor not in seen:
-                    seen.add(successor)
-                    queue.append(successor)
-        return values
-
-
-class _Join(torch.autograd.Function):
-    """A placeholder that depends on several tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, like: Tensor, device: torch.device, *sources: Tensor) -> Placeholder:
-        return Placeholder(_on_meta(like), device, Origin(()))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise AssertionError("a trace has no backward")
-
-
-def _joined(like: Tensor, device: torch.device, sources: Sequence[Tensor]) -> Placeholder:
-    joined: Placeholder = _Join.apply(like, device, *sources)  # type: ignore[no-untyped-call]
-    return joined
 
 
 def _time(value: Value) -> tuple[int, int]:
-    """The time at which a value was computed: the gap, and the operation in it."""
+    """The time at which a value was computed: the interval, and the operation in it."""
     return (value.call, value.op) if value.op else (-1, 0)
 
 
 def _exchanged(old: Tensor, new: Tensor, tensor: Tensor) -> Tensor:
     return new if tensor is old else tensor
-
-
-def _spec(tensor: Tensor) -> TensorSpec:
-    return spec_of(tensor.shadow if isinstance(tensor, Placeholder) else tensor)
-
-
-def _placeholders_in(value: Any, depth: int) -> list[Placeholder]:
-    if isinstance(value, Placeholder):
-        return [value]
-    if depth and isinstance(value, list | tuple | deque | set):
-        return [found for entry in value for found in _placeholders_in(entry, depth - 1)]
-    if depth and isinstance(value, dict):
-        return [found for entry in value.values() for found in _placeholders_in(entry, depth - 1)]
-    return []
-
-
-def _parameters_of(root: nn.Module) -> dict[int, Place]:
-    """By identity of a storage, the parameter that uses it."""
-    return {
-        storage_key_of(parameter): (module_name, name)
-        for module_name, module in root.named_modules()
-        for name, parameter in parameters_of(module).items()
-        if parameter is not None and not parameter.is_meta
-    }
-
-
-def _state_of(root: nn.Module, gates: Sequence[Gate]) -> dict[int, Place]:
-    """By identity of a storage, the buffer or attribute outside of layers that uses it."""
-    inside = {id(part) for gate in gates for part in gate.layer.modules()}
-    found: dict[int, Place] = {}
-    for module_name, module in root.named_modules():
-        if id(module) not in inside:
-            for table in (module.__dict__, buffers_of(module)):
-                for name, value in table.items():
-                    if isinstance(value, Tensor) and value.layout == torch.strided:
-                        found[storage_key_of(value)] = (module_name, name)
-    return found
-
-
-# A parameter's name, shape and type are known on every stage.
-_HARMLESS = frozenset(
-    [
-        "shape.__get__",
-        "dtype.__get__",
-        "ndim.__get__",
-        "requires_grad.__get__",
-        "layout.__get__",
-        "is_leaf.__get__",
-        "is_sparse.__get__",
-        "names.__get__",
-        "itemsize.__get__",
-        "size",
-        "dim",
-        "numel",
-        "__len__",
-        "element_size",
-        "is_floating_point",
-        "is_complex",
-        "__repr__",
-    ]
-)
-
-
-def _is_harmless(function: Any, name: str) -> bool:
-    return name in _HARMLESS

@@ -29,7 +29,7 @@ class Template:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TracedOperation:
     """One operation between layers, as a stage encounters it.
 
     Args:
@@ -61,25 +61,25 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Part:
+class StagePart:
     """One stage's part of a pass.
 
     Args:
         calls: the positions of its layers' calls.
-        gaps: the gaps with operations that it computes.
+        intervals: the intervals with operations that it computes.
         last_call: the last of these positions; where there is none, that of the last call that
             comes before all of its layers.
-        last_gap: the last of these gaps; -1 where there is none.
+        last_interval: the last of these intervals; -1 where there is none.
     """
 
     calls: frozenset[int]
-    gaps: frozenset[int]
+    intervals: frozenset[int]
     last_call: int
-    last_gap: int
+    last_interval: int
 
-    def is_over(self, gap: int) -> bool:
-        """Whether the part ends after a gap."""
-        return gap > self.last_call and gap >= self.last_gap
+    def is_over(self, interval: int) -> bool:
+        """Whether the part ends after an interval."""
+        return interval > self.last_call and interval >= self.last_interval
 
 
 @dataclass
@@ -89,8 +89,8 @@ class Trace:
     Args:
         flow: the flow, by index of the layers.
         templates: one for each call.
-        entries: the operations between layers by gap and number; a gap is the number of calls
-            before it.
+        entries: the operations between layers by interval and number; an interval is the number of
+            calls before it.
         touched: by identity of a parameter that is used other than through its own layer, the
             layers that use it in this way; empty if only code between layers does.
         logs_each_step: whether anything is logged with ``on_step=True``.
@@ -99,8 +99,8 @@ class Trace:
         is_drawn: whether calls depend on random numbers, so that the flow is valid for this
             microbatch only.
         tracked: the values that required a gradient when they were computed.
-        open_gaps: the gaps in which user code may branch on values. Operations after such a branch
-            run on every stage that needs their results.
+        open_intervals: the intervals in which user code may branch on values. Operations after such
+            a branch run on every stage that needs their results.
         eager: the values that a stage which has them passes to user code at once, because they are
             inputs of operations that have no number.
         rewritten: the values whose memory is written to after they were computed.
@@ -117,14 +117,14 @@ class Trace:
 
     flow: Flow
     templates: list[Template]
-    entries: dict[tuple[int, int], Entry] = field(default_factory=dict)
+    entries: dict[tuple[int, int], TracedOperation] = field(default_factory=dict)
     touched: dict[int, set[int]] = field(default_factory=dict)
     logs_each_step: bool = False
     is_shaped_by_batch: bool = False
     is_drawn: bool = False
     tracked: frozenset[Value] = frozenset()
     eager: frozenset[Value] = frozenset()
-    open_gaps: frozenset[int] = frozenset()
+    open_intervals: frozenset[int] = frozenset()
     rewritten: frozenset[Value] = frozenset()
     roots: dict[Value, Value] = field(default_factory=dict)
     keeps: bool = False
@@ -135,7 +135,7 @@ class Trace:
     _payloads: dict[int, Payload] = field(default_factory=dict)
     _needed: dict[int, tuple[Set[Value], Set[Value]]] = field(default_factory=dict)
     _gradients: dict[int, Payload] = field(default_factory=dict)
-    _parts: dict[tuple[int, int], Part] = field(default_factory=dict)
+    _parts: dict[tuple[int, int], StagePart] = field(default_factory=dict)
     _specs: dict[Value, TensorSpec] = field(default_factory=dict)
     layouts: dict[Any, Any] = field(default_factory=dict)
     """The memory layouts of payloads and gradients that neighbours have sent each other."""
@@ -184,17 +184,21 @@ class Trace:
                 self._specs.update(operation.results)
         return self._specs[value]
 
-    def part(self, layers: range) -> Part:
+    def part(self, layers: range) -> StagePart:
         """The part of the stage that owns a range of layers."""
         key = layers.start, layers.stop
         if key not in self._parts:
             order = [call.layer for call in self.flow.calls]
             own = frozenset(place for place, layer in enumerate(order) if layer in layers)
-            gaps = frozenset(gap for (gap, _), e in self.entries.items() if e.layer in layers)
+            intervals = frozenset(
+                interval for (interval, _), e in self.entries.items() if e.layer in layers
+            )
             # A stage without layers goes as far as there are calls of earlier layers.
             later = (place for place, layer in enumerate(order) if layer >= layers.start)
             begin = next(later, len(order))
-            self._parts[key] = Part(own, gaps, max(own, default=begin - 1), max(gaps, default=-1))
+            self._parts[key] = StagePart(
+                own, intervals, max(own, default=begin - 1), max(intervals, default=-1)
+            )
         return self._parts[key]
 
     def root(self, value: Value) -> Value:
@@ -213,7 +217,7 @@ class Trace:
         def value(old: Value) -> Value:
             return old._replace(layer=place_of[old.layer])
 
-        def entry(old: Entry) -> Entry:
+        def entry(old: TracedOperation) -> TracedOperation:
             return replace(
                 old,
                 layer=place_of[old.layer],
@@ -233,7 +237,7 @@ class Trace:
             self.is_drawn,
             frozenset(map(value, self.tracked)),
             frozenset(map(value, self.eager)),
-            self.open_gaps,
+            self.open_intervals,
             frozenset(map(value, self.rewritten)),
             {value(a): value(b) for a, b in self.roots.items()},
             self.keeps,

@@ -63,7 +63,7 @@ class _Mark(NamedTuple):
 
 
 @dataclass
-class TailState:
+class ModuleState:
     """The state that user code keeps on the modules outside of layers.
 
     Args:

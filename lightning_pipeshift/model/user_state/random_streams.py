@@ -8,9 +8,9 @@ a mask drawn in ``training_step`` is the same on all stages, and dropout is the 
 and across every migration. This covers torch on the CPU and on the stage's device, NumPy and
 Python's ``random``.
 
-The user code has a stream for each gap between layers, and not one for the whole pass, because a
-stage that runs it on placeholders draws fewer numbers: those of a gap must not depend on what was
-drawn before it.
+The user code has a stream for each interval between layers, and not one for the whole pass, because
+a stage that runs it on placeholders draws fewer numbers: those of an interval must not depend on
+what was drawn before it.
 """
 
 from __future__ import annotations

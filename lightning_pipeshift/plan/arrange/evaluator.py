@@ -122,7 +122,7 @@ class Evaluator:
         # A batch of fewer samples is split into as many slices as it has samples.
         slices = max(1, min(microbatches, int(samples)))
         key = (
-            tuple((device.kind, device.speed, device.room_bytes) for device in devices),
+            tuple((device.kind, device.speed, device.usable_bytes) for device in devices),
             tuple(links.link(one, other) for one, other in pairwise(ranks)),
             samples,
             slices,
@@ -337,9 +337,9 @@ def _recomputed(workload: Workload, counts: Sequence[int], recompute: str) -> Cu
     for cut in choices:
         if workload.fits(cut):
             return cut
-    held, room = workload.memory_bytes(choices[-1]), workload.room_bytes
-    stage = max(range(len(held)), key=lambda stage: held[stage] - room[stage])
+    held, usable = workload.memory_bytes(choices[-1]), workload.usable_bytes
+    stage = max(range(len(held)), key=lambda stage: held[stage] - usable[stage])
     raise PlanError(
         f"the partition {list(counts)} needs {held[stage]:.3g} bytes on stage {stage}, whose "
-        f"device has {room[stage]:.3g}; give that stage fewer layers, or use partition='auto'"
+        f"device has {usable[stage]:.3g}; give that stage fewer layers, or use partition='auto'"
     )

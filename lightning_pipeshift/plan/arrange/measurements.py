@@ -61,12 +61,13 @@ class Measured:
 
     def fits(self, memory_bytes: Memory) -> bool:
         """Whether every device has this much memory."""
-        return all(held <= room for _, _, held, room in self._places(memory_bytes))
+        return all(held <= usable for _, _, held, usable in self._places(memory_bytes))
 
     def lacking(self, memory_bytes: Memory) -> str:
         """A message about the stage that lacks the most memory."""
         places = [
-            (held - room, vm, stage, held) for vm, stage, held, room in self._places(memory_bytes)
+            (held - usable, vm, stage, held)
+            for vm, stage, held, usable in self._places(memory_bytes)
         ]
         lacks, vm, stage, held = max(places)
         return (
@@ -77,7 +78,7 @@ class Measured:
 
     def _places(self, memory_bytes: Memory) -> list[tuple[int, int, float, float]]:
         return [
-            (vm, stage, held, self.cluster.devices[rank].room_bytes)
+            (vm, stage, held, self.cluster.devices[rank].usable_bytes)
             for vm, (ranks, peaks) in enumerate(zip(self.ranks, memory_bytes, strict=True))
             for stage, (rank, held) in enumerate(zip(ranks, peaks, strict=True))
         ]

@@ -160,7 +160,7 @@ class _Planner:
                 errors[groups] = error
         if not seen:
             # The error of the grouping that is nearest to fitting is the most useful.
-            nearest = max(errors, key=self._least_room_bytes)
+            nearest = max(errors, key=self._least_usable_bytes)
             slices = max(numbers_of_slices(self._request, max(map(len, nearest))))
             placed = self._placer.placed(nearest, slices, self._request.batch_shares)
             self._placer.cuts(placed, careful=True)
@@ -251,14 +251,14 @@ class _Planner:
             seconds = max(size * each for size, each in zip(sizes, per_sample, strict=True))
         return total / (seconds + self._profile.step_seconds)
 
-    def _least_room_bytes(self, groups: Groups) -> float:
+    def _least_usable_bytes(self, groups: Groups) -> float:
         devices = self._cluster.devices
-        return min(math.fsum(devices[rank].room_bytes for rank in ranks) for ranks in groups)
+        return min(math.fsum(devices[rank].usable_bytes for rank in ranks) for ranks in groups)
 
     def _first_look(self, groups: Groups) -> _Look:
         """Evaluates a grouping in closed form, with its microbatches, order and shares."""
         cost = self._placer.closed_form
-        if sum(layer.static_bytes for layer in self._profile.layers) > self._least_room_bytes(
+        if sum(layer.static_bytes for layer in self._profile.layers) > self._least_usable_bytes(
             groups
         ):
             raise PlanError("the model alone is larger than a virtual machine")
@@ -395,7 +395,7 @@ class _Planner:
         """
         devices, cluster = self._cluster.devices, self._cluster
         is_uniform = not (cluster.ranks or cluster.hosts) and all(
-            len({(devices[r].kind, devices[r].speed, devices[r].room_bytes) for r in ranks}) == 1
+            len({(devices[r].kind, devices[r].speed, devices[r].usable_bytes) for r in ranks}) == 1
             for ranks in groups
         )
         return is_uniform or all(len({self._alike[r] for r in ranks}) == 1 for ranks in groups)
@@ -452,7 +452,7 @@ class _Planner:
         """The orders that may be needed to fit in memory: all, if there are few."""
         devices = self._cluster.devices
         for sign in (-1, 1):
-            yield tuple(sorted(machine, key=lambda rank: sign * devices[rank].room_bytes))
+            yield tuple(sorted(machine, key=lambda rank: sign * devices[rank].usable_bytes))
             yield tuple(sorted(machine, key=lambda rank: sign * self._placer.powers[rank]))
         alike = [self._alike[rank] for rank in machine]
         if num_orders(alike) <= _MOST_ORDERS:

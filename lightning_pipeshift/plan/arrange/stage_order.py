@@ -185,7 +185,7 @@ def _alike(cluster: Cluster, hosts: Mapping[str, Sequence[int]], one: int, other
 
 
 def _worth(device: Device) -> tuple[str, float, float]:
-    return device.kind, device.speed, device.room_bytes
+    return device.kind, device.speed, device.usable_bytes
 
 
 def num_orders(alike: Sequence[int]) -> int:

@@ -74,7 +74,7 @@ class Workload:
             weights: of the first of these layers, and of the others.
         saved_bytes: (L,) held for a microbatch in flight.
         input_bytes: (L,) held for it instead if the layer is recomputed.
-        room_bytes: (S,) the memory of the stage's device; infinite if it is not known.
+        usable_bytes: (S,) the memory of the stage's device; infinite if it is not known.
         schedule: by name.
         microbatches: of a step; 1 in an asynchronous pipeline, which does not split a batch.
         num_accumulated: how many minibatches make an update of an asynchronous pipeline.
@@ -94,7 +94,7 @@ class Workload:
     sent_bytes: Numbers
     saved_bytes: Numbers
     input_bytes: Numbers
-    room_bytes: Numbers
+    usable_bytes: Numbers
     schedule: str = "1f1b"
     microbatches: int = 1
     num_accumulated: int = 1
@@ -238,7 +238,7 @@ class Workload:
     def fits(self, cut: Cut) -> bool:
         """Whether every stage has enough memory for it."""
         held = self.memory_bytes(cut)
-        return all(need <= room for need, room in zip(held, self.room_bytes, strict=True))
+        return all(need <= usable for need, usable in zip(held, self.usable_bytes, strict=True))
 
     def is_allowed(self, cut: Cut) -> bool:
         """Whether each stage may have its layers."""
@@ -416,7 +416,7 @@ def workload_of(
         sent_bytes=sent,
         saved_bytes=of_layers("saved_bytes", share),
         input_bytes=of_layers("input_bytes", share),
-        room_bytes=np.array([cluster.devices[rank].room_bytes for rank in ranks]),
+        usable_bytes=np.array([cluster.devices[rank].usable_bytes for rank in ranks]),
         schedule=schedule,
         microbatches=microbatches,
         num_accumulated=profile.num_accumulated,

@@ -50,7 +50,7 @@ class Device:
                 )
 
     @property
-    def room_bytes(self) -> float:
+    def usable_bytes(self) -> float:
         """The memory that a plan may use: the free or else the whole memory, or infinity."""
         return float(self.free_bytes or self.memory_bytes or math.inf)
 

@@ -70,14 +70,14 @@ class Operation:
 
     Args:
         layer: the last layer that its inputs depend on; the stage of that layer computes it.
-        gap: how many calls of layers come before it in the pass.
-        number: 1 for the first operation of the gap.
+        interval: how many calls of layers come before it in the pass.
+        number: 1 for the first operation of the interval.
         results: the tensors that it creates or writes to, and how to receive them.
         needs: the values that it needs.
     """
 
     layer: int
-    gap: int
+    interval: int
     number: int
     results: tuple[tuple[Value, TensorSpec], ...]
     needs: frozenset[Value]
@@ -121,7 +121,7 @@ class Flow:
     def spec(self, value: Value) -> TensorSpec:
         """Shape, strides and type of a value of this pass."""
         for operation in self.operations if value.op else ():
-            if (operation.gap, operation.number) == (value.call, value.op):
+            if (operation.interval, operation.number) == (value.call, value.op):
                 return dict(operation.results)[value]
         for call in self.calls:
             if (call.layer, call.call) == (value.layer, value.call):

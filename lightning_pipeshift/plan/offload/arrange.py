@@ -116,7 +116,7 @@ class _Mapper:
         self._policy: Policy = request.policy
         self._profile = profile
         self._cluster = cluster
-        self._wishes = request
+        self._request = request
         self._allowed = allowed
         self._placer = Evaluator(profile, cluster, request, allowed)
         self._alike = interchangeable(cluster)
@@ -153,7 +153,7 @@ class _Mapper:
         for part in _PARTS:
             profile = _with_saved(self._profile, part)
             try:
-                start = arrange_all(profile, self._cluster, self._wishes, self._allowed)
+                start = arrange_all(profile, self._cluster, self._request, self._allowed)
             except PlanError as error:
                 errors.append(error)
                 continue
@@ -179,7 +179,7 @@ class _Mapper:
             # slower.
             problem = self._problem(placed, vm, ranks)
             alike = tuple(self._alike[rank] for rank in ranks)
-            key = problem.workload, _hashable(problem.links), problem.rooms, alike
+            key = problem.workload, _hashable(problem.links), problem.limits, alike
             if key not in self._known:
                 order, made = self._best_order(profile, start, placed, vm)
                 self._known[key] = tuple(map(ranks.index, order)), made
@@ -220,7 +220,7 @@ class _Mapper:
         self, profile: Profile, start: Arrangement, placed: Candidate, vm: int
     ) -> list[_Option]:
         """Orders of the stages, and cuts for each."""
-        placer = Evaluator(profile, self._cluster, self._wishes, self._allowed)
+        placer = Evaluator(profile, self._cluster, self._request, self._allowed)
         found = []
         for order in self._orders(start.ranks[vm]):
             problem = self._problem(placed, vm, order)
@@ -229,13 +229,13 @@ class _Mapper:
                 ranks = (*start.ranks[:vm], order, *start.ranks[vm + 1 :])
                 there = placer.placed(ranks, start.microbatches, start.batch_shares)
                 candidates.append(placer.cuts(there)[vm].counts)
-            if self._wishes.partition == "auto":
+            if self._request.partition == "auto":
                 candidates.append(uniform(profile.num_layers, len(order), profile.possible_cuts))
             for counts in dict.fromkeys(candidates):
                 footprint = problem.footprints.of(Cut(counts))
                 spare = [
-                    room.budget_bytes - peak
-                    for room, peak in zip(problem.rooms, footprint.peak_bytes, strict=True)
+                    limit.budget_bytes - peak
+                    for limit, peak in zip(problem.limits, footprint.peak_bytes, strict=True)
                 ]
                 needs = {stage: -left for stage, left in enumerate(spare) if left < 0}
                 seconds = footprint.timeline.step_seconds
@@ -246,7 +246,7 @@ class _Mapper:
     def _orders(self, machine: Order) -> Iterator[Order]:
         """The orders of a virtual machine's stages to try, its own first."""
         yield machine
-        if self._wishes.ranks is not None:
+        if self._request.ranks is not None:
             return
         alike = [self._alike[rank] for rank in machine]
         if num_orders(alike) <= _MOST_ORDERS:
@@ -263,7 +263,7 @@ class _Mapper:
         """The problem of a virtual machine with an order of its stages."""
         samples = self._placer.sizes(len(placed.ranks), placed.batch_shares)[vm]
         workload = self._placer.workload(placed.links, order, samples, placed.microbatches)
-        recompute = self._wishes.recompute
+        recompute = self._request.recompute
         return Problem.of(self._profile, workload, placed.links, order, self._policy, recompute)
 
     # --- the result ---

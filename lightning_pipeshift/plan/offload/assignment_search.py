@@ -49,7 +49,7 @@ _LINK_WEIGHT: Final = 1e-3
 that moves less is better."""
 
 
-class Room(NamedTuple):
+class MemoryLimits(NamedTuple):
     """The memory of a stage's device, and its part of the host's memory.
 
     Args:
@@ -69,7 +69,7 @@ class Problem:
         profile: of the model.
         workload: of the virtual machine.
         links: of the virtual machine.
-        rooms: of its stages.
+        limits: of its stages.
         policy: is called first.
         recompute: ``"auto"``, ``"full"`` or ``"none"``.
     """
@@ -77,7 +77,7 @@ class Problem:
     profile: Profile
     workload: Workload
     links: Links
-    rooms: tuple[Room, ...]
+    limits: tuple[MemoryLimits, ...]
     policy: Policy
     recompute: str = "auto"
 
@@ -93,8 +93,8 @@ class Problem:
     ) -> Problem:
         """The problem of a virtual machine whose stages are these ranks of a cluster."""
         devices = [cluster.devices[rank] for rank in ranks]
-        rooms = tuple(Room(device.room_bytes, device.host_bytes) for device in devices)
-        return cls(profile, workload, links_of(cluster, ranks), rooms, policy, recompute)
+        limits = tuple(MemoryLimits(device.usable_bytes, device.host_bytes) for device in devices)
+        return cls(profile, workload, links_of(cluster, ranks), limits, policy, recompute)
 
     @cached_property
     def footprints(self) -> Footprints:
@@ -158,7 +158,7 @@ class Search:
         self._cut = cut
         self._workload = problem.workload
         self._links = problem.links
-        self._rooms = problem.rooms
+        self._limits = problem.limits
         self._sizes = problem.sizes
         self._owner = {
             layer: stage
@@ -192,16 +192,16 @@ class Search:
             known = self._known[key] = found, self._scored(assigned, found)
         return known
 
-    def traces(self, assigned: Assigned) -> Iterator[tuple[StageTrace, Room]]:
+    def traces(self, assigned: Assigned) -> Iterator[tuple[StageTrace, MemoryLimits]]:
         """Yields each stage's trace, and its memory."""
-        return zip(self.footprint(assigned).traces, self._rooms, strict=True)
+        return zip(self.footprint(assigned).traces, self._limits, strict=True)
 
     def _scored(self, assigned: Assigned, found: Footprint) -> Score:
         excess = 0.0
-        for peak, trace, room in zip(found.peak_bytes, found.traces, self._rooms, strict=True):
+        for peak, trace, limit in zip(found.peak_bytes, found.traces, self._limits, strict=True):
             # Rounding errors are ignored, as sums depend on their order.
-            excess += max(0.0, peak / ROUNDING - room.budget_bytes)
-            excess += max(0.0, trace.host_bytes / ROUNDING - room.host_bytes)
+            excess += max(0.0, peak / ROUNDING - limit.budget_bytes)
+            excess += max(0.0, trace.host_bytes / ROUNDING - limit.host_bytes)
         links = sum(self._way_seconds(key, way) for key, way in assigned.items() if way is not None)
         again = {layer for (layer, _), way in assigned.items() if way is None}
         work = sum(float(self._workload.forward[self._owner[layer], layer]) for layer in again)
@@ -341,7 +341,7 @@ class Search:
         """The default lender for a stage: the one with the most free memory."""
         peaks = self.uncompressed.peak_bytes
         others = [s for s in range(self._workload.num_stages) if self._links.rate(stage, s)]
-        return (max(others, key=lambda s: (self._rooms[s].budget_bytes - peaks[s], -peaks[s])),)
+        return (max(others, key=lambda s: (self._limits[s].budget_bytes - peaks[s], -peaks[s])),)
 
     # --- the search ---
 
@@ -378,7 +378,7 @@ class Search:
         """The possible targets of a layer's tensors."""
         stage = self._owner[layer]
         found: list[Way] = []
-        if self._links.rate(stage, HOST) and self._rooms[stage].host_bytes:
+        if self._links.rate(stage, HOST) and self._limits[stage].host_bytes:
             found.append(())
         found += self._lenders.get(stage, ())
         found += [
@@ -430,8 +430,8 @@ class Search:
         found = self.footprint(assigned)
         stages = [
             stage
-            for stage, (peak, room) in enumerate(zip(found.peak_bytes, self._rooms, strict=True))
-            if peak > room.budget_bytes
+            for stage, (peak, limit) in enumerate(zip(found.peak_bytes, self._limits, strict=True))
+            if peak > limit.budget_bytes
         ]
         borrowing = {
             self._owner[layer]
@@ -440,8 +440,8 @@ class Search:
         }
         full = {
             stage
-            for stage, (trace, room) in enumerate(zip(found.traces, self._rooms, strict=True))
-            if trace.host_bytes > room.host_bytes
+            for stage, (trace, limit) in enumerate(zip(found.traces, self._limits, strict=True))
+            if trace.host_bytes > limit.host_bytes
         }
         return sorted({*stages, *borrowing, *full})
 
@@ -570,8 +570,8 @@ class Search:
         """
         found = self.footprint(self._fixed)
         spare = [
-            room.budget_bytes - peak
-            for peak, room in zip(found.peak_bytes, self._rooms, strict=True)
+            limit.budget_bytes - peak
+            for peak, limit in zip(found.peak_bytes, self._limits, strict=True)
         ]
         needs = {stage: -left for stage, left in enumerate(spare) if left < 0}
         return [

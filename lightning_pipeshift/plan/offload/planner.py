@@ -66,7 +66,7 @@ class Compression:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._rooms = problem.rooms
+        self._limits = problem.limits
 
     def compressed(self, counts: Sequence[int]) -> Compressed:
         """The best result for a cut.
@@ -101,14 +101,14 @@ class Compression:
     def _nothing_fits(self, search: Search, best: Assigned) -> BudgetError:
         found = search.footprint(best)
         lacking = [
-            peak / ROUNDING - room.budget_bytes
-            for peak, room in zip(found.peak_bytes, self._rooms, strict=True)
+            peak / ROUNDING - limit.budget_bytes
+            for peak, limit in zip(found.peak_bytes, self._limits, strict=True)
         ]
         if max(lacking) <= 0:
             return self._host_is_short(search, best)
         stage = max(range(len(lacking)), key=lacking.__getitem__)
         needed = max(found.peak_bytes)
-        static, budget = found.static_bytes[stage], self._rooms[stage].budget_bytes
+        static, budget = found.static_bytes[stage], self._limits[stage].budget_bytes
         num_versions = self._problem.workload.num_versions[stage]
         weights = f"{num_versions} versions of the weights" if num_versions > 1 else "weights"
         remedies = [f"a budget of {ceil_bytes_text(needed)} would do"]
@@ -119,8 +119,8 @@ class Compression:
             remedies.append("so would more stages, as weights and the optimizer's state fill it")
         else:
             remedies.append("so may smaller microbatches")
-        if any(trace.host_bytes > room.host_bytes for trace, room in search.traces(best)) or (
-            not any(room.host_bytes for room in self._rooms)
+        if any(trace.host_bytes > limit.host_bytes for trace, limit in search.traces(best)) or (
+            not any(limit.host_bytes for limit in self._limits)
         ):
             remedies.append("or more host memory (`host_budget`)")
         has, peak, fixed = map(ceil_bytes_text, (budget, found.peak_bytes[stage], static))
@@ -131,11 +131,11 @@ class Compression:
         )
 
     def _host_is_short(self, search: Search, best: Assigned) -> BudgetError:
-        stage, (trace, room) = max(
+        stage, (trace, limit) = max(
             enumerate(search.traces(best)),
             key=lambda one: one[1][0].host_bytes - one[1][1].host_bytes,
         )
-        has, needs = map(ceil_bytes_text, (room.host_bytes, trace.host_bytes))
+        has, needs = map(ceil_bytes_text, (limit.host_bytes, trace.host_bytes))
         return BudgetError(
             f"No plan keeps the memory budget: the host of stage {stage} has {has} for swapped"
             f" tensors (`host_budget`), and the best plan found needs {needs}. What would help:"

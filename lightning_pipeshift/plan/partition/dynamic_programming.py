@@ -45,7 +45,7 @@ def fastest_cuts(workload: Workload, most: int = 8) -> list[Cut]:
 
     Returns the best one first; empty if nothing fits.
     """
-    fits = bytes_held(workload, "none") <= workload.room_bytes[:, None, None]
+    fits = bytes_held(workload, "none") <= workload.usable_bytes[:, None, None]
     programme = programme_of(workload, np.where(fits, 0.0, math.inf))
     return [Cut(solution.counts) for solution in programme.fastest(most)]
 

@@ -32,9 +32,9 @@ def nothing_fits(workload: Workload, recompute: str) -> PlanError:
     bounds = np.cumsum([0, *counts]).tolist()
     stages = []
     for s, (begin, end) in enumerate(pairwise(bounds)):
-        room, needed = float(workload.room_bytes[s]), float(held[s, begin, end])
-        if needed > room:
-            lacking, held_here, of = map(ceil_bytes_text, (needed - room, needed, room))
+        usable, needed = float(workload.usable_bytes[s]), float(held[s, begin, end])
+        if needed > usable:
+            lacking, held_here, of = map(ceil_bytes_text, (needed - usable, needed, usable))
             stages.append(f"stage {s} lacks {lacking} (it would hold {held_here}, of {of})")
     return PlanError(
         f"No plan fits in memory with recompute={recompute!r}. In the cut that is nearest to "
@@ -66,7 +66,7 @@ def _remedies(workload: Workload, recompute: str, held: Numbers) -> Iterator[str
                 else f"{number} microbatches instead of {workload.microbatches} of the same batch"
             )
             break
-    largest = float(workload.room_bytes.max())
+    largest = float(workload.usable_bytes.max())
     for num_stages in range(workload.num_stages + 1, 2 * workload.num_stages + 3):
         if _fits(_with_stages(workload, num_stages, largest), recompute):
             yield f"{num_stages} stages with {ceil_bytes_text(largest)} each"
@@ -74,7 +74,7 @@ def _remedies(workload: Workload, recompute: str, held: Numbers) -> Iterator[str
     yield f"devices with {ceil_bytes_text(narrowest(held)[0])} each"
 
 
-def _with_stages(workload: Workload, num_stages: int, room_bytes: float) -> Workload:
+def _with_stages(workload: Workload, num_stages: int, usable_bytes: float) -> Workload:
     """The same layers on more stages; only their memory is used."""
     by_layer = np.zeros((num_stages, workload.num_layers))
     by_boundary = np.zeros((num_stages - 1, workload.num_layers + 1))
@@ -86,7 +86,7 @@ def _with_stages(workload: Workload, num_stages: int, room_bytes: float) -> Work
         backward_extra=by_layer[:, 0],
         payload_seconds=by_boundary,
         gradient_seconds=by_boundary,
-        room_bytes=np.full(num_stages, room_bytes),
+        usable_bytes=np.full(num_stages, usable_bytes),
         sharers=(),
     )
 
@@ -103,7 +103,7 @@ def _held(workload: Workload, recompute: str) -> Numbers:
 
 
 def _lacking(workload: Workload, held: Numbers) -> Numbers:
-    room = workload.room_bytes[:, None, None]
+    usable = workload.usable_bytes[:, None, None]
     lacking: Numbers = np.full_like(held, math.inf)
-    np.subtract(held, room, out=lacking, where=np.isfinite(held))
+    np.subtract(held, usable, out=lacking, where=np.isfinite(held))
     return lacking

@@ -22,7 +22,7 @@ Constraints:
 3. ``c[s, b] <= 0`` if b is not allowed.
 4. ``n[s] >= x[s, l]``. As n has a cost, it is 1 only for stages with layers.
 5. ``z[s, l] <= x[s, l]``.
-6. ``sum over l of held[s, l] x[s, l] - freed[s, l] z[s, l] <= room[s]``, with ``held = fixed +
+6. ``sum over l of held[s, l] x[s, l] - freed[s, l] z[s, l] <= usable[s]``, with ``held = fixed +
    in flight * saved`` and ``freed = (in flight - 1) * saved - in flight * input``
    (:meth:`Workload.memory_bytes`).
 7. ``slot[s] + sum over l of forward[s, l] z[s, l] <= T``, with ``slot[s] = sum over l of
@@ -114,7 +114,7 @@ def _formulated(
     may = [workload.allowed is None or b in workload.allowed for b in boundaries[inner].tolist()]
     layers_of = np.kron(np.eye(num_stages - 1), np.ones((num_layers, 1)))
     own = again[0] * num_layers + again[1]
-    known = np.flatnonzero(np.isfinite(workload.room_bytes))
+    known = np.flatnonzero(np.isfinite(workload.usable_bytes))
     each_stage, each_link = np.ones((num_stages, 1)), np.ones((num_stages - 1, 1))
     windows = [
         (stage, further)
@@ -130,7 +130,7 @@ def _formulated(
         peaks.rows(known)
         .times(np.eye(len(known)) * byte)
         .between(  # 6
-            -np.inf, workload.room_bytes[known] * byte
+            -np.inf, workload.usable_bytes[known] * byte
         ),
         (pace.times(each_stage) - slots - recomputed).between(0.0, np.inf),  # 7
         (pace.times(each_link) - payloads).between(0.0, np.inf),  # 8

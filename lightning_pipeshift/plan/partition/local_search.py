@@ -88,7 +88,7 @@ def _settled(
 ) -> tuple[Recomputation, PartitionDP | PaceDP, list[Counts]]:
     """The recomputation, exact for the cuts with the least estimate, and these cuts."""
     longest_seconds = math.inf
-    if not np.isfinite(workload.room_bytes).any() and recompute == "auto":
+    if not np.isfinite(workload.usable_bytes).any() and recompute == "auto":
         recompute = "none"
     if recompute == "auto":
         for simpler in ("none", "full"):

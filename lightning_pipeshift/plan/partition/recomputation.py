@@ -75,8 +75,8 @@ class Recomputation:
         self._workload = workload
         self._recompute = recompute
         self._freed = bytes_freed(workload)
-        room = workload.room_bytes[:, None, None]
-        fits = bytes_held(workload, recompute) <= room
+        usable = workload.usable_bytes[:, None, None]
+        fits = bytes_held(workload, recompute) <= usable
         self.seconds: Numbers = np.where(fits, 0.0, math.inf)
         self._lacking: Numbers = np.zeros_like(self.seconds)
         self._chosen: dict[tuple[int, int, int], tuple[int, ...]] = {}
@@ -84,7 +84,7 @@ class Recomputation:
             for s in workload.recomputing:
                 self.seconds[s] += sums_of_ranges(workload.forward[s])
         elif recompute == "auto":
-            self._lacking = np.maximum(bytes_held(workload, "none") - room, 0.0)
+            self._lacking = np.maximum(bytes_held(workload, "none") - usable, 0.0)
             forward, backward = workload.range_seconds
             too_long = forward + backward > longest_seconds
             self.seconds[(self._lacking > 0) & too_long] = math.inf

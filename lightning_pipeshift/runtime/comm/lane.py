@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipeshift.runtime.comm.staging import room_for
+from lightning_pipeshift.runtime.comm.staging import host_buffer
 from lightning_pipeshift.runtime.comm.waits import complete
 
 # A context around communication with a rank (``None``: with several), which turns a broken
@@ -256,7 +256,7 @@ class Lane:
 
     def receive_tensor(self, like: Tensor, source: int) -> Tensor:
         """Waits for a tensor of the shape and type of ``like``; returns it on the CPU."""
-        tensor = room_for(tuple(like.shape), like.dtype)
+        tensor = host_buffer(tuple(like.shape), like.dtype)
         self.receive_into(tensor, source)
         return tensor
 

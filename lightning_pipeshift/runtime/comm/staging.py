@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_pipeshift.devices.host_memory import ask_for_large_pages
 
 
-def room_for(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def host_buffer(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Returns an uninitialised tensor in host memory."""
     tensor = torch.empty(shape, dtype=dtype)
     ask_for_large_pages(tensor)
@@ -25,7 +25,7 @@ class Staging:
         """Returns a contiguous copy of a tensor, valid until the next copy with the same key."""
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = self._buffers[key] = room_for(tuple(tensor.shape), tensor.dtype)
+            buffer = self._buffers[key] = host_buffer(tuple(tensor.shape), tensor.dtype)
         return buffer.copy_(tensor.detach())
 
     def clear(self) -> None:

@@ -25,6 +25,7 @@ from lightning_pipeshift.runtime.comm.channels import PostedSum
 from lightning_pipeshift.runtime.comm.lane import Watched, finish
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.comm.threads import InOrder
+from lightning_pipeshift.runtime.comm.turns import MOST_URGENT, Urgency
 
 
 class Sum(Protocol):
@@ -37,8 +38,9 @@ class Sum(Protocol):
         """Whether the sum is complete, or has failed."""
 
 
-# Given a number, the members' ranks and a vector: begins to sum it in place.
-StartSum = Callable[[int, Sequence[int], Tensor], Sum]
+# Given a number, the members' ranks, a vector and the urgency of the messages: begins to sum the
+# vector in place.
+StartSum = Callable[[int, Sequence[int], Tensor, Urgency], Sum]
 
 # Given a vector in host memory: begins to sum it over all ranks, which all call this.
 Agree = Callable[[Tensor], PostedSum]
@@ -57,6 +59,7 @@ class GradientGroup:
         members: the ranks of the owners, one for each virtual machine.
         is_hooked: whether the gradients are complete as soon as the last backward has computed
             them.
+        urgency: that of the sum.
     """
 
     number: int
@@ -64,6 +67,7 @@ class GradientGroup:
     places: list[int]
     members: list[int]
     is_hooked: bool = True
+    urgency: Urgency = MOST_URGENT
     _missing: int = 0
     _sums: list[tuple[list[nn.Parameter], Tensor, Sum]] = field(default_factory=list)
     _buffers: dict[torch.dtype, Tensor] = field(default_factory=dict)
@@ -119,7 +123,8 @@ class GradientGroup:
                 flags = [float(place in self._present) for place in self.places]
                 joined[length:] = torch.tensor(flags, dtype=dtype)
                 self._counts = buffer[length:]
-            begin = partial(start_sum, self.number * _MOST_TYPES + index, self.members, buffer)
+            number = self.number * _MOST_TYPES + index
+            begin = partial(start_sum, number, self.members, buffer, self.urgency)
             if joined is buffer:
                 self._sums.append((parameters, buffer, begin()))
                 continue
@@ -338,7 +343,7 @@ class AllReduce:
         self._groups = groups
         self._watched = watched
 
-    def start(self, number: int, members: Sequence[int], buffer: Tensor) -> Sum:
+    def start(self, number: int, members: Sequence[int], buffer: Tensor, urgency: Urgency) -> Sum:
         """Begins to sum a vector in place."""
         with self._watched(None):
             group = self._groups.group(Purpose.SUMS, members)

@@ -113,9 +113,18 @@ class LateUpdates(LayerListener, ActionListener):
         }
         self._guard.enter()
 
+    def suspend(self) -> None:
+        """Ends the watch of parameters until the stage runs user code again."""
+        self._guard.leave()
+
     def begin_step(self, row: Row) -> None:
         """See :class:`ActionListener`."""
         self._is_in_step = True
+
+    def received(self, action: Action) -> None:
+        """The user's code is about to run, if it is a forward."""
+        if self._groups:
+            self._guard.enter()
 
     def begin_action(self, place: int, action: Action) -> None:
         """Makes updates that are due anyway before the stage waits for a payload."""
@@ -167,9 +176,10 @@ class LateUpdates(LayerListener, ActionListener):
                 self.before_use(value)
 
     def abandon(self) -> None:
-        """Ends the watch of parameters after a failure. Updates that are still to be made remain
-        so: the model is in no step's state.
+        """Called after a failure. Updates that are still to be made remain so: the model is in no
+        step's state.
         """
+        self._is_busy = True
         self._guard.leave()
 
     def _finish(self, layers: Collection[int]) -> None:
@@ -189,6 +199,7 @@ class LateUpdates(LayerListener, ActionListener):
                     if self._correction != 1.0:
                         gradient.mul_(self._correction)
                     gradients.append((parameter, gradient))
+                    parameter.grad = None
         if gradients:
             self._make(LateUpdate(self._tag, gradients), not self._is_in_step)
         for layer in layers:

@@ -38,7 +38,7 @@ _MOST_UNSENT_BYTES: Final = 1 << 12
 _POLL_SECONDS: Final = 0.05
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """The kind of a message."""
 
     BEAT = 0
@@ -134,14 +134,14 @@ class Peers:
 
     def announce(self, entry: Mapping[str, Any]) -> None:
         """Tells all other ranks that the run has failed."""
-        self._send_to(self._peers.values(), Kind.FAILURE, json.dumps(entry).encode())
+        self._send_to(self._peers.values(), MessageKind.FAILURE, json.dumps(entry).encode())
 
     def ask(self) -> None:
         """Asks all other ranks for their current activity; the answers arrive in
         :attr:`answers`.
         """
         self.answers.clear()
-        self._send_to(self._peers.values(), Kind.QUESTION, b"")
+        self._send_to(self._peers.values(), MessageKind.QUESTION, b"")
 
     @property
     def counts(self) -> dict[int, int]:
@@ -152,12 +152,12 @@ class Peers:
         """Tells the other ranks that this rank's run is over."""
         if not self._is_paused:
             self._is_paused, self._runs = True, self._runs + 1
-            self._send_to(self._peers.values(), Kind.PAUSES, b"")
+            self._send_to(self._peers.values(), MessageKind.PAUSES, b"")
 
     def resume(self) -> None:
         """Tells the other ranks that this rank starts another run."""
         self._is_paused = False
-        self._send_to(self._peers.values(), Kind.RESUMES, b"")
+        self._send_to(self._peers.values(), MessageKind.RESUMES, b"")
 
     @property
     def neighbours(self) -> set[int]:
@@ -220,7 +220,7 @@ class Peers:
             os.close(process)
         self._processes = {}
 
-    def _send_to(self, peers: Iterable[_Peer], kind: Kind, body: bytes) -> None:
+    def _send_to(self, peers: Iterable[_Peer], kind: MessageKind, body: bytes) -> None:
         with self._lock:
             for peer in peers:
                 if peer.is_open:
@@ -281,7 +281,7 @@ class Peers:
         for peer in self._peers.values():
             if peer.is_open and len(peer.unsent) < _MOST_UNSENT_BYTES:
                 body = _BEAT.pack(now - peer.heard_at, self._count())
-                self._send_to([peer], Kind.BEAT, body)
+                self._send_to([peer], MessageKind.BEAT, body)
 
     def _write(self, peer: _Peer) -> None:
         with self._lock:
@@ -339,17 +339,17 @@ class Peers:
                 self._on_lost([peer.rank], _ENDED)
 
     def _take(self, peer: _Peer, kind: int, body: bytes) -> None:
-        if kind == Kind.BEAT:
+        if kind == MessageKind.BEAT:
             peer.hears_after, peer.count = _BEAT.unpack(body)
-        elif kind == Kind.FAILURE:
+        elif kind == MessageKind.FAILURE:
             self._on_failure(json.loads(body))
-        elif kind == Kind.QUESTION:
-            self._send_to([peer], Kind.ANSWER, self._describe().encode()[:_MOST_BYTES])
-        elif kind == Kind.ANSWER:
+        elif kind == MessageKind.QUESTION:
+            self._send_to([peer], MessageKind.ANSWER, self._describe().encode()[:_MOST_BYTES])
+        elif kind == MessageKind.ANSWER:
             self.answers[peer.rank] = body.decode(errors="replace")
-        elif kind == Kind.PAUSES:
+        elif kind == MessageKind.PAUSES:
             peer.is_paused, peer.runs = True, peer.runs + 1
-        elif kind == Kind.RESUMES:
+        elif kind == MessageKind.RESUMES:
             peer.is_paused = False
 
     def _shut(self, peer: _Peer) -> None:

@@ -21,7 +21,7 @@ from lightning_pipeshift.devices.streams import record_event
 from lightning_pipeshift.model.saved.codec import Codec
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
 from lightning_pipeshift.runtime.comm.lane import Lane
-from lightning_pipeshift.runtime.comm.staging import room_for
+from lightning_pipeshift.runtime.comm.staging import host_buffer
 from lightning_pipeshift.runtime.comm.threads import InOrder, Threads
 from lightning_pipeshift.runtime.offload.copying import Done, Ticket
 from lightning_pipeshift.runtime.offload.shared_memory import (
@@ -126,7 +126,7 @@ class Lender:
                 continue
             staging = buffer
             if buffer.device.type != "cpu":
-                staging = room_for((put.num_bytes,), torch.uint8)
+                staging = host_buffer((put.num_bytes,), torch.uint8)
             lane.receive_into(staging, stage)
             if staging is not buffer:
                 copy(buffer, staging, self._device)

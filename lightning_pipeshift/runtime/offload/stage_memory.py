@@ -55,7 +55,7 @@ class MemoryRequest:
 
 
 @dataclass(frozen=True)
-class RankRoom:
+class RankMemory:
     """One rank's memory.
 
     Args:
@@ -114,10 +114,10 @@ class StageMemory:
             address,
         )
         self._borrowers: dict[int, Borrower] = {}
-        self.room: RankRoom | None = None
+        self.memory: RankMemory | None = None
         """This rank's memory, once it has been measured."""
 
-    def measure(self, device_bytes: float, host_bytes: float, num_sharers: int) -> RankRoom:
+    def measure(self, device_bytes: float, host_bytes: float, num_sharers: int) -> RankMemory:
         """Measures this rank's memory.
 
         Args:
@@ -134,21 +134,21 @@ class StageMemory:
             on_host = _HOST_PART * host_bytes / num_sharers
         self._host.limit_bytes = on_host
         rate = self._bandwidth() if on_host else 0.0
-        self.room = RankRoom(int(budget), int(on_host), rate)
-        return self.room
+        self.memory = RankMemory(int(budget), int(on_host), rate)
+        return self.memory
 
     def _bandwidth(self) -> float:
         """Measures the bandwidth to the host and back, the lower of the two, with copies in both
         directions at once, as in a step. All ranks of a host measure at the same time.
         """
         size = int(min(_TRIED_BYTES, self._host.limit_bytes // 2))
-        rooms = [self._host.take(size) for _ in range(2) if size and self._host.claim(size)]
-        if len(rooms) < 2:
+        buffers = [self._host.take(size) for _ in range(2) if size and self._host.claim(size)]
+        if len(buffers) < 2:
             return 0.0
-        tensors = [torch.zeros_like(room, device=self._channels.device) for room in rooms]
+        tensors = [torch.zeros_like(buffer, device=self._channels.device) for buffer in buffers]
         ways = (
-            (self._copier.out, tensors[0], rooms[0]),
-            (self._copier.back, rooms[1], tensors[1]),
+            (self._copier.out, tensors[0], buffers[0]),
+            (self._copier.back, buffers[1], tensors[1]),
         )
         best = float("inf")
         for _ in range(_TRIES):
@@ -162,8 +162,8 @@ class StageMemory:
                 ticket.wait()
             synchronize(self._channels.device)
             best = min(best, time.perf_counter() - begun)
-        for room in rooms:
-            self._host.give(room)
+        for buffer in buffers:
+            self._host.give(buffer)
         self._host.peak_bytes = 0
         return size / best
 
@@ -192,9 +192,9 @@ class StageMemory:
             if stage in swap.stages:
                 self._lender.serve(plan.placement.stage_of(vm, swap.layer))
         budget = float("inf")
-        if self.room is not None:
+        if self.memory is not None:
             payloads = (0, *plan.stage_payload_bytes(vm), 0)
-            budget = self.room.budget_bytes - passing_bytes(*payloads[stage : stage + 2])
+            budget = self.memory.budget_bytes - passing_bytes(*payloads[stage : stage + 2])
             budget -= sum(static_bytes.get(layer, 0.0) for layer in {*own, *moving})
         host = LocalTarget([self._host], self._copier, codec=self._codec)
         spare = host if self._host.limit_bytes else None
@@ -212,7 +212,7 @@ class StageMemory:
                 self.request.budget_bytes is not None,
                 self._names,
                 self._where,
-                self.room.budget_bytes if self.room is not None else None,
+                self.memory.budget_bytes if self.memory is not None else None,
             )
         )
 

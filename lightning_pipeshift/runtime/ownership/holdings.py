@@ -313,13 +313,14 @@ class Holdings:
         with torch.no_grad(), self._changing_kept():
             for path, what in found.asked.items():
                 tensor = kept.get(path)
-                stages = self.stages_of(what.lives_with, stage_of)
                 if tensor is None:
                     continue
+                stages = self.stages_of(what.computed_from, stage_of)
+                is_elsewhere = what.computed_from and stages and self.stage not in stages
                 if path in found.received:
                     hold(tensor, found.received[path])
-                elif what.lives_with and stages and self.stage not in stages and not tensor.is_meta:
-                    swap(tensor, RemoteTensor.like(tensor, what.lives_with))
+                elif is_elsewhere and not tensor.is_meta:
+                    swap(tensor, RemoteTensor.like(tensor, what.computed_from))
         return True
 
     # --- where the values are stored ---

@@ -38,7 +38,7 @@ from lightning_pipeshift.model.parameters.uses import (
     take_other_state,
 )
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
-from lightning_pipeshift.runtime.comm.staging import room_for
+from lightning_pipeshift.runtime.comm.staging import host_buffer
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
@@ -236,9 +236,9 @@ class LiveMigration(ActionListener):
             with side_stream(device, "moves"):
                 for place in places:
                     like = incoming.parameters[place]
-                    room = room_for(tuple(like.shape), like.dtype)
-                    lane.receive_into(room, source)
-                    weights[place] = room.to(device)
+                    buffer = host_buffer(tuple(like.shape), like.dtype)
+                    lane.receive_into(buffer, source)
+                    weights[place] = buffer.to(device)
                 if kind is not _Kind.WEIGHTS:
                     values = {
                         name: value.to(device) if isinstance(value, Tensor) else value

@@ -45,7 +45,7 @@ from lightning_pipeshift.model.parameters.uses import (
     take_other_state,
 )
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
-from lightning_pipeshift.runtime.comm.staging import room_for
+from lightning_pipeshift.runtime.comm.staging import host_buffer
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.step.listeners import ActionListener
@@ -198,7 +198,7 @@ class Migration(ActionListener, LayerListener):
 
     def _buffer_like(self, like: Tensor) -> Tensor:
         if self._device.type == "cpu":
-            return room_for(tuple(like.shape), like.dtype)
+            return host_buffer(tuple(like.shape), like.dtype)
         return torch.empty(like.shape, dtype=like.dtype, device=self._device)
 
     # --- in threads ---
@@ -269,11 +269,11 @@ class Migration(ActionListener, LayerListener):
         lane = self._holdings.channels.bulk()
         parameters = [transfer for transfer in transfers if transfer.parameter is not None]
 
-        def take_in(room: Tensor) -> None:
-            if room.device.type == "cpu":
-                lane.receive_into(room, source)
+        def take_in(buffer: Tensor) -> None:
+            if buffer.device.type == "cpu":
+                lane.receive_into(buffer, source)
             else:
-                room.copy_(lane.receive_tensor(room, source))
+                buffer.copy_(lane.receive_tensor(buffer, source))
 
         coming = iter(parameters)
         while (message := lane.receive_object(source)) is _Message.EARLY:

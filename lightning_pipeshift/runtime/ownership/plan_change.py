@@ -39,7 +39,7 @@ class Changes(StepListener):
 
     Args:
         vm: its virtual machine.
-        follower: has the layers that steps call.
+        trace_cache: has the layers that steps call.
         move: prepares the move of layers for a plan, given the optimizers of the run.
         put_in_force: puts a plan in force, from a microbatch of the step on.
     """
@@ -47,12 +47,12 @@ class Changes(StepListener):
     def __init__(
         self,
         vm: int,
-        follower: TraceCache,
+        trace_cache: TraceCache,
         move: Callable[[Plan, Sequence[Optimizer]], Migration],
         put_in_force: Callable[[Plan, int], None],
     ) -> None:
         self._vm = vm
-        self._follower = follower
+        self._trace_cache = trace_cache
         self._move = move
         self._put_in_force = put_in_force
         self._prepared: _Prepared | None = None
@@ -86,8 +86,8 @@ class Changes(StepListener):
     def objection_to(self, placement: Placement) -> str:
         """The reason why layers cannot be placed so, in words; empty if they can be."""
         try:
-            for trace in self._follower.traces():
-                check_order(trace.flow, placement, self._vm, self._follower.gates)
+            for trace in self._trace_cache.traces():
+                check_order(trace.flow, placement, self._vm, self._trace_cache.gates)
         except LayerError as error:
             return str(error)
         return ""

@@ -223,7 +223,7 @@ def _signature(module: nn.Module) -> tuple[tuple[str, torch.Size], ...]:
 class Lacking(NamedTuple):
     """A tensor whose values some stage lacks."""
 
-    lives_with: frozenset[str]
+    computed_from: frozenset[str]
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -258,7 +258,7 @@ def exchange(
     """
     lacking = {
         path: Lacking(
-            tensor.lives_with if isinstance(tensor, RemoteTensor) else frozenset(),
+            tensor.computed_from if isinstance(tensor, RemoteTensor) else frozenset(),
             tuple(tensor.shape),
             tensor.dtype,
         )
@@ -284,7 +284,7 @@ def exchange(
             nowhere.append(path)
             continue
         source = sources[0]
-        for to in sorted(wanted_by(what.lives_with)):
+        for to in sorted(wanted_by(what.computed_from)):
             if path not in of_all[to]:
                 continue
             if channels.stage == source:

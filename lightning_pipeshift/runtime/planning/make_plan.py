@@ -289,7 +289,7 @@ def _candidates(
             possible=profile.possible_cuts,
         )
         return [placement.counts[vm]]
-    boundless = replace(workload, room_bytes=np.full(workload.num_stages, np.inf))
+    boundless = replace(workload, usable_bytes=np.full(workload.num_stages, np.inf))
     counts = [_chosen_cut(settings, profile, boundless, ()).counts]
     with suppress(PlanError):
         counts.append(_chosen_cut(settings, profile, workload, ()).counts)

@@ -91,7 +91,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class ProbeResult:
     """The measurements of all ranks.
 
     Args:
@@ -136,7 +136,7 @@ def probe(
     here: Device,
     report: Callable[[str], None] | None = None,
     slices: Callable[[torch.device], Sequence[float]] = time_slices,
-) -> Measured:
+) -> ProbeResult:
     """Measures the devices and the links between them. Every rank calls this; every rank gets the
     same.
 
@@ -182,7 +182,7 @@ def probe(
 # --- conclusions from the measurements ---
 
 
-def assess(found: Sequence[Found], links: Mapping[Pair, Link]) -> Measured:
+def assess(found: Sequence[Found], links: Mapping[Pair, Link]) -> ProbeResult:
     """Combines the measurements of all ranks.
 
     Args:
@@ -219,7 +219,7 @@ def assess(found: Sequence[Found], links: Mapping[Pair, Link]) -> Measured:
                 free_bytes=max(free_bytes, 1) if memory_bytes else 0,
             )
         )
-    return Measured(_cluster(tuple(devices), links), tuple(rates), notes)
+    return ProbeResult(_cluster(tuple(devices), links), tuple(rates), notes)
 
 
 def _ranks_by(names: Sequence[str]) -> dict[str, list[int]]:

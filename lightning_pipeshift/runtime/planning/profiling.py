@@ -25,7 +25,7 @@ from lightning_pipeshift.plan.inputs.profile_fitting import RankFigures, Times
 from lightning_pipeshift.plan.partition.boundaries import possible_cuts
 from lightning_pipeshift.plan.schedule.actions import Kind
 from lightning_pipeshift.runtime.comm.replicas import Replicas
-from lightning_pipeshift.runtime.offload.stage_memory import RankRoom
+from lightning_pipeshift.runtime.offload.stage_memory import RankMemory
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class Profiler:
         self.num_steps = 0
         self.held_bytes = 0
         """The device memory that the model took before its layers were distributed."""
-        self.room: RankRoom | None = None
+        self.memory: RankMemory | None = None
         """The rank's memory for saved tensors, if they have a budget."""
         self._is_last = is_last
         self._guesses: dict[int, Figures] = {}
@@ -168,7 +168,7 @@ class Profiler:
             },
             is_last=self._is_last,
             held_bytes=self.held_bytes,
-            **(asdict(self.room) if self.room is not None else {}),
+            **(asdict(self.memory) if self.memory is not None else {}),
         )
 
     def _observed_inputs(self) -> dict[int, int]:

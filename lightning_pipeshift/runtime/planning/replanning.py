@@ -94,11 +94,11 @@ class Replanning:
         self._say = say
         self._threads = threads
         # On the first rank: the decision being made, and the plan in force when that started.
-        self._thought: tuple[Future[Decision], Plan] | None = None
+        self._decision: tuple[Future[Decision], Plan] | None = None
         self._coming: _Coming | None = None
         self._decider = Decider(settings, replicas.topology)
         # Whether the first rank is making a decision.
-        self._is_thinking = False
+        self._is_deciding = False
         self._layers: tuple[LayerProfile, ...] = ()
         self._samples = 1.0
         # The seconds of a step before the plan changed, and the expected speedup.
@@ -166,7 +166,7 @@ class Replanning:
         self.profiler.held_bytes = held_bytes
         if memory is not None:
             device = self._cluster.devices[self._replicas.rank]
-            self.profiler.room = memory.measure(
+            self.profiler.memory = memory.measure(
                 device.free_bytes + held_bytes,
                 host_memory()[1],
                 sum(other.host == device.host for other in self._cluster.devices),
@@ -226,7 +226,7 @@ class Replanning:
             )
         return Plan.from_json(text)
 
-    def require_room(self, plan: Plan) -> None:
+    def require_memory(self, plan: Plan) -> None:
         """Raises PlanError if a stage would have too little memory according to the measurements,
         if there are any. Every rank calls this.
         """
@@ -234,8 +234,8 @@ class Replanning:
         if problem:
             raise PlanError(problem)
 
-    def require_room_here(self, plan: Plan) -> None:
-        """As :meth:`require_room`, on the first rank only."""
+    def require_memory_here(self, plan: Plan) -> None:
+        """As :meth:`require_memory`, on the first rank only."""
         problem = self._lacking(plan)
         if problem:
             raise PlanError(problem)
@@ -251,7 +251,7 @@ class Replanning:
     @property
     def has_decided(self) -> bool:
         """On the first rank: whether there is a decision that the others have not received."""
-        return self._thought is not None and self._thought[0].done()
+        return self._decision is not None and self._decision[0].done()
 
     def after_step(
         self,
@@ -275,7 +275,7 @@ class Replanning:
         self._gather(lag)
         steps = self._window
         is_due = self.measures and steps and self.profiler.num_measured >= steps
-        if not is_due or self._is_thinking:
+        if not is_due or self._is_deciding:
             return
         goes_on = self._settings.watch is not None
         if self._before is not None:
@@ -286,13 +286,13 @@ class Replanning:
         middle = self.profiler.figures(own, gates, optimizers)
         mine = [middle, *(self.profiler.at_level(middle, level) for level in _EXTREMES)]
         self.is_measured = True
-        self._is_thinking = not self._settings.only_measures
+        self._is_deciding = not self._settings.only_measures
         took = self.profiler.step_seconds
         assert took is not None
         self._coming = _Coming(plan, steps, took, mine)
         if not lag or self._replicas.rank != 0:
             self._gather(0)
-        if self._is_thinking:
+        if self._is_deciding:
             self.profiler.next_window()
 
     def end_gathering(self) -> None:
@@ -316,11 +316,11 @@ class Replanning:
         usual, *extremes = (self._learned(found) for found in zip(*figures, strict=True))
         self.measured = usual.compared(coming.plan, coming.took)
         self._cluster = usual.cluster
-        if self._is_thinking:
+        if self._is_deciding:
             # Planning takes longer than a small step.
             window = Window(coming.steps, coming.took, self.measured, extremes, self.steps_left)
-            think = partial(self._decider.decide, coming.plan, window)
-            self._thought = self._threads.submit(think), coming.plan
+            decide = partial(self._decider.decide, coming.plan, window)
+            self._decision = self._threads.submit(decide), coming.plan
 
     def announce(self, plan: Plan) -> Decision:
         """Returns the first rank's decision on all ranks. Every rank calls this, when the first one
@@ -330,7 +330,7 @@ class Replanning:
             plan: the one that the next step will run under.
         """
         found: Decision = self._replicas.world.share_object(self.take_decision(plan), source=0)
-        self.heed(found)
+        self.accept(found)
         return found
 
     def take_decision(self, plan: Plan) -> Decision | None:
@@ -339,18 +339,18 @@ class Replanning:
         Args:
             plan: the one that the next step will run under.
         """
-        if self._thought is None:
+        if self._decision is None:
             return None
-        (thought, before), self._thought = self._thought, None
-        decision = thought.result()
+        (future, before), self._decision = self._decision, None
+        decision = future.result()
         if not before.is_like(plan):
             # Layers have changed their owners on request in the meantime.
             return Decision(plan.to_json(), False, "")
         return decision
 
-    def heed(self, found: Decision) -> None:
+    def accept(self, found: Decision) -> None:
         """Notes a decision of the first rank. Every rank calls this."""
-        self._is_thinking = False
+        self._is_deciding = False
         if found.message:
             self._messages.append(found.message)
         if found.is_new and found.took is not None:

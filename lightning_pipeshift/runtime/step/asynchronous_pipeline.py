@@ -137,7 +137,7 @@ class AsynchronousPipeline(Pipeline):
             self._check_batch(given.batch, given.batch_idx)
         ((part, size),) = split(given.batch, 1)
         key = self._key("train", given.step_number, 0)
-        self._settle(key, given.step, part, given.optimizers, final=True, trains=True)
+        self._prepare(key, given.step, part, given.optimizers, final=True, trains=True)
         self._optimizers = given.optimizers
         assert self.holdings is not None
         minibatches = self._minibatches or self._make_minibatches(self.holdings)
@@ -177,7 +177,7 @@ class AsynchronousPipeline(Pipeline):
         found = [] if finished is None else [self._finish(finished)]
         if self._live.last is None:
             own = self.plan.placement.layers_of(self.vm, self.channels.stage)
-            gates, lag = self._follower.gates, self.channels.num_stages
+            gates, lag = self._trace_cache.gates, self.channels.num_stages
             self.planning.after_step(self.plan, own, gates, given.optimizers, lag)
         return found
 
@@ -263,7 +263,7 @@ class AsynchronousPipeline(Pipeline):
         for text in notice.plans:
             self._live.request(Plan.from_json(text))
         if notice.decision is not None:
-            self.planning.heed(notice.decision)
+            self.planning.accept(notice.decision)
             plan = Plan.from_json(notice.decision.plan)
             if notice.decision.is_new and self._is_movable(plan):
                 self._live.request(plan)
@@ -279,7 +279,7 @@ class AsynchronousPipeline(Pipeline):
             try:
                 plan = now.with_placement(placement_after(now, request.moves))
                 self._require_movable(plan)
-                self.planning.require_room_here(plan)
+                self.planning.require_memory_here(plan)
             except PipeShiftError as error:
                 answer = Answer(False, f"nothing moves: {error}")
             else:

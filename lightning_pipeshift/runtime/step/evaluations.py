@@ -7,7 +7,7 @@ from lightning_pipeshift.model.user_state.logs import merge_logs
 from lightning_pipeshift.plan.schedule.actions import Row
 from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.lane import Sent
-from lightning_pipeshift.runtime.step.losses import Outcome
+from lightning_pipeshift.runtime.step.losses import MicrobatchOutcome
 from lightning_pipeshift.runtime.step.stage import Stage, Step
 from lightning_pipeshift.runtime.step.step_report import Report
 from lightning_pipeshift.runtime.step.user_state import UserState
@@ -31,7 +31,7 @@ class Evaluations:
         self._channels = channels
         self._user_state = user_state
         # The outcomes and sizes of the batches whose reports have not been fetched yet.
-        self._pending: list[tuple[list[Outcome], int]] = []
+        self._pending: list[tuple[list[MicrobatchOutcome], int]] = []
         self._result_under_way = Fetch(None)
         self._sends: list[Sent] = []
 

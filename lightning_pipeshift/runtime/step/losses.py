@@ -27,7 +27,7 @@ class Denominators(NamedTuple):
 
 
 @dataclass
-class Outcome:
+class MicrobatchOutcome:
     """The last stage's result of one microbatch.
 
     Args:
@@ -64,8 +64,8 @@ class Losses:
     sizes: Sequence[int]
     loss_scale: float | Tensor = 1.0
     denominators: Denominators | None = None
-    agree: Callable[[Outcome], Denominators] | None = None
-    outcomes: list[Outcome] = field(default_factory=list, init=False)
+    agree: Callable[[MicrobatchOutcome], Denominators] | None = None
+    outcomes: list[MicrobatchOutcome] = field(default_factory=list, init=False)
     _expected_weight: float | Tensor | None = field(default=None, init=False)
     """The expected sum of the user's weights, which divides the losses meanwhile."""
 
@@ -123,7 +123,7 @@ class Losses:
             self._expected_weight = expected = weight * len(self.sizes)
         return weight / expected * scale
 
-    def weights(self, outcomes: Sequence[Outcome]) -> list[float]:
+    def weights(self, outcomes: Sequence[MicrobatchOutcome]) -> list[float]:
         """The weight of each microbatch; 0 for one without a loss.
 
         Args:
@@ -138,7 +138,7 @@ class Losses:
             for outcome, size in zip(outcomes, self.sizes, strict=True)
         ]
 
-    def counted(self, outcomes: Sequence[Outcome]) -> tuple[float, float]:
+    def counted(self, outcomes: Sequence[MicrobatchOutcome]) -> tuple[float, float]:
         """The total weight of the losses, and the denominator by which they have been divided.
 
         Args:
@@ -156,9 +156,9 @@ class Losses:
         return counted, float(sum(self.sizes))
 
 
-def _outcome(result: Any, logs: list[LoggedValue], device: torch.device) -> Outcome:
+def _outcome(result: Any, logs: list[LoggedValue], device: torch.device) -> MicrobatchOutcome:
     if not torch.is_grad_enabled():
-        return Outcome(result, logs)
+        return MicrobatchOutcome(result, logs)
     loss, weight = result, None
     if isinstance(result, Mapping):
         if "loss" not in result:
@@ -173,7 +173,9 @@ def _outcome(result: Any, logs: list[LoggedValue], device: torch.device) -> Outc
             f"`training_step` returned {type(loss).__name__} as its loss; it has to be a tensor"
             " with one element, or None to leave the microbatch out."
         )
-    return Outcome(result, logs, loss, None if weight is None else _number(weight, device))
+    return MicrobatchOutcome(
+        result, logs, loss, None if weight is None else _number(weight, device)
+    )
 
 
 def _number(value: Any, device: torch.device) -> float | Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lightning_pipeshift.model.execution.stage_pass import StagePass
-from lightning_pipeshift.model.gates.gate import Switch
+from lightning_pipeshift.model.gates.gate import CurrentPass
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.step.trace_cache import Key
@@ -30,16 +30,20 @@ class OneStage:
 
     Args:
         root: the LightningModule.
-        switch: the gates' switch.
+        current_pass: that of the gates.
         streams: the random generators.
         device: the one device.
     """
 
     def __init__(
-        self, root: nn.Module, switch: Switch, streams: RandomStreams, device: torch.device
+        self,
+        root: nn.Module,
+        current_pass: CurrentPass,
+        streams: RandomStreams,
+        device: torch.device,
     ) -> None:
         self._root = root
-        self._switch = switch
+        self._current_pass = current_pass
         self._streams = streams
         self._device = device
         self._pass: StagePass | None = None
@@ -76,12 +80,12 @@ class OneStage:
             key=key,
             shared=holdings.shared,
         )
-        self._switch.current = current
+        self._current_pass.value = current
         try:
             with self._streams.switched(*key):
                 current.run(lambda: step(self._root, batch))
         finally:
-            self._switch.current = None
+            self._current_pass.value = None
         result, current.result = current.result, None
         self._pass = current if torch.is_grad_enabled() else None
         return result, current.order
@@ -98,14 +102,14 @@ class OneStage:
         sums_apart = holdings.shared.was_handed_out
         if sums_apart:
             holdings.set_gradients_aside(keep=True)
-        self._switch.current = current
+        self._current_pass.value = current
         try:
             # Layers that run again, as the model uses activation checkpointing, draw the same
             # random numbers as before.
             with self._streams.switched(*current.key):
                 yield
         finally:
-            self._switch.current = None
+            self._current_pass.value = None
             current.end_backward()
         if sums_apart:
             holdings.collect_gradients(1.0, None, joins=False)

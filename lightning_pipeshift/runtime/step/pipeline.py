@@ -19,7 +19,7 @@ from lightning_pipeshift.model.execution.microbatch import (
     batch_size_of,
     split,
 )
-from lightning_pipeshift.model.gates.gate import Gate, Scope, Switch, install, remove
+from lightning_pipeshift.model.gates.gate import CurrentPass, Gate, Scope, install, remove
 from lightning_pipeshift.model.gates.layers import find_layers, find_scopes, require_layers
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit, is_whole
 from lightning_pipeshift.model.parameters.uses import (
@@ -36,11 +36,13 @@ from lightning_pipeshift.model.trace.signature import module_signature
 from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.model.user_state.logs import LogRecorder
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
+from lightning_pipeshift.plan.cost.lanes import lanes_by_share
 from lightning_pipeshift.plan.document.moves import Move, placement_after
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Device
 from lightning_pipeshift.plan.inputs.flow import Call, Flow, call_order
 from lightning_pipeshift.plan.inputs.placement import Ownership, Placement
+from lightning_pipeshift.plan.inputs.traffic import NUM_GRADIENT_CLASSES
 from lightning_pipeshift.plan.schedule.actions import Row, Schedule
 from lightning_pipeshift.plan.schedule.checker import check
 from lightning_pipeshift.plan.schedule.communication import with_communication
@@ -53,7 +55,12 @@ from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.threads import Threads
-from lightning_pipeshift.runtime.gradients.aggregation import Aggregation, AllReduce
+from lightning_pipeshift.runtime.comm.turns import Urgency
+from lightning_pipeshift.runtime.gradients.aggregation import (
+    Aggregation,
+    AllReduce,
+    GradientGroup,
+)
 from lightning_pipeshift.runtime.gradients.device_rings import DeviceRings
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdates
 from lightning_pipeshift.runtime.gradients.replica_sync import (
@@ -170,30 +177,30 @@ class Pipeline:
             settings, replicas, here, channels.device, self.messages, say, self._threads
         )
         self.streams = RandomStreams(channels.device)
-        self._switch = Switch()
+        self._current_pass = CurrentPass()
         layers = find_layers(root, max(replicas.topology.stages_per_vm))
         if replicas.topology.num_ranks > 1:
             require_layers(root, layers.values())
         elif not layers:
             layers = {type(root).__name__: root}
         gates = [
-            Gate(name, layer, index, self._switch)
+            Gate(name, layer, index, self._current_pass)
             for index, (name, layer) in enumerate(layers.items())
         ]
         gated = set(map(id, layers.values()))
         self._scopes = [
-            Scope("", module, -1, self._switch)
+            Scope("", module, -1, self._current_pass)
             for module in find_scopes(root)
             if id(module) not in gated
         ]
         settings.check(gates, replicas.topology.stages_per_vm)
         install([*gates, *self._scopes])
-        self._follower = TraceCache(
-            root, gates, self._switch, self.streams, channels.device, self.late_updates.finish
+        self._trace_cache = TraceCache(
+            root, gates, self._current_pass, self.streams, channels.device, self.late_updates.finish
         )
-        self.one_stage = OneStage(root, self._switch, self.streams, channels.device)
+        self.one_stage = OneStage(root, self._current_pass, self.streams, channels.device)
         """Runs the steps of a single device: see :meth:`plain_training_step`."""
-        self.changes = Changes(self.vm, self._follower, self._move, self._put_in_force)
+        self.changes = Changes(self.vm, self._trace_cache, self._move, self._put_in_force)
         self._recorder = LogRecorder(root)
         self._user_state = UserState(
             root,
@@ -246,7 +253,7 @@ class Pipeline:
         self._stage = Stage(
             root,
             channels,
-            self._switch,
+            self._current_pass,
             self.streams,
             self._recorder,
             self._user_state.resolve,
@@ -274,14 +281,14 @@ class Pipeline:
     @property
     def layers(self) -> dict[str, nn.Module]:
         """The layers by their names, in the order in which the first step called them."""
-        return {gate.name: gate.layer for gate in self._follower.gates}
+        return {gate.name: gate.layer for gate in self._trace_cache.gates}
 
     @property
     def traces(self) -> list[Trace]:
         """The traces of the steps that have been traced, in that order; empty if no step had to be
         traced.
         """
-        return self._follower.traces()
+        return self._trace_cache.traces()
 
     @property
     def is_last(self) -> bool:
@@ -289,12 +296,12 @@ class Pipeline:
         return self.channels.stage == self.channels.num_stages - 1
 
     def _modules_outside_layers(self) -> dict[str, nn.Module]:
-        inside = {id(part) for gate in self._follower.gates for part in gate.layer.modules()}
+        inside = {id(part) for gate in self._trace_cache.gates for part in gate.layer.modules()}
         return {
             name: module for name, module in self.root.named_modules() if id(module) not in inside
         }
 
-    def _settle(
+    def _prepare(
         self,
         key: Key,
         step: UserStep,
@@ -311,19 +318,21 @@ class Pipeline:
         """
         if self._plan is not None and (self._is_final or not final):
             return
-        follower, channels = self._follower, self.channels
+        channels, gates = self.channels, self._trace_cache.gates
         stopwatch = None
         if self.planning.measures:
             stopwatch = Stopwatch(channels.device, self.streams, trains, addresses_of(batch))
         trace = Trace.empty()
-        if self._follows:
-            trace = follower.first(key, step, batch, module_signature(self.root), stopwatch)
+        if self._traces_steps:
+            trace = self._trace_cache.first(
+                key, step, batch, module_signature(self.root), stopwatch
+            )
         called: set[int] | None = None
         if trains and trace.flow.calls and not trace.is_drawn:
             # Otherwise a layer that was not called now might be called in the next step.
             called = {call.layer for call in trace.flow.calls}
         # Layers that no step calls (a copy, a head that is switched off) need no compute.
-        idle = set(range(len(follower.gates))) - called if called is not None else set()
+        idle = set(range(len(gates))) - called if called is not None else set()
         if stopwatch is not None:
             stopwatch.figures |= dict.fromkeys(idle, Figures(0.0))
         # Parameters used outside of layers in the sanity check remain so: every stage holds them.
@@ -332,14 +341,14 @@ class Pipeline:
         # Every rank traced its own batch; the result of rank 0 counts.
         named, called = self.replicas.world.share_object((named, called), source=0)
         touched = {id(p): named[n] for n, p in self.root.named_parameters() if n in named}
-        layers = [gate.layer for gate in follower.gates]
+        layers = [gate.layer for gate in gates]
         scopes = [scope.layer for scope in self._scopes]
         uses = parameter_uses(self.root, layers, touched, called, scopes)
         of_user_code = modules_of_user_code(self.root, layers, uses, called)
         self.planning.shared = shared_weights(uses, channels.device)
         optimizers = list(optimizers)
         plan = self.planning.first_plan(
-            follower.gates,
+            gates,
             trace,
             stopwatch.figures if stopwatch is not None else {},
             optimizers if trains else [],
@@ -349,15 +358,15 @@ class Pipeline:
             self.memory if trains else None,
             idle,
         )
-        plan.require_layers([gate.name for gate in follower.gates])
+        plan.require_layers([gate.name for gate in gates])
         placement = plan.placement
-        check_order(trace.flow, placement, self.vm, follower.gates)
+        check_order(trace.flow, placement, self.vm, gates)
         stage_of = placement.stages(self.vm)
         self._plan = plan
         self._ownership = Ownership.of(placement)
         self._touched = touched
         self._called = called if called is not None else set(range(len(layers)))
-        if trains and self._follows:
+        if trains and self._traces_steps:
             self._say_who_has_no_work()
         self.holdings = Holdings(self.root, uses, layers, stage_of, channels, of_user_code)
         if not self._was_whole:
@@ -395,9 +404,9 @@ class Pipeline:
         """The plan in force, with its layers in the order in which they are called. If no step was
         traced, that order is known after one has run.
         """
-        plan, names = self.plan, [gate.name for gate in self._follower.gates]
+        plan, names = self.plan, [gate.name for gate in self._trace_cache.gates]
         called = list(dict.fromkeys(self.order))
-        if self._follows or not called:
+        if self._traces_steps or not called:
             return plan
         calls = [Call(layer, 0, (), frozenset()) for layer in called]
         flow = Flow(tuple(calls), frozenset(), frozenset(), frozenset())
@@ -425,7 +434,7 @@ class Pipeline:
                 training: only the owners of layers and the recomputation can change.
         """
         now = self.plan
-        plan.require_layers([gate.name for gate in self._follower.gates])
+        plan.require_layers([gate.name for gate in self._trace_cache.gates])
         found = (plan.schedule, plan.microbatches, tuple(map(len, plan.placement.counts)))
         allowed = (now.schedule, now.microbatches, tuple(map(len, now.placement.counts)))
         if found != allowed:
@@ -458,7 +467,7 @@ class Pipeline:
         """
         plan = self.coming_plan
         plan = plan.with_placement(placement_after(plan, moves))
-        self.planning.require_room(plan)
+        self.planning.require_memory(plan)
         self.adopt(plan)
 
     def _move(self, plan: Plan, optimizers: Sequence[Optimizer]) -> Migration:
@@ -506,7 +515,7 @@ class Pipeline:
         match_replicas(
             self.replicas,
             self.plan.placement,
-            [gate.layer for gate in self._follower.gates],
+            [gate.layer for gate in self._trace_cache.gates],
             self._modules_outside_layers(),
             self.holdings.uses if parameters_too else [],
         )
@@ -532,6 +541,7 @@ class Pipeline:
         if is_gloo:
             device = torch.device("cpu")
             if kind == "ring":
+                self._give_lanes(groups, placement.num_layers, is_new)
                 return Aggregation(
                     mine, self._rings.start, agree, len(uses), device, in_order=False
                 )
@@ -540,6 +550,28 @@ class Pipeline:
         if kind == "ring":
             sums = DeviceRings(self._groups, self.replicas.rank, watched)
         return Aggregation(mine, sums.start, agree, len(uses), device, in_order=True)
+
+    def _give_lanes(self, groups: Sequence[GradientGroup], num_layers: int, may_open: bool) -> None:
+        """Sets the urgency of each group's sum.
+
+        Args:
+            groups: all of them, in an order that is the same on every rank.
+            num_layers: how many layers the model has.
+            may_open: whether all ranks call this at the same time, and may open lanes.
+        """
+        assert self._rings is not None
+        sizes = [0] * num_layers
+        for group in groups:
+            if group.is_hooked:
+                sizes[group.number] = bytes_of(group.trained)
+        count = min(NUM_GRADIENT_CLASSES, sum(map(bool, sizes)) or 1)
+        lanes = lanes_by_share(sizes, [1 / count] * count)
+        if may_open:
+            self._rings.open_lanes(count)
+        for group in groups:
+            # The step ends when the sums of shared parameters are there.
+            if group.is_hooked:
+                group.urgency = Urgency(lanes[group.number], group.number)
 
     @property
     def migration_seconds(self) -> float:
@@ -554,7 +586,7 @@ class Pipeline:
         return self._aggregation.exposed_seconds if self._aggregation is not None else 0.0
 
     @property
-    def _follows(self) -> bool:
+    def _traces_steps(self) -> bool:
         """Whether steps have to be traced before they run. A single stage runs them directly,
         unless they are measured.
         """
@@ -568,9 +600,9 @@ class Pipeline:
         return [self._trace(key, step, part, state) for key, (part, _) in parts]
 
     def _trace(self, key: Key, step: UserStep, batch: Any, state: Hashable) -> Trace | None:
-        if not self._follows:
+        if not self._traces_steps:
             return None
-        trace, is_new = self._follower.trace(key, step, batch, state)
+        trace, is_new = self._trace_cache.trace(key, step, batch, state)
         if is_new:
             self._note_touched(trace)
         return trace
@@ -593,7 +625,7 @@ class Pipeline:
     @property
     def is_by_itself(self) -> bool:
         """Whether this is the only device, and its steps are not traced."""
-        return not self._follows
+        return not self._traces_steps
 
     def begins_plain_step(
         self, batch: Any, step: UserStep, step_number: int, optimizers: Sequence[Optimizer]
@@ -609,10 +641,10 @@ class Pipeline:
             optimizers: whose state follows the parameters.
         """
         stages_per_vm = self.replicas.topology.stages_per_vm
-        if self._follows or not self.settings.leaves_steps_whole(stages_per_vm):
+        if self._traces_steps or not self.settings.leaves_steps_whole(stages_per_vm):
             return False
         key = self._key("train", step_number, 0)
-        self._settle(key, step, batch, optimizers, final=True, trains=True)
+        self._prepare(key, step, batch, optimizers, final=True, trains=True)
         return not self.plan.recomputed(self.vm) and self.changes.last is None
 
     def plain_training_step(self, batch: Any, step: UserStep, step_number: int) -> Any:
@@ -644,14 +676,14 @@ class Pipeline:
             final: whether a plan that is made now is final.
         """
         key = self._key(purpose, step_number, 0)
-        self._settle(key, step, batch, (), final)
+        self._prepare(key, step, batch, (), final)
         return self._plain_forward(key, step, batch)
 
     def _plain_forward(self, key: Key, step: UserStep, batch: Any) -> Any:
         assert self.holdings is not None
         self.channels.num_done += 1
         result, self.order = self.one_stage.forward(
-            step, batch, key, self.holdings, len(self._follower.gates)
+            step, batch, key, self.holdings, len(self._trace_cache.gates)
         )
         return result
 
@@ -669,6 +701,7 @@ class Pipeline:
             given: the batch.
         """
         self._note_begin()
+        self.late_updates.suspend()
         # The objects sent in the last step have been received by now, so this hardly waits.
         self.channels.settle()
         self._check_batch(given.batch, given.batch_idx)
@@ -676,7 +709,7 @@ class Pipeline:
             given.batch, self.settings.num_microbatches(self.replicas.topology.stages_per_vm)
         )
         keys = [self._key("train", given.step_number, number) for number in range(len(slices))]
-        self._settle(keys[0], given.step, slices[0][0], given.optimizers, final=True, trains=True)
+        self._prepare(keys[0], given.step, slices[0][0], given.optimizers, final=True, trains=True)
         traces = self._traces(keys, slices, given.step)
         for listener in self._listeners:
             listener.before_step(given, traces)
@@ -689,7 +722,7 @@ class Pipeline:
         for listener in self._listeners:
             listener.after_step(given, traces, report)
         self.is_to_end = self._votes.are_for_end
-        self._think_after_step(given.optimizers)
+        self._replan(given.optimizers)
         if self._votes.are_for_requests:
             self._open_mail()
         self.num_steps_done = given.step_number + 1
@@ -708,10 +741,10 @@ class Pipeline:
             profiler = self.planning.profiler
             profiler.begin_anew(for_good=profiler.is_over)
 
-    def _think_after_step(self, optimizers: Sequence[Optimizer]) -> None:
+    def _replan(self, optimizers: Sequence[Optimizer]) -> None:
         if not self.changes.is_prepared:
             own = self.plan.placement.layers_of(self.vm, self.channels.stage)
-            self.planning.after_step(self.plan, own, self._follower.gates, optimizers)
+            self.planning.after_step(self.plan, own, self._trace_cache.gates, optimizers)
 
     # --- training: the step ---
 
@@ -843,7 +876,7 @@ class Pipeline:
         assert self._ownership is not None
         placement = self._ownership.placement(self._num_microbatches_done + int(key[3]))
         if trace is not None and trace.checked is not placement:
-            check_order(trace.flow, placement, self.vm, self._follower.gates)
+            check_order(trace.flow, placement, self.vm, self._trace_cache.gates)
             trace.checked = placement
         layers = placement.layers_of(self.vm, self.channels.stage)
         return Microbatch(part, size, trace, layers, key, recompute)
@@ -878,7 +911,7 @@ class Pipeline:
         self._check_batch(batch, batch_idx)
         key = self._key(purpose, step_number, 0)
         # Optimizer state from an earlier training remains on its stage.
-        self._settle(key, step, batch, (), final)
+        self._prepare(key, step, batch, (), final)
         trace = self._trace(key, step, batch, module_signature(self.root))
         microbatch = self._microbatch(key, batch, trace, 1)
         assert self.holdings is not None
@@ -913,8 +946,8 @@ class Pipeline:
         if self.memory is not None:
             self.memory.close()
         self._threads.close()
-        remove([*self._follower.gates, *self._scopes])
-        self._switch.current = None
+        remove([*self._trace_cache.gates, *self._scopes])
+        self._current_pass.value = None
 
     def make_whole(self) -> None:
         """Gives every rank the whole model again, if it had it before. Every stage calls this."""

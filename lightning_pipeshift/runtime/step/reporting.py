@@ -12,7 +12,7 @@ from lightning_pipeshift.model.execution.microbatch import merge, weighted_mean
 from lightning_pipeshift.model.execution.transfer import Fetch, to_host
 from lightning_pipeshift.model.user_state.logs import merge_logs
 from lightning_pipeshift.runtime.comm.replicas import Replicas
-from lightning_pipeshift.runtime.step.losses import Denominators, Losses, Outcome
+from lightning_pipeshift.runtime.step.losses import Denominators, Losses, MicrobatchOutcome
 from lightning_pipeshift.runtime.step.step_report import Report
 from lightning_pipeshift.runtime.step.user_state import UserState
 
@@ -56,7 +56,7 @@ class Reporting:
             ),
         )
 
-    def _agree(self, num_microbatches: int, outcome: Outcome) -> Denominators:
+    def _agree(self, num_microbatches: int, outcome: MicrobatchOutcome) -> Denominators:
         """Agrees with the other virtual machines on denominators: on the last stage, once in a
         run.
         """

@@ -19,7 +19,7 @@ from lightning_pipeshift.errors import BudgetError, LayerError, ScheduleError
 from lightning_pipeshift.model.execution.finite import FiniteCheck, finite_check
 from lightning_pipeshift.model.execution.stage_pass import StagePass
 from lightning_pipeshift.model.execution.timing import Timer
-from lightning_pipeshift.model.gates.gate import Switch
+from lightning_pipeshift.model.gates.gate import CurrentPass
 from lightning_pipeshift.model.parameters.gradient_box import SharedParameters
 from lightning_pipeshift.model.saved.saved_tensors import (
     Observer,
@@ -194,7 +194,7 @@ class Stage:
     Args:
         root: the LightningModule.
         channels: the stage's connections.
-        switch: the gates' switch.
+        current_pass: that of the gates.
         streams: the random generators.
         recorder: stands in for ``LightningModule.log``.
         resolve_state: puts values where user code has kept placeholders.
@@ -205,7 +205,7 @@ class Stage:
         self,
         root: nn.Module,
         channels: Channels,
-        switch: Switch,
+        current_pass: CurrentPass,
         streams: RandomStreams,
         recorder: LogRecorder,
         resolve_state: Callable[[Callable[[Any], Any]], None] | None = None,
@@ -213,7 +213,7 @@ class Stage:
     ) -> None:
         self._root = root
         self._channels = channels
-        self._switch = switch
+        self._current_pass = current_pass
         self._streams = streams
         self._recorder = recorder
         self._resolve_state = resolve_state
@@ -373,7 +373,7 @@ class Stage:
             listeners=[found for found in listeners if found is not None],
             resolve_state=self._resolve_state,
         )
-        self._switch.current = self._under_way = current
+        self._current_pass.value = self._under_way = current
         self._recorder.current = current
         # From here on only the model itself keeps parts of the payload alive.
         received.clear()
@@ -382,7 +382,7 @@ class Stage:
             with self._profile("[PipeShift] forward"):
                 current.run(lambda: step.function(self._root, microbatch.batch))
         finally:
-            self._switch.current = None
+            self._current_pass.value = None
             self._recorder.current = None
         logs = self._recorder.take()
         held.forward = current
@@ -423,12 +423,12 @@ class Stage:
 
     def recompute(self, held: _InFlight) -> None:
         """Runs the layers again that have dropped their saved tensors."""
-        self._switch.current = held.current
+        self._current_pass.value = held.current
         try:
             with self._profile("[PipeShift] recompute"):
                 held.current.recompute_layers()
         finally:
-            self._switch.current = None
+            self._current_pass.value = None
 
     def receive_gradient(self, held: _InFlight) -> None:
         """Posts the receive of the gradients of the payload that was sent on."""
@@ -505,7 +505,7 @@ class Stage:
         self, held: _InFlight, current: StagePass, roots: list[Any], gradients: list[Tensor]
     ) -> None:
         timer = held.step.timers.get(held.number)
-        self._switch.current = current
+        self._current_pass.value = current
         begin = timer.now() if timer is not None else None
         try:
             with self._profile("[PipeShift] backward"):
@@ -516,7 +516,7 @@ class Stage:
                 raise
             raise found from error
         finally:
-            self._switch.current = None
+            self._current_pass.value = None
         if timer is not None:
             timer.end_backward(begin)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeshift.model.execution.measure import Stopwatch
-from lightning_pipeshift.model.gates.gate import Gate, Switch
+from lightning_pipeshift.model.gates.gate import CurrentPass, Gate
 from lightning_pipeshift.model.trace.recorder import record
 from lightning_pipeshift.model.trace.signature import batch_signature
 from lightning_pipeshift.model.trace.trace import Trace
@@ -32,7 +32,7 @@ class TraceCache:
     Args:
         root: the LightningModule.
         gates: one for each layer, installed.
-        switch: the gates' switch.
+        current_pass: that of the gates.
         streams: the random generators; tracing draws the same numbers as running.
         device: the stage's device.
         before: called before a step is traced.
@@ -42,7 +42,7 @@ class TraceCache:
         self,
         root: nn.Module,
         gates: list[Gate],
-        switch: Switch,
+        current_pass: CurrentPass,
         streams: RandomStreams,
         device: torch.device,
         before: Callable[[], None],
@@ -50,7 +50,7 @@ class TraceCache:
         self.gates = gates
         self._before = before
         self._root = root
-        self._switch = switch
+        self._current_pass = current_pass
         self._streams = streams
         self._device = device
         self._traces: OrderedDict[Hashable, Trace] = OrderedDict()
@@ -128,7 +128,14 @@ class TraceCache:
 
         with self._streams.switched(*key):
             trace = record(
-                run, self._root, self.gates, self._switch, self._device, stopwatch, begin, watched
+                run,
+                self._root,
+                self.gates,
+                self._current_pass,
+                self._device,
+                stopwatch,
+                begin,
+                watched,
             )
             # The layers that are called may depend on random numbers drawn between them.
             trace.is_drawn |= watched.has_drawn

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_pipeshift.model.trace.trace import LAST_STAGE
 from lightning_pipeshift.model.user_state.metrics import BatchMetrics
-from lightning_pipeshift.model.user_state.module_state import Path, TailState
+from lightning_pipeshift.model.user_state.module_state import ModuleState, Path
 from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.step.listeners import StepListener, Traces
 from lightning_pipeshift.runtime.step.step_report import Report
@@ -38,7 +38,7 @@ class UserState(StepListener):
         owner: Callable[[int], int],
     ) -> None:
         self._root = root
-        self._tail = TailState(dict(modules), ignored)
+        self._tail = ModuleState(dict(modules), ignored)
         self._metrics = BatchMetrics(root)
         self._channels = channels
         self._owner = owner
@@ -111,5 +111,5 @@ class UserState(StepListener):
                     tensor.copy_(values)
 
     def resolve(self, value_of: Callable[[Any], Any]) -> None:
-        """Replaces placeholders that user code has kept: see :meth:`TailState.resolve`."""
+        """Replaces placeholders that user code has kept: see :meth:`ModuleState.resolve`."""
         self._tail.resolve(value_of)

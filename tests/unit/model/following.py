@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeshift.model.execution.measure import Stopwatch
-from lightning_pipeshift.model.gates.gate import Gate, Switch, install, remove
+from lightning_pipeshift.model.gates.gate import CurrentPass, Gate, install, remove
 from lightning_pipeshift.model.gates.layers import find_layers
-from lightning_pipeshift.model.trace.placeholder import Placeholder, Watcher, spec_of
-from lightning_pipeshift.model.trace.recorder import Switches, record
+from lightning_pipeshift.model.trace.placeholder import Placeholder, PlaceholderListener, spec_of
+from lightning_pipeshift.model.trace.recorder import StreamSelector, record
 from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.plan.inputs.flow import Value
 
@@ -45,12 +45,12 @@ def follow(
     model: nn.Module,
     *batch: Any,
     stopwatch: Stopwatch | None = None,
-    streams: Switches | None = None,
+    streams: StreamSelector | None = None,
 ) -> Trace:
     """The trace of ``model.user_step(model, *batch)``."""
-    switch = Switch()
+    current_pass = CurrentPass()
     gates = [
-        Gate(name, layer, index, switch)
+        Gate(name, layer, index, current_pass)
         for index, (name, layer) in enumerate(find_layers(model).items())
     ]
     install(gates)
@@ -59,7 +59,7 @@ def follow(
             lambda m: getattr(m, "user_step")(m, *batch),  # noqa: B009
             model,
             gates,
-            switch,
+            current_pass,
             CPU,
             stopwatch,
             streams=streams,
@@ -118,7 +118,7 @@ def placeholder(
     return Placeholder.of(spec_of(tensor), CPU, [Value(layer, 0, 0)])
 
 
-class Notes(Watcher):
+class Notes(PlaceholderListener):
     """A recorder that only takes notes, and so lets values be estimated."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeshift.model.user_state.module_state import TailState
+from lightning_pipeshift.model.user_state.module_state import ModuleState
 from tests.unit.model.following import CPU, placeholder
 
 
@@ -49,7 +49,7 @@ class User(nn.Module):
 def played(step):
     """The state of the last stage after ``step``, and that of another stage that hears of it."""
     last, other = User(), User()
-    states = [TailState({"": user, "child": user.child}, IGNORED) for user in (last, other)]
+    states = [ModuleState({"": user, "child": user.child}, IGNORED) for user in (last, other)]
     for state in states:
         state.remember()
     step(last)
@@ -139,7 +139,7 @@ def test_nothing_changed():
 def test_lists_and_buffers_stay_the_same_objects():
     last, other = User(), User()
     kept, buffer = other.outputs, other.average
-    states = [TailState({"": user}, IGNORED) for user in (last, other)]
+    states = [ModuleState({"": user}, IGNORED) for user in (last, other)]
     for state in states:
         state.remember()
     last.outputs.append(1)
@@ -152,7 +152,7 @@ def test_lists_and_buffers_stay_the_same_objects():
 def test_only_what_is_new_is_sent():
     last = User()
     last.outputs.extend([torch.zeros(10_000) for _ in range(5)])
-    state = TailState({"": last}, IGNORED)
+    state = ModuleState({"": last}, IGNORED)
     state.remember()
     last.outputs.append(1)
     assert len(pickle.dumps(state.changes())) < 1000
@@ -161,7 +161,7 @@ def test_only_what_is_new_is_sent():
 def test_what_other_stages_had_in_the_meantime_is_replaced():
     """User code in front of the last layer may have appended there, too."""
     last, other = User(), User()
-    states = [TailState({"": user}, IGNORED) for user in (last, other)]
+    states = [ModuleState({"": user}, IGNORED) for user in (last, other)]
     for user, state in zip((last, other), states, strict=True):
         user.outputs.append("before")
         state.remember()
@@ -173,7 +173,7 @@ def test_what_other_stages_had_in_the_meantime_is_replaced():
 
 def test_step_after_step():
     last, other = User(), User()
-    states = [TailState({"": user}, IGNORED) for user in (last, other)]
+    states = [ModuleState({"": user}, IGNORED) for user in (last, other)]
     for number in range(3):
         for state in states:
             state.remember()

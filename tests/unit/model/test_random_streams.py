@@ -38,7 +38,7 @@ def test_different_keys_have_unrelated_seeds():
         (7, "layer", 0, 0),
         (7, "layer", 0, 1),
         (7, "layer", 1, 0),
-        (7, "gap", 0, 0),
+        (7, "interval", 0, 0),
     ]
     seeds = [stream_seed(*key) for key in keys]
     assert len(set(seeds)) == len(keys)

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.gates.gate import Gate, Switch
-from lightning_pipeshift.model.saved.recompute import Region
+from lightning_pipeshift.model.gates.gate import CurrentPass, Gate
+from lightning_pipeshift.model.saved.recompute import RecomputedRegion
 
 
 def region_of(layer, *args, seed=7, **kwargs):
     """A region around one call, whose random numbers come from a seed of its own."""
-    gate = Gate("layer", layer, 0, Switch())
-    region = Region(gate, args, kwargs, partial(torch.manual_seed, seed))
+    gate = Gate("layer", layer, 0, CurrentPass())
+    region = RecomputedRegion(gate, args, kwargs, partial(torch.manual_seed, seed))
     torch.manual_seed(seed)
     return region, region.run()
 
@@ -165,11 +165,11 @@ def test_a_layer_that_writes_to_its_buffers_runs_again_on_what_they_held():
     torch.manual_seed(0)
     layer = Scaled()
     x = torch.randn(3, 6)
-    gate = Gate("layer", layer, 0, Switch())
+    gate = Gate("layer", layer, 0, CurrentPass())
     results = []
     for number in range(3):
         inside = x.clone().requires_grad_() * 1
-        region = Region(gate, (inside,), {}, partial(torch.manual_seed, 1))
+        region = RecomputedRegion(gate, (inside,), {}, partial(torch.manual_seed, 1))
         y = region.run()
         # The first call finds out that the layer does; from the next on it is prepared.
         assert region.let_go() is (number > 0)

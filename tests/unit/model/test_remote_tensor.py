@@ -65,9 +65,9 @@ def elsewhere(name: str = "a", shape: tuple[int, ...] = (3, 4)) -> Any:
     return parameter
 
 
-def lives_with(tensor: Tensor) -> frozenset[str]:
+def computed_from(tensor: Tensor) -> frozenset[str]:
     assert isinstance(tensor, RemoteTensor)
-    return tensor.lives_with
+    return tensor.computed_from
 
 
 def test_a_parameter_stays_itself() -> None:
@@ -96,7 +96,7 @@ def test_a_parameter_stays_itself() -> None:
     swap(parameter, nn.Parameter(torch.zeros(3, 4)))
     assert type(parameter) is nn.Parameter
     assert parameter.note == "the user's own"  # type: ignore[attr-defined]
-    assert not hasattr(parameter, "lives_with")
+    assert not hasattr(parameter, "computed_from")
     parameter.sum().backward()
     assert fired == [parameter]
 
@@ -133,7 +133,7 @@ def test_what_is_written_with_it_is_there_too(name: str, known: Known) -> None:
     known.kept = [average]
     UPDATES[name](average, elsewhere().detach())
     assert isinstance(average, RemoteTensor)
-    assert average.lives_with == {"a"}
+    assert average.computed_from == {"a"}
     with pytest.raises(LayerError, match=r"'a'.*stage 1"):
         average.sum().item()
 
@@ -144,7 +144,7 @@ def test_writing_to_it_does_nothing_here(name: str) -> None:
     UPDATES[name](average, torch.ones(3, 4))
     UPDATES[name](average, elsewhere("b").detach())
     assert isinstance(average, RemoteTensor)
-    assert average.lives_with == {"a", "b"}
+    assert average.computed_from == {"a", "b"}
 
 
 def test_lists_may_be_partly_here() -> None:
@@ -161,9 +161,9 @@ def test_lists_may_be_partly_here() -> None:
 
 def test_results_live_where_their_inputs_live() -> None:
     p, q = elsewhere("a").detach(), elsewhere("b").detach()
-    assert lives_with(0.5 * p + 0.5 * q) == {"a", "b"}
+    assert computed_from(0.5 * p + 0.5 * q) == {"a", "b"}
     for made in (p.clone(), p.view(-1)[2:], torch.zeros_like(p), torch.ones(3, 4) * p):
-        assert lives_with(made) == {"a"}
+        assert computed_from(made) == {"a"}
     total = torch.zeros(())
     total += p.norm()
     assert isinstance(total, RemoteTensor)
@@ -176,7 +176,7 @@ def test_assigned_data() -> None:
     key.data = key.data * DECAY + query.data * (1 - DECAY)
     assert isinstance(key, nn.Parameter)
     # It is what it is, whatever it was made of.
-    assert lives_with(key) == {"a"}
+    assert computed_from(key) == {"a"}
     key.data = torch.zeros(2)
     assert isinstance(key, RemoteTensor)
     assert key.shape == (2,)
@@ -260,7 +260,7 @@ def test_copies_and_averaged_models() -> None:
         average.update_parameters(module)
     assert int(average.n_averaged) == 3
     assert isinstance(average.module.weight, RemoteTensor)
-    assert average.module.weight.lives_with == {"a"}
+    assert average.module.weight.computed_from == {"a"}
     module.load_state_dict({"weight": torch.ones(3, 4), "bias": torch.ones(3)})
     nn.init.kaiming_uniform_(module.weight)
     assert isinstance(module.weight, RemoteTensor)
@@ -280,7 +280,7 @@ def test_after_a_run_it_may_be_sent() -> None:
     sent = pickle.loads(pickle.dumps(parameter))
     assert isinstance(sent, nn.Parameter)
     assert sent.shape == (3, 4)
-    assert lives_with(sent) == {"a"}
+    assert computed_from(sent) == {"a"}
 
 
 def test_a_copy_of_this_stage_does_not_meet_what_is_elsewhere(known: Known) -> None:
@@ -298,4 +298,4 @@ def test_a_copy_of_this_stage_does_not_meet_what_is_elsewhere(known: Known) -> N
         ):
             compute()
     known.copies[_memory(copied)] = "b"
-    assert lives_with(elsewhere() + copied) == {"a"}
+    assert computed_from(elsewhere() + copied) == {"a"}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_pipeshift.model.gates.gate import Gate, Switch
+from lightning_pipeshift.model.gates.gate import CurrentPass, Gate
 from lightning_pipeshift.model.saved.recompute import LayerCall
 from lightning_pipeshift.model.saved.saved_tensors import (
     Observer,
@@ -86,7 +86,7 @@ def call(
     layer: nn.Module, *args: Tensor, keeper: Shelf, observer: Observer | None = None
 ) -> Tensor:
     """One call of a layer, whose saved tensors the keeper has."""
-    gate = Gate("layer", layer, 0, Switch())
+    gate = Gate("layer", layer, 0, CurrentPass())
     output: Tensor = LayerCall(gate, args, {}, SavedTable(0, keeper), observer).run()
     return output
 
@@ -574,7 +574,7 @@ def test_what_is_observed_is_what_is_counted(name: str) -> None:
     if name == "encoder":
         x = x.view(1, 3, 6)
     for number in range(2):
-        gate = Gate("layer", LAYERS[name](), number, Switch())
+        gate = Gate("layer", LAYERS[name](), number, CurrentPass())
         x = LayerCall(gate, (x,), {}, table, observer).run()
     expected = [
         (3, layer, tensor.number, tensor.num_bytes)
@@ -612,14 +612,14 @@ def test_what_the_layer_before_has_saved_is_counted_there() -> None:
     observer = Observer()
     x = torch.ones(5, requires_grad=True) * 1
     for number in range(2):
-        gate = Gate("layer", nn.Tanh() if not number else nn.Sigmoid(), number, Switch())
+        gate = Gate("layer", nn.Tanh() if not number else nn.Sigmoid(), number, CurrentPass())
         x = LayerCall(gate, (x.exp() if number else x,), {}, SavedTable(), observer).run()
     assert observer.bytes_of_layers == {0: 20, 1: 20}
     observer = Observer()
     y = torch.ones(5, requires_grad=True) * 1
     for number, layer in enumerate((nn.Tanh(), nn.GELU())):
         y = LayerCall(
-            Gate("layer", layer, number, Switch()), (y,), {}, SavedTable(), observer
+            Gate("layer", layer, number, CurrentPass()), (y,), {}, SavedTable(), observer
         ).run()
     assert observer.bytes_of_layers == {0: 20, 1: 0}
     assert [tensor.maker for tensor in observer.of_layers[1]] == ["input"]

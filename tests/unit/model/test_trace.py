@@ -825,8 +825,8 @@ def draws_for_the_batch_and_for_placeholders_in_one_gap(m, x):
     return m.c(m.b(F.dropout(hidden) + noise)).sum()
 
 
-def drawing_gaps(trace):
-    return {gap for (gap, _), entry in trace.entries.items() if entry.draws}
+def drawing_intervals(trace):
+    return {interval for (interval, _), entry in trace.entries.items() if entry.draws}
 
 
 DRAWS = [
@@ -841,10 +841,10 @@ DRAWS = [
 ]
 
 
-@pytest.mark.parametrize(("step", "gaps"), DRAWS, ids=[step.__name__ for step, _ in DRAWS])
-def test_where_placeholders_have_to_use_up_draws(step, gaps):
+@pytest.mark.parametrize(("step", "intervals"), DRAWS, ids=[step.__name__ for step, _ in DRAWS])
+def test_where_placeholders_have_to_use_up_draws(step, intervals):
     model = Model(step, **linears("a b c"))
-    assert drawing_gaps(follow(model, X)) == gaps
+    assert drawing_intervals(follow(model, X)) == intervals
 
 
 class OnADevice:
@@ -866,13 +866,13 @@ def draws_on_the_device(m, x):
 
 def test_draws_on_the_device_are_noticed():
     model = Model(draws_on_the_device, **linears("a b c"))
-    assert drawing_gaps(follow(model, X, streams=OnADevice())) == {1}
+    assert drawing_intervals(follow(model, X, streams=OnADevice())) == {1}
 
 
 def test_dropout_inside_a_layer_is_not_the_users_draw():
     block = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
     model = Model(lambda m, x: m.b(m.a(x[None])).sum(), a=block, b=nn.Linear(4, 4))
-    assert drawing_gaps(follow(model, X)) == set()
+    assert drawing_intervals(follow(model, X)) == set()
 
 
 SHAPES = [
@@ -929,9 +929,9 @@ def test_what_a_stage_takes_part_in():
     trace = follow(model, X)
     first, second, third = (trace.part(range(at, at + 1)) for at in range(3))
     assert [set(part.calls) for part in (first, second, third)] == [{0, 2}, {1, 3}, {4}]
-    assert [set(part.gaps) for part in (first, second, third)] == [{3}, {4}, set()]
-    assert [gap for gap in range(6) if not first.is_over(gap)] == [0, 1, 2]
-    assert [gap for gap in range(6) if not second.is_over(gap)] == [0, 1, 2, 3]
+    assert [set(part.intervals) for part in (first, second, third)] == [{3}, {4}, set()]
+    assert [interval for interval in range(6) if not first.is_over(interval)] == [0, 1, 2]
+    assert [interval for interval in range(6) if not second.is_over(interval)] == [0, 1, 2, 3]
     # Without layers, it goes as far as there are calls of earlier ones.
     assert trace.part(range(1, 1)).last_call == 0
     assert trace.part(range(3, 3)).last_call == 4

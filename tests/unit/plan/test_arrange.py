@@ -30,7 +30,7 @@ def model(num_layers: int = 8, saved: int = 20 * MB, static: int = 2 * MB, **how
 
 def keeps(found, cluster) -> bool:
     return all(
-        held <= cluster.devices[rank].room_bytes
+        held <= cluster.devices[rank].usable_bytes
         for ranks, peaks in zip(found.ranks, found.prediction.memory_bytes, strict=True)
         for rank, held in zip(ranks, peaks, strict=True)
     )

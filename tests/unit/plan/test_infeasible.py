@@ -94,8 +94,8 @@ def test_the_recommended_devices_are_large_enough_and_no_larger():
             match = re.search(r"devices with (\d+) bytes each", str(error))
             assert match is not None, f"seed {seed}"
             room = float(match[1])
-            enough = replace(given, room_bytes=np.full(given.num_stages, room))
+            enough = replace(given, usable_bytes=np.full(given.num_stages, room))
             best_cut(enough)
             with pytest.raises(PlanError):
-                best_cut(replace(enough, room_bytes=enough.room_bytes - 1))
+                best_cut(replace(enough, usable_bytes=enough.usable_bytes - 1))
     assert num_short > 5

@@ -75,7 +75,7 @@ def test_recomputation_goes_where_the_stage_waits_anyway():
     backward of it, which is 4 s a layer here.
     """
     free = workload([1, 1, 4], saved=[2, 2, 1], room=[6, 4], microbatches=16)
-    without = replace(free, room_bytes=np.full(2, np.inf))
+    without = replace(free, usable_bytes=np.full(2, np.inf))
     # Two layers in 6 s on the first stage, of which one can be recomputed, and 12 s on the second.
     cut = best_cut(free)
     assert cut.counts == (2, 1)

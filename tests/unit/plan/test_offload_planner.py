@@ -25,15 +25,15 @@ from lightning_pipeshift.plan.inputs.saved_tensors import Choice, SavedTensor, S
 from lightning_pipeshift.plan.offload.assignment_search import (
     SMALLEST_BYTES,
     Compressed,
+    MemoryLimits,
     Problem,
-    Room,
 )
 from lightning_pipeshift.plan.offload.peers import mappings
 from lightning_pipeshift.plan.offload.planner import Compression
 from tests.unit.plan.workloads import workload
 
 MB = 1 << 20
-BOUNDLESS = Room(math.inf, math.inf)
+BOUNDLESS = MemoryLimits(math.inf, math.inf)
 
 # What is beyond a budget by less is rounded.
 ROUNDING = 1 + 1e-9
@@ -49,10 +49,10 @@ class Case:
     counts: tuple[int, ...]
 
     def compressed(
-        self, rooms: Sequence[Room], policy: Policy | None = None, recompute: str = "auto"
+        self, limits: Sequence[MemoryLimits], policy: Policy | None = None, recompute: str = "auto"
     ) -> Compressed:
         problem = Problem(
-            self.profile, self.workload, self.links, tuple(rooms), policy or Planned(), recompute
+            self.profile, self.workload, self.links, tuple(limits), policy or Planned(), recompute
         )
         return Compression(problem).compressed(self.counts)
 
@@ -145,10 +145,10 @@ def _profile(sizes: Sequence[Sequence[int]]) -> Profile:
     )
 
 
-def fits(found: Footprint, rooms: Sequence[Room]) -> bool:
+def fits(found: Footprint, limits: Sequence[MemoryLimits]) -> bool:
     return all(
-        peak <= room.budget_bytes * ROUNDING and trace.host_bytes <= room.host_bytes * ROUNDING
-        for peak, trace, room in zip(found.peak_bytes, found.traces, rooms, strict=True)
+        peak <= limit.budget_bytes * ROUNDING and trace.host_bytes <= limit.host_bytes * ROUNDING
+        for peak, trace, limit in zip(found.peak_bytes, found.traces, limits, strict=True)
     )
 
 
@@ -179,10 +179,10 @@ def test_with_just_enough_everything_stays():
     given = case([[1, 2], [3]], [1, 1], static=5)
     peaks = [5 + 2 * 3, 5 + 3]
     assert given.footprint().peak_bytes == tuple(MB * peak for peak in peaks)
-    found = given.compressed([Room(MB * peak, 0) for peak in peaks])
+    found = given.compressed([MemoryLimits(MB * peak, 0) for peak in peaks])
     assert not found.swaps
     assert not found.cut.recompute
-    found = given.compressed([Room(MB * peaks[0] - 1, 0), BOUNDLESS])
+    found = given.compressed([MemoryLimits(MB * peaks[0] - 1, 0), BOUNDLESS])
     assert found.swaps or found.cut.recompute
 
 
@@ -212,21 +212,21 @@ def test_what_is_found_fits_or_the_error_says_what_would(seed):
     least = draw.uniform(0.2, 0.8)
     unit = sum(layer.saved_bytes for layer in given.profile.layers) / given.profile.num_layers
     hosts = unit * draw.choice([0, 2, 8, math.inf]) if seed % 2 else draw.choice([0, math.inf])
-    rooms = [Room(peak * draw.uniform(least, 1.0), hosts) for peak in most]
+    limits = [MemoryLimits(peak * draw.uniform(least, 1.0), hosts) for peak in most]
     try:
-        found = given.compressed(rooms)
+        found = given.compressed(limits)
     except BudgetError as error:
         said = re.search(r"a budget of ([\d.]+) (MB|GB) would do", str(error))
         assert said is not None
         budget = float(said[1]) * {"MB": 1e6, "GB": 1e9}[said[2]]
         # Where the host is short too, more of the device alone need not do.
         if hosts in (0, math.inf):
-            enough = [Room(budget, hosts)] * num_stages
+            enough = [MemoryLimits(budget, hosts)] * num_stages
             assert fits(given.compressed(enough).footprint, enough)
     else:
         # Worked out anew: nothing is left of what the search remembers.
         anew = given.footprint(sorted(found.cut.recompute), found.swaps)
-        assert fits(anew, rooms)
+        assert fits(anew, limits)
         assert anew.peak_bytes == found.footprint.peak_bytes
         assert found.seconds == seconds(anew)
         assert found.cut.counts == given.counts
@@ -253,9 +253,9 @@ class Everything:
     host_bytes: np.ndarray
     seconds: np.ndarray
 
-    def best(self, rooms: Sequence[Room]) -> float:
+    def best(self, limits: Sequence[MemoryLimits]) -> float:
         """The shortest step that fits; infinite where none does."""
-        budgets, hosts = np.array(rooms).T * ROUNDING
+        budgets, hosts = np.array(limits).T * ROUNDING
         fit = (self.peak_bytes <= budgets).all(axis=1) & (self.host_bytes <= hosts).all(axis=1)
         return float(np.min(self.seconds, where=fit, initial=math.inf))
 
@@ -298,7 +298,7 @@ def tiny_case(seed: int, schedule: str) -> Case:
     return random_case(seed, 2, num_layers, most_tensors, schedule)
 
 
-def tight_rooms(seed: int, given: Case, every: Everything) -> Iterator[list[Room]]:
+def tight_limits(seed: int, given: Case, every: Everything) -> Iterator[list[MemoryLimits]]:
     """Budgets between the least that each stage can hold and what it holds if everything stays."""
     draw = np.random.default_rng(20_000 + seed)
     low, high = every.peak_bytes.min(axis=0), given.footprint().peak_bytes
@@ -306,7 +306,8 @@ def tight_rooms(seed: int, given: Case, every: Everything) -> Iterator[list[Room
     for _ in range(3):
         hosts = most * draw.choice([0, 0.5, 1], 2)
         yield [
-            Room(float(a), float(b)) for a, b in zip(draw.uniform(low, high), hosts, strict=True)
+            MemoryLimits(float(a), float(b))
+            for a, b in zip(draw.uniform(low, high), hosts, strict=True)
         ]
 
 
@@ -328,10 +329,10 @@ def test_what_is_found_is_nearly_the_best_of_all(schedule, near, missed):
     for seed in range(25):
         given = tiny_case(seed, schedule)
         every = everything(given)
-        for rooms in tight_rooms(seed, given, every):
-            best = every.best(rooms)
+        for limits in tight_limits(seed, given, every):
+            best = every.best(limits)
             try:
-                found = given.compressed(rooms).seconds
+                found = given.compressed(limits).seconds
             except BudgetError:
                 found = math.inf
             # What is found is one of all assignments, and fits.
@@ -365,7 +366,7 @@ def test_keep_all():
     assert (found.swaps, found.cut.recompute) == ((), frozenset())
     # However little room there is.
     with pytest.raises(BudgetError, match=r"stage 0 has 11\.54 MB, and needs 12\.59 MB"):
-        given.compressed([Room(MB * 11, math.inf)] * 2, KeepAll())
+        given.compressed([MemoryLimits(MB * 11, math.inf)] * 2, KeepAll())
 
 
 def test_recompute_all():
@@ -405,14 +406,14 @@ def test_a_policy_is_obeyed_and_the_planner_does_the_rest(seed):
             choice = (Choice.KEEP, Choice.HOST, Choice.DEVICE)[draw.integers(3)]
             if draw.random() < 0.4 if recompute == "none" else layer in (0, 3):
                 choices[layer, tensor.number] = choice
-    rooms = [Room(0.8 * peak, math.inf) for peak in given.footprint().peak_bytes]
+    limits = [MemoryLimits(0.8 * peak, math.inf) for peak in given.footprint().peak_bytes]
     try:
-        found = given.compressed(rooms, Fixed(choices), recompute)
+        found = given.compressed(limits, Fixed(choices), recompute)
     except BudgetError:
         # It is no matter here whether it fits.
-        rooms = [BOUNDLESS] * 2
-        found = given.compressed(rooms, Fixed(choices), recompute)
-    assert fits(found.footprint, rooms)
+        limits = [BOUNDLESS] * 2
+        found = given.compressed(limits, Fixed(choices), recompute)
+    assert fits(found.footprint, limits)
     moved = ways(found)
     for (layer, number), choice in choices.items():
         expected = {
@@ -427,11 +428,11 @@ def test_a_policy_is_obeyed_and_the_planner_does_the_rest(seed):
 def test_the_planner_does_its_part_where_a_policy_says_something():
     """Tensors that the policy keeps are not moved; others are moved instead."""
     given = case([[2, 2], [2, 2], [4], [4]], [2, 2], host=1000)
-    rooms = [Room(MB * 13, math.inf), BOUNDLESS]
+    limits = [MemoryLimits(MB * 13, math.inf), BOUNDLESS]
     assert given.footprint().peak_bytes[0] == MB * 16
-    free = given.compressed(rooms, recompute="none")
+    free = given.compressed(limits, recompute="none")
     (first, *_) = ways(free)
-    kept = given.compressed(rooms, Fixed({first: Choice.KEEP}), "none")
+    kept = given.compressed(limits, Fixed({first: Choice.KEEP}), "none")
     assert first not in ways(kept)
     assert ways(kept)
 
@@ -502,21 +503,21 @@ def test_recomputation_in_idle_time_is_free_and_goes_before_slow_links(slow):
     """The last stage takes three times as long, and sets the pace."""
     given = case([[4], [4], [8]], [2, 1], forward=[0.5, 0.5, 3.0], host=slow, link=slow)
     assert given.footprint().peak_bytes == (MB * 16, MB * 8)
-    rooms = [Room(MB * 12, math.inf), Room(MB * 30, math.inf)]
-    found = given.compressed(rooms)
+    limits = [MemoryLimits(MB * 12, math.inf), MemoryLimits(MB * 30, math.inf)]
+    found = given.compressed(limits)
     assert found.cut.recompute
     assert not found.swaps
     assert found.seconds == found.uncompressed.timeline.step_seconds == 1 + 8 * 9 + 2
     # Of what costs no time, the rest is what takes least of anything.
     fast = replace(given, links=Links({}, (MB * 1e4, MB * 1e4)))
-    found = fast.compressed(rooms)
+    found = fast.compressed(limits)
     assert found.swaps
     assert not found.cut.recompute
 
 
 def test_recomputation_without_idle_time_costs_what_it_takes():
     given = case([[8], [8]], [1, 1], forward=[3.0, 1.0])
-    found = given.compressed([Room(MB * 12, 0)] * 2)
+    found = given.compressed([MemoryLimits(MB * 12, 0)] * 2)
     assert found.cut.recompute == {0}
     # The first stage never waits.
     assert found.uncompressed.timeline.step_seconds == 8 * 9
@@ -530,7 +531,7 @@ def test_stages_are_evened_out_at_no_cost(tensors, link):
     given = case(tensors * 4, [2] * 4, link=link)
     unit = MB * 16
     assert given.footprint().peak_bytes == (4 * unit, 3 * unit, 2 * unit, unit)
-    found = given.compressed([Room(3 * unit, 0)] * 4)
+    found = given.compressed([MemoryLimits(3 * unit, 0)] * 4)
     assert max(found.footprint.peak_bytes) <= 3 * unit
     assert found.seconds == found.uncompressed.timeline.step_seconds
     assert not found.cut.recompute
@@ -546,7 +547,9 @@ def test_parts_are_in_proportion_to_the_links():
     given = case([[1, 1]] * 6, [2] * 3)
     rates = {(0, 1): 8, (1, 0): 8, (0, 2): 24, (2, 0): 24}
     given = replace(given, links=Links({ends: (0.0, MB * rate) for ends, rate in rates.items()}))
-    found = given.compressed([Room(MB * 8, 0), Room(MB * 10, 0), Room(MB * 9, 0)])
+    found = given.compressed(
+        [MemoryLimits(MB * 8, 0), MemoryLimits(MB * 10, 0), MemoryLimits(MB * 9, 0)]
+    )
     assert found.swaps
     for swap in found.swaps:
         assert (swap.stages, swap.shares) == ((1, 2), (1.0, 3.0))
@@ -555,7 +558,7 @@ def test_parts_are_in_proportion_to_the_links():
 def test_what_is_small_stays_where_that_is_enough():
     small = (SMALLEST_BYTES - 1) / MB
     given = case([[1, small, 1, small]] * 4, [2, 2], host=1000)
-    found = given.compressed([Room(MB * 6, math.inf), BOUNDLESS], recompute="none")
+    found = given.compressed([MemoryLimits(MB * 6, math.inf), BOUNDLESS], recompute="none")
     assert found.swaps
     assert {number for _, number in ways(found)} <= {0, 2}
 
@@ -564,21 +567,21 @@ def test_as_much_stays_as_fits():
     """Of a layer that goes to make room, what is small stays."""
     given = case([[1, 2, 4], [7], [7], [7]], [2, 2], link=1e4)
     assert given.footprint().peak_bytes[0] == MB * 28
-    rooms = [Room(MB * 27, math.inf), BOUNDLESS]
-    assert ways(given.compressed(rooms, recompute="none")) == {(0, 2): (1,)}
+    limits = [MemoryLimits(MB * 27, math.inf), BOUNDLESS]
+    assert ways(given.compressed(limits, recompute="none")) == {(0, 2): (1,)}
 
 
 @pytest.mark.parametrize("other", [Choice.KEEP, Choice.HOST, Choice.DEVICE])
 def test_a_layer_of_which_something_is_fixed_is_not_recomputed(other):
     """Recomputing both layers would be all that fits: it would take in what the policy has said."""
     given = case([[1, 8], [9]], [1, 1], host=0.1, link=0.1)
-    rooms = [Room(10 * MB, 0), Room(10 * MB, 0)]
+    limits = [MemoryLimits(10 * MB, 0), MemoryLimits(10 * MB, 0)]
     if other is Choice.HOST:
-        rooms = [Room(10 * MB, MB)] * 2
-    assert given.compressed(rooms).cut.recompute >= {0}
+        limits = [MemoryLimits(10 * MB, MB)] * 2
+    assert given.compressed(limits).cut.recompute >= {0}
     with pytest.raises(BudgetError):
-        given.compressed(rooms, Fixed({(0, 0): other}))
-    enough = [Room(20 * MB, 20 * MB)] * 2
+        given.compressed(limits, Fixed({(0, 0): other}))
+    enough = [MemoryLimits(20 * MB, 20 * MB)] * 2
     found = given.compressed(enough, Fixed({(0, 0): other}))
     assert 0 not in found.cut.recompute
     assert ((0, 0) in ways(found)) == (other is not Choice.KEEP)
@@ -649,10 +652,10 @@ def test_a_delay_in_an_asynchronous_pipeline_is_shared_by_those_in_flight(tensor
 
 def test_recompute_none():
     given = case([[8], [8]], [1, 1])
-    rooms = [Room(MB * 12, 0)] * 2
-    assert given.compressed(rooms).cut.recompute == {0}
+    limits = [MemoryLimits(MB * 12, 0)] * 2
+    assert given.compressed(limits).cut.recompute == {0}
     with pytest.raises(BudgetError, match=r"a budget of 16\.78 MB would do"):
-        given.compressed(rooms, recompute="none")
+        given.compressed(limits, recompute="none")
 
 
 def test_recompute_full():
@@ -671,7 +674,7 @@ def test_recompute_full():
 def test_nothing_fits(static, host, words):
     given = case([[8], [8]], [1, 1], static=static, host=1000)
     with pytest.raises(BudgetError, match=words):
-        given.compressed([Room(MB * 4, host)] * 2)
+        given.compressed([MemoryLimits(MB * 4, host)] * 2)
 
 
 def test_nothing_fits_because_of_versions_of_the_weights():
@@ -680,10 +683,10 @@ def test_nothing_fits_because_of_versions_of_the_weights():
     given = replace(given, workload=weight)
     words = r"6\.30 MB of it for 4 versions of the weights.*schedule='async-2bw', which keeps 2"
     with pytest.raises(BudgetError, match=words):
-        given.compressed([Room(MB * 4, 0)] * 4)
+        given.compressed([MemoryLimits(MB * 4, 0)] * 4)
     two = replace(given, workload=replace(weight, schedule="async-2bw"))
     with pytest.raises(BudgetError, match=r"for 2 versions of the weights") as error:
-        two.compressed([Room(MB * 4, 0)] * 4)
+        two.compressed([MemoryLimits(MB * 4, 0)] * 4)
     assert "schedule=" not in str(error.value)
 
 
@@ -691,8 +694,8 @@ def test_only_the_host_has_too_little_room():
     given = case([[8], [8]], [1, 1], host=1000)
     everything = Fixed({(0, 0): Choice.HOST})
     with pytest.raises(BudgetError, match=r"host of stage 0 has 8\.39 MB.*16\.78 MB there"):
-        given.compressed([Room(MB * 20, MB * 8)] * 2, everything)
-    given.compressed([Room(MB * 20, MB * 16)] * 2, everything)
+        given.compressed([MemoryLimits(MB * 20, MB * 8)] * 2, everything)
+    given.compressed([MemoryLimits(MB * 20, MB * 16)] * 2, everything)
 
 
 # --- who lends to whom ---
@@ -814,6 +817,6 @@ def test_many_layers_of_many_tensors_are_soon_done(units, limit):
     given = case([sizes] * 48, [12] * 4, forward=forward, link=10 * sum(sizes), microbatches=16)
     unit = MB * 12 * sum(sizes)
     begun = time.process_time()
-    found = given.compressed([Room(units * unit, 0)] * 4)
+    found = given.compressed([MemoryLimits(units * unit, 0)] * 4)
     assert time.process_time() - begun < limit
     assert max(found.footprint.peak_bytes) <= units * unit * ROUNDING

@@ -37,7 +37,7 @@ def test_near_the_best_where_memory_is_short(seed):
     assert found.samples_per_second >= 0.97 * max(every)
     for ranks, held in zip(found.ranks, found.prediction.memory_bytes, strict=True):
         for rank, num_bytes in zip(ranks, held, strict=True):
-            assert num_bytes <= case[1].devices[rank].room_bytes
+            assert num_bytes <= case[1].devices[rank].usable_bytes
 
 
 @pytest.mark.parametrize("seed", [12, 22, 29])

@@ -48,7 +48,7 @@ def workload(
         sent_bytes=np.zeros((2, num_layers)),
         saved_bytes=np.broadcast_to(np.asarray(saved, float), num_layers),
         input_bytes=np.broadcast_to(np.asarray(inputs, float), num_layers),
-        room_bytes=np.broadcast_to(np.asarray(room, float), num_stages),
+        usable_bytes=np.broadcast_to(np.asarray(room, float), num_stages),
         schedule=schedule,
         microbatches=microbatches,
         allowed=allowed,
@@ -102,7 +102,7 @@ def random_workload(
         sent_bytes=np.zeros((2, num_layers)),
         saved_bytes=saved,
         input_bytes=np.minimum(saved, draw.integers(1, 10, num_layers)),
-        room_bytes=np.full(num_stages, np.inf),
+        usable_bytes=np.full(num_stages, np.inf),
         schedule=schedule,
         microbatches=microbatches,
         allowed=allowed,
@@ -111,7 +111,7 @@ def random_workload(
     even = held / num_stages
     room = (even * draw.uniform(0.6, 2.0) * draw.uniform(0.7, 1.5, num_stages)).round()
     is_tight = draw.random() < 0.5 if tight is None else tight
-    return replace(boundless, room_bytes=room) if is_tight else boundless
+    return replace(boundless, usable_bytes=room) if is_tight else boundless
 
 
 def all_cuts(workload: Workload, recompute: str = "auto") -> list[Cut]:
@@ -139,7 +139,7 @@ def _with_recomputation(workload: Workload, counts, recompute: str) -> Iterator[
         return
     yield Cut(counts)
     # Where memory is boundless, recomputation only costs.
-    if recompute == "auto" and np.isfinite(workload.room_bytes).any():
+    if recompute == "auto" and np.isfinite(workload.usable_bytes).any():
         layers = sorted(everything.recompute)
         for num in range(1, len(layers) + 1):
             for chosen in itertools.combinations(layers, num):

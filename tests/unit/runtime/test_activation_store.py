@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_pipeshift.errors import BudgetError
-from lightning_pipeshift.model.gates.gate import Gate, Switch
+from lightning_pipeshift.model.gates.gate import CurrentPass, Gate
 from lightning_pipeshift.model.saved.codec import codec_named
-from lightning_pipeshift.model.saved.recompute import LayerCall, Region
+from lightning_pipeshift.model.saved.recompute import LayerCall, RecomputedRegion
 from lightning_pipeshift.model.saved.saved_tensors import Observer, Saved, SavedTable, address_of
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row, parse_row
 from lightning_pipeshift.plan.schedule.asynchronous import ahead, drain, turn
@@ -265,12 +265,12 @@ class Stage:
         after_layer: Callable[[int, int], object] = lambda microbatch, layer: None,
     ) -> None:
         self.layers = nn.ModuleList(layers)
-        self.gates = [Gate(f"layer {n}", one, n, Switch()) for n, one in enumerate(layers)]
+        self.gates = [Gate(f"layer {n}", one, n, CurrentPass()) for n, one in enumerate(layers)]
         self.losses: dict[int, Tensor] = {}
         self._store = store
         self._ledger = ledger if ledger is not None else Ledger()
         self._again = frozenset(again)
-        self._regions: dict[int, list[Region]] = {}
+        self._regions: dict[int, list[RecomputedRegion]] = {}
         self._after_action = after_action
         self._after_layer = after_layer
 
@@ -311,7 +311,7 @@ class Stage:
             draw = partial(torch.manual_seed, 100 * number + layer)
             draw()
             if layer in self._again:
-                region = Region(gate, (x,), {}, draw, table)
+                region = RecomputedRegion(gate, (x,), {}, draw, table)
                 x = region.run()
                 if self._store is not None and gate.keeps_inputs:
                     region.let_go()
@@ -335,7 +335,9 @@ def saved_by(layers: Sequence[nn.Module], batch: Tensor) -> dict[Name, int]:
     observer = Observer()
     x = batch
     for number, layer in enumerate(layers):
-        x = LayerCall(Gate("", layer, number, Switch()), (x,), {}, SavedTable(), observer).run()
+        x = LayerCall(
+            Gate("", layer, number, CurrentPass()), (x,), {}, SavedTable(), observer
+        ).run()
     return {
         (0, layer, tensor.number): tensor.num_bytes
         for layer, tensors in observer.of_layers.items()

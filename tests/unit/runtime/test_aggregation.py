@@ -45,7 +45,7 @@ def test_sums_begin_beside_the_backward_though_parameters_are_shared(in_order: b
     groups = gradient_groups(uses, Placement(((0, 3), (1, 2))), topology)
     started: list[int] = []
 
-    def start(number: int, members: Sequence[int], buffer: Tensor) -> Any:
+    def start(number: int, members: Sequence[int], buffer: Tensor, urgency: Any) -> Any:
         started.append(number // 8)
         return _Done()
 

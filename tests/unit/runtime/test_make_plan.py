@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from lightning_pipeshift.errors import LayerError, PlanError
-from lightning_pipeshift.model.gates.gate import Gate, Switch
+from lightning_pipeshift.model.gates.gate import CurrentPass, Gate
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
 from lightning_pipeshift.plan.inputs.flow import Call, Flow, Value
 from lightning_pipeshift.plan.inputs.placement import Placement
@@ -86,7 +86,7 @@ def test_values_do_not_travel_back() -> None:
         Call(0, 1, (), frozenset([Value(1, 0, 0)])),
     )
     again = Flow(calls, none, none, none)
-    gates = [Gate(name, nn.Linear(1, 1), at, Switch()) for at, name in enumerate("abc")]
+    gates = [Gate(name, nn.Linear(1, 1), at, CurrentPass()) for at, name in enumerate("abc")]
     check_order(again, Placement(((2, 1),)), 0, gates)
     # As two views of a batch are.
     check_order(replace(again, calls=(*calls[:2], Call(0, 1, (), none))), ONE_EACH, 0, gates)

@@ -19,7 +19,7 @@ from lightning_pipeshift.runtime.comm.process_groups import Purpose
 from lightning_pipeshift.runtime.planning import probe as probe_module
 from lightning_pipeshift.runtime.planning.probe import (
     Found,
-    Measured,
+    ProbeResult,
     assess,
     host_memory,
     levelled,
@@ -118,9 +118,9 @@ def test_ranks_share_the_memory_that_they_draw_on():
 
 def test_full_memory_is_not_unknown_memory():
     (full,) = assess([found(free_bytes=0)], {}).cluster.devices
-    assert full.room_bytes == 1
+    assert full.usable_bytes == 1
     (unknown,) = assess([found(memory_bytes=0, free_bytes=0)], {}).cluster.devices
-    assert unknown.room_bytes == math.inf
+    assert unknown.usable_bytes == math.inf
 
 
 def test_a_steady_rank_of_usual_speed_has_no_note():
@@ -345,7 +345,7 @@ def test_the_lowest_limit_holds(tmp_path):
 # --- processes ---
 
 
-def measure(hosts: str, threads: tuple[int, ...] = ()) -> tuple[Measured, bool, list[str]]:
+def measure(hosts: str, threads: tuple[int, ...] = ()) -> tuple[ProbeResult, bool, list[str]]:
     """Ranks whose slices take a microsecond for each of their threads."""
     channels, _ = connect()
     torch.set_num_threads(threads[channels.stage] if threads else 1)
@@ -361,7 +361,7 @@ def measure(hosts: str, threads: tuple[int, ...] = ()) -> tuple[Measured, bool, 
     return measured, torch.equal(torch.get_rng_state(), state), told
 
 
-def check(results: list[tuple[Measured, bool, list[str]]]) -> Measured:
+def check(results: list[tuple[ProbeResult, bool, list[str]]]) -> ProbeResult:
     """Checks that hold for any machine's measurements."""
     measured = results[0][0]
     assert all(each == measured for each, _, _ in results)
@@ -408,7 +408,7 @@ def test_a_rank_alone():
     assert check([result]).cluster.devices[0].speed == 1.0
 
 
-def by_device() -> tuple[Measured, bool, list[str]]:
+def by_device() -> tuple[ProbeResult, bool, list[str]]:
     """Between devices that need not go through the host."""
     channels, _ = connect(has_devices=True)
 
@@ -464,7 +464,7 @@ def test_a_link_is_measured_with_tensors_of_the_device(monkeypatch):
     assert max(length for _, length in world.sent) == 1 << 26
 
 
-def as_it_is() -> tuple[Measured, bool, list[str]]:
+def as_it_is() -> tuple[ProbeResult, bool, list[str]]:
     channels, _ = connect()
     torch.set_num_threads(1)
     state = torch.get_rng_state()

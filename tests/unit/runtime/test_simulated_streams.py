@@ -23,7 +23,7 @@ from lightning_pipeshift.devices.simulated import DataRaceError, SimulatedDevice
 from lightning_pipeshift.model.execution import timing, transfer
 from lightning_pipeshift.model.execution.timing import Timer
 from lightning_pipeshift.model.execution.transfer import Fetch, to_device, to_host
-from lightning_pipeshift.model.gates.gate import Gate, Switch
+from lightning_pipeshift.model.gates.gate import CurrentPass, Gate
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.model.parameters.uses import parameter_uses
 from lightning_pipeshift.model.saved.codec import codec_named
@@ -83,7 +83,7 @@ def time_a_layer() -> tuple[float | None, float | None]:
     """The seconds of a layer's forward and backward, where each operation takes a millisecond."""
     timer = Timer(GPU)
     weight = torch.ones(3, device=GPU, requires_grad=True)
-    gate = Gate("layer", nn.Identity(), 0, Switch())
+    gate = Gate("layer", nn.Identity(), 0, CurrentPass())
     timer.enter(gate, ())
     output = weight * 2 * 3
     timer.leave(gate, (), [output])
@@ -422,7 +422,7 @@ def sum_by_host(device: SimulatedDevice) -> list[Tensor]:
         for n, layer in enumerate(layers)
     ]
 
-    def start(number: int, members: Sequence[int], buffer: Tensor) -> Done:
+    def start(number: int, members: Sequence[int], buffer: Tensor, urgency: Any) -> Done:
         buffer.mul_(2)
         return Done()
 
@@ -575,7 +575,7 @@ def _moved(channels: Channels, num_microbatches: int) -> dict[str, Tensor]:
     holdings.settle([optimizer], final=True, deferred=DeferredInit())
     errors: list[BaseException] = []
     threads = Threads("moves", errors.append)
-    gate = Gate("first", net.first, 0, Switch())
+    gate = Gate("first", net.first, 0, CurrentPass())
     for owner in (1, 0):
         move = Migration(holdings, [owner, 1], [optimizer], threads, DeferredInit())
         move.start()
