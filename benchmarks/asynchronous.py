@@ -8,7 +8,9 @@ sleeps in its forward, and twice as long in its backward. A step of 1F1B with n 
 microbatches takes m + n - 1 times as long as both; a minibatch of the asynchronous pipeline takes
 the time of one microbatch, as it never drains. So with minibatches as large as microbatches its
 throughput should be (m + n - 1) / m times as high. Both schedules run in the same processes in
-turn. A stage's utilisation is the time in which its layers sleep over the time that passes.
+turn. A stage's utilisation is the time in which its layers sleep over the time that passes. Beside
+it stands that of Lightning's loop without PipeShift, which runs on each stage, too: each process
+trains one such layer alone, all at the same time.
 
 With ``--moves``, a layer changes its owner again and again while the pipeline runs, between stages
 that are not the slowest, so the pace should stay as it is. From the announcement of a move until
@@ -26,6 +28,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.measuring import arguments, interval, print_table, ratios, save, shown
@@ -36,7 +39,7 @@ from lightning_pipeshift.testing.sleeping import Sleeper
 from lightning_pipeshift.testing.training import QUIET
 
 WIDTH, MOVED_WIDTH = 64, 1024
-SYNCHRONOUS, ASYNCHRONOUS = "1f1b", "async"
+SYNCHRONOUS, ASYNCHRONOUS, PLAIN = "1f1b", "async", "plain Lightning"
 
 
 class Times(pl.Callback):
@@ -57,12 +60,15 @@ def fit(model: pl.LightningModule, loader: Any, callback: pl.Callback, **options
         model: the model.
         loader: of its data.
         callback: notes what is measured.
-        options: the strategy's.
+        options: the strategy's; without any, this process trains alone, by Lightning's own.
     """
+    how: dict[str, Any] = {"devices": 1, "strategy": SingleDeviceStrategy("cpu")}
+    if options:
+        how["devices"] = len(options["partition"])
+        how["strategy"] = PipeShiftStrategy(profile_steps=0, **options)
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=len(options["partition"]),
-        strategy=PipeShiftStrategy(profile_steps=0, **options),
+        **how,
         callbacks=[callback],
         max_epochs=1,
         **QUIET,
@@ -74,14 +80,16 @@ def seconds_per_batch(
     schedule: str, num_stages: int, num_microbatches: int, num_batches: int, seconds: float
 ) -> float:
     """How long a batch takes on this rank, when the pipeline has its pace."""
-    is_async = schedule == ASYNCHRONOUS
-    size = 1 if is_async else num_microbatches
-    warm_up = 2 * num_stages if is_async else 2
+    is_step = schedule == SYNCHRONOUS
+    size = num_microbatches if is_step else 1
+    warm_up = 2 if is_step else 2 * num_stages
     data = TensorDataset(*(torch.randn((num_batches + warm_up + 1) * size, WIDTH),) * 2)
     times = Times()
-    model = Sleeper(num_stages, WIDTH, seconds, 2 * seconds)
-    options = {"microbatches": 1 if is_async else num_microbatches, "partition": [1] * num_stages}
-    fit(model, DataLoader(data, batch_size=size), times, schedule=schedule, **options)
+    model = Sleeper(1 if schedule == PLAIN else num_stages, WIDTH, seconds, 2 * seconds)
+    options: dict[str, Any] = {}
+    if schedule != PLAIN:
+        options = {"schedule": schedule, "microbatches": size, "partition": [1] * num_stages}
+    fit(model, DataLoader(data, batch_size=size), times, **options)
     return (times.ends[warm_up + num_batches - 1] - times.ends[warm_up - 1]) / num_batches
 
 
@@ -90,11 +98,12 @@ def measure(
 ) -> dict[str, list[float]]:
     """Runs on every rank."""
     torch.set_num_threads(1)
-    found: dict[str, list[float]] = {SYNCHRONOUS: [], ASYNCHRONOUS: []}
+    found: dict[str, list[float]] = {SYNCHRONOUS: [], ASYNCHRONOUS: [], PLAIN: []}
     for _ in range(num_rounds):
         for schedule, number in (
             (SYNCHRONOUS, max(2, num_batches // (2 * num_microbatches))),
             (ASYNCHRONOUS, num_batches),
+            (PLAIN, num_batches),
         ):
             found[schedule].append(
                 seconds_per_batch(schedule, num_stages, num_microbatches, number, seconds)
@@ -217,24 +226,34 @@ def main() -> None:
         # The slowest rank of each round.
         slowest = {
             schedule: [max(rank[schedule][i] for rank in ranks) for i in range(options.num_rounds)]
-            for schedule in (SYNCHRONOUS, ASYNCHRONOUS)
+            for schedule in (SYNCHRONOUS, ASYNCHRONOUS, PLAIN)
         }
         of_sample = [step / m for step in slowest[SYNCHRONOUS]]
         gains = ratios(of_sample, slowest[ASYNCHRONOUS])
         gain = interval(gains)
         reached = interval([value / promised for value in gains])
         busy = interval([3 * seconds / pace for pace in slowest[ASYNCHRONOUS]])
-        rows.append([f"{seconds * 1000:g} ms", promised, shown(gain), shown(reached), shown(busy)])
+        bound = interval([3 * seconds / pace for pace in slowest[PLAIN]])
+        figures_of_row = promised, shown(gain), shown(reached), shown(busy), shown(bound)
+        rows.append([f"{seconds * 1000:g} ms", *figures_of_row])
         figures[f"{seconds * 1000:g} ms"] = {
             "promised": promised,
             "async_over_1f1b": gain,
             "of_promised": reached,
             "utilisation": busy,
+            "plain_utilisation": bound,
             "seconds": slowest,
         }
     print_table(
         f"{n} stages, {m} microbatches, {len(os.sched_getaffinity(0))} cores",
-        ["forward", "promised", "async over 1f1b", "of what is promised", "utilisation"],
+        [
+            "forward",
+            "promised",
+            "async over 1f1b",
+            "of what is promised",
+            "utilisation",
+            "of plain Lightning",
+        ],
         rows,
     )
     save(options.json, figures)

@@ -15,7 +15,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
@@ -387,6 +387,30 @@ def test_layers_of_several_virtual_machines_move() -> None:
         for result in ranks:
             assert moved(result.counts) == moves
             require_same(result.state, [one.layer if case.shares else one for one in expected])
+
+
+class AverageOfEpochs(WeightAveraging):
+    """Averages when the pipeline is empty, and no update is to be made."""
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return epoch_idx is not None
+
+
+def train_averaged(cases: Sequence[Case]) -> list[Result]:
+    return [train(case, callbacks=[AverageOfEpochs()]) for case in cases]
+
+
+def test_an_average_at_the_end_of_epochs_is_that_of_the_reference() -> None:
+    """In the end the callback gives the module the average."""
+    cases = [Case([1, 3, 2]), Case([1, 3, 2], "async-2bw", 4, {}, "adam")]
+    for case, *ranks in zip(cases, *run_ranks(train_averaged, 3, cases), strict=True):
+        epochs = [reference(case, length=length).layers for length in (20, 40)]
+        for result in ranks:
+            for number, both in enumerate(zip(*epochs, strict=True)):
+                for name, first in both[0].state_dict().items():
+                    mean = (first + both[1].state_dict()[name]) / 2
+                    found = result.state[f"layers.{number}.{name}"]
+                    torch.testing.assert_close(found, mean)
 
 
 def test_virtual_machines_of_unlike_depth_with_two_versions() -> None:

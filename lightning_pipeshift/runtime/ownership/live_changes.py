@@ -15,7 +15,9 @@ class LiveChanges:
     """Changes of the plan on one rank.
 
     A change begins when the one before it has surely ended on every stage: by a rule that depends
-    on the numbers of minibatches only, so that all stages agree without a message.
+    on the numbers of minibatches only, so that all stages agree without a message. With a cut-over
+    ``c``, the last minibatch on the old owners is ``c - 1``, and ``N`` stages have run its backward
+    before their turns for minibatch ``c + N - 1``.
 
     Args:
         num_stages: of the deepest virtual machine.
@@ -73,7 +75,7 @@ class LiveChanges:
             if migration.begin == minibatch:
                 begins, self._plan = self._plan, None
                 self._last, self._last_update = minibatch, migration.update
-        is_due = minibatch >= self._last + self._num_stages and update > self._last_update
+        is_due = minibatch >= self._last + self._num_stages - 1 and update > self._last_update
         if self._requests and self._plan is None and is_due:
             if self._migration is not None:
                 self._migration.finish()
