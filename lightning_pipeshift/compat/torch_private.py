@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.loss import _Loss as Loss
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import _get_current_function_mode as current_function_mode
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
@@ -68,6 +69,18 @@ def mark_as_stepped(optimizer: Optimizer) -> None:
     do. They look at an attribute that :meth:`Optimizer.step` sets.
     """
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether any function is called before or after each step of the optimizer. Torch has
+    functions to register some, but none that tells of them.
+    """
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    )
 
 
 # --- dispatch ---

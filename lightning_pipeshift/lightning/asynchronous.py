@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_pipeshift.compat.lightning_private import (
     accumulates,
@@ -23,17 +21,19 @@ from lightning_pipeshift.compat.lightning_private import (
 )
 from lightning_pipeshift.compat.torch_private import mark_as_stepped
 from lightning_pipeshift.errors import BatchError, ConfigurationError
+from lightning_pipeshift.lightning.optimizers import (
+    OptimizerOptions,
+    options_of,
+    set_options,
+)
 from lightning_pipeshift.lightning.patches import Adjustments
 from lightning_pipeshift.lightning.steps import StepContext
 from lightning_pipeshift.lightning.training import TrainingSteps
 from lightning_pipeshift.model.execution.transfer import to_device
-from lightning_pipeshift.runtime.ownership.shared_updates import LateUpdate
+from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.step.asynchronous_pipeline import AsynchronousPipeline
 from lightning_pipeshift.runtime.step.minibatches import Finished
 from lightning_pipeshift.runtime.step.training_batch import TrainingBatch
-
-OptimizerOptions = list[dict[str, Any]]
-"""The options of an optimizer's parameter groups (learning rates, for example)."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,8 @@ class AsynchronousTraining(TrainingSteps):
         self._number = 0
 
     def adjust(self, adjustments: Adjustments) -> None:
-        """Makes Lightning's loop drain the pipeline before validation and at its end."""
-        end_epoch = partial(self.drain, is_resumable=True)
-        adjustments.drain_before_validation(self._trainer, self.drain, end_epoch)
+        """See :class:`TrainingSteps`. The values of a minibatch are logged under its own number."""
+        super().adjust(adjustments)
         adjustments.log_steps_by(self._trainer, self._log_others)
 
     def begin(self) -> None:
@@ -145,7 +144,7 @@ class AsynchronousTraining(TrainingSteps):
 
     def _pipelined(self, given: TrainingBatch) -> Any:
         trainer, pipeline = self._trainer, self._pipeline
-        call = _Call(self._number, _options_of(trainer.optimizers[0]), step_of_loggers(trainer))
+        call = _Call(self._number, options_of(trainer.optimizers[0]), step_of_loggers(trainer))
         self._number += 1
         ends_update = not given.accumulation.goes_on
         self._check_call(ends_update)
@@ -235,8 +234,8 @@ class AsynchronousTraining(TrainingSteps):
         """
         trainer = self._trainer
         optimizer = trainer.optimizers[0]
-        now = _options_of(optimizer)
-        _set_options(optimizer, own)
+        now = options_of(optimizer)
+        set_options(optimizer, own)
         # A plugin's closure returns the loss, which no optimizer reads that steps only once.
         trainer.precision_plugin.optimizer_step(
             optimizer, model=trainer.lightning_module, closure=lambda: torch.zeros(())
@@ -253,7 +252,7 @@ class AsynchronousTraining(TrainingSteps):
             }
             for options in waiting if changed else ():
                 options[place].update(changed)
-        _set_options(optimizer, now)
+        set_options(optimizer, now)
 
     # --- logging ---
 
@@ -279,19 +278,3 @@ class AsynchronousTraining(TrainingSteps):
             return
         if logs_step(trainer, step_of_loggers(trainer)):
             connector.log_metrics(step_metrics(trainer, lambda hook: hook != "training_step"))
-
-
-def _options_of(optimizer: Optimizer) -> OptimizerOptions:
-    return [
-        {
-            name: value.clone() if isinstance(value, Tensor) else value
-            for name, value in group.items()
-            if name != "params"
-        }
-        for group in optimizer.param_groups
-    ]
-
-
-def _set_options(optimizer: Optimizer, options: OptimizerOptions) -> None:
-    for group, own in zip(optimizer.param_groups, options, strict=True):
-        group.update(own)

@@ -160,10 +160,14 @@ class Checkpoints:
     @property
     def is_lost(self) -> bool:
         """Whether the run has failed, and this rank cannot save the model by itself: it does not
-        have every layer.
+        have every layer, or the update of some layers is missing.
         """
+        pipeline = self._pipeline
         return self._connection.has_failed and (
-            self.is_sharded or self._pipeline is None or self._pipeline.channels.num_stages > 1
+            self.is_sharded
+            or pipeline is None
+            or pipeline.channels.num_stages > 1
+            or pipeline.late_updates.is_pending
         )
 
     def save(

@@ -278,7 +278,9 @@ class Connection:
             everyone = range(place.world_size)
             of_all = lanes.between_stages(everyone, has_bulk=False)
             world = Channels(everyone, rank, device, watched, of_all, groups)
-            self._rings = Rings(lanes.make(everyone, GRADIENTS[0].name), rank, watched)
+            self._rings = Rings(
+                lambda lane: lanes.make(everyone, GRADIENTS[lane].name), rank, watched
+            )
         self._channels = machine
         self._replicas = Replicas(topology, rank, world, machine)
 
@@ -402,6 +404,9 @@ class Connection:
         if groups is not None:
             groups.abort()
         shut_down(self._sockets)
+        if self._rings is not None:
+            # Lanes may have been opened later.
+            shut_down(self._rings.sockets)
 
     def _give_up(self) -> None:
         """Interrupts operations that need all ranks; called in a thread when one is gone."""

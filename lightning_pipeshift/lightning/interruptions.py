@@ -35,6 +35,7 @@ class Interruptions:
         self._trainer = trainer
         self._pipeline = pipeline
         self._connection = connection
+        self._saves_alone = False
 
     def listen(self, adjustments: Adjustments, is_sharded: bool) -> None:
         """Makes a SIGTERM of any rank end the run on all of them, after the same step: Lightning's
@@ -50,8 +51,7 @@ class Interruptions:
         """
         adjustments.notify_of_sigterm(self._trainer, self._note_sigterm)
         adjustments.skip_sigterm_broadcast(self._trainer)
-        if self._pipeline.channels.num_stages == 1 and not is_sharded:
-            return
+        self._saves_alone = self._pipeline.channels.num_stages == 1 and not is_sharded
         for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
             saves = isinstance(callback, OnExceptionCheckpoint) or getattr(
                 callback, "save_on_exception", False
@@ -71,7 +71,8 @@ class Interruptions:
     def _after_exception(
         self, plain: Callable[..., None], trainer: pl.Trainer, module: Any, exception: BaseException
     ) -> None:
-        if self.ends_in_order(exception) or trainer.world_size == 1:
+        is_whole = self._saves_alone and not self._pipeline.late_updates.is_pending
+        if self.ends_in_order(exception) or trainer.world_size == 1 or is_whole:
             plain(trainer, module, exception)
         else:
             warn_not_saved(f"the state of the model when {type(exception).__name__} was raised")

@@ -7,7 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BasePredictionWriter, BatchSizeFinder
+from lightning.pytorch.callbacks import (
+    BasePredictionWriter,
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+)
 from lightning.pytorch.utilities.memory import is_oom_error
 
 from lightning_pipeshift.errors import BatchError
@@ -95,3 +99,12 @@ def are_results_used(trainer: pl.Trainer, step: str) -> bool:
         for part in trainer.callbacks  # type: ignore[attr-defined]
     )
     return writes or is_hook_used(trainer, f"on_{step.removesuffix('_step')}_batch_end")
+
+
+def accumulation_of(trainer: pl.Trainer) -> dict[str, Any]:
+    """The fields of ``Settings`` that say how many batches make an update, over all epochs."""
+    numbers = {trainer.accumulate_grad_batches}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, GradientAccumulationScheduler):
+            numbers |= set(callback.scheduling.values())
+    return {"num_accumulated": min(numbers), "accumulates": max(numbers) > 1}

@@ -50,6 +50,7 @@ from lightning_pipeshift.lightning.metric_sync import metrics_to_cpu
 from lightning_pipeshift.lightning.patches import Adjustments
 from lightning_pipeshift.lightning.random_state import RandomState
 from lightning_pipeshift.lightning.run import Run
+from lightning_pipeshift.lightning.steps import accumulation_of
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit, give_attributes_values
 from lightning_pipeshift.plan.arrange.options import Options
 from lightning_pipeshift.plan.arrange.request import PlanRequest
@@ -113,6 +114,9 @@ class PipeShiftStrategy(ParallelStrategy):
         lane_marks: whether the packets of each lane (payloads, gradients, bulk) get a DSCP value,
             by which a network can carry urgent ones first: see ``pipeshift lanes``. A dict replaces
             values by the lane's name: ``{"pipeline": 46}``.
+        overlap_updates: whether the optimizer updates a layer when its own gradient is summed over
+            the virtual machines, so that the next step's forward begins while other sums are still
+            on their way. ``False``: all layers are updated together. The bits are the same.
         accelerator: as in every Lightning strategy; the Trainer's argument is the usual way.
         parallel_devices: this host's devices, likewise.
         cluster_environment: the source of a process's rank, likewise.
@@ -140,6 +144,7 @@ class PipeShiftStrategy(ParallelStrategy):
         heartbeat_timeout: float = HEARTBEAT_SECONDS,
         stall_timeout: float = STALL_SECONDS,
         lane_marks: bool | dict[str, int] = True,
+        overlap_updates: bool = True,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -161,6 +166,7 @@ class PipeShiftStrategy(ParallelStrategy):
             heartbeat_timeout=heartbeat_timeout,
             stall_timeout=stall_timeout,
             lane_marks=lane_marks,
+            overlap_updates=overlap_updates,
         )
         super().__init__(
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
@@ -530,6 +536,7 @@ class PipeShiftStrategy(ParallelStrategy):
             only_measures=self._only_measures,
             watch=self._watch,
             memory=self._memory_request,
+            **accumulation_of(trainer),
         )
         is_plain = self.world_size == 1 and settings.leaves_steps_whole(self.topology.stages_per_vm)
         check_run(module, is_plain)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -14,11 +16,19 @@ from torch import Tensor
 
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.lightning.checks import check_backward
+from lightning_pipeshift.lightning.optimizers import (
+    OptimizerOptions,
+    options_of,
+    outside_of_steps,
+    set_options,
+    why_all_gradients,
+)
 from lightning_pipeshift.lightning.patches import NO_LOSS, Adjustments
 from lightning_pipeshift.lightning.precision.all_stages import loss_scale_of
 from lightning_pipeshift.lightning.steps import StepContext, are_results_used, is_hook_used
 from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.model.user_state.logs import say_again
+from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.step.checksum import (
     require_same_lengths,
@@ -35,6 +45,18 @@ def _weighed(result: Any) -> Any:
     if isinstance(result, Mapping) and result.get("weight") is not None:
         return result if float(result["weight"]) else None
     return result
+
+
+class _Tag(NamedTuple):
+    """What an update depends on, other than gradients.
+
+    Args:
+        options: of the optimizer.
+        dtype: torch's default.
+    """
+
+    options: OptimizerOptions
+    dtype: torch.dtype
 
 
 class TrainingSteps:
@@ -65,12 +87,18 @@ class TrainingSteps:
         self._num_losses = 0
         self._accumulates = False
         self._is_plain = False
+        self._leaves_late = False
 
     def begin(self) -> None:
         """Compares the length of the data over the ranks."""
         length, pipeline = self._trainer.num_training_batches, self._pipeline
         require_same_lengths([length], "training", pipeline.channels)
         require_same_lengths_over_replicas(length, pipeline.replicas)
+        if pipeline.replicas.count > 1 and not self.steps_itself:
+            reason = why_all_gradients(self._trainer)
+            self._leaves_late = not reason and pipeline.settings.overlap_updates
+            if reason:
+                self._say(f"the optimizer waits until all gradients are summed: {reason}.")
 
     # --- the step ---
 
@@ -128,6 +156,7 @@ class TrainingSteps:
                 goes_on=self._accumulates,
             ),
             keeps_gradients=self._keeps_gradients(epoch_loop.batch_idx),
+            leaves_late=self._leaves_late and not self._accumulates,
         )
 
     def _log_again(self, report: Report) -> None:
@@ -187,7 +216,10 @@ class TrainingSteps:
     """Whether Lightning's loop has called ``Strategy.optimizer_step``."""
 
     def adjust(self, adjustments: Adjustments) -> None:
-        """Changes what Lightning's loop does, if needed."""
+        """Makes Lightning's loop end what is under way before validation and at its end."""
+        if self.steps_itself or self._pipeline.replicas.count > 1:
+            end_epoch = partial(self.drain, is_resumable=True)
+            adjustments.drain_before_validation(self._trainer, self.drain, end_epoch)
 
     def drain(self, is_resumable: bool = False) -> None:
         """Ends all batches that are under way. Every rank calls this after the same batch.
@@ -196,6 +228,7 @@ class TrainingSteps:
             is_resumable: whether a run may be resumed from the state after it. One that goes on
                 without a break then has to compute the same as one that is resumed.
         """
+        self._pipeline.late_updates.finish()
 
     # --- gradients ---
 
@@ -240,7 +273,29 @@ class TrainingSteps:
         # There are none if the optimizer did not call the step; Lightning raises an error for that.
         if pipeline.holdings is not None:
             pipeline.holdings.show_gradients()
+        if pipeline.late_updates.is_pending:
+            tag = _Tag(options_of(self._trainer.optimizers[0]), torch.get_default_dtype())
+            pipeline.late_updates.begin(tag, self._update_late)
+            if pipeline.changes.last is not None:
+                # Layers are about to move.
+                pipeline.late_updates.finish()
         pipeline.changes.weights_are_final()
+
+    def _update_late(self, late: LateUpdate, keeps_gradients: bool) -> None:
+        trainer, tag = self._trainer, late.tag
+        optimizer = trainer.optimizers[0]
+        now = options_of(optimizer)
+        with (
+            outside_of_steps(tag.dtype, self._pipeline.channels.device),
+            self.holdings.only_gradients(late.gradients, keeps_gradients),
+        ):
+            set_options(optimizer, tag.options)
+            trainer.precision_plugin.optimizer_step(
+                optimizer, model=trainer.lightning_module, closure=lambda: torch.zeros(())
+            )
+            set_options(optimizer, now)
+        if keeps_gradients:
+            self.holdings.show_gradients()
 
     def gradient_hooks(self) -> AbstractContextManager[None]:
         """Context of user code that may read gradients."""

@@ -212,14 +212,23 @@ def on_ranks(cases: Sequence[Case]) -> list[list[Result]]:
     return [list(found) for found in zip(*run_ranks(train_all, number, cases), strict=True)]
 
 
-def moved(result: Result) -> list[tuple[int, Any]]:
-    """The minibatches from which on other counts are in force."""
-    found = enumerate(pairwise(result.counts), start=1)
+def moved(counts: Sequence[Any]) -> list[tuple[int, Any]]:
+    """The minibatches from which on other counts are in force, given those of each minibatch."""
+    found = enumerate(pairwise(counts), start=1)
     return [(minibatch, after) for minibatch, (before, after) in found if before != after]
 
 
-def reference(case: Case, moves: Any = (), length: int | None = None) -> Any:
-    """What plain PyTorch makes of a case; ``length``: if it ends after that many minibatches."""
+def reference(
+    case: Case, moves: Any = (), length: int | None = None, saves: Sequence[int] = ()
+) -> Any:
+    """What plain PyTorch makes of a case.
+
+    Args:
+        case: the case.
+        moves: see :func:`moved`.
+        length: if it ends after that many minibatches.
+        saves: the minibatches before which a checkpoint is saved, at the end of an update.
+    """
     pairs = data(case.num_batches).tensors
     batches = list(zip(*(tensor.split(SIZE) for tensor in pairs), strict=True))
     number = len(case.split) if isinstance(case.split[0], list) else 1
@@ -248,7 +257,8 @@ def reference(case: Case, moves: Any = (), length: int | None = None) -> Any:
         [epoch * number + batch for epoch in range(case.num_epochs) for batch in within],
         moves,
         rates.__getitem__,
-        [number * epoch for epoch in range(1, case.num_epochs)],
+        # After a checkpoint, as in a new epoch, the newest weights are used.
+        sorted([*(number * epoch for epoch in range(1, case.num_epochs)), *saves]),
     )
 
 
@@ -306,11 +316,11 @@ def test_the_bits_of_the_reference(num_stages: int) -> None:
         cases.append(Case([2, 2, 2, 0], moves={8: [0, 1, 4, 1]}))
     num_moves = 0
     for case, ranks in zip(cases, on_ranks(cases), strict=True):
-        moves = moved(ranks[0])
+        moves = moved(ranks[0].counts)
         num_moves += len(moves)
         expected = reference(case, moves)
         for result in ranks:
-            assert moved(result) == moves
+            assert moved(result.counts) == moves
             require_same(result.state, expected.layers)
     assert num_moves > len(cases)
 
@@ -332,7 +342,7 @@ def test_shared_parameters_are_as_old_as_on_their_first_stage(num_stages: int) -
     """Tied weights, alone on a stage that moves too, and a parameter of code between layers."""
     cases = [case._replace(shares=True) for case in SHARED if len(case.split) == num_stages]
     for case, ranks in zip(cases, on_ranks(cases), strict=True):
-        moves = moved(ranks[0])
+        moves = moved(ranks[0].counts)
         assert moves
         expected = reference(case, moves).layers
         for result in ranks:
@@ -349,7 +359,7 @@ def test_two_versions_of_the_weights_have_the_same_bits_on_every_split() -> None
         wanted = {batch: counts_by_chance(draw, num_stages) for batch in (3, 9, 10, 21, 30)}
         case = whole._replace(split=counts_by_chance(draw, num_stages), moves=wanted)
         (ranks,) = on_ranks([case])
-        assert len(moved(ranks[0])) >= 2
+        assert len(moved(ranks[0].counts)) >= 2
         for result in ranks:
             for name, value in expected.state.items():
                 assert torch.equal(result.state[name], value), name
@@ -371,11 +381,11 @@ MACHINES = [
 def test_layers_of_several_virtual_machines_move() -> None:
     """Gradients of an update meet in the rings of its own owners."""
     for case, ranks in zip(MACHINES, on_ranks(MACHINES), strict=True):
-        moves = moved(ranks[0])
+        moves = moved(ranks[0].counts)
         assert len(moves) == len(case.moves)
         expected = reference(case, moves).layers
         for result in ranks:
-            assert moved(result) == moves
+            assert moved(result.counts) == moves
             require_same(result.state, [one.layer if case.shares else one for one in expected])
 
 
@@ -559,7 +569,18 @@ def test_what_does_not_go_with_the_schedule_is_said() -> None:
         quiet_trainer({"pipeshift": {"schedule": "async", "microbatches": 4}})
 
 
-def train_slowly(partition: Any, migrates: bool) -> dict[str, Any]:
+class TiedSleeper(Sleeper):
+    """Its first and its last layer share their weights, like an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, *_, last = (layer.get_submodule("linear") for layer in self.layers)
+        last.weight = first.weight
+
+
+def train_slowly(
+    partition: Any, migrates: bool, module: type[L.LightningModule] = Sleeper
+) -> dict[str, Any]:
     """The last stage gets slow; by a clock that no other process slows down."""
     L.seed_everything(7, verbose=False)
     SLOW["factor"] = 1.0
@@ -572,7 +593,7 @@ def train_slowly(partition: Any, migrates: bool) -> dict[str, Any]:
     trainer = quiet_trainer(
         {"devices": 2, "pipeshift": how}, callbacks=[*callbacks, watches], max_epochs=1
     )
-    trainer.fit(built(Sleeper), DataLoader(points(40).dataset, batch_size=8))
+    trainer.fit(built(module), DataLoader(points(40).dataset, batch_size=8))
     return {"counts": watches.counts, "messages": trainer.strategy.pipeline.messages}  # type: ignore[attr-defined]
 
 
@@ -581,6 +602,15 @@ def test_layers_leave_a_slow_stage_by_measured_times(partition: Any, migrates: b
     first, second = run_ranks(train_slowly, 2, partition, migrates)
     assert first["counts"][0] == (4, 4)
     assert first["counts"][-1][0] >= 6, first["counts"]
+    assert first["counts"] == second["counts"]
+
+
+@pytest.mark.parametrize(("partition", "migrates"), [("auto", False), ([4, 4], True)])
+def test_the_best_move_that_keeps_shared_weights_where_they_are(
+    partition: Any, migrates: bool
+) -> None:
+    first, second = run_ranks(train_slowly, 2, partition, migrates, TiedSleeper)
+    assert (first["counts"][0], first["counts"][-1]) == ((4, 4), (7, 1)), first["counts"]
     assert first["counts"] == second["counts"]
 
 

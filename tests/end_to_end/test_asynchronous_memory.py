@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader
 from lightning_pipeshift import KeepAll, MemoryCompression
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.saved_tensors import FRONT
+from lightning_pipeshift.plan.schedule.asynchronous import gradients_sent
+from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.end_to_end import test_asynchronous
 from tests.end_to_end.test_memory_compression import POLICIES, Block, Trains, Transforms
@@ -71,6 +73,8 @@ def train(
     moves: Mapping[int, Sequence[int]] | None = None,
     callbacks: Sequence[L.Callback] = (),
     module: type[L.LightningModule] = Validates,
+    accumulated: int | None = None,
+    validates: int = 5,
     **how: Any,
 ) -> Result:
     """Trains on all ranks, with dropout; drains in the middle and at the end of each epoch."""
@@ -88,9 +92,9 @@ def train(
     strategy = {"schedule": schedule, "partition": "uniform", "profile_steps": 0, **how}
     trainer = quiet_trainer(
         {"devices": int(os.environ["WORLD_SIZE"]), "pipeshift": strategy},
-        accumulate_grad_batches=SCHEDULES[schedule],
+        accumulate_grad_batches=accumulated or SCHEDULES[schedule],
         max_epochs=2,
-        val_check_interval=5,
+        val_check_interval=validates,
         callbacks=[Moves(moves or {}), *callbacks],
         plugins=[MemoryCompression(**compression)] if compression is not None else [],
     )
@@ -187,12 +191,14 @@ def test_the_budget_counts_every_version_of_the_weights(schedule: str) -> None:
         3, [{"compression": {"budget": 1e8, "policy": KeepAll()}, "schedule": schedule}]
     )
     payload = SAMPLES * WIDTH * 4
+    # Where gradients are accumulated, those of one minibatch are beside them.
+    num_others = 3 if schedule == "async" else 4
     for one, num_blocks, num_versions, passing in (
         (first, 3, 3 if schedule == "async" else 2, payload),
         (second, 2, 2, 4 * payload),
     ):
         static = 1e8 - one.figures["budget_bytes"] - passing
-        assert static == (num_versions + 3) * weight_bytes(num_blocks)
+        assert static == (num_versions + num_others) * weight_bytes(num_blocks)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -243,41 +249,70 @@ def test_a_budget_follows_layers_that_move() -> None:
 
 
 class Memory(NamedTuple):
-    """Bytes on one rank: of the weights that it owns, of all versions of weights, and of the
-    optimizer's state.
+    """Bytes on one rank: of the weights that it owns, of all versions of weights, of the
+    optimizer's state, and of gradients at most since the batch before.
     """
 
     owned: int
     weights: int
     state: int
+    gradients: int
+
+
+class Alive:
+    """The memory of tensors until it is freed, whoever refers to it."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        """Follows a tensor's memory."""
+        storage = tensor.untyped_storage()
+        reference = StorageWeakRef(storage)
+        self._known[reference.cdata] = reference, storage.nbytes()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of those that are not freed."""
+        self._known = {key: one for key, one in self._known.items() if not one[0].expired()}
+        return sum(size for _, size in self._known.values())
 
 
 class Living(L.Callback):
-    """Follows the memory of weights and of the optimizer's state until it is freed, whoever refers
-    to it; counts what is alive at the end of each batch.
+    """Follows the memory of weights, of the optimizer's state and of gradients; counts what is
+    alive at the end of each batch.
     """
 
     def __init__(self) -> None:
         self.found: list[Memory] = []
-        self._weights: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._state: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._weights, self._state, self._gradients = Alive(), Alive(), Alive()
+        self._most_gradients = 0
+        self._heard: set[int] = set()
+
+    def _note_gradient(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self._gradients.add(parameter.grad)
+        self._most_gradients = max(self._most_gradients, self._gradients.num_bytes)
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        for parameter in module.parameters() if self.found else ():
+            if parameter.device.type == "cpu" and id(parameter) not in self._heard:
+                self._heard.add(id(parameter))
+                parameter.register_post_accumulate_grad_hook(self._note_gradient)
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         # The newest version of each weight: older ones have been seen when they were that.
         held = [p for p in module.parameters() if p.device.type == "cpu"]
         state = trainer.optimizers[0].state
-        values = [value for p in held for value in state.get(p, {}).values()]
-        for tensors, known in ((held, self._weights), (values, self._state)):
-            for tensor in tensors:
-                reference = StorageWeakRef(tensor.untyped_storage())
-                known[reference.cdata] = reference, tensor.untyped_storage().nbytes()
-        del held, values, tensors, tensor
-        owned = sum(p.nbytes for p in module.parameters() if p.device.type == "cpu")
-        alive = (
-            sum(size for reference, size in known.values() if not reference.expired())
-            for known in (self._weights, self._state)
+        for parameter in held:
+            self._weights.add(parameter)
+            for value in state.get(parameter, {}).values():
+                self._state.add(value)
+        owned = sum(p.nbytes for p in held)
+        self.found.append(
+            Memory(owned, self._weights.num_bytes, self._state.num_bytes, self._most_gradients)
         )
-        self.found.append(Memory(owned, *alive))
+        self._most_gradients = 0
 
 
 def living(**how: Any) -> list[Memory]:
@@ -288,19 +323,64 @@ def living(**how: Any) -> list[Memory]:
 
 
 @pytest.mark.parametrize("compression", [None, {"policy": KeepAll()}], ids=["plain", "planned"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_stage_holds_as_many_versions_of_its_weights_as_are_in_flight(
-    schedule: str, compression: Any
+@pytest.mark.parametrize(
+    ("schedule", "accumulated", "num_versions"),
+    [
+        ("async", 1, [4, 3, 2, 1]),
+        ("async", 2, [3, 2, 2, 1]),
+        ("async", 3, [2, 2, 2, 1]),
+        ("async-2bw", 4, [2, 2, 2, 2]),
+    ],
+)
+def test_a_stage_holds_what_the_planner_counts(
+    schedule: str, accumulated: int, num_versions: list[int], compression: Any
 ) -> None:
-    num_stages = 3
-    ranks = run_ranks(living, num_stages, schedule=schedule, compression=compression)
-    for stage, found in enumerate(ranks):
-        most = num_stages - stage if schedule == "async" else 2
-        assert found[0].weights == found[0].owned
-        assert max(one.weights for one in found) == most * found[0].owned
-        if schedule == "async":
-            # From where the pipeline is full until it drains in front of the validation.
-            assert [one.weights for one in found[3:5]] == [most * found[0].owned] * 2
+    """As many versions of its weights as are in flight, and as many copies of its gradients."""
+    how: Any = {"schedule": schedule, "accumulated": accumulated, "validates": NUM_BATCHES}
+    ranks = run_ranks(living, 4, compression=compression, partition=[2, 2, 1, 2], **how)
+    for most, found in zip(num_versions, ranks, strict=True):
+        owned = found[0].owned
+        assert found[0].weights == owned
+        assert max(one.weights for one in found) == most * owned
+        assert max(one.gradients for one in found) == (1 + (accumulated > 1)) * owned
+        if accumulated == 1:
+            # From where the pipeline is full until it drains.
+            assert {one.weights for one in found[5 : NUM_BATCHES - 1]} == {most * owned}
+
+
+def most_sent(cases: Sequence[test_asynchronous.Case]) -> list[int]:
+    """For each run, how many gradients of the tied weights were on their way from here at most."""
+    post, alive = Lane.post_values, Alive()
+    size, most = test_asynchronous.WIDTH**2 * 4, 0
+
+    def counted(lane: Lane, values: Mapping[Any, Any], to: int) -> Any:
+        nonlocal most
+        found = post(lane, values, to)
+        for value in values.values():
+            if isinstance(value, Tensor) and value.nbytes == size:
+                alive.add(value)
+        most = max(most, alive.num_bytes // size)
+        return found
+
+    Lane.post_values = counted  # type: ignore[assignment,method-assign]
+    numbers = []
+    for case in cases:
+        most, alive = 0, Alive()
+        test_asynchronous.train(case)
+        numbers.append(most)
+    return numbers
+
+
+def test_gradients_of_tied_weights_on_their_way_are_what_the_planner_counts() -> None:
+    """On the first stage that has the weights, and on the other one."""
+    kinds = [("async", 1), ("async", 2), ("async-2bw", 4)]
+    cases = [
+        test_asynchronous.Case([2, 2, 1, 1], *kind, shares=True, num_batches=24) for kind in kinds
+    ]
+    first, _, other, _ = run_ranks(most_sent, 4, cases)
+    for kind, *found in zip(kinds, first, other, strict=True):
+        counted = gradients_sent(kind[0], 4, kind[1])
+        assert found == [counted[0][0], counted[2][1]]
 
 
 def test_a_move_frees_weights_and_optimizer_state_at_the_old_owner() -> None:

@@ -32,7 +32,7 @@ def two_hosts() -> Iterator[Hosts]:
 
 def sum_of_ranks() -> tuple[torch.Tensor, float, float]:
     _, board = connect()
-    rings = Rings(Lanes().make(range(2), "gradients-0"), dist.get_rank(), board.watched)
+    rings = Rings(lambda _: Lanes().make(range(2), "gradients-0"), dist.get_rank(), board.watched)
     buffer = torch.full((LENGTH,), float(dist.get_rank() + 1))
     rings.start(0, [0, 1], torch.ones(1)).wait()
     begin = time.monotonic()

@@ -54,7 +54,7 @@ def send_on_each(marks: dict[str, int] | None) -> None:
     channels, board = connect()
     lanes = Lanes(marks=marks)
     groups = lanes.between_stages(range(2))
-    rings = Rings(lanes.make(range(2), "gradients-0"), dist.get_rank(), board.watched)
+    rings = Rings(lambda _: lanes.make(range(2), "gradients-0"), dist.get_rank(), board.watched)
     assert groups.bulk is not None
     for group, lane in ((groups.pipeline, "pipeline"), (groups.bulk, "bulk")):
         values = torch.zeros(NUM_BYTES[lane], dtype=torch.uint8)

@@ -53,6 +53,13 @@ class _OverStages(Precision):
             total = to_device(total, held[0].device)
             torch.nn.utils.clip_grads_with_norm_(held, clip_val, total)
 
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clips this stage's gradients. It may have none, for which torch raises an error."""
+        held = [p for p in self.main_params(optimizer) if isinstance(p, Tensor)]
+        held = [p for p in held if p.grad is not None and not p.grad.is_meta]
+        if held:
+            torch.nn.utils.clip_grad_value_(held, clip_val)
+
 
 class _ScalerOverStages(torch.amp.GradScaler):
     """A gradient scaler that skips a step on every stage when any stage found an overflow."""

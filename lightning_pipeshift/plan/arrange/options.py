@@ -51,6 +51,7 @@ class Options:
     heartbeat_timeout: float = 10.0
     stall_timeout: float = 60.0
     lane_marks: bool | Mapping[str, int] = True
+    overlap_updates: bool = True
 
     def __post_init__(self) -> None:
         _check_microbatches(self.microbatches)

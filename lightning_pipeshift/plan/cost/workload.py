@@ -19,7 +19,11 @@ from lightning_pipeshift.plan.cost.pace import Objective, steady_pace
 from lightning_pipeshift.plan.cost.simulator import Clock, Costs, clock
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import Profile
-from lightning_pipeshift.plan.schedule.asynchronous import updates_per_backward, weight_versions
+from lightning_pipeshift.plan.schedule.asynchronous import (
+    gradients_sent,
+    updates_per_backward,
+    weight_versions,
+)
 from lightning_pipeshift.plan.schedule.schedules import recomputing_stages
 
 Numbers = NDArray[np.float64]
@@ -27,6 +31,9 @@ LongNumbers = NDArray[np.longdouble]
 
 Counts = tuple[int, ...]
 """The number of layers of each stage."""
+
+Sharers = tuple[tuple[int, ...], frozenset[int]]
+"""The layers that share a parameter, and the stages that have some of them."""
 
 # Many cuts are timed in one pass, but at most this many: each takes memory for every action.
 _AT_ONCE = 512
@@ -63,12 +70,17 @@ class Workload:
         gradient_seconds: (S - 1, L + 1): the transfer of the gradients back.
         static_bytes: (L,) held permanently.
         weight_bytes: (L,) of each further version of its trained weights.
+        sent_bytes: (2, L) of each gradient on its way to other stages whose layers share its
+            weights: of the first of these layers, and of the others.
         saved_bytes: (L,) held for a microbatch in flight.
         input_bytes: (L,) held for it instead if the layer is recomputed.
         usable_bytes: (S,) the memory of the stage's device; infinite if it is not known.
         schedule: by name.
         microbatches: of a step; 1 in an asynchronous pipeline, which does not split a batch.
+        num_accumulated: how many minibatches make an update of an asynchronous pipeline.
         allowed: the boundaries that may be cut; ``None``: all.
+        sharers: the same stages have to have these layers, or one stage all of them if that is so
+            now.
     """
 
     forward: Numbers
@@ -79,12 +91,15 @@ class Workload:
     gradient_seconds: Numbers
     static_bytes: Numbers
     weight_bytes: Numbers
+    sent_bytes: Numbers
     saved_bytes: Numbers
     input_bytes: Numbers
     usable_bytes: Numbers
     schedule: str = "1f1b"
     microbatches: int = 1
+    num_accumulated: int = 1
     allowed: frozenset[int] | None = None
+    sharers: tuple[Sharers, ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -109,9 +124,16 @@ class Workload:
     @cached_property
     def fixed_bytes(self) -> Numbers:
         """(S, L): held for each layer on each stage regardless of the microbatches in flight."""
-        stashed = np.array(weight_versions(self.schedule, self.num_stages)) - 1
-        held: Numbers = self.static_bytes + stashed[:, None] * self.weight_bytes
+        pipeline = self.schedule, self.num_stages, self.num_accumulated
+        stashed = np.array(self.num_versions)[:, None] - 1
+        sent = np.array(gradients_sent(*pipeline)) @ self.sent_bytes
+        held: Numbers = self.static_bytes + stashed * self.weight_bytes + sent
         return held
+
+    @property
+    def num_versions(self) -> tuple[int, ...]:
+        """The largest number of versions of its trained weights that each stage holds."""
+        return weight_versions(self.schedule, self.num_stages, self.num_accumulated)
 
     @property
     def recomputing(self) -> frozenset[int]:
@@ -219,9 +241,28 @@ class Workload:
         return all(need <= usable for need, usable in zip(held, self.usable_bytes, strict=True))
 
     def is_allowed(self, cut: Cut) -> bool:
-        """Whether it cuts only at allowed boundaries."""
-        inner = {end for end in cut.bounds[1:-1] if 0 < end < self.num_layers}
-        return self.allowed is None or inner <= self.allowed
+        """Whether each stage may have its layers."""
+        bounds = cut.bounds
+        return bool(self.possible_ranges[range(self.num_stages), bounds[:-1], bounds[1:]].all())
+
+    @cached_property
+    def possible_ranges(self) -> NDArray[np.bool_]:
+        """(S, L + 1, L + 1): whether stage s may have the layers from b to e, at ``[s, b, e]``."""
+        num_ends = self.num_layers + 1
+        ends = np.full((self.num_stages, num_ends), self.allowed is None)
+        ends[:, [0, -1, *sorted(self.allowed or ())]] = True
+        # The end of the last stage is no cut.
+        ends[-1] = True
+        possible: NDArray[np.bool_] = np.tri(num_ends, dtype=bool).T & ends[:, None, :]
+        for layers, stages in self.sharers:
+            before = np.searchsorted(sorted(layers), np.arange(num_ends))
+            num_inside = before[None, :] - before[:, None]
+            if len(stages) == 1:
+                possible &= (num_inside == 0) | (num_inside == len(layers))
+            else:
+                has_some = np.array([stage in stages for stage in range(self.num_stages)])
+                possible &= (num_inside > 0) == has_some[:, None, None]
+        return possible
 
     def estimate(self, cut: Cut) -> float:
         """The time of a step in closed form: one microbatch through all stages and back, plus the
@@ -349,9 +390,14 @@ def workload_of(
             last, len(layers) + 1
         )
 
-    update = updates_per_backward(schedule, len(ranks)) * profile.optimizer_seconds_per_byte
+    updates = updates_per_backward(schedule, len(ranks), profile.num_accumulated)
+    update = updates * profile.optimizer_seconds_per_byte
     gradients = np.array([layer.gradient_bytes for layer in layers], dtype=np.float64)
     speeds = np.array([cluster.devices[rank].speed for rank in ranks])
+    sent = np.zeros((2, len(layers)))
+    for each in profile.shared:
+        for place, layer in enumerate(each.layers):
+            sent[min(place, 1), layer] += each.sent_bytes
 
     def of_layers(name: str, factor: float = 1.0) -> Numbers:
         return np.array([factor * getattr(layer, name) for layer in layers], dtype=np.float64)
@@ -364,13 +410,15 @@ def workload_of(
         backward_extra=extra("backward"),
         payload_seconds=travel(payload),
         gradient_seconds=travel(gradient),
-        static_bytes=of_layers("static_bytes"),
+        static_bytes=of_layers("static_bytes") + (profile.num_gradients - 1) * gradients,
         # Gradients are as large as the weights that they are for.
         weight_bytes=gradients,
+        sent_bytes=sent,
         saved_bytes=of_layers("saved_bytes", share),
         input_bytes=of_layers("input_bytes", share),
         usable_bytes=np.array([cluster.devices[rank].usable_bytes for rank in ranks]),
         schedule=schedule,
         microbatches=microbatches,
+        num_accumulated=profile.num_accumulated,
         allowed=allowed,
     )

@@ -54,7 +54,12 @@ from lightning_pipeshift.documents import (
 from lightning_pipeshift.errors import PlanError, some_of
 from lightning_pipeshift.files import write_text
 from lightning_pipeshift.plan.inputs.cluster import FREE, Cluster, Device, Link
-from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
+from lightning_pipeshift.plan.inputs.profile import (
+    KindProfile,
+    LayerProfile,
+    Profile,
+    SharedWeights,
+)
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
 from lightning_pipeshift.plan.schedule.schedules import MOST_MICROBATCHES
 
@@ -406,6 +411,7 @@ def _link_entry(link: Link) -> dict[str, Any]:
 # --- a profile ---
 
 _Seconds = Annotated[Number, check(lambda s: 0 <= s < math.inf, "finite and at least 0")]
+_FromOne = Annotated[Whole, check(lambda n: n >= 1, "at least 1")]
 _Tensor = Annotated[SavedTensor, Entry(())]
 _Layer = Annotated[LayerProfile, Entry(("tensors", "joins_next"), tensors=tuple[_Tensor, ...])]
 _PROFILE: Final = Document(
@@ -413,7 +419,7 @@ _PROFILE: Final = Document(
     "the profile",
     "measure the profile again",
     PROFILE_VERSION,
-    optional=(),
+    optional=("num_accumulated", "num_gradients", "shared"),
     layers=tuple[_Layer, ...],
     kinds=dict[str, Annotated[KindProfile, Entry(())]],
     samples=Annotated[Number, check(lambda n: 0 < n < math.inf, "finite and above 0")],
@@ -422,6 +428,9 @@ _PROFILE: Final = Document(
     ],
     step_seconds=_Seconds,
     optimizer_seconds_per_byte=_Seconds,
+    num_accumulated=_FromOne,
+    num_gradients=_FromOne,
+    shared=tuple[Annotated[SharedWeights, Entry(())], ...],
 )
 
 
@@ -441,6 +450,9 @@ def save_profile(profile: Profile, path: str | Path) -> None:
         "microbatches": profile.microbatches,
         "step_seconds": profile.step_seconds,
         "optimizer_seconds_per_byte": profile.optimizer_seconds_per_byte,
+        "num_accumulated": profile.num_accumulated,
+        "num_gradients": profile.num_gradients,
+        "shared": [asdict(each) for each in profile.shared],
         "layers": [_written(layer) for layer in profile.layers],
         "kinds": {kind: asdict(times) for kind, times in profile.kinds.items()},
     }

@@ -69,9 +69,19 @@ class LayerProfile:
         """The bytes that its owner holds permanently."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
-    def static_bytes_with(self, num_versions: int) -> int:
-        """The same with several versions of its trained weights, whose gradients are as large."""
-        return self.static_bytes + (num_versions - 1) * self.gradient_bytes
+
+@dataclass(frozen=True, slots=True)
+class SharedWeights:
+    """A trained parameter that several layers use.
+
+    Args:
+        layers: the layers, in call order.
+        sent_bytes: the memory of the device for each of its gradients that is on its way to another
+            stage.
+    """
+
+    layers: tuple[int, ...]
+    sent_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +130,10 @@ class Profile:
         microbatches: how many microbatches a step had.
         step_seconds: of a step outside its actions (the loop, the data, the logs).
         optimizer_seconds_per_byte: of the optimizer, for each byte of a stage's gradients.
+        num_accumulated: how many batches make an update, at least.
+        num_gradients: how many copies of its gradients a stage holds: 2 if they are added up over
+            batches, as a batch's own are computed apart.
+        shared: the parameters that several layers use.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -128,6 +142,9 @@ class Profile:
     microbatches: int = 1
     step_seconds: float = 0.0
     optimizer_seconds_per_byte: float = 0.0
+    num_accumulated: int = 1
+    num_gradients: int = 1
+    shared: tuple[SharedWeights, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers:

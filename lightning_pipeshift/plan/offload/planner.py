@@ -109,11 +109,10 @@ class Compression:
         stage = max(range(len(lacking)), key=lacking.__getitem__)
         needed = max(found.peak_bytes)
         static, budget = found.static_bytes[stage], self._limits[stage].budget_bytes
-        schedule, num_stages = self._problem.workload.schedule, len(lacking)
-        num_versions = weight_versions(schedule, num_stages)[stage]
+        num_versions = self._problem.workload.num_versions[stage]
         weights = f"{num_versions} versions of the weights" if num_versions > 1 else "weights"
         remedies = [f"a budget of {ceil_bytes_text(needed)} would do"]
-        fewest = weight_versions("async-2bw", num_stages)[stage]
+        fewest = weight_versions("async-2bw", len(lacking))[stage]
         if num_versions > fewest:
             remedies.append(f"so may schedule='async-2bw', which keeps {fewest} versions")
         if static >= budget:

@@ -30,7 +30,6 @@ from lightning_pipeshift.plan.partition.ranges import (
     Solution,
     counts_of,
     narrowest,
-    possible_ranges,
     with_drained,
 )
 from lightning_pipeshift.plan.partition.recomputation import bytes_held
@@ -89,7 +88,7 @@ class PartitionDP:
         if hides_forwards and workload.microbatches > 1:
             ahead = np.array(workload.in_flight)[:, None, None] - 1
             paces = paces - forward * (ahead / (workload.microbatches - 1))
-        possible = possible_ranges(workload) & np.isfinite(again)
+        possible = workload.possible_ranges & np.isfinite(again)
         sums = np.where(possible, slots, math.inf)
         paces = np.where(possible, paces, math.inf)
         # A link belongs to the stage before it.

@@ -11,7 +11,7 @@ import numpy as np
 
 from lightning_pipeshift.errors import PlanError, some_of
 from lightning_pipeshift.plan.cost.workload import Numbers, Workload
-from lightning_pipeshift.plan.partition.ranges import narrowest, possible_ranges
+from lightning_pipeshift.plan.partition.ranges import narrowest
 from lightning_pipeshift.plan.partition.recomputation import bytes_held
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS, SYNCHRONOUS
 from lightning_pipeshift.text import ceil_bytes_text
@@ -87,6 +87,7 @@ def _with_stages(workload: Workload, num_stages: int, usable_bytes: float) -> Wo
         payload_seconds=by_boundary,
         gradient_seconds=by_boundary,
         usable_bytes=np.full(num_stages, usable_bytes),
+        sharers=(),
     )
 
 
@@ -96,7 +97,7 @@ def _fits(workload: Workload, recompute: str) -> bool:
 
 def _held(workload: Workload, recompute: str) -> Numbers:
     """As :func:`bytes_held`, but infinite if a stage can't have the range."""
-    possible = possible_ranges(workload)
+    possible = workload.possible_ranges
     held: Numbers = np.where(possible, bytes_held(workload, recompute), math.inf)
     return held
 

@@ -78,7 +78,7 @@ def best_cut(workload: Workload, recompute: str = "auto", start: Sequence[Cut] =
             search.add(solution.counts for solution in solutions)
     # The even cut, so that the result is never worse than that.
     even = Cut(uniform(workload.num_layers, workload.num_stages))
-    search.add(cut.counts for cut in [*start, even] if workload.is_allowed(cut))
+    search.add(cut.counts for cut in [*start, even])
     search.climb()
     return search.best([cut.counts for cut in start])
 
@@ -123,10 +123,11 @@ class _Search:
         return min(self._seconds.values())
 
     def add(self, candidates: Iterable[Counts]) -> None:
-        """Times the cuts with these counts, if they fit."""
+        """Times the cuts with these counts, if they are allowed and fit."""
         new = [counts for counts in dict.fromkeys(candidates) if counts not in self._seconds]
         self._seconds.update(dict.fromkeys(new, math.inf))
-        cuts = self._recomputation.cuts(new)
+        allowed = [counts for counts in new if self._workload.is_allowed(Cut(counts))]
+        cuts = self._recomputation.cuts(allowed)
         for cut, seconds in zip(cuts, self._workload.step_seconds(cuts), strict=True):
             self._seconds[cut.counts] = seconds
             self._cuts[cut.counts] = cut

@@ -25,7 +25,6 @@ from lightning_pipeshift.plan.partition.ranges import (
     Solution,
     counts_of,
     narrowest,
-    possible_ranges,
     with_drained,
 )
 
@@ -62,7 +61,7 @@ class PaceDP:
                 little memory.
         """
         forward, backward = workload.range_seconds
-        possible = np.where(possible_ranges(workload), again, math.inf)
+        possible = np.where(workload.possible_ranges, again, math.inf)
         links = workload.payload_seconds, workload.gradient_seconds
         return cls(forward, backward, possible, *links)
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lightning_pipeshift.plan.cost.workload import Counts, Numbers, Workload
+from lightning_pipeshift.plan.cost.workload import Counts, Numbers
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -28,19 +27,6 @@ class Solution:
     counts: Counts
     pace: float = field(compare=False)
     sum: float = field(compare=False)
-
-
-def possible_ranges(workload: Workload) -> NDArray[np.bool_]:
-    """(S, L + 1, L + 1): whether the boundaries allow stage s to have the layers from b to e, at
-    ``[s, b, e]``.
-    """
-    num_ends = workload.num_layers + 1
-    ends = np.full((workload.num_stages, num_ends), workload.allowed is None)
-    ends[:, [0, -1, *sorted(workload.allowed or ())]] = True
-    # The end of the last stage is no cut.
-    ends[-1] = True
-    possible: NDArray[np.bool_] = np.tri(num_ends, dtype=bool).T & ends[:, None, :]
-    return possible
 
 
 def with_drained(table: Numbers, drained: frozenset[int]) -> Numbers:

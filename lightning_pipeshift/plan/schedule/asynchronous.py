@@ -95,23 +95,48 @@ def version_used(minibatch: int, num_accumulated: int) -> int:
     return max(0, update_of(minibatch, num_accumulated) - 1)
 
 
-def weight_versions(schedule: str, num_stages: int) -> tuple[int, ...]:
+def weight_versions(schedule: str, num_stages: int, num_accumulated: int = 1) -> tuple[int, ...]:
     """The largest number of versions of its trained weights that each stage holds.
 
     Args:
         schedule: by name; a synchronous one has one version.
         num_stages: of the pipeline.
+        num_accumulated: how many minibatches make an update.
     """
     if schedule == "async":
-        return tuple(num_stages - stage for stage in range(num_stages))
+        behind = (_num_behind(stage, num_stages) for stage in range(num_stages))
+        return tuple(1 + -(-each // num_accumulated) for each in behind)
     return (2 if schedule == "async-2bw" else 1,) * num_stages
 
 
-def updates_per_backward(schedule: str, num_stages: int) -> float:
-    """How often a stage steps its optimizer, relative to its backwards, at most: 0 for a
-    synchronous schedule, whose update comes after all of them.
+def gradients_sent(
+    schedule: str, num_stages: int, num_accumulated: int = 1
+) -> tuple[tuple[int, int], ...]:
+    """How many gradients of a parameter that several stages share each stage holds at most on their
+    way to the others: sums, if it is the first of these stages, and its own parts of them, if it is
+    another one.
+
+    The first stage has the gradient of a minibatch when all others have run its forward, so they
+    have taken the sums that it needed. In front of its forward of ``k``, stage 0 has taken the
+    parts of minibatch ``k - num_stages``, and a later one has taken more.
+
+    Args:
+        schedule: by name; with a synchronous one, stages wait for the gradients.
+        num_stages: of the pipeline.
+        num_accumulated: how many minibatches make an update.
     """
-    return {"async": 1.0, "async-2bw": 1 / num_stages}.get(schedule, 0.0)
+    if schedule not in ("async", "async-2bw"):
+        return ((0, 0),) * num_stages
+    sums = (-(-(num_stages - stage) // num_accumulated) for stage in range(num_stages))
+    return tuple((most, stage + 1) for stage, most in enumerate(sums))
+
+
+def updates_per_backward(schedule: str, num_stages: int, num_accumulated: int = 1) -> float:
+    """How often a stage steps its optimizer, relative to its backwards: 0 for a synchronous
+    schedule, whose update comes after all of them.
+    """
+    fewest = {"async": 1, "async-2bw": num_stages}.get(schedule)
+    return 1 / max(fewest, num_accumulated) if fewest else 0.0
 
 
 def require_equal_depths(schedule: str, depths: Iterable[int]) -> None:

@@ -39,8 +39,6 @@ _HEADER_BYTES = 8
 # The size of an object's first message: a step's usual report needs no second one.
 _INLINE_BYTES = 4096
 _SMALL_BYTES = 1024
-# The largest number of sends in progress, for each pair of stages, before a new one waits.
-_MOST_POSTED = 4
 
 
 def finish(work: Any, watched: Watched) -> None:
@@ -278,15 +276,13 @@ class Lane:
             if isinstance(value, Tensor):
                 self.send_tensor(value, to)
 
-    def post_values(self, values: Mapping[Any, Any], to: int) -> None:
-        """As :meth:`send_values`, without waiting: the tensors must not change any more. Waits only
-        while very many of the lane's sends are under way.
+    def post_values(self, values: Mapping[Any, Any], to: int) -> list[Sent]:
+        """As :meth:`send_values`, without waiting: the tensors must not change any more. Returns
+        the sends, each of which the caller has to wait for.
         """
         self.send_object(_heads(values), to)
-        for value in values.values():
-            if isinstance(value, Tensor):
-                self._object_sends.append(self._post_tensor(value, to))
-        self.settle(all_but=_MOST_POSTED * self.num_stages**2)
+        tensors = [value for value in values.values() if isinstance(value, Tensor)]
+        return [self._object_sends.pop(), *(self._post_tensor(tensor, to) for tensor in tensors)]
 
     def receive_values(self, source: int) -> Iterator[tuple[Any, Any]]:
         """Yields what :meth:`send_values` or :meth:`post_values` sends, name by name; tensors are

@@ -1,9 +1,10 @@
 """Sums the gradients of every layer over its owners in the virtual machines.
 
 A layer's sum starts when the last microbatch's backward has passed the layer, and overlaps with the
-backwards of the earlier layers. Whether a parameter has a gradient at all is known on the hosts,
-and is sent from host to host: if it were a flag in the gradient buffers, a rank would have to wait,
-layer by layer, until its GPU has summed them.
+backwards of the earlier layers, and with the next step's forwards of the layers before it. How many
+virtual machines have a gradient of a parameter at all is summed with the gradients, in the same
+buffer. Only where the sums are made on a GPU do the hosts count it among themselves: they would
+otherwise have to wait, layer by layer, until the GPU has summed.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipeshift.devices.streams import Event, is_asynchronous, record_event
+from lightning_pipeshift.runtime.comm.channels import PostedSum
 from lightning_pipeshift.runtime.comm.lane import Watched, finish
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.comm.threads import InOrder
+from lightning_pipeshift.runtime.comm.turns import MOST_URGENT, Urgency
 
 
 class Sum(Protocol):
@@ -31,12 +34,16 @@ class Sum(Protocol):
     def wait(self) -> None:
         """Returns when the sum is complete."""
 
+    def query(self) -> bool:
+        """Whether the sum is complete, or has failed."""
 
-# Given a number, the members' ranks and a vector: begins to sum it in place.
-StartSum = Callable[[int, Sequence[int], Tensor], Sum]
 
-# Given a vector in host memory: returns its sum over all ranks, which all call this.
-Agree = Callable[[Tensor], Tensor]
+# Given a number, the members' ranks, a vector and the urgency of the messages: begins to sum the
+# vector in place.
+StartSum = Callable[[int, Sequence[int], Tensor, Urgency], Sum]
+
+# Given a vector in host memory: begins to sum it over all ranks, which all call this.
+Agree = Callable[[Tensor], PostedSum]
 
 _MOST_TYPES = 8
 
@@ -52,6 +59,7 @@ class GradientGroup:
         members: the ranks of the owners, one for each virtual machine.
         is_hooked: whether the gradients are complete as soon as the last backward has computed
             them.
+        urgency: that of the sum.
     """
 
     number: int
@@ -59,10 +67,12 @@ class GradientGroup:
     places: list[int]
     members: list[int]
     is_hooked: bool = True
+    urgency: Urgency = MOST_URGENT
     _missing: int = 0
     _sums: list[tuple[list[nn.Parameter], Tensor, Sum]] = field(default_factory=list)
     _buffers: dict[torch.dtype, Tensor] = field(default_factory=dict)
-    _counts: tuple[Tensor, Sum] | None = None
+    _counts: Tensor | None = None
+    """How many members have a gradient of each parameter: a part of the first buffer."""
     _present: set[int] = field(default_factory=set)
     """The indices of the parameters that had a gradient when the sum started."""
 
@@ -87,22 +97,20 @@ class GradientGroup:
             for place, parameter in zip(self.places, self.parameters, strict=True)
             if parameter.grad is not None
         }
-        if counts and self.trained:
-            present = [float(place in self._present) for place in self.places]
-            flags = torch.tensor(present, device=device)
-            number = self.number * _MOST_TYPES + _MOST_TYPES - 1
-            self._counts = flags, start_sum(number, self.members, flags)
         by_type: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in self.trained:
             by_type.setdefault(parameter.dtype, []).append(parameter)
         for index, (dtype, parameters) in enumerate(by_type.items()):
             length = sum(parameter.numel() for parameter in parameters)
+            num_counts = len(self.places) if counts and index == 0 else 0
             there = parameters[0].device
             buffer = self._buffers.get(dtype)
-            if buffer is None or len(buffer) != length:
+            if buffer is None or len(buffer) != length + num_counts:
                 # Gradients of a GPU may be summed in host memory.
                 is_pinned = device != there and is_asynchronous(there)
-                buffer = torch.empty(length, dtype=dtype, device=device, pin_memory=is_pinned)
+                buffer = torch.empty(
+                    length + num_counts, dtype=dtype, device=device, pin_memory=is_pinned
+                )
                 self._buffers[dtype] = buffer
             joined = buffer if device == there else torch.empty_like(buffer, device=there)
             for parameter, part in zip(parameters, _parts(joined, parameters), strict=True):
@@ -111,7 +119,12 @@ class GradientGroup:
                     part.zero_()
                 else:
                     part.view(parameter.shape).copy_(_dense(gradient))
-            begin = partial(start_sum, self.number * _MOST_TYPES + index, self.members, buffer)
+            if num_counts:
+                flags = [float(place in self._present) for place in self.places]
+                joined[length:] = torch.tensor(flags, dtype=dtype)
+                self._counts = buffer[length:]
+            number = self.number * _MOST_TYPES + index
+            begin = partial(start_sum, number, self.members, buffer, self.urgency)
             if joined is buffer:
                 self._sums.append((parameters, buffer, begin()))
                 continue
@@ -131,11 +144,9 @@ class GradientGroup:
                 parameter.grad.copy_(part.view(parameter.shape))
         self._sums = []
         if self._counts is not None:
-            counts, under_way = self._counts
-            under_way.wait()
-            self._counts = None
-            num_owners = dict(zip(self.places, counts.tolist(), strict=True))
-            self.let_go(num_owners)
+            counts, self._counts = self._counts, None
+            found = counts.real if counts.is_complex() else counts
+            self.let_go(dict(zip(self.places, found.tolist(), strict=True)))
 
     def let_go(self, num_owners: Sequence[float] | Mapping[int, float]) -> None:
         """Removes the gradients of parameters for which no virtual machine had one.
@@ -152,6 +163,11 @@ class GradientGroup:
         """Whether a sum is in progress."""
         return bool(self._sums)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether :meth:`finish` does not have to wait."""
+        return all(under_way.query() for _, _, under_way in self._sums)
+
 
 class Aggregation:
     """The sums of one rank's layers.
@@ -159,8 +175,8 @@ class Aggregation:
     Args:
         groups: one for each layer that this rank owns, in call order.
         start_sum: begins a sum.
-        agree: sums a vector over all ranks, in host memory; ``None`` if ranks at different
-            minibatches must not wait for each other.
+        agree: sums a vector over all ranks, in host memory, to count who has a gradient;
+            ``None`` if that is counted with each sum.
         num_parameters: how many the model has.
         device: where the sums are made.
         in_order: whether sums have to begin in the same order on all ranks; that order is then the
@@ -185,6 +201,7 @@ class Aggregation:
         self.in_order = in_order
         self._is_armed = False
         self._ready: set[int] = set()
+        self._num_owners: PostedSum | None = None
         self.exposed_seconds = 0.0
         """How long the last step has waited for its sums, in seconds."""
         # By identity of the parameter. A frozen one gets no hook until it is trained.
@@ -232,30 +249,52 @@ class Aggregation:
                 self._ready.discard(index)
                 self._start(self._groups[index])
 
-    def finish(self) -> None:
+    def finish(self, leaves_late: bool = False) -> list[GradientGroup]:
         """Starts the sums that have not started (of layers that no gradient reached), and waits for
-        all sums.
+        the sums. (On a GPU the sums are queued then, and later work runs after them.)
 
-        Every rank calls this, and with ``agree`` it returns when all have their sums: no rank takes
-        its optimizer step before. (On a GPU the sums are queued then, and later work runs after
-        them.)
+        Args:
+            leaves_late: whether it does not wait for the sums of layers, other than those of shared
+                parameters.
+
+        Returns:
+            the groups that it has not waited for: the caller passes each to :meth:`finish_late`.
+            Until then their parameters have no gradients.
         """
         self._is_armed = False
         with torch.no_grad():
-            for group in reversed(self._groups):
+            for group in self._groups if leaves_late and not self.in_order else self._groups[::-1]:
                 if not group.is_started:
                     self._start(group)
         begin = time.perf_counter()
+        late = []
         present = torch.zeros(self._num_parameters)
         for group in reversed(self._groups):
-            group.finish()
             present[list(group._present)] = 1.0
+            if leaves_late and group.is_hooked and not group.is_complete:
+                late.append(group)
+                for parameter in group.parameters:
+                    parameter.grad = None
+            else:
+                group.finish()
         self.exposed_seconds = time.perf_counter() - begin
-        if self._agree is None:
-            return
-        num_owners = self._agree(present).tolist()
-        for group in self._groups:
-            group.let_go(num_owners)
+        if self._agree is not None:
+            self._num_owners = self._agree(present)
+            for group in self._groups:
+                if group not in late:
+                    self._let_go(group)
+        return late[::-1]
+
+    def finish_late(self, group: GradientGroup) -> None:
+        """Waits for a sum that :meth:`finish` has not waited for."""
+        begin = time.perf_counter()
+        group.finish()
+        self._let_go(group)
+        self.exposed_seconds += time.perf_counter() - begin
+
+    def _let_go(self, group: GradientGroup) -> None:
+        if self._num_owners is not None:
+            group.let_go(self._num_owners.wait().tolist())
 
     def _start(self, group: GradientGroup) -> None:
         group.start(self._start_sum, self._device, self._staging, counts=self._agree is None)
@@ -274,6 +313,11 @@ class _Staged:
 
     def wait(self) -> None:
         self.begun.result().wait()
+
+    def query(self) -> bool:
+        if not self.begun.done():
+            return False
+        return self.begun.exception() is not None or self.begun.result().query()
 
 
 @dataclass
@@ -299,7 +343,7 @@ class AllReduce:
         self._groups = groups
         self._watched = watched
 
-    def start(self, number: int, members: Sequence[int], buffer: Tensor) -> Sum:
+    def start(self, number: int, members: Sequence[int], buffer: Tensor, urgency: Urgency) -> Sum:
         """Begins to sum a vector in place."""
         with self._watched(None):
             group = self._groups.group(Purpose.SUMS, members)
@@ -321,9 +365,14 @@ class _Collective:
         with self.watched(None):
             self.work.wait()
 
+    def query(self) -> bool:
+        with self.watched(None):
+            return bool(self.work.is_completed())
+
 
 def _parts(buffer: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
-    return list(buffer.split([parameter.numel() for parameter in parameters]))
+    sizes = [parameter.numel() for parameter in parameters]
+    return list(buffer[: sum(sizes)].split(sizes))
 
 
 def _dense(gradient: Tensor) -> Tensor:

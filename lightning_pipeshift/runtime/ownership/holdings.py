@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import deque
 from collections.abc import (
     Callable,
     Collection,
@@ -44,6 +45,7 @@ from lightning_pipeshift.model.parameters.uses import (
 )
 from lightning_pipeshift.model.trace.placeholder import META
 from lightning_pipeshift.runtime.comm.channels import Channels
+from lightning_pipeshift.runtime.comm.lane import Sent
 from lightning_pipeshift.runtime.ownership.user_copies import (
     CopyFinder,
     exchange,
@@ -108,6 +110,8 @@ class Holdings:
         self._holders: dict[int, list[int]] = {}
         self._had_gradients: dict[int, list[int]] = {}
         self._parts: list[Sums] = []
+        self._posted: dict[tuple[str, int], deque[list[Sent]]] = {}
+        """By parameter and stage, the gradients of shared parameters on their way there."""
         self.held: list[ParameterUse] = []
         self.shared = SharedParameters([])
         self.place(stage_of)
@@ -494,7 +498,7 @@ class Holdings:
     def collect_gradients(
         self,
         correction: float,
-        sum_over_replicas: Callable[[], None] | None,
+        sum_over_replicas: Callable[[], Collection[nn.Parameter]] | None,
         joins: bool,
         shares: bool = True,
     ) -> None:
@@ -505,7 +509,7 @@ class Holdings:
         Args:
             correction: a factor; 0 if the whole step has no weight, so that no gradient remains.
             sum_over_replicas: sums the gradients over the virtual machines, that of a shared
-                parameter on its first holder.
+                parameter on its first holder. Returns the parameters whose sums come later.
             joins: whether the sum over the virtual machines covers all steps since the last
                 optimizer step; each virtual machine has accumulated these steps itself.
             shares: whether all holders of a shared parameter get its gradient now; otherwise the
@@ -516,8 +520,9 @@ class Holdings:
         if joins:
             self._join(correction)
             correction = 1.0
+        late: set[int] = set()
         if sum_over_replicas is not None:
-            sum_over_replicas()
+            late.update(map(id, sum_over_replicas()))
         if shares:
             self._pass_shared_around()
         self._fresh = {}
@@ -528,7 +533,7 @@ class Holdings:
                 self._fresh[id(use.parameter)] = (use.parameter, fresh)
         held = {id(use.parameter) for use in self.held}
         for parameter, gradient in self._aside:
-            if id(parameter) in held:
+            if id(parameter) in held and id(parameter) not in late:
                 parameter.grad = gradient
         self._aside = []
 
@@ -569,6 +574,27 @@ class Holdings:
     def return_gradients(self) -> None:
         """Undoes :meth:`withdraw_gradients`."""
         self.hide_gradients()
+        for parameter, gradient in self._withdrawn:
+            parameter.grad = gradient
+        self._withdrawn = []
+
+    @contextmanager
+    def only_gradients(
+        self, gradients: Sequence[tuple[nn.Parameter, Tensor]], keeps: bool
+    ) -> Iterator[None]:
+        """Context in which some parameters have gradients, and no others.
+
+        Args:
+            gradients: the parameters that have none now, and their gradients.
+            keeps: whether they still have them afterwards.
+        """
+        self.hide_gradients()
+        self.withdraw_gradients()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        yield
+        for parameter, _ in gradients if not keeps else ():
+            parameter.grad = None
         for parameter, gradient in self._withdrawn:
             parameter.grad = gradient
         self._withdrawn = []
@@ -683,7 +709,7 @@ class Holdings:
                 start = self._receive_optional(use, holders[place + 1], waits)
             total = self.shared.total_with_own(use, start)
             if place:
-                self._send_optional(total, holders[place - 1], waits)
+                self._send_optional(use.name, total, holders[place - 1], waits)
             use.parameter.grad = None if place or total is None else total.clone()
         self.shared.sums.clear()
 
@@ -702,13 +728,18 @@ class Holdings:
             first, *others = self._sharers(use.parameter)
             if self.stage == first:
                 for to in others:
-                    self._send_optional(use.parameter.grad, to)
+                    self._send_optional(use.name, use.parameter.grad, to)
             else:
                 use.parameter.grad = self._receive_optional(use, first)
 
-    def _send_optional(self, tensor: Tensor | None, to: int, waits: bool = True) -> None:
+    def _send_optional(self, name: str, tensor: Tensor | None, to: int, waits: bool = True) -> None:
         if not waits:
-            self.channels.shared.post_values({"": tensor}, to)
+            posted = self._posted.setdefault((name, to), deque())
+            # In front of its last forward, the earlier stage has taken all before these.
+            while len(posted) > self.stage - to:
+                for sent in posted.popleft():
+                    sent.wait()
+            posted.append(self.channels.shared.post_values({"": tensor}, to))
             return
         self.channels.send_object(tensor is not None, to)
         if tensor is not None:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
-from lightning_pipeshift.runtime.ownership.shared_updates import LateUpdate
 
 
 class LiveChanges:

@@ -40,9 +40,9 @@ from lightning_pipeshift.model.parameters.uses import (
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.runtime.comm.staging import host_buffer
 from lightning_pipeshift.runtime.comm.threads import Threads
+from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.migration import TensorMove, moves_of
-from lightning_pipeshift.runtime.ownership.shared_updates import LateUpdate
 from lightning_pipeshift.runtime.step.listeners import ActionListener
 from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
 

@@ -13,30 +13,35 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.model.parameters.uses import ParameterUse
 from lightning_pipeshift.plan.inputs.placement import Placement
+from lightning_pipeshift.plan.inputs.profile import SharedWeights
 from lightning_pipeshift.plan.schedule.cut_over import newest_update
+from lightning_pipeshift.runtime.comm.lane import Sent
+from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 
 
-@dataclass(frozen=True)
-class LateUpdate:
-    """An update of some parameters that follows the stage's own.
+def shared_weights(uses: Iterable[ParameterUse], device: torch.device) -> tuple[SharedWeights, ...]:
+    """The trained parameters that several layers share, for the planner.
 
     Args:
-        tag: what the caller has said of the update's last minibatch.
-        gradients: of the parameters.
+        uses: all parameters of the model.
+        device: that of the stages. Gradients on their way are in host memory.
     """
-
-    tag: Any
-    gradients: list[tuple[nn.Parameter, Tensor]]
+    is_host = device.type == "cpu"
+    return tuple(
+        SharedWeights(tuple(sorted(use.layers)), is_host * use.parameter.nbytes)
+        for use in uses
+        if len(use.layers) > 1 and not use.everywhere and use.parameter.requires_grad
+    )
 
 
 def require_same_sharers(
@@ -78,6 +83,8 @@ class SharedUpdates:
         self._holdings = holdings
         self._awaited: dict[int, deque[tuple[int, Any]]] = {}
         """By the first holder: the last minibatch of each update, and its tag."""
+        self._sent: deque[tuple[int, list[Sent]]] = deque()
+        """What is on its way from here, by the last minibatch of its update."""
 
     def _shared_with(self, first: int, other: int) -> list[tuple[str, nn.Parameter]]:
         """The trained parameters that two stages hold, and no stage before them."""
@@ -98,6 +105,12 @@ class SharedUpdates:
             tag: comes back with the update.
         """
         channels = self._holdings.channels
+        # The others have run their forward of this minibatch, so they have taken what they needed
+        # for it.
+        taken = newest_update(minibatch, channels.stage, channels.num_stages)
+        while self._sent and self._sent[0][0] <= taken:
+            for sent in self._sent.popleft()[1]:
+                sent.wait()
         copies: dict[str, Tensor] = {}
         for stage in range(channels.num_stages):
             if stage < channels.stage and self._shared_with(stage, channels.stage):
@@ -108,7 +121,8 @@ class SharedUpdates:
                 if name not in copies and parameter.grad is not None:
                     copies[name] = parameter.grad.clone()
             if shared:
-                channels.shared.post_values({name: copies.get(name) for name, _ in shared}, stage)
+                values = {name: copies.get(name) for name, _ in shared}
+                self._sent.append((minibatch, channels.shared.post_values(values, stage)))
 
     def due(self, minibatch: int) -> list[LateUpdate]:
         """The updates that have to be made before the forward of a minibatch. Waits for their

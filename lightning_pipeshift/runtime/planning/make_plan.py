@@ -18,7 +18,7 @@ from lightning_pipeshift.plan.arrange.plan_builder import (
     prediction_of,
     workloads_of,
 )
-from lightning_pipeshift.plan.cost.workload import Cut, Workload
+from lightning_pipeshift.plan.cost.workload import Cut, Sharers, Workload
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.flow import Flow
@@ -61,12 +61,16 @@ class Settings(Options):
         watch: when to change the owners of layers without a request, in addition to after
             ``profile_steps``.
         memory: settings for saved tensors.
+        num_accumulated: how many batches make an update, at least.
+        accumulates: whether several batches make one, in any epoch.
     """
 
     seed: int = 0
     only_measures: bool = False
     watch: Watch | None = None
     memory: MemoryRequest | None = None
+    num_accumulated: int = 1
+    accumulates: bool = False
 
     @classmethod
     def of(cls, options: Options, **added: Any) -> Settings:
@@ -179,7 +183,8 @@ def make_plan(
         profile: of the model.
         cluster: the machines.
         topology: the virtual machines.
-        current: the plan in force, to start from.
+        current: the plan in force, to start from. With an asynchronous schedule only plans are
+            found to which it can change.
         idle: the layers that no step calls.
 
     Raises:
@@ -189,6 +194,11 @@ def make_plan(
         return settings.plan
     microbatches = settings.num_microbatches(topology.stages_per_vm)
     workloads = workloads_of(profile, cluster, topology.ranks, settings.schedule, microbatches)
+    if current is not None and settings.is_asynchronous:
+        workloads = [
+            replace(workload, sharers=sharers_of(profile, current.placement.stages(vm)))
+            for vm, workload in enumerate(workloads)
+        ]
     if settings.memory is not None:
         found = _compressed(settings, settings.memory, profile, cluster, topology, workloads, idle)
         made = plan_of(
@@ -226,6 +236,20 @@ def make_plan(
                 for workload, cut in zip(workloads, cuts, strict=True)
             ]
     return plan_of(profile, cluster, topology.ranks, settings.schedule, microbatches, cuts)
+
+
+def sharers_of(profile: Profile, stage_of: Sequence[int]) -> tuple[Sharers, ...]:
+    """The layers that share a parameter, with the stages that have them; an asynchronous pipeline
+    cannot change these.
+
+    Args:
+        profile: of the model.
+        stage_of: the stage of each layer.
+    """
+    return tuple(
+        (shared.layers, frozenset(stage_of[layer] for layer in shared.layers))
+        for shared in profile.shared
+    )
 
 
 def _compressed(
@@ -269,7 +293,9 @@ def _candidates(
     counts = [_chosen_cut(settings, profile, boundless, ()).counts]
     with suppress(PlanError):
         counts.append(_chosen_cut(settings, profile, workload, ()).counts)
-    counts.append(uniform(profile.num_layers, workload.num_stages, profile.possible_cuts))
+    even = uniform(profile.num_layers, workload.num_stages, profile.possible_cuts)
+    if workload.is_allowed(Cut(even)):
+        counts.append(even)
     return list(dict.fromkeys(counts))
 
 

@@ -25,8 +25,9 @@ from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
-from lightning_pipeshift.plan.inputs.profile import LayerProfile
+from lightning_pipeshift.plan.inputs.profile import LayerProfile, SharedWeights
 from lightning_pipeshift.plan.inputs.profile_fitting import RankFigures, profile_of
+from lightning_pipeshift.plan.schedule.asynchronous import gradients_sent, weight_versions
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.offload.stage_memory import StageMemory
@@ -102,6 +103,8 @@ class Replanning:
         self._samples = 1.0
         # The seconds of a step before the plan changed, and the expected speedup.
         self._before: tuple[float, float] | None = None
+        self.shared: tuple[SharedWeights, ...] = ()
+        """The trained parameters that several layers use, once they are known."""
         self.is_measured = False
         """Whether the first steps have been measured."""
         self.steps_left = math.inf
@@ -186,18 +189,29 @@ class Replanning:
         profile, cluster = profile_of(
             self._layers, self._cluster, figures, self._samples, microbatches
         )
+        profile = replace(
+            profile,
+            num_accumulated=self._settings.num_accumulated,
+            num_gradients=1 + self._settings.accumulates,
+            shared=self.shared,
+        )
         by_tensor = self._settings.memory is not None
         return Measured(profile, cluster, topology.ranks, by_tensor)
 
-    def static_bytes(self, num_versions: int = 1) -> dict[int, float]:
-        """The bytes that each layer takes permanently.
-
-        Args:
-            num_versions: of its trained weights.
-        """
-        return {
-            index: layer.static_bytes_with(num_versions) for index, layer in enumerate(self._layers)
+    def static_bytes(self, stage: int, num_stages: int) -> dict[int, float]:
+        """The bytes that each layer takes permanently on a stage: as ``Workload.fixed_bytes``."""
+        settings = self._settings
+        pipeline = settings.schedule, num_stages, settings.num_accumulated
+        num_more = weight_versions(*pipeline)[stage] - 1 + settings.accumulates
+        found = {
+            index: layer.static_bytes + num_more * float(layer.gradient_bytes)
+            for index, layer in enumerate(self._layers)
         }
+        sums, parts = gradients_sent(*pipeline)[stage]
+        for shared in self.shared:
+            for place, layer in enumerate(shared.layers):
+                found[layer] += (parts if place else sums) * shared.sent_bytes
+        return found
 
     def predicted(self, plan: Plan) -> Plan:
         """A plan with the simulator's prediction. Every rank calls this."""

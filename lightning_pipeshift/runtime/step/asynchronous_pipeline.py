@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
@@ -20,11 +21,11 @@ from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.actions import Kind
 from lightning_pipeshift.plan.schedule.cut_over import cut_over
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
+from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.live_changes import LiveChanges
 from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
 from lightning_pipeshift.runtime.ownership.shared_updates import (
-    LateUpdate,
     SharedUpdates,
     require_same_sharers,
 )
@@ -425,7 +426,7 @@ class AsynchronousPipeline(Pipeline):
         with self._profile("[PipeShift] sum gradients"):
             self.holdings.collect_gradients(
                 report.correction,
-                sums.finish if sums is not None else None,
+                partial(_finish_all, sums) if sums is not None else None,
                 joins=sums is not None and not minibatch.begins_update,
                 shares=False,
             )
@@ -477,3 +478,8 @@ class AsynchronousPipeline(Pipeline):
     def take_metrics(self, report: Report) -> None:
         """Gives this stage's metrics the state that a minibatch has left them in."""
         self._user_state.apply(report)
+
+
+def _finish_all(sums: Aggregation) -> tuple[()]:
+    sums.finish()
+    return ()

@@ -36,13 +36,14 @@ from lightning_pipeshift.model.trace.signature import module_signature
 from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.model.user_state.logs import LogRecorder
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
+from lightning_pipeshift.plan.cost.lanes import lanes_by_share
 from lightning_pipeshift.plan.document.moves import Move, placement_after
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Device
 from lightning_pipeshift.plan.inputs.flow import Call, Flow, call_order
 from lightning_pipeshift.plan.inputs.placement import Ownership, Placement
+from lightning_pipeshift.plan.inputs.traffic import NUM_GRADIENT_CLASSES
 from lightning_pipeshift.plan.schedule.actions import Row, Schedule
-from lightning_pipeshift.plan.schedule.asynchronous import weight_versions
 from lightning_pipeshift.plan.schedule.checker import check
 from lightning_pipeshift.plan.schedule.communication import with_communication
 from lightning_pipeshift.plan.schedule.schedules import (
@@ -54,8 +55,14 @@ from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.threads import Threads
-from lightning_pipeshift.runtime.gradients.aggregation import Aggregation, AllReduce
+from lightning_pipeshift.runtime.comm.turns import Urgency
+from lightning_pipeshift.runtime.gradients.aggregation import (
+    Aggregation,
+    AllReduce,
+    GradientGroup,
+)
 from lightning_pipeshift.runtime.gradients.device_rings import DeviceRings
+from lightning_pipeshift.runtime.gradients.late_updates import LateUpdates
 from lightning_pipeshift.runtime.gradients.replica_sync import (
     gradient_groups,
     match_replicas,
@@ -66,6 +73,7 @@ from lightning_pipeshift.runtime.offload.stage_memory import StageMemory
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.migration import Migration
 from lightning_pipeshift.runtime.ownership.plan_change import Changes, CutOver
+from lightning_pipeshift.runtime.ownership.shared_updates import shared_weights
 from lightning_pipeshift.runtime.planning.make_plan import (
     Settings,
     check_order,
@@ -159,6 +167,8 @@ class Pipeline:
         self._rings = rings
         self._groups = groups
         self._aggregation: Aggregation | None = None
+        self.late_updates = LateUpdates()
+        """The layers that the last optimizer step has left for later."""
         # Messages about decisions, for the user.
         self.messages: list[str] = []
         self.settings = settings
@@ -186,7 +196,7 @@ class Pipeline:
         settings.check(gates, replicas.topology.stages_per_vm)
         install([*gates, *self._scopes])
         self._trace_cache = TraceCache(
-            root, gates, self._current_pass, self.streams, channels.device
+            root, gates, self._current_pass, self.streams, channels.device, self.late_updates.finish
         )
         self.one_stage = OneStage(root, self._current_pass, self.streams, channels.device)
         """Runs the steps of a single device: see :meth:`plain_training_step`."""
@@ -327,6 +337,17 @@ class Pipeline:
         idle = set(range(len(gates))) - called if called is not None else set()
         if stopwatch is not None:
             stopwatch.figures |= dict.fromkeys(idle, Figures(0.0))
+        # Parameters used outside of layers in the sanity check remain so: every stage holds them.
+        touched = {key: trace.touched.get(key, set()) for key in self._touched | trace.touched}
+        named = {n: touched[id(p)] for n, p in self.root.named_parameters() if id(p) in touched}
+        # Every rank traced its own batch; the result of rank 0 counts.
+        named, called = self.replicas.world.share_object((named, called), source=0)
+        touched = {id(p): named[n] for n, p in self.root.named_parameters() if n in named}
+        layers = [gate.layer for gate in gates]
+        scopes = [scope.layer for scope in self._scopes]
+        uses = parameter_uses(self.root, layers, touched, called, scopes)
+        of_user_code = modules_of_user_code(self.root, layers, uses, called)
+        self.planning.shared = shared_weights(uses, channels.device)
         optimizers = list(optimizers)
         plan = self.planning.first_plan(
             gates,
@@ -339,19 +360,9 @@ class Pipeline:
             self.memory if trains else None,
             idle,
         )
-        # Parameters used outside of layers in the sanity check remain so: every stage holds them.
-        touched = {key: trace.touched.get(key, set()) for key in self._touched | trace.touched}
-        named = {n: touched[id(p)] for n, p in self.root.named_parameters() if id(p) in touched}
-        # Every rank traced its own batch; the result of rank 0 counts.
-        named, called = self.replicas.world.share_object((named, called), source=0)
-        touched = {id(p): named[n] for n, p in self.root.named_parameters() if n in named}
         plan.require_layers([gate.name for gate in gates])
         placement = plan.placement
         check_order(trace.flow, placement, self.vm, gates)
-        layers = [gate.layer for gate in gates]
-        scopes = [scope.layer for scope in self._scopes]
-        uses = parameter_uses(self.root, layers, touched, called, scopes)
-        of_user_code = modules_of_user_code(self.root, layers, uses, called)
         stage_of = placement.stages(self.vm)
         self._plan = plan
         self._ownership = Ownership.of(placement)
@@ -487,7 +498,7 @@ class Pipeline:
             self.memory.follow(
                 self.plan,
                 self.vm,
-                self.planning.static_bytes(self._most_versions),
+                self.planning.static_bytes(self.channels.stage, self.channels.num_stages),
                 self.planning.profiler.expected_bytes,
                 self._layers_on_their_way,
             )
@@ -496,12 +507,6 @@ class Pipeline:
     def _layers_on_their_way(self) -> frozenset[int]:
         """The layers that come to this stage or leave it while it computes."""
         return frozenset()
-
-    @property
-    def _most_versions(self) -> int:
-        """The largest number of versions of its weights that the stage holds."""
-        stage, num_stages = self.channels.stage, self.channels.num_stages
-        return weight_versions(self.settings.schedule, num_stages)[stage]
 
     def match_replicas(self, parameters_too: bool) -> None:
         """Copies the values of the first virtual machine to all others: the state of layers other
@@ -533,10 +538,12 @@ class Pipeline:
         if is_new:
             self.messages.append(f"gradient_aggregation is {kind!r}: {why}.")
         device, watched = self.channels.device, self.channels.watched
-        agree = self.replicas.world.sum if self._sums_together else None
-        if self.channels.backend == "gloo":
+        is_gloo = self.channels.backend == "gloo"
+        agree = self.replicas.world.post_sum if self._sums_together and not is_gloo else None
+        if is_gloo:
             device = torch.device("cpu")
             if kind == "ring":
+                self._give_lanes(groups, placement.num_layers, is_new)
                 return Aggregation(
                     mine, self._rings.start, agree, len(uses), device, in_order=False
                 )
@@ -545,6 +552,28 @@ class Pipeline:
         if kind == "ring":
             sums = DeviceRings(self._groups, self.replicas.rank, watched)
         return Aggregation(mine, sums.start, agree, len(uses), device, in_order=True)
+
+    def _give_lanes(self, groups: Sequence[GradientGroup], num_layers: int, may_open: bool) -> None:
+        """Sets the urgency of each group's sum.
+
+        Args:
+            groups: all of them, in an order that is the same on every rank.
+            num_layers: how many layers the model has.
+            may_open: whether all ranks call this at the same time, and may open lanes.
+        """
+        assert self._rings is not None
+        sizes = [0] * num_layers
+        for group in groups:
+            if group.is_hooked:
+                sizes[group.number] = bytes_of(group.trained)
+        count = min(NUM_GRADIENT_CLASSES, sum(map(bool, sizes)) or 1)
+        lanes = lanes_by_share(sizes, [1 / count] * count)
+        if may_open:
+            self._rings.open_lanes(count)
+        for group in groups:
+            # The step ends when the sums of shared parameters are there.
+            if group.is_hooked:
+                group.urgency = Urgency(lanes[group.number], group.number)
 
     @property
     def migration_seconds(self) -> float:
@@ -674,6 +703,7 @@ class Pipeline:
             given: the batch.
         """
         self._note_begin()
+        self.late_updates.suspend()
         # The objects sent in the last step have been received by now, so this hardly waits.
         self.channels.settle()
         self._check_batch(given.batch, given.batch_idx)
@@ -689,7 +719,7 @@ class Pipeline:
         report = self._run(step, given)
         # Before the sums: the gradients of layers that have moved arrive with them.
         self._finish_change()
-        self._collect_gradients(given.accumulation, report)
+        self._collect_gradients(given, report)
         self._num_microbatches_done += len(slices)
         for listener in self._listeners:
             listener.after_step(given, traces, report)
@@ -764,6 +794,7 @@ class Pipeline:
             observer=profiler.observer if is_measured and not profiler.num_steps else None,
             store=self.memory.store if self.memory is not None else None,
             migration=migration,
+            late_updates=self.late_updates if self.late_updates.is_pending else None,
         )
 
     def _run(self, step: Step, given: TrainingBatch) -> Report:
@@ -779,6 +810,8 @@ class Pipeline:
         self.planning.profiler.begin_step()
         self._stage.run(row, step)
         self.planning.profiler.end_step()
+        # Of layers that the step has not called.
+        self.late_updates.finish()
         self.order = step.order or self.order
         report: Report | None = None
         if self.is_last:
@@ -791,15 +824,24 @@ class Pipeline:
         require_same_end(given.is_last_batch, report.is_last_batch, given.batch_idx)
         return report
 
-    def _collect_gradients(self, accumulation: Accumulation, report: Report) -> None:
+    def _collect_gradients(self, given: TrainingBatch, report: Report) -> None:
         assert self.holdings is not None
-        sums = self._sums(accumulation)
+        sums = self._sums(given.accumulation)
+        finish = partial(self._finish_sums, sums, given, report) if sums is not None else None
+        joins = sums is not None and given.accumulation.has_begun
         with self._profile("[PipeShift] sum gradients"):
-            self.holdings.collect_gradients(
-                report.correction,
-                sums.finish if sums is not None else None,
-                joins=sums is not None and accumulation.has_begun,
-            )
+            self.holdings.collect_gradients(report.correction, finish, joins)
+
+    def _finish_sums(
+        self, sums: Aggregation, given: TrainingBatch, report: Report
+    ) -> list[nn.Parameter]:
+        """Waits for sums over the virtual machines. Returns the parameters with a later sum."""
+        has_loss = report.loss is not None and bool(report.correction)
+        groups = sums.finish(given.leaves_late and has_loss)
+        # Those of several batches are corrected before they are summed.
+        correction = 1.0 if given.accumulation.has_begun else report.correction
+        self.late_updates.take(sums, groups, correction)
+        return [parameter for group in groups for parameter in group.parameters]
 
     def _open_mail(self) -> None:
         """Carries out requests from other processes, and decisions of the first rank."""
@@ -900,6 +942,7 @@ class Pipeline:
     def release_gates(self) -> None:
         """Restores the layers' own ``forward``."""
         self.changes.abandon()
+        self.late_updates.abandon()
         if self._aggregation is not None:
             self._aggregation.close()
         if self.memory is not None:

@@ -37,6 +37,7 @@ from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 from lightning_pipeshift.plan.schedule.route import Place, Route
 from lightning_pipeshift.runtime.comm.channels import Channels, Direction, Layout, Receipt
 from lightning_pipeshift.runtime.comm.lane import Sent
+from lightning_pipeshift.runtime.gradients.late_updates import LateUpdates
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore
 from lightning_pipeshift.runtime.offload.out_of_memory import explained
 from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
@@ -105,6 +106,7 @@ class Step:
         migration: the layers that change their owners in this step, if any do.
         versions: the weights that each microbatch uses, if they differ.
         live_migration: the layers that change their owners while others are in flight.
+        late_updates: of the step before, if there are any.
     """
 
     function: UserStep
@@ -121,6 +123,7 @@ class Step:
     migration: Migration | None = None
     versions: WeightVersions | None = None
     live_migration: LiveMigration | None = None
+    late_updates: LateUpdates | None = None
     order: list[int] = field(default_factory=list, init=False)
     """The layers in the order in which the last forward called them; only if the step is not
     followed.
@@ -132,7 +135,14 @@ class Step:
     def listeners(self) -> list[ActionListener]:
         """Those who take an interest in the step's actions, the outermost first."""
         times = ActionTimes(self.timers) if self.timers else None
-        everyone = (self.versions, self.live_migration, self.migration, self.store, times)
+        everyone = (
+            self.late_updates,
+            self.versions,
+            self.live_migration,
+            self.migration,
+            self.store,
+            times,
+        )
         return [found for found in everyone if found is not None]
 
     @property
@@ -340,7 +350,12 @@ class Stage:
         self._received(Kind.FORWARD, held)
         self._streams.begin(*microbatch.key)
         held.finite = finite_check(microbatch.key, self._channels.stage)
-        listeners = (step.migration, held.finite, step.timers.get(held.number))
+        listeners = (
+            step.late_updates if held.index == 0 else None,
+            step.migration,
+            held.finite,
+            step.timers.get(held.number),
+        )
         current = StagePass(
             trace=microbatch.trace,
             layers=microbatch.layers,

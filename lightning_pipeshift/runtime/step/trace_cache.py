@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class TraceCache:
         current_pass: that of the gates.
         streams: the random generators; tracing draws the same numbers as running.
         device: the stage's device.
+        before: called before a step is traced.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class TraceCache:
         current_pass: CurrentPass,
         streams: RandomStreams,
         device: torch.device,
+        before: Callable[[], None],
     ) -> None:
         self.gates = gates
+        self._before = before
         self._root = root
         self._current_pass = current_pass
         self._streams = streams
@@ -113,6 +116,7 @@ class TraceCache:
         self, key: Key, step: UserStep, batch: Any, stopwatch: Stopwatch | None = None
     ) -> Trace:
         """Traces a step on a batch, without the cache."""
+        self._before()
 
         def run(root: nn.Module) -> Any:
             return step(root, batch)

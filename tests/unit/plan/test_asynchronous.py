@@ -7,9 +7,11 @@ from lightning_pipeshift.plan.schedule.actions import Action, Kind, format_row
 from lightning_pipeshift.plan.schedule.asynchronous import (
     ahead,
     drain,
+    gradients_sent,
     require_equal_depths,
     turn,
     update_of,
+    updates_per_backward,
     version_used,
     weight_versions,
 )
@@ -83,13 +85,40 @@ def test_the_versions_of_two_minibatches_an_update() -> None:
 
 def test_weight_versions() -> None:
     assert weight_versions("async", 4) == (4, 3, 2, 1)
-    assert weight_versions("async-2bw", 3) == (2, 2, 2)
+    assert weight_versions("async", 4, 2) == (3, 2, 2, 1)
+    assert weight_versions("async", 4, 9) == (2, 2, 2, 1)
+    assert weight_versions("async-2bw", 3) == weight_versions("async-2bw", 3, 5) == (2, 2, 2)
     assert weight_versions("1f1b", 2) == (1, 1)
-    # Those of the minibatches in flight, the newest of which has just begun.
-    for num_stages in range(1, 7):
-        for stage, most in enumerate(weight_versions("async", num_stages)):
-            in_flight = range(20 - num_stages + 1 + stage, 21)
-            assert len({newest_update(k, stage, num_stages) for k in in_flight}) == most
+
+
+@pytest.mark.parametrize("num_accumulated", range(1, 8))
+@pytest.mark.parametrize("num_stages", range(1, 7))
+def test_the_weights_of_the_minibatches_in_flight(num_stages: int, num_accumulated: int) -> None:
+    """The newest of them has just begun."""
+    versions = weight_versions("async", num_stages, num_accumulated)
+    for stage, most in enumerate(versions):
+        found = set()
+        for last in range(40, 40 + num_accumulated):
+            in_flight = range(last - num_stages + 1 + stage, last + 1)
+            newest = (newest_update(k, stage, num_stages) for k in in_flight)
+            found.add(len({(k + 1) // num_accumulated for k in newest}))
+        assert max(found) == most
+
+
+def test_gradients_on_their_way() -> None:
+    assert gradients_sent("async", 4) == ((4, 1), (3, 2), (2, 3), (1, 4))
+    assert gradients_sent("async", 4, 2) == ((2, 1), (2, 2), (1, 3), (1, 4))
+    assert gradients_sent("async-2bw", 3, 3) == ((1, 1), (1, 2), (1, 3))
+    assert gradients_sent("1f1b", 2) == ((0, 0), (0, 0))
+
+
+def test_how_often_stages_update() -> None:
+    assert updates_per_backward("async", 4) == 1
+    assert updates_per_backward("async", 4, 2) == 1 / 2
+    assert updates_per_backward("async-2bw", 4, 6) == 1 / 6
+    # A profile of a run with another schedule may have accumulated less.
+    assert updates_per_backward("async-2bw", 4) == 1 / 4
+    assert updates_per_backward("1f1b", 4, 2) == 0
 
 
 def test_virtual_machines_of_unequal_depth() -> None:

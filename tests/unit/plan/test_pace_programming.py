@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -5,7 +7,7 @@ from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.partition.dynamic_programming import fastest_cuts, programme_of
 from lightning_pipeshift.plan.partition.integer_programming import joint_optimum
 from lightning_pipeshift.plan.partition.local_search import best_cut
-from tests.unit.plan.workloads import all_cuts, random_workload, workload
+from tests.unit.plan.workloads import all_counts, all_cuts, random_workload, workload
 
 
 def endless(*args, schedule="async", **kwargs):
@@ -76,3 +78,45 @@ def test_recomputation_takes_its_time_on_a_stage_that_would_be_idle_in_a_step():
     without = Cut((2, 1))
     assert step.step_seconds([cut])[0] < step.step_seconds([without])[0] + 16
     assert minibatch.step_seconds([cut, without]) == [7, 6]
+
+
+@pytest.mark.parametrize("schedule", ["async", "1f1b"])
+def test_the_best_cut_with_the_same_sharers(schedule):
+    """Layers that share parameters: the stages that have some of them stay the same."""
+    num_hindered = 0
+    for seed in range(120):
+        draw = np.random.default_rng(seed)
+        given = random_workload(
+            seed, num_layers=3 + seed % 5, schedule=schedule, tight=seed % 2 == 0
+        )
+        counts = list(all_counts(given))
+        present = stages_of(counts[draw.integers(len(counts))])
+        groups = [
+            tuple(sorted(draw.choice(given.num_layers, size, replace=False).tolist()))
+            for size in draw.integers(2, 4, 2)
+        ]
+        sharers = tuple((g, frozenset(present[layer] for layer in g)) for g in groups)
+        pinned = replace(given, allowed=None, sharers=sharers)
+        free = all_cuts(replace(given, allowed=None))
+        cuts = [cut for cut in free if keeps_sharers(groups, present, stages_of(cut.counts))]
+        if not cuts:
+            continue
+        best = best_cut(pinned)
+        assert best in cuts, f"seed {seed}"
+        least = min(given.step_seconds(cuts))
+        assert given.step_seconds([best])[0] <= least * 1.01, f"seed {seed}"
+        num_hindered += least > 1.01 * min(given.step_seconds(free))
+    assert num_hindered > 20
+
+
+def stages_of(counts):
+    return [stage for stage, count in enumerate(counts) for _ in range(count)]
+
+
+def keeps_sharers(groups, before, after):
+    """As an asynchronous pipeline needs it to move layers."""
+    for group in groups:
+        now, then = ({stage_of[layer] for layer in group} for stage_of in (before, after))
+        if now != then and max(len(now), len(then)) > 1:
+            return False
+    return True

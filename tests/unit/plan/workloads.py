@@ -45,6 +45,7 @@ def workload(
         gradient_seconds=travel,
         static_bytes=np.broadcast_to(np.asarray(static, float), num_layers),
         weight_bytes=np.broadcast_to(np.asarray(weight, float), num_layers),
+        sent_bytes=np.zeros((2, num_layers)),
         saved_bytes=np.broadcast_to(np.asarray(saved, float), num_layers),
         input_bytes=np.broadcast_to(np.asarray(inputs, float), num_layers),
         usable_bytes=np.broadcast_to(np.asarray(room, float), num_stages),
@@ -98,6 +99,7 @@ def random_workload(
         static_bytes=static,
         # No further draw, which would change what comes after it.
         weight_bytes=np.floor(static / 3),
+        sent_bytes=np.zeros((2, num_layers)),
         saved_bytes=saved,
         input_bytes=np.minimum(saved, draw.integers(1, 10, num_layers)),
         usable_bytes=np.full(num_stages, np.inf),

@@ -28,6 +28,9 @@ class _Done:
     def wait(self) -> None:
         pass
 
+    def query(self) -> bool:
+        return True
+
 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_sums_begin_beside_the_backward_though_parameters_are_shared(in_order: bool) -> None:
@@ -42,11 +45,11 @@ def test_sums_begin_beside_the_backward_though_parameters_are_shared(in_order: b
     groups = gradient_groups(uses, Placement(((0, 3), (1, 2))), topology)
     started: list[int] = []
 
-    def start(number: int, members: Sequence[int], buffer: Tensor) -> Any:
+    def start(number: int, members: Sequence[int], buffer: Tensor, urgency: Any) -> Any:
         started.append(number // 8)
         return _Done()
 
-    sums = Aggregation(groups, start, lambda x: x, len(uses), torch.device("cpu"), in_order)
+    sums = Aggregation(groups, start, None, len(uses), torch.device("cpu"), in_order)
     sums.arm()
     hidden = torch.ones(1, 2)
     for layer in layers:

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ def make_rings() -> tuple[Rings, int]:
     _, board = connect()
     rank = dist.get_rank()
     groups = Lanes().make(range(dist.get_world_size()), "gradients-0")
-    return Rings(groups, rank, board.watched), rank
+    return Rings(lambda _: groups, rank, board.watched), rank
 
 
 def sums(lengths: list[int], dtype: torch.dtype, late: float = 0.0) -> list[Tensor]:
@@ -146,7 +147,8 @@ class DiesAtItsSecondSend(CountsSends):
 def dies_in_the_middle() -> None:
     rings, rank = make_rings()
     kind = DiesAtItsSecondSend if rank == 1 else CountsSends
-    rings._group = kind(rings._group, rank)
+    (group,) = rings._groups
+    rings._groups = [replace(group, control=kind(group.control, rank))]
     try:
         rings.start(0, [0, 1, 2], torch.ones(100_000)).wait()
     finally:

@@ -408,6 +408,9 @@ def test_who_makes_room_for_others_waits_for_its_own_compute(
 class Done:
     def wait(self) -> None: ...
 
+    def query(self) -> bool:
+        return True
+
 
 def sum_by_host(device: SimulatedDevice) -> list[Tensor]:
     """Gradients that are summed in host memory, with those of a replica that has the same."""
@@ -419,11 +422,11 @@ def sum_by_host(device: SimulatedDevice) -> list[Tensor]:
         for n, layer in enumerate(layers)
     ]
 
-    def start(number: int, members: Sequence[int], buffer: Tensor) -> Done:
+    def start(number: int, members: Sequence[int], buffer: Tensor, urgency: Any) -> Done:
         buffer.mul_(2)
         return Done()
 
-    sums = Aggregation(groups, start, lambda x: x, 4, CPU, in_order=False)
+    sums = Aggregation(groups, start, None, 4, CPU, in_order=False)
     # A hook of a parameter calls it.
     vars(sums)["notice"] = device.inside(sums.notice)
     for _ in range(3):

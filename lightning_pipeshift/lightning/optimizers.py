@@ -1,0 +1,115 @@
+"""What a step of the optimizer depends on, other than its own parameters' gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipeshift.compat.torch_private import has_step_hooks
+from lightning_pipeshift.lightning.steps import is_hook_used
+
+OptimizerOptions = list[dict[str, Any]]
+"""The options of an optimizer's parameter groups (learning rates, for example)."""
+
+# Those that update each parameter by its own gradient and state only.
+_BY_PARAMETER: Final = frozenset(
+    found
+    for name in (
+        "Adadelta",
+        "Adafactor",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "ASGD",
+        "Muon",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    )
+    if (found := getattr(torch.optim, name, None)) is not None
+)
+_GRADIENT_HOOKS: Final = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+_STEP_METHODS: Final = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad")
+
+
+def why_all_gradients(trainer: pl.Trainer) -> str:
+    """Returns why a step of the Trainer's optimizer needs all gradients at once, in words; empty if
+    it may update one layer after the other.
+    """
+    module, precision = trainer.lightning_module, trainer.precision_plugin
+    scaler = getattr(precision, "scaler", None)
+    if scaler is not None and scaler.is_enabled():
+        return "precision='16-mixed' leaves out a step if any gradient overflows"
+    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value":
+        return "clipping by norm needs the norm of all gradients"
+    for name in _STEP_METHODS:
+        if is_overridden(name, module):
+            return f"`{name}` of the LightningModule may look at all gradients"
+    for hook in _GRADIENT_HOOKS:
+        if is_hook_used(trainer, hook):
+            return f"a hook `{hook}` may look at all gradients"
+    if any(_is_foreign(kind) for kind in type(precision).__mro__):
+        return f"the precision plugin {type(precision).__name__} may look at all gradients"
+    for optimizer in trainer.optimizers:
+        if type(optimizer) not in _BY_PARAMETER:
+            return (
+                f"the optimizer {type(optimizer).__name__} is none of torch.optim's that update"
+                " each parameter by its own gradient only"
+            )
+        if has_step_hooks(optimizer):
+            return "a hook is called before or after each step of the optimizer"
+    return ""
+
+
+def _is_foreign(kind: type) -> bool:
+    """Whether a precision plugin's class is neither Lightning's nor ours, and changes a step."""
+    package = kind.__module__.partition(".")[0]
+    methods = ("optimizer_step", "clip_gradients", "clip_grad_by_value", "_after_closure")
+    return package not in ("lightning", "lightning_pipeshift") and any(
+        name in vars(kind) for name in methods
+    )
+
+
+def options_of(optimizer: Optimizer) -> OptimizerOptions:
+    """Returns a copy of an optimizer's options."""
+    return [
+        {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in group.items()
+            if name != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def set_options(optimizer: Optimizer, options: OptimizerOptions) -> None:
+    """Sets the options of an optimizer's parameter groups."""
+    for group, own in zip(optimizer.param_groups, options, strict=True):
+        group.update(own)
+
+
+@contextmanager
+def outside_of_steps(dtype: torch.dtype, device: torch.device) -> Generator[None, None, None]:
+    """Context in which torch computes as it does between two steps, inside of one.
+
+    Args:
+        dtype: the default type between two steps.
+        device: for which no operation is cast automatically.
+    """
+    inside = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_default_dtype(inside)

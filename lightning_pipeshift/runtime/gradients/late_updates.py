@@ -1,0 +1,251 @@
+"""Optimizer steps of single layers, each made when the layer's own gradient is summed.
+
+The next step's forwards begin while gradients of later layers are still on their way (Tsinghua's
+"method and system for accelerating distributed machine learning"; Geryon, INFOCOM 2020): a layer is
+updated before its own next forward, or earlier, with another layer, if its sum is complete then.
+
+Whatever reads or writes a parameter in between finds it updated: until then a
+:class:`torch.overrides.TorchFunctionMode` sees every call of torch's functions, and of a tensor's
+methods and attributes, in this thread, and makes the update first. So hooks and callbacks need no
+list of those that may look at weights. Not seen is what does not go through torch: other threads,
+and NumPy arrays that share a parameter's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_pipeshift.compat.torch_private import current_function_mode, storage_key_of
+from lightning_pipeshift.model.execution.layer_listener import LayerListener
+from lightning_pipeshift.model.gates.gate import Gate
+from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
+from lightning_pipeshift.runtime.gradients.aggregation import Aggregation, GradientGroup
+from lightning_pipeshift.runtime.step.listeners import ActionListener
+
+_NONE = -1
+# What tells nothing of a tensor's values.
+_HARMLESS: frozenset[Any] = frozenset(
+    {Tensor.dim, Tensor.element_size, Tensor.is_floating_point, Tensor.numel, Tensor.size}
+    | {
+        getattr(Tensor, name).__get__
+        for name in ("device", "dtype", "is_leaf", "layout", "ndim", "requires_grad", "shape")
+    }
+)
+
+
+@dataclass(frozen=True)
+class LateUpdate:
+    """An update of some parameters that follows the stage's own.
+
+    Args:
+        tag: what the caller has said of the update's last batch.
+        gradients: of the parameters.
+    """
+
+    tag: Any
+    gradients: list[tuple[nn.Parameter, Tensor]]
+
+
+MakeUpdate = Callable[[LateUpdate, bool], None]
+"""Makes an update; the flag says whether the gradients remain afterwards."""
+
+
+class LateUpdates(LayerListener, ActionListener):
+    """The updates of one stage's layers whose gradients are still being summed."""
+
+    def __init__(self) -> None:
+        self._aggregation: Aggregation | None = None
+        self._correction = 1.0
+        self._groups: dict[int, GradientGroup] = {}
+        """By layer, in call order."""
+        self._tag: Any = None
+        self._make: MakeUpdate | None = None
+        self._is_in_step = False
+        self._is_busy = False
+        """Whether updates are being made, or one has failed."""
+        self._layer_of: dict[int, int] = {}
+        """By the memory of a parameter that is still to be updated."""
+        self._guard = _Guard(self)
+        self.num_made = 0
+        """How many layers have been updated late, in the run."""
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether any layer is still to be updated."""
+        return bool(self._groups)
+
+    # --- a step, in the order of the calls ---
+
+    def take(
+        self, aggregation: Aggregation, groups: Iterable[GradientGroup], correction: float
+    ) -> None:
+        """Takes the layers that the coming optimizer step is to leave out.
+
+        Args:
+            aggregation: sums their gradients.
+            groups: one for each layer.
+            correction: a factor for the sums, not 0.
+        """
+        assert not self._groups
+        self._aggregation, self._correction, self._make = aggregation, correction, None
+        self._groups = {group.number: group for group in groups}
+
+    def begin(self, tag: Any, make: MakeUpdate) -> None:
+        """Called when the optimizer has stepped.
+
+        Args:
+            tag: is given back with the updates.
+            make: makes one.
+        """
+        self._is_in_step = False
+        if not self._groups:
+            return
+        self._tag, self._make = tag, make
+        self._layer_of = {
+            storage_key_of(parameter): layer
+            for layer, group in self._groups.items()
+            for parameter in group.parameters
+        }
+        self._guard.enter()
+
+    def suspend(self) -> None:
+        """Ends the watch of parameters until the stage runs user code again."""
+        self._guard.leave()
+
+    def begin_step(self, row: Row) -> None:
+        """See :class:`ActionListener`."""
+        self._is_in_step = True
+
+    def received(self, action: Action) -> None:
+        """The user's code is about to run, if it is a forward."""
+        if self._groups:
+            self._guard.enter()
+
+    def begin_action(self, place: int, action: Action) -> None:
+        """Makes updates that are due anyway before the stage waits for a payload."""
+        self._finish([layer for layer, group in self._groups.items() if group.is_complete])
+
+    def enter(self, gate: Gate, arguments: Any) -> None:
+        """Updates a layer before it runs."""
+        if gate.index in self._groups:
+            others = [
+                layer
+                for layer, group in self._groups.items()
+                if layer != gate.index and group.is_complete
+            ]
+            self._finish([gate.index, *others])
+        # What the layer itself does needs no guard, and may be compiled.
+        self._guard.leave()
+
+    def leave(self, gate: Gate, arguments: Any, results: Any) -> None:
+        """See :class:`LayerListener`."""
+        if self._groups:
+            self._guard.enter()
+
+    def end_action(self, action: Action) -> None:
+        """After the step's first forward, updates the layers that it has not called."""
+        if action.kind is Kind.FORWARD:
+            self.finish()
+
+    # --- whenever the values are needed ---
+
+    def finish(self) -> None:
+        """Makes all updates that are still to be made; none if one has failed."""
+        if not self._is_busy:
+            self._finish(list(self._groups))
+        self._guard.leave()
+
+    def before_use(self, values: Any) -> None:
+        """Makes the updates of parameters whose memory is that of any tensor in nested tuples,
+        lists and dicts.
+        """
+        if isinstance(values, Tensor):
+            layer = self._layer_of.get(_memory(values), _NONE)
+            if layer in self._groups and not self._is_busy:
+                self._finish([layer])
+        elif isinstance(values, (tuple, list)):
+            for value in values:
+                self.before_use(value)
+        elif isinstance(values, dict):
+            for value in values.values():
+                self.before_use(value)
+
+    def abandon(self) -> None:
+        """Called after a failure. Updates that are still to be made remain so: the model is in no
+        step's state.
+        """
+        self._is_busy = True
+        self._guard.leave()
+
+    def _finish(self, layers: Collection[int]) -> None:
+        if not layers:
+            return
+        assert self._aggregation is not None
+        assert self._make is not None
+        # After an error it remains so, and so do the groups: the model is in no step's state.
+        self._is_busy = True
+        gradients = []
+        for layer in layers:
+            group = self._groups[layer]
+            self._aggregation.finish_late(group)
+            for parameter in group.parameters:
+                gradient = parameter.grad
+                if gradient is not None:
+                    if self._correction != 1.0:
+                        gradient.mul_(self._correction)
+                    gradients.append((parameter, gradient))
+                    parameter.grad = None
+        if gradients:
+            self._make(LateUpdate(self._tag, gradients), not self._is_in_step)
+        for layer in layers:
+            del self._groups[layer]
+        self._is_busy = False
+        self.num_made += len(layers)
+
+
+class _Guard(TorchFunctionMode):
+    """Makes updates before their parameters are used.
+
+    Args:
+        updates: the updates.
+    """
+
+    def __init__(self, updates: LateUpdates) -> None:
+        super().__init__()
+        self._updates = updates
+        self._is_entered = False
+
+    def enter(self) -> None:
+        """Begins to watch."""
+        if not self._is_entered:
+            self.__enter__()  # type: ignore[no-untyped-call]
+            self._is_entered = True
+
+    def leave(self) -> None:
+        """Ends the watch, unless user code has entered a mode of its own since it began: then the
+        guard remains until the next call.
+        """
+        if self._is_entered and current_function_mode() is self:
+            self._is_entered = False
+            self.__exit__(None, None, None)
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Called in place of a function of torch."""
+        if self._updates.is_pending and function not in _HARMLESS:
+            self._updates.before_use((args, kwargs))
+        return function(*args, **(kwargs or {}))
+
+
+def _memory(tensor: Tensor) -> int:
+    try:
+        return storage_key_of(tensor)
+    except (RuntimeError, NotImplementedError):
+        # It has none: a sparse tensor, or one that a library computes on demand.
+        return _NONE

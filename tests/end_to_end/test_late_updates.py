@@ -1,0 +1,516 @@
+"""Layers are updated when their own gradients are summed: nobody sees a difference."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    LearningRateMonitor,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    WeightAveraging,
+)
+from torch import Tensor, nn
+
+import lightning_pipeshift.lightning.run
+from lightning_pipeshift.model.gates.gate import Gate
+from lightning_pipeshift.runtime.gradients.aggregation import Aggregation, GradientGroup
+from lightning_pipeshift.runtime.gradients.late_updates import LateUpdates
+from lightning_pipeshift.runtime.gradients.rings import Rings, RingSum
+from lightning_pipeshift.testing.ranks import run_ranks
+from tests.end_to_end.test_virtual_machines import loader
+from tests.features_models import built, differences, on_rank, plain, quiet_trainer
+from tests.models import ZOO, SequentialMLP
+
+TWO = {"virtual_machines": 2, "microbatches": 2, "partition": "uniform"}
+UNLIKE = {"virtual_machines": [[0, 1], [2]], "microbatches": 2, "partition": "uniform"}
+
+
+@contextmanager
+def sums_complete(when: Callable[[], bool]) -> Iterator[None]:
+    """Context in which a sum is not known to be complete before ``when`` says so."""
+    query = RingSum.query
+
+    def asked(self: RingSum) -> bool:
+        return when() and query(self)
+
+    RingSum.query = asked  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        RingSum.query = query  # type: ignore[method-assign]
+
+
+def never() -> bool:
+    return False
+
+
+def sometimes() -> bool:
+    return DRAWS.random() < 0.4
+
+
+DRAWS = random.Random(0)
+
+
+def in_all_ways(how: Mapping[str, Any], run: Callable[[Any], Any]) -> int:
+    """Requires a run to have the same result whether layers are updated late or not; returns how
+    many were updated just before their own forward.
+    """
+    DRAWS.seed(int(os.environ["RANK"]))
+    expected = run({**how, "pipeshift": {**how["pipeshift"], "overlap_updates": False}})
+    num_late = 0
+    enter = LateUpdates.enter
+
+    def counting(self: LateUpdates, gate: Gate, arguments: Any) -> None:
+        nonlocal num_late
+        num_late += gate.index in self._groups
+        enter(self, gate, arguments)
+
+    LateUpdates.enter = counting  # type: ignore[method-assign]
+    try:
+        for when in (never, sometimes):
+            with sums_complete(when):
+                found = run(how)
+            problems = differences(found, expected, 0, 0)
+            assert not problems, f"{when.__name__}:\n" + "\n".join(problems[:20])
+    finally:
+        LateUpdates.enter = enter  # type: ignore[method-assign]
+    return num_late
+
+
+def state_of(trainer: L.Trainer, module: nn.Module) -> Any:
+    """What a run has left behind: the parameters, buffers and the optimizer's state."""
+    # Of the layers on this stage, and none of others.
+    optimizer = trainer.optimizers[0].state_dict() if trainer.optimizers else {}
+    return plain({"module": dict(module.state_dict()), "optimizer": optimizer["state"]})
+
+
+def trained(how: Mapping[str, Any], name: str, arguments: Mapping[str, Any]) -> int:
+    def run(how: Mapping[str, Any]) -> Any:
+        torch.manual_seed(3)
+        module = built(ZOO[name].make_module)
+        # Loaders of another object's state would differ from run to run.
+        given = {key: value() if callable(value) else value for key, value in arguments.items()}
+        trainer = quiet_trainer(how, **{"max_epochs": 2, **given})
+        trainer.fit(module, loader(name, how, 2, num_batches=5))
+        return state_of(trainer, module)
+
+    return in_all_ways(how, run)
+
+
+NAMES = [
+    "sequential",
+    "gpt2",
+    "buffers_of_its_own",
+    "loose_parameters",
+    "parameter_groups",
+    "parametrized",
+    "frozen_front",
+    "masked_tokens",
+    "hooks",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_models_of_every_kind_train_the_same_bits(name: str) -> None:
+    late = run_ranks(on_rank, 3, trained, UNLIKE, (name, {}), {})
+    assert min(late) > 0
+
+
+ARGUMENTS: list[Mapping[str, Any]] = [
+    {"accumulate_grad_batches": 2},
+    {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    {"precision": "bf16-mixed"},
+    {"precision": "64-true"},
+]
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=lambda given: next(iter(given.values())))
+def test_options_of_the_trainer(arguments: Mapping[str, Any]) -> None:
+    given = ("parameter_groups", arguments)
+    assert min(run_ranks(on_rank, 2, trained, TWO, given, {})) > 0
+
+
+class Scheduled(SequentialMLP):
+    """Changes its learning rate and its weight decay after each step."""
+
+    kind: str = "SGD"
+
+    def configure_optimizers(self) -> Any:
+        options = {"SGD": {"momentum": 0.9}}.get(self.kind, {})
+        optimizer = getattr(torch.optim, self.kind)(self.parameters(), lr=0.02, **options)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+KINDS = (
+    "Adadelta Adafactor Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()  # noqa: SIM905
+)
+
+
+def every_optimizer(how: Mapping[str, Any]) -> dict[str, int]:
+    late = {}
+    for kind in KINDS:
+
+        def run(how: Mapping[str, Any], kind: str = kind) -> Any:
+            torch.manual_seed(3)
+            module = built(Scheduled)
+            module.kind = kind
+            trainer = quiet_trainer(how, max_epochs=2)
+            trainer.fit(module, loader("sequential", how, 2, num_batches=4))
+            return state_of(trainer, module)
+
+        late[kind] = in_all_ways(how, run)
+    return late
+
+
+def test_an_update_has_the_options_of_its_own_step_with_every_optimizer() -> None:
+    for late in run_ranks(on_rank, 2, every_optimizer, TWO, (), {}):
+        assert min(late.values()) > 0
+
+
+# --------------------------------------------------------------------------------------------------
+# Who looks at parameters between two steps
+# --------------------------------------------------------------------------------------------------
+
+
+class Looks(L.Callback):
+    """Notes what it sees of the parameters in one hook."""
+
+    def __init__(self, look: str, hook: str) -> None:
+        self.seen: list[Any] = []
+        self._look = getattr(self, look)
+        self._aliases: list[Tensor] = []
+        setattr(self, hook, self._note)
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        # The first batch gives the layers to their stages.
+        self._aliases = []
+
+    def _note(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_step:
+            held = {use.name for use in trainer.strategy.pipeline.holdings.held}
+            own = {name: p for name, p in module.named_parameters() if name in held}
+            self.seen.append(plain(self._look(module, own)))
+
+    def values(self, module: Any, own: Any) -> Any:
+        return {name: p.detach().clone() for name, p in own.items()}
+
+    def data(self, module: Any, own: Any) -> Any:
+        return [p.data.clone() for p in own.values()]
+
+    def gradients(self, module: Any, own: Any) -> Any:
+        return {name: p.grad for name, p in own.items()}
+
+    def items(self, module: Any, own: Any) -> Any:
+        return [p.sum().item() for p in own.values()]
+
+    def numpy(self, module: Any, own: Any) -> Any:
+        return [p.detach().numpy().tolist() for p in own.values()]
+
+    def foreach(self, module: Any, own: Any) -> Any:
+        return torch._foreach_norm([p.detach() for p in own.values()])
+
+    def aliases(self, module: Any, own: Any) -> Any:
+        """Views that it took two steps ago."""
+        if not self._aliases:
+            self._aliases = [p.detach().view(-1) for p in own.values()]
+        return [alias.sum() for alias in self._aliases]
+
+    def one(self, module: Any, own: Any) -> Any:
+        return next(iter(own.values()), torch.zeros(())).sum()
+
+    def writes(self, module: Any, own: Any) -> Any:
+        with torch.no_grad():
+            for p in own.values():
+                p.clamp_(-0.2, 0.2)
+        return 0
+
+    def writes_data(self, module: Any, own: Any) -> Any:
+        for p in own.values():
+            p.data = p.data * 0.99
+        return 0
+
+
+LOOKS = [
+    ("values", "on_train_batch_end"),
+    ("values", "on_train_batch_start"),
+    ("data", "on_train_batch_end"),
+    ("gradients", "on_train_batch_end"),
+    ("items", "on_train_batch_end"),
+    ("numpy", "on_train_batch_end"),
+    ("foreach", "on_train_batch_end"),
+    ("aliases", "on_train_batch_end"),
+    ("one", "on_train_batch_end"),
+    ("writes", "on_train_batch_end"),
+    ("writes", "on_train_batch_start"),
+    ("writes_data", "on_train_batch_end"),
+]
+
+
+def looked_at(how: Mapping[str, Any]) -> int:
+    late = 0
+    for look, hook in LOOKS:
+
+        def run(how: Mapping[str, Any], look: str = look, hook: str = hook) -> Any:
+            torch.manual_seed(3)
+            module = built(Scheduled)
+            callback = Looks(look, hook)
+            trainer = quiet_trainer(how, max_epochs=1, callbacks=[callback])
+            trainer.fit(module, loader("sequential", how, 2, num_batches=5))
+            assert callback.seen
+            return plain({"seen": callback.seen}), state_of(trainer, module)
+
+        late += in_all_ways(how, run)
+    return late
+
+
+def test_hooks_between_two_steps_see_and_change_updated_parameters() -> None:
+    assert min(run_ranks(on_rank, 2, looked_at, TWO, (), {})) > 0
+
+
+class LooksItself(SequentialMLP):
+    """Looks at a parameter in some steps, at other places than the layer's."""
+
+    model: Any
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.__dict__["seen"].append(float(self.model[0].weight.sum()))
+        return batch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx % 2:
+            self.__dict__["seen"].append(float(self.model[-1].weight.data.sum()))
+        return super().training_step(batch, batch_idx)
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.__dict__["seen"].append(float(self.model[-1].weight.detach().sum()))
+        scheduler.step()
+
+
+def looks_itself(how: Mapping[str, Any]) -> int:
+    def run(how: Mapping[str, Any]) -> Any:
+        torch.manual_seed(3)
+        module = built(LooksItself)
+        module.__dict__["seen"] = []
+        trainer = quiet_trainer(how, max_epochs=1)
+        trainer.fit(module, loader("sequential", how, 2, num_batches=5))
+        return module.__dict__["seen"], state_of(trainer, module)
+
+    return in_all_ways(how, run)
+
+
+def test_the_modules_own_code_sees_updated_parameters() -> None:
+    assert min(run_ranks(on_rank, 2, looks_itself, TWO, (), {})) > 0
+
+
+def with_lightnings_callbacks(how: Mapping[str, Any], folder: str) -> int:
+    number = 0
+
+    def run(how: Mapping[str, Any]) -> Any:
+        nonlocal number
+        number += 1
+        torch.manual_seed(3)
+        module = built(Scheduled)
+        saves = ModelCheckpoint(Path(folder) / str(number), every_n_train_steps=2, save_top_k=-1)
+        averages = WeightAveraging()
+        trainer = quiet_trainer(
+            how,
+            max_epochs=2,
+            val_check_interval=2,
+            enable_checkpointing=True,
+            callbacks=[saves, averages, LearningRateMonitor("step")],
+            logger=True,
+            default_root_dir=folder,
+        )
+        data = loader("sequential", how, 2, num_batches=5)
+        trainer.fit(module, data, loader("sequential", how, 2, num_batches=2))
+        files = sorted((Path(folder) / str(number)).glob("*.ckpt"))
+        saved = [torch.load(file, weights_only=False) for file in files]
+        states = [(one["state_dict"], one["optimizer_states"][0]["state"]) for one in saved]
+        assert states
+        return plain(states), state_of(trainer, module)
+
+    return in_all_ways(how, run)
+
+
+def test_lightnings_callbacks_see_updated_parameters(tmp_path: Path) -> None:
+    # The average of the weights is taken after each step, so no update is late.
+    run_ranks(on_rank, 2, with_lightnings_callbacks, TWO, (str(tmp_path),), {})
+
+
+class Moves(L.Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        cuts = {1: [[2, 3], [3, 2]], 3: [[4, 1], [2, 3]]}
+        if index in cuts and trainer.strategy.pipeline.has_plan:
+            plan = trainer.strategy.plan
+            counts = tuple(map(tuple, cuts[index]))
+            trainer.strategy.adopt(plan.with_placement(type(plan.placement)(counts)))
+
+
+def moving(how: Mapping[str, Any]) -> int:
+    def run(how: Mapping[str, Any]) -> Any:
+        torch.manual_seed(3)
+        module = built(Scheduled)
+        trainer = quiet_trainer(how, max_epochs=2, callbacks=[Moves()])
+        trainer.fit(module, loader("sequential", how, 2, num_batches=6))
+        return state_of(trainer, module)
+
+    return in_all_ways(how, run)
+
+
+def test_layers_move_between_late_updates() -> None:
+    assert min(run_ranks(on_rank, 4, moving, TWO, (), {})) > 0
+
+
+# --------------------------------------------------------------------------------------------------
+# Where all gradients are needed
+# --------------------------------------------------------------------------------------------------
+
+
+class WithHook(L.Callback):
+    def on_before_optimizer_step(self, *_: Any) -> None: ...
+
+
+class OwnOptimizer(torch.optim.SGD):
+    pass
+
+
+class Owns(SequentialMLP):
+    def configure_optimizers(self) -> Any:
+        return OwnOptimizer(self.parameters(), lr=0.1)
+
+
+class Hooked(SequentialMLP):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        optimizer.register_step_post_hook(lambda *_: None)
+        return optimizer
+
+
+class Steps(SequentialMLP):
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().optimizer_step(*args, **kwargs)
+
+
+NEEDS_ALL: list[tuple[Any, Mapping[str, Any], str]] = [
+    (SequentialMLP, {"gradient_clip_val": 1.0}, "clipping by norm"),
+    (SequentialMLP, {"callbacks": WithHook}, "`on_before_optimizer_step`"),
+    (Owns, {}, "OwnOptimizer is none of torch.optim's"),
+    (Hooked, {}, "before or after each step of the optimizer"),
+    (Steps, {}, "`optimizer_step` of the LightningModule"),
+]
+
+
+def needing_all(how: Mapping[str, Any]) -> list[list[str]]:
+    said = []
+    for make, arguments, _ in NEEDS_ALL:
+        given = {key: value() if callable(value) else value for key, value in arguments.items()}
+        messages: list[str] = []
+        with sums_complete(never), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lightning_pipeshift.lightning.run, "_say", messages.append)
+            trainer = quiet_trainer(how, max_epochs=1, **given)
+            trainer.fit(built(make), loader("sequential", how, 2, num_batches=3))
+        strategy: Any = trainer.strategy
+        assert not strategy.pipeline.late_updates.num_made
+        said.append(messages)
+    return said
+
+
+def test_a_step_that_needs_all_gradients_waits_and_says_why() -> None:
+    said, _ = run_ranks(on_rank, 2, needing_all, TWO, (), {})
+    for messages, (_, _, reason) in zip(said, NEEDS_ALL, strict=True):
+        assert any(reason in message for message in messages), messages
+
+
+# --------------------------------------------------------------------------------------------------
+# A rank that dies while some layers have been updated
+# --------------------------------------------------------------------------------------------------
+
+LAST_WHOLE = 3
+"""The number of steps after which a rank dies."""
+
+
+class SavesAtTheEnd(L.Callback):
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(Path(self._folder) / "own.ckpt")
+
+
+def torn(how: Mapping[str, Any], folder: str, layer: int, dies: int, saves_every: int) -> None:
+    """Trains until a rank dies, when each rank has updated the layers of the fourth step that come
+    before ``layer``, and the sum of ``layer`` is missing: in the forward of the fifth step, or
+    while the state after the fourth is being saved.
+    """
+    rank, number, seen = int(os.environ["RANK"]), 0, Path(folder) / "waits"
+    ring, finish, take = Rings._sum, Aggregation.finish_late, LateUpdates.take
+    is_dead = threading.Event()
+
+    def withheld(self: Rings, piece: int, *rest: Any) -> None:
+        # The thread may begin when the step is over.
+        if number >= LAST_WHOLE and piece // 8 // 8 == layer and rank == dies:
+            is_dead.wait()
+        ring(self, piece, *rest)
+
+    def counted(self: LateUpdates, *rest: Any) -> None:
+        nonlocal number
+        number += 1
+        take(self, *rest)
+
+    def until(self: Aggregation, group: GradientGroup) -> None:
+        if number == LAST_WHOLE + 1 and group.number == layer:
+            if rank != dies:
+                seen.with_name(f"waits{rank}").touch()
+            else:
+                others = int(os.environ["WORLD_SIZE"]) - 1
+                while len(list(Path(folder).glob("waits*"))) < others:
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
+        finish(self, group)
+
+    with sums_complete(never), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rings, "_sum", withheld)
+        patch.setattr(LateUpdates, "take", counted)
+        patch.setattr(Aggregation, "finish_late", until)
+        torch.manual_seed(3)
+        callbacks = [
+            ModelCheckpoint(
+                folder,
+                "{step}",
+                every_n_train_steps=saves_every,
+                save_top_k=-1,
+                save_on_exception=True,
+            ),
+            OnExceptionCheckpoint(folder, "exception"),
+            SavesAtTheEnd(folder),
+        ]
+        trainer = quiet_trainer(how, max_epochs=1, enable_checkpointing=True, callbacks=callbacks)
+        trainer.fit(built(Scheduled), loader("sequential", how, 2, num_batches=6))
+
+
+@pytest.mark.parametrize(("layer", "saves_every"), [(0, 3), (1, 3), (2, 3), (1, 1)])
+def test_nothing_saves_a_model_of_which_some_layers_are_updated(
+    tmp_path: Path, layer: int, saves_every: int
+) -> None:
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    given = (str(folder), layer, 1, saves_every)
+    outcomes = run_ranks(on_rank, 2, torn, TWO, given, {}, expect_failure=True, cwd=tmp_path)
+    assert "rank 1" in outcomes[0].message
+    assert "is not saved" in outcomes[0].output
+    assert sorted(file.name for file in folder.glob("*.ckpt")) == [
+        f"step={step}.ckpt" for step in range(saves_every, LAST_WHOLE + 1, saves_every)
+    ]
