@@ -112,7 +112,7 @@ def for_virtual_machine(
 class _NoSwitching(SharedRandomStream):
     """A stream that does not change the random state."""
 
-    def _current_pass(self) -> None:
+    def _switch(self) -> None:
         pass
 
 

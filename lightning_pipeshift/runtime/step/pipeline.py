@@ -318,7 +318,7 @@ class Pipeline:
         """
         if self._plan is not None and (self._is_final or not final):
             return
-        channels, gates = self.channels, self._trace_cache.gates
+        channels = self.channels
         stopwatch = None
         if self.planning.measures:
             stopwatch = Stopwatch(channels.device, self.streams, trains, addresses_of(batch))
@@ -327,6 +327,8 @@ class Pipeline:
             trace = self._trace_cache.first(
                 key, step, batch, module_signature(self.root), stopwatch
             )
+        # The first trace puts them in call order.
+        gates = self._trace_cache.gates
         called: set[int] | None = None
         if trains and trace.flow.calls and not trace.is_drawn:
             # Otherwise a layer that was not called now might be called in the next step.

@@ -181,7 +181,7 @@ def unlike(seed: int):
 def test_near_the_best_of_all_orders_and_cuts():
     """Against every order of the stages with every cut, each compressed."""
     ratios, missed = [], 0
-    for seed in range(8):
+    for seed in range(5):
         given, cluster = unlike(seed)
         count = cluster.num_ranks
         best = 0.0
@@ -204,7 +204,7 @@ def test_near_the_best_of_all_orders_and_cuts():
         assert keeps(found, cluster)
         ratios.append(found.samples_per_second / best)
     assert missed == 0
-    assert len(ratios) >= 6
+    assert len(ratios) >= 4
     assert min(ratios) > 0.9
 
 
