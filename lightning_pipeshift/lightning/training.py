@@ -37,7 +37,7 @@ from lightning_pipeshift.runtime.step.checksum import (
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
 from lightning_pipeshift.runtime.step.step_report import Report
 from lightning_pipeshift.runtime.step.training_batch import Accumulation, TrainingBatch
-from lightning_pipeshift.text import layers_text, table
+from lightning_pipeshift.text import bytes_text, layers_text, seconds_text, table
 
 
 def _weighed(result: Any) -> Any:
@@ -334,3 +334,10 @@ class TrainingSteps:
                 " run, so nothing was learned. Return the loss, or a dict with 'loss'."
             )
         self._pipeline.match_replicas(parameters_too=False)
+        if lanes := self._pipeline.lane_traffic:
+            rows = [["lane", "sent", "throughput", "blocks waited"]]
+            for name, lane in lanes.items():
+                speed = f"{bytes_text(lane.bytes_per_second)}/s"
+                waited = seconds_text(lane.queueing_seconds)
+                rows.append([name, bytes_text(lane.num_bytes), speed, waited])
+            self._say("\n".join(["what the first rank's gradient lanes carried", *table(rows)]))

@@ -514,3 +514,30 @@ def test_nothing_saves_a_model_of_which_some_layers_are_updated(
     assert sorted(file.name for file in folder.glob("*.ckpt")) == [
         f"step={step}.ckpt" for step in range(saves_every, LAST_WHOLE + 1, saves_every)
     ]
+
+
+# --------------------------------------------------------------------------------------------------
+# What the lanes have carried
+# --------------------------------------------------------------------------------------------------
+
+
+def carried(how: Mapping[str, Any]) -> tuple[dict[str, int], int, list[str]]:
+    messages: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lightning_pipeshift.lightning.run, "_say", messages.append)
+        trainer = quiet_trainer(how, max_epochs=1)
+        module = built(SequentialMLP)
+        trainer.fit(module, loader("sequential", how, 2, num_batches=4))
+    strategy: Any = trainer.strategy
+    lanes = {name: one.num_bytes for name, one in strategy.pipeline.lane_traffic.items()}
+    num_gradients = sum(p.numel() + 1 for p in module.parameters() if p.requires_grad)
+    return lanes, num_gradients * 4 * trainer.global_step, messages
+
+
+def test_every_byte_of_the_gradients_is_counted_with_its_lane() -> None:
+    for lanes, num_bytes, messages in run_ranks(on_rank, 2, carried, TWO, (), {}):
+        # Two members: each sends every gradient, and a count for each parameter, once.
+        assert set(lanes) <= {f"gradients-{number}" for number in range(5)}
+        assert len(lanes) > 2
+        assert sum(lanes.values()) == num_bytes
+        assert any("gradient lanes carried" in message for message in messages)

@@ -42,7 +42,7 @@ from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Device
 from lightning_pipeshift.plan.inputs.flow import Call, Flow, call_order
 from lightning_pipeshift.plan.inputs.placement import Ownership, Placement
-from lightning_pipeshift.plan.inputs.traffic import NUM_GRADIENT_CLASSES
+from lightning_pipeshift.plan.inputs.traffic import GRADIENTS, NUM_GRADIENT_CLASSES
 from lightning_pipeshift.plan.schedule.actions import Row, Schedule
 from lightning_pipeshift.plan.schedule.checker import check
 from lightning_pipeshift.plan.schedule.communication import with_communication
@@ -55,7 +55,7 @@ from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.threads import Threads
-from lightning_pipeshift.runtime.comm.turns import Urgency
+from lightning_pipeshift.runtime.comm.turns import LaneTraffic, Urgency
 from lightning_pipeshift.runtime.gradients.aggregation import (
     Aggregation,
     AllReduce,
@@ -552,6 +552,12 @@ class Pipeline:
         if kind == "ring":
             sums = DeviceRings(self._groups, self.replicas.rank, watched)
         return Aggregation(mine, sums.start, agree, len(uses), device, in_order=True)
+
+    @property
+    def lane_traffic(self) -> dict[str, LaneTraffic]:
+        """What this rank's gradient lanes have carried, by their names."""
+        found = self._rings.turns.traffic if self._rings is not None else {}
+        return {GRADIENTS[lane].name: traffic for lane, traffic in found.items()}
 
     def _give_lanes(self, groups: Sequence[GradientGroup], num_layers: int, may_open: bool) -> None:
         """Sets the urgency of each group's sum.
