@@ -231,6 +231,18 @@ class Looks(L.Callback):
     def one(self, module: Any, own: Any) -> Any:
         return next(iter(own.values()), torch.zeros(())).sum()
 
+    def fork(self, module: Any, own: Any) -> Any:
+        """What another process sees that is a copy of this one."""
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            os.write(writing, repr([p.sum().item() for p in own.values()]).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        os.close(writing)
+        with os.fdopen(reading) as pipe:
+            return pipe.read()
+
     def writes(self, module: Any, own: Any) -> Any:
         with torch.no_grad():
             for p in own.values():
@@ -252,6 +264,7 @@ LOOKS = [
     ("numpy", "on_train_batch_end"),
     ("foreach", "on_train_batch_end"),
     ("aliases", "on_train_batch_end"),
+    ("fork", "on_train_batch_end"),
     ("one", "on_train_batch_end"),
     ("writes", "on_train_batch_end"),
     ("writes", "on_train_batch_start"),

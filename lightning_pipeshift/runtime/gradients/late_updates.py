@@ -8,11 +8,14 @@ Whatever reads or writes a parameter in between finds it updated: until then a
 :class:`torch.overrides.TorchFunctionMode` sees every call of torch's functions, and of a tensor's
 methods and attributes, in this thread, and makes the update first. So hooks and callbacks need no
 list of those that may look at weights. Not seen is what does not go through torch: other threads,
-and NumPy arrays that share a parameter's memory.
+and NumPy arrays that share a parameter's memory. Before the process forks, all updates are made.
 """
 
 from __future__ import annotations
 
+import os
+import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +74,8 @@ class LateUpdates(LayerListener, ActionListener):
         self._layer_of: dict[int, int] = {}
         """By the memory of a parameter that is still to be updated."""
         self._guard = _Guard(self)
+        self._thread = threading.get_ident()
+        _made.add(self)
         self.num_made = 0
         """How many layers have been updated late, in the run."""
 
@@ -159,6 +164,13 @@ class LateUpdates(LayerListener, ActionListener):
         if not self._is_busy:
             self._finish(list(self._groups))
         self._guard.leave()
+
+    def before_fork(self) -> None:
+        """Makes all updates before the process forks: the threads that sum gradients are not in the
+        child, which would see some layers without their updates.
+        """
+        if self._thread == threading.get_ident():
+            self.finish()
 
     def before_use(self, values: Any) -> None:
         """Makes the updates of parameters whose memory is that of any tensor in nested tuples,
@@ -249,3 +261,15 @@ def _memory(tensor: Tensor) -> int:
     except (RuntimeError, NotImplementedError):
         # It has none: a sparse tensor, or one that a library computes on demand.
         return _NONE
+
+
+_made: weakref.WeakSet[LateUpdates] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    for updates in list(_made):
+        updates.before_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork)

@@ -344,15 +344,20 @@ class Migration(ActionListener, LayerListener):
             microbatches of both owners could change.
         """
         self.start()
+        begin = time.perf_counter()
+        # The step may use the copies from its first line.
+        has_copies = self._holdings.pass_copies_on(self._stage_of)
+        if has_copies:
+            # Else nothing has been sent: the stage has only waited until the others begin the step,
+            # as it would for its first payload.
+            self.exposed_seconds += time.perf_counter() - begin
+        self._first = 0 if has_copies else first
         with self._exposed():
-            self._begin(keeps_gradients, first)
+            self._begin(keeps_gradients)
         return self._first
 
-    def _begin(self, keeps_gradients: bool, first: int) -> None:
+    def _begin(self, keeps_gradients: bool) -> None:
         holdings = self._holdings
-        # The step may use the copies from its first line.
-        has_copies = holdings.pass_copies_on(self._stage_of)
-        self._first = 0 if has_copies else first
         holdings.place(self._stage_of, keeps_old=self._first > 0)
         for transfer in self._leaving():
             self._pack(transfer, keeps_gradients)
