@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor, nn
 
 import lightning_pipeshift.lightning.run
+from lightning_pipeshift import MemoryCompression, SwapAll
 from lightning_pipeshift.model.gates.gate import Gate
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation, GradientGroup
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdates
@@ -128,7 +129,12 @@ def test_models_of_every_kind_train_the_same_bits(name: str) -> None:
     assert min(late) > 0
 
 
+def swapping() -> list[Any]:
+    return [MemoryCompression(policy=SwapAll(min_bytes=1))]
+
+
 ARGUMENTS: list[Mapping[str, Any]] = [
+    {"plugins": swapping},
     {"accumulate_grad_batches": 2},
     {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
     {"precision": "bf16-mixed"},
@@ -136,7 +142,7 @@ ARGUMENTS: list[Mapping[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("arguments", ARGUMENTS, ids=lambda given: next(iter(given.values())))
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=lambda given: "-".join(given))
 def test_options_of_the_trainer(arguments: Mapping[str, Any]) -> None:
     given = ("parameter_groups", arguments)
     assert min(run_ranks(on_rank, 2, trained, TWO, given, {})) > 0

@@ -126,8 +126,8 @@ class LateUpdates(LayerListener, ActionListener):
         """See :class:`ActionListener`."""
         self._is_in_step = True
 
-    def received(self, action: Action) -> None:
-        """The user's code is about to run, if it is a forward."""
+    def resume(self) -> None:
+        """Watches parameters again: the stage is about to run user code."""
         if self._groups:
             self._guard.enter()
 

@@ -378,6 +378,8 @@ class Stage:
         # From here on only the model itself keeps parts of the payload alive.
         received.clear()
         receipts.clear()
+        if step.late_updates is not None:
+            step.late_updates.resume()
         try:
             with self._profile("[PipeShift] forward"):
                 current.run(lambda: step.function(self._root, microbatch.batch))
