@@ -192,6 +192,7 @@ def _devices_of_run(
         if not is_shared:
             # As with NCCL, whose sums are made in the device's memory.
             yield pipeline._aggregation, "_device", GPU
+            yield pipeline._aggregation, "_agree", pipeline.replicas.world.post_sum
         yield pipeline._aggregation, "notice", gpu.inside(pipeline._aggregation.notice)
         for group in pipeline._aggregation._groups:
             yield group, "_buffers", {}

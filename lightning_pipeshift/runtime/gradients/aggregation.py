@@ -112,7 +112,8 @@ class GradientGroup:
                     length + num_counts, dtype=dtype, device=device, pin_memory=is_pinned
                 )
                 self._buffers[dtype] = buffer
-            joined = buffer if device == there else torch.empty_like(buffer, device=there)
+            own = buffer[:length]
+            joined = own if device == there else torch.empty_like(own, device=there)
             for parameter, part in zip(parameters, _parts(joined, parameters), strict=True):
                 gradient = parameter.grad
                 if gradient is None:
@@ -121,14 +122,14 @@ class GradientGroup:
                     part.view(parameter.shape).copy_(_dense(gradient))
             if num_counts:
                 flags = [float(place in self._present) for place in self.places]
-                joined[length:] = torch.tensor(flags, dtype=dtype)
+                buffer[length:] = torch.tensor(flags, dtype=dtype)
                 self._counts = buffer[length:]
             number = self.number * _MOST_TYPES + index
             begin = partial(start_sum, number, self.members, buffer, self.urgency)
-            if joined is buffer:
+            if joined is own:
                 self._sums.append((parameters, buffer, begin()))
                 continue
-            buffer.copy_(joined, non_blocking=True)
+            own.copy_(joined, non_blocking=True)
             begun = staging.submit(partial(_behind, record_event(there), begin))
             self._sums.append((parameters, buffer, _Staged(begun)))
 

@@ -231,17 +231,20 @@ class _Guard(TorchFunctionMode):
         super().__init__()
         self._updates = updates
         self._is_entered = False
+        self._watches = False
 
     def enter(self) -> None:
         """Begins to watch."""
+        self._watches = True
         if not self._is_entered:
             self.__enter__()  # type: ignore[no-untyped-call]
             self._is_entered = True
 
     def leave(self) -> None:
-        """Ends the watch, unless user code has entered a mode of its own since it began: then the
-        guard remains until the next call.
+        """Ends the watch. If user code has entered a mode of its own since it began, this one stays
+        below that until the next call, and does nothing.
         """
+        self._watches = False
         if self._is_entered and current_function_mode() is self:
             self._is_entered = False
             self.__exit__(None, None, None)
@@ -250,7 +253,7 @@ class _Guard(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Called in place of a function of torch."""
-        if self._updates.is_pending and function not in _HARMLESS:
+        if self._watches and self._updates.is_pending and function not in _HARMLESS:
             self._updates.before_use((args, kwargs))
         return function(*args, **(kwargs or {}))
 
