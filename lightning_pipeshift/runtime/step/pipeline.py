@@ -568,10 +568,12 @@ class Pipeline:
             may_open: whether all ranks call this at the same time, and may open lanes.
         """
         assert self._rings is not None
+        # The same on every rank, or members of a ring would use different lanes: so parameters
+        # count that the rank does not hold.
         sizes = [0] * num_layers
         for group in groups:
             if group.is_hooked:
-                sizes[group.number] = bytes_of(group.trained)
+                sizes[group.number] = sum(p.numel() * p.element_size() for p in group.trained)
         count = min(NUM_GRADIENT_CLASSES, sum(map(bool, sizes)) or 1)
         lanes = lanes_by_share(sizes, [1 / count] * count)
         if may_open:
