@@ -127,11 +127,11 @@ class GradientGroup:
             number = self.number * _MOST_TYPES + index
             begin = partial(start_sum, number, self.members, buffer, self.urgency)
             if joined is own:
-                self._sums.append((parameters, buffer, begin()))
+                self._sums.append((parameters, own, begin()))
                 continue
             own.copy_(joined, non_blocking=True)
             begun = staging.submit(partial(_behind, record_event(there), begin))
-            self._sums.append((parameters, buffer, _Staged(begun)))
+            self._sums.append((parameters, own, _Staged(begun)))
 
     @torch.no_grad()
     def finish(self) -> None:
