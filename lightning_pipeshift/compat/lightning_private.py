@@ -70,7 +70,7 @@ SIGTERM_NOTIFIER: Final = "_sigterm_notifier_fn"
 
 
 def signal_connector(trainer: pl.Trainer) -> Any:
-    """What handles signals for a Trainer. Lightning has no way to replace its handler."""
+    """A Trainer's handler of signals. Lightning has no public way to replace it."""
     return trainer._signal_connector
 
 

@@ -273,7 +273,7 @@ LOADER_ITERATOR: Final = "_iterator"
 
 
 def scaler_state(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What a gradient scaler has recorded for one optimizer in this step: under
+    """The state that a gradient scaler has recorded for one optimizer in this step: under
     ``"found_inf_per_device"`` a flag for each device. The scaler has no public way to read or to
     change them before it decides.
     """

@@ -1,4 +1,4 @@
-"""What only CUDA and ROCm have: memory that processes share, peers, and pages that are pinned."""
+"""Features that only CUDA and ROCm have: shared memory, peers, and pinned pages."""
 
 from __future__ import annotations
 

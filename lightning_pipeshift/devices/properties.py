@@ -1,4 +1,4 @@
-"""What a run asks about an accelerator: its name, its memory, its random generator."""
+"""Properties of an accelerator: its name, its memory, its random generator."""
 
 from __future__ import annotations
 

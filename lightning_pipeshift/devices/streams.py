@@ -43,7 +43,7 @@ class Event(Protocol):
 
 
 class Device(Protocol):
-    """What one device does for the functions of this module."""
+    """One device's implementation of this module's functions."""
 
     is_asynchronous: bool
     """Whether a call returns before the device has done the work."""

@@ -24,7 +24,7 @@ from lightning_pipeshift.errors import BatchError, ConfigurationError
 from lightning_pipeshift.lightning.optimizers import (
     OptimizerOptions,
     options_of,
-    set_options,
+    step_with,
 )
 from lightning_pipeshift.lightning.patches import Adjustments
 from lightning_pipeshift.lightning.steps import StepContext
@@ -212,7 +212,9 @@ class AsynchronousTraining(TrainingSteps):
             holdings.withdraw_gradients()
             return
         with self._pipeline.updating(one.minibatch):
-            self._step(one.minibatch.tag.options)
+            in_flight = self._pipeline.minibatches_in_flight
+            waiting = [minibatch.tag.options for minibatch in in_flight]
+            step_with(trainer, one.minibatch.tag.options, counting=waiting)
         holdings.drop_gradients()
 
     def _make_up_for(self, late: LateUpdate) -> None:
@@ -221,38 +223,9 @@ class AsynchronousTraining(TrainingSteps):
             parameter.grad = gradient
         if late.gradients:
             with self._pipeline.updating(None):
-                self._step(late.tag.options, counts=False)
+                step_with(self._trainer, late.tag.options)
         for parameter, _ in late.gradients:
             parameter.grad = None
-
-    def _step(self, own: OptimizerOptions, counts: bool = True) -> None:
-        """Makes the optimizer's step.
-
-        Args:
-            own: the options of the update's last minibatch.
-            counts: whether the optimizer may count it in its options.
-        """
-        trainer = self._trainer
-        optimizer = trainer.optimizers[0]
-        now = options_of(optimizer)
-        set_options(optimizer, own)
-        # A plugin's closure returns the loss, which no optimizer reads that steps only once.
-        trainer.precision_plugin.optimizer_step(
-            optimizer, model=trainer.lightning_module, closure=lambda: torch.zeros(())
-        )
-        # An optimizer may count in its options: that goes on for all minibatches.
-        in_flight = self._pipeline.minibatches_in_flight
-        waiting = [now, *(minibatch.tag.options for minibatch in in_flight)]
-        groups = zip(own, optimizer.param_groups, strict=True)
-        for place, (before, group) in enumerate(groups) if counts else ():
-            changed = {
-                name: group[name]
-                for name, value in before.items()
-                if group[name] is not value and not bool(group[name] == value)
-            }
-            for options in waiting if changed else ():
-                options[place].update(changed)
-        set_options(optimizer, now)
 
     # --- logging ---
 

@@ -23,7 +23,7 @@ from lightning_pipeshift.runtime.step.pipeline import Pipeline
 
 
 class Interruptions:
-    """What may end one run.
+    """The events that may end one run.
 
     Args:
         trainer: the Trainer.

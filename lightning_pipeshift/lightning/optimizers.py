@@ -1,8 +1,8 @@
-"""What a step of the optimizer depends on, other than its own parameters' gradients."""
+"""Steps of an optimizer that update some of its parameters, and whether it allows them."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -92,8 +92,39 @@ def options_of(optimizer: Optimizer) -> OptimizerOptions:
     ]
 
 
-def set_options(optimizer: Optimizer, options: OptimizerOptions) -> None:
-    """Sets the options of an optimizer's parameter groups."""
+def step_with(
+    trainer: pl.Trainer,
+    options: OptimizerOptions,
+    counting: Sequence[OptimizerOptions] | None = None,
+) -> None:
+    """Makes a step of the Trainer's only optimizer, which has the same options afterwards.
+
+    Args:
+        trainer: the Trainer.
+        options: of this step.
+        counting: an optimizer may count its steps in its options (schedule-free ones do).
+            Such changes go on in its present options and in these; ``None``: they are dropped.
+    """
+    optimizer = trainer.optimizers[0]
+    present = options_of(optimizer)
+    _set_options(optimizer, options)
+    # A plugin's closure returns the loss, which no optimizer reads that steps only once.
+    trainer.precision_plugin.optimizer_step(
+        optimizer, model=trainer.lightning_module, closure=lambda: torch.zeros(())
+    )
+    followers = [present, *counting] if counting is not None else []
+    for place, (before, group) in enumerate(zip(options, optimizer.param_groups, strict=True)):
+        changed = {
+            name: group[name]
+            for name, value in before.items()
+            if group[name] is not value and not bool(group[name] == value)
+        }
+        for follower in followers if changed else ():
+            follower[place].update(changed)
+    _set_options(optimizer, present)
+
+
+def _set_options(optimizer: Optimizer, options: OptimizerOptions) -> None:
     for group, own in zip(optimizer.param_groups, options, strict=True):
         group.update(own)
 

@@ -76,8 +76,8 @@ class RandomState:
             self.stream.to_shared()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint of the run needs to continue; empty before the first run. Every rank
-        calls this.
+        """The random state that a checkpoint needs for the run to continue; empty before the first
+        run. Every rank calls this.
         """
         if self.stream is None:
             return {}

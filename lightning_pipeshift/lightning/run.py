@@ -1,4 +1,4 @@
-"""What one run consists of: its pipeline, and the parts that Lightning's hooks delegate to."""
+"""One run: its pipeline, and the parts that Lightning's hooks delegate to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the steps of training and of evaluation have in common."""
+"""Code that the steps of training and of evaluation share."""
 
 from __future__ import annotations
 

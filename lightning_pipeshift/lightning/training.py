@@ -20,7 +20,7 @@ from lightning_pipeshift.lightning.optimizers import (
     OptimizerOptions,
     options_of,
     outside_of_steps,
-    set_options,
+    step_with,
     why_all_gradients,
 )
 from lightning_pipeshift.lightning.patches import NO_LOSS, Adjustments
@@ -48,7 +48,7 @@ def _weighed(result: Any) -> Any:
 
 
 class _Tag(NamedTuple):
-    """What an update depends on, other than gradients.
+    """The settings under which an update is made.
 
     Args:
         options: of the optimizer.
@@ -234,7 +234,7 @@ class TrainingSteps:
 
     @property
     def holdings(self) -> Holdings:
-        """What this rank holds of the model."""
+        """This rank's part of the model."""
         holdings = self._pipeline.holdings
         if holdings is None:
             raise ConfigurationError(
@@ -282,18 +282,11 @@ class TrainingSteps:
         pipeline.changes.weights_are_final()
 
     def _update_late(self, late: LateUpdate, keeps_gradients: bool) -> None:
-        trainer, tag = self._trainer, late.tag
-        optimizer = trainer.optimizers[0]
-        now = options_of(optimizer)
         with (
-            outside_of_steps(tag.dtype, self._pipeline.channels.device),
+            outside_of_steps(late.tag.dtype, self._pipeline.channels.device),
             self.holdings.only_gradients(late.gradients, keeps_gradients),
         ):
-            set_options(optimizer, tag.options)
-            trainer.precision_plugin.optimizer_step(
-                optimizer, model=trainer.lightning_module, closure=lambda: torch.zeros(())
-            )
-            set_options(optimizer, now)
+            step_with(self._trainer, late.tag.options)
         if keeps_gradients:
             self.holdings.show_gradients()
 

@@ -56,13 +56,13 @@ class Kind(enum.Enum):
 
     @property
     def properties(self) -> Properties:
-        """What is known of the kind."""
+        """The kind's properties."""
         return PROPERTIES[self]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Properties:
-    """What is known of a kind of action.
+    """The properties of a kind of action.
 
     Args:
         words: for messages.

@@ -48,7 +48,7 @@ MOST_URGENT: Final = Urgency()
 
 @dataclass(frozen=True)
 class LaneTraffic:
-    """What a lane has carried.
+    """Counts of one lane's messages.
 
     Args:
         num_bytes: sent.
@@ -184,7 +184,7 @@ class Turns:
 
     @property
     def traffic(self) -> Mapping[int, LaneTraffic]:
-        """What each lane has carried so far, by its number."""
+        """The counts of each lane so far, by its number."""
         with self._lock:
             return {
                 lane: LaneTraffic(one.num_bytes, one.queueing_seconds, one.sending_seconds)

@@ -86,11 +86,6 @@ class Rings:
             self._groups.append(self._make_group(len(self._groups)))
 
     @property
-    def num_lanes(self) -> int:
-        """How many lanes there are."""
-        return len(self._groups)
-
-    @property
     def sockets(self) -> Opened:
         """Those of all lanes."""
         return frozenset().union(*(group.sockets for group in self._groups))

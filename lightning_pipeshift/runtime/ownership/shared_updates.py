@@ -84,7 +84,7 @@ class SharedUpdates:
         self._awaited: dict[int, deque[tuple[int, Any]]] = {}
         """By the first holder: the last minibatch of each update, and its tag."""
         self._sent: deque[tuple[int, list[Sent]]] = deque()
-        """What is on its way from here, by the last minibatch of its update."""
+        """The messages that are being sent, by the last minibatch of their update."""
 
     def _shared_with(self, first: int, other: int) -> list[tuple[str, nn.Parameter]]:
         """The trained parameters that two stages hold, and no stage before them."""

@@ -555,7 +555,7 @@ class Pipeline:
 
     @property
     def lane_traffic(self) -> dict[str, LaneTraffic]:
-        """What this rank's gradient lanes have carried, by their names."""
+        """Counts of the bytes that this rank has sent on each gradient lane, by its name."""
         found = self._rings.turns.traffic if self._rings is not None else {}
         return {GRADIENTS[lane].name: traffic for lane, traffic in found.items()}
 

@@ -153,7 +153,7 @@ class Step:
 
 @dataclass(slots=True)
 class _InFlight:
-    """What a stage holds of one microbatch between two actions.
+    """The values that a stage holds of one microbatch between two actions.
 
     Args:
         microbatch: the microbatch.
@@ -544,7 +544,7 @@ class Stage:
 def _crossing(
     kind: Kind, microbatch: Microbatch, boundary: int
 ) -> tuple[list[TensorSpec], Direction]:
-    """What a send or receive carries."""
+    """The contents of a message."""
     if kind in (Kind.SEND_PAYLOAD, Kind.RECEIVE_PAYLOAD):
         return [spec for _, spec in microbatch.payload(boundary)], Direction.PAYLOAD
     return [spec for _, spec in microbatch.gradients(boundary)], Direction.GRADIENT

@@ -1,4 +1,4 @@
-"""What all ranks do at the end of a step because any one of them wants it."""
+"""Decisions of all ranks at the end of a step, each because at least one rank asks for it."""
 
 from __future__ import annotations
 
