@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,6 +41,7 @@ from lightning_pipeshift.runtime.comm.sockets import Opened, open_sockets, shut_
 from lightning_pipeshift.runtime.gradients.rings import Rings
 from lightning_pipeshift.runtime.liveness.failure import FailureBoard
 from lightning_pipeshift.runtime.liveness.stalls import STACKS, print_stacks_on_a_signal
+from lightning_pipeshift.runtime.planning.probe import found_here, with_speeds
 from lightning_pipeshift.runtime.step.control_files import FOLDER, WITHOUT_LOGGER
 
 T = TypeVar("T")
@@ -77,6 +80,10 @@ def _connected(part: T | None, who: str) -> T:
     if part is None:
         raise ConfigurationError(f"The {who} are not connected yet. Use this from `setup` on.")
     return part
+
+
+def _name_of(topology: Topology, hosts: Sequence[str], rank: int) -> str:
+    return topology.name_of(rank, hosts[rank])
 
 
 @dataclass(frozen=True)
@@ -182,12 +189,14 @@ class Connection:
         board.resume()
         with board.watched():
             topology = self._topology(place, board)
-            board.name_of = [
-                topology.name_of(rank, host) for rank, host in enumerate(self.hosts)
-            ].__getitem__
+            board.name_of = partial(_name_of, topology, self.hosts)
+            known = self._replicas
             # All ranks have the board: sockets opened from now on are shut down after a failure.
-            if is_new or self._replicas is None or self._replicas.topology != topology:
-                self._connect(topology, place, board, job)
+            if is_new or known is None or not known.topology.has_machines_of(topology):
+                known = self._connect(topology, place, board, job)
+            # A run begins in the order that was asked for, whatever an earlier one has found.
+            known.reorder(topology)
+            board.name_of = lambda rank: _name_of(known.topology, self.hosts, rank)
         self._sockets |= open_sockets() - before - board.sockets - self.groups.sockets
         board.interrupt, board.give_up = self._interrupt, self._give_up
         board.trouble = self.groups.error
@@ -244,6 +253,11 @@ class Connection:
     def _topology(self, place: RankPlace, board: FailureBoard) -> Topology:
         devices = gathered(device_of(place.device), dist.group.WORLD, board.watched)
         hosts = self._hosts = host_names([device.host for device in devices])
+        if self._options.groups_devices:
+            # Two devices of one kind, as every CPU is here, may be of very different speeds. The
+            # ranks have just waited for each other: all compute at once, as in training.
+            mine = found_here(place.device, devices[place.rank])
+            devices = with_speeds(gathered(mine, dist.group.WORLD, board.watched))
         topology = arrange(self._options.ranks, devices, self._options.depths)
         plan = self._options.plan
         planned = plan.kinds if plan is not None else ()
@@ -260,7 +274,7 @@ class Connection:
 
     def _connect(
         self, topology: Topology, place: RankPlace, board: FailureBoard, job: _Job
-    ) -> None:
+    ) -> Replicas:
         rank, device, watched = place.rank, place.device, board.watched
         backend = payload_backend(device, self._options.process_group_backend, watched)
         groups = job.groups
@@ -273,16 +287,17 @@ class Connection:
         connect_devices(groups, topology.ranks)
         machine = Channels(topology.ranks[vm], stage, device, watched, hosts[vm], groups)
         machine.open_lines()
-        world = machine
+        everyone, of_all = range(place.world_size), hosts[vm]
         if topology.num_virtual_machines > 1:
-            everyone = range(place.world_size)
             of_all = lanes.between_stages(everyone, has_bulk=False)
-            world = Channels(everyone, rank, device, watched, of_all, groups)
             self._rings = Rings(
                 lambda lane: lanes.make(everyone, GRADIENTS[lane].name), rank, watched
             )
+        # In the order of the ranks: that of the stages may change.
+        world = Channels(everyone, rank, device, watched, of_all, groups)
         self._channels = machine
         self._replicas = Replicas(topology, rank, world, machine)
+        return self._replicas
 
     def group_for_checkpoints(self) -> dist.ProcessGroup:
         """Makes a group of all ranks. After a failure its connections remain until a rank is gone,

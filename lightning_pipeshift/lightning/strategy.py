@@ -80,7 +80,8 @@ class PipeShiftStrategy(ParallelStrategy):
     Args:
         virtual_machines: how many replicas of the model train in parallel, each a pipeline of its
             own; or the ranks of each in stage order, ``[[0, 2], [1, 3]]``. ``"auto"``: one, or as
-            many as ``partition`` or ``plan`` has.
+            many as ``partition`` or ``plan`` has. Where no ranks are named, the planner chooses
+            their order, if it also chooses the cuts.
         microbatches: the number of slices of a batch; ``"auto"``: four for each stage.
         schedule: ``"1f1b"``, ``"gpipe"``, or ``"eager_1f1b"``, which overlaps communication with
             compute and holds up to twice the activations; or ``"async"`` or ``"async-2bw"``, which
@@ -336,7 +337,8 @@ class PipeShiftStrategy(ParallelStrategy):
 
     def adopt(self, plan: Plan, from_microbatch: int = 0) -> None:
         """Puts another plan in force: the next step prepares it, and still runs under the old one.
-        Layers change their owners, and all results remain the same. Every rank calls this, with the
+        Layers change their owners, and all results remain the same. If the plan has other ``ranks``
+        in its virtual machines' stages, these become other stages. Every rank calls this, with the
         same plan, between the same steps (for example in ``on_train_batch_end``).
 
         Args:
@@ -345,8 +347,9 @@ class PipeShiftStrategy(ParallelStrategy):
                 Earlier microbatches of that step run on the old owners, forward and backward.
 
         Raises:
-            PlanError: it is for another model, or would change more than the owners of layers and
-                the recomputation; or there is no such microbatch, or only whole steps can change.
+            PlanError: it is for another model, or would change more than the owners of layers, the
+                order of the ranks and the recomputation; or there is no such microbatch, or only
+                whole steps can change.
         """
         self.pipeline.adopt(plan, from_microbatch)
 

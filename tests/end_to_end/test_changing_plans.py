@@ -49,21 +49,36 @@ class Adopts(L.Callback):
     Args:
         cuts: the placements.
         firsts: the microbatch from which on each is in force; one after the other.
+        reorders: whether each comes with another order of the ranks.
     """
 
     def __init__(
-        self, cuts: Mapping[int, Sequence[Sequence[int]]], firsts: Sequence[int] = (0,)
+        self,
+        cuts: Mapping[int, Sequence[Sequence[int]]],
+        firsts: Sequence[int] = (0,),
+        reorders: bool = False,
     ) -> None:
         self.cuts = dict(cuts)
         self.firsts = itertools.cycle(firsts)
+        self.reorders = reorders
         self.seen: list[tuple[int, ...]] = []
+        self.orders: list[tuple[tuple[int, ...], ...]] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, *others: Any) -> None:
         strategy, idx = trainer.strategy, others[2]
         self.seen.append(strategy.plan.placement.counts[strategy.virtual_machine])
+        self.orders.append(strategy.topology.ranks)
+        assert strategy.plan.ranks == strategy.topology.ranks
+        machine = strategy.topology.ranks[strategy.virtual_machine]
+        assert machine[strategy.stage] == strategy.global_rank
         if idx in self.cuts:
             placement = Placement(tuple(map(tuple, self.cuts[idx])))
-            strategy.adopt(strategy.plan.with_placement(placement), next(self.firsts))
+            plan = strategy.plan.with_placement(placement)
+            if self.reorders:
+                draw = random.Random(idx)
+                ranks = (draw.sample(ranks, len(ranks)) for ranks in strategy.topology.ranks)
+                plan = replace(plan, ranks=tuple(map(tuple, ranks)))
+            strategy.adopt(plan, next(self.firsts))
 
 
 class Block(nn.Module):
@@ -148,11 +163,12 @@ def train(
     touches: bool = False,
     firsts: Sequence[int] = (0,),
     schedule: str = "1f1b",
+    reorders: bool = False,
 ) -> dict[str, Any]:
     """Trains on all ranks; what is left behind."""
     L.seed_everything(5, verbose=False)
     module = built(lambda: Trains(optimizer))
-    adopts = Adopts(cuts, firsts)
+    adopts = Adopts(cuts, firsts, reorders)
     callbacks: list[L.Callback] = [adopts, *([Touches()] if touches else [])]
     if folder is not None:
         callbacks.append(ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1))
@@ -182,6 +198,7 @@ def train(
             "optimizer": {names[id(p)]: dict(state) for p, state in wrapped.state.items()},
             "loss": float(trainer.callback_metrics["loss"]),
             "seen": adopts.seen,
+            "orders": adopts.orders,
         }
     )
 
@@ -224,12 +241,15 @@ def test_random_moves_change_no_bit(
         ("stays", {}, "none", ()),
         ("moves", cuts, "full", ()),
         ("moves within steps", cuts, "none", (False, (2, 1, 3, 2), schedule)),
+        ("changes places", cuts, "full", (False, (0,), schedule, True)),
     ):
         given = (wanted, optimizer, partition, recompute, machines, accumulate)
         runs.append(run_ranks(train, ranks, *given, str(tmp_path / name), *more))
-    stays, moves, within = runs
+    stays, moves, within, places = runs
     assert len(set(moves[0]["seen"])) > 1, "something has to move"
-    for rank, (one, other) in enumerate(zip(stays * 2, moves + within, strict=True)):
+    assert len(set(moves[0]["orders"])) == 1
+    assert len(set(places[0]["orders"])) > 1
+    for rank, (one, other) in enumerate(zip(stays * 3, moves + within + places, strict=True)):
         # Who holds what optimizer state is what has changed; the checkpoints have all of it.
         problems = differences(
             {k: one[k] for k in ("parameters", "loss")},
@@ -240,7 +260,7 @@ def test_random_moves_change_no_bit(
         assert not problems, f"rank {rank}: {problems[:5]}"
     files = sorted(path.name for path in (tmp_path / "stays").iterdir())
     assert files
-    for run in ("moves", "moves within steps"):
+    for run in ("moves", "moves within steps", "changes places"):
         assert files == sorted(path.name for path in (tmp_path / run).iterdir())
         for name in files:
             saved = [torch.load(tmp_path / of / name) for of in ("stays", run)]
@@ -363,7 +383,7 @@ def adopt_nonsense() -> list[str]:
             others = tuple(replace(layer, name=f"another.{layer.name}") for layer in plan.layers)
             for wrong in (
                 replace(plan, microbatches=7),
-                replace(plan, placement=Placement(((1, 2, 2),))),
+                replace(plan, ranks=(), placement=Placement(((1, 2, 2),))),
                 replace(plan, layers=others),
             ):
                 self.refused(strategy, wrong, 0)

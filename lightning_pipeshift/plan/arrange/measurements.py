@@ -22,7 +22,7 @@ class Measured:
     Args:
         profile: of the model.
         cluster: the machines.
-        ranks: of each virtual machine, in stage order.
+        ranks: of each virtual machine, in stage order; those of a plan take precedence.
         by_tensor: whether saved tensors are managed one by one.
     """
 
@@ -33,7 +33,12 @@ class Measured:
 
     def prediction(self, plan: Plan) -> Prediction:
         """The simulator's prediction of a plan."""
-        return prediction_of(plan, self.profile, self.cluster, self.ranks, self.by_tensor)
+        ranks = self.ranks_of(plan)
+        return prediction_of(plan, self.profile, self.cluster, ranks, self.by_tensor)
+
+    def ranks_of(self, plan: Plan) -> Sequence[Sequence[int]]:
+        """The ranks of each virtual machine under a plan, in stage order."""
+        return plan.ranks or self.ranks
 
     def compared(self, plan: Plan, step_seconds: float) -> Measured:
         """The same measurements, plus the time by which a real step exceeded the simulated one: for
@@ -52,22 +57,23 @@ class Measured:
     def move_seconds(self, old: Plan, new: Plan) -> float:
         """How long the transfers of all layers that change their owners take in sequence."""
         seconds = 0.0
-        for vm, ranks in enumerate(self.ranks):
+        places = zip(self.ranks_of(old), self.ranks_of(new), strict=True)
+        for vm, (before, after) in enumerate(places):
             for index, layer in enumerate(self.profile.layers):
-                source = ranks[old.placement.stage_of(vm, index)]
-                to = ranks[new.placement.stage_of(vm, index)]
+                source = before[old.placement.stage_of(vm, index)]
+                to = after[new.placement.stage_of(vm, index)]
                 seconds += self.cluster.link(source, to).seconds(layer.static_bytes)
         return seconds
 
-    def fits(self, memory_bytes: Memory) -> bool:
-        """Whether every device has this much memory."""
-        return all(held <= usable for _, _, held, usable in self._places(memory_bytes))
+    def fits(self, plan: Plan, memory_bytes: Memory) -> bool:
+        """Whether every device has the memory that its stage takes under a plan."""
+        return all(held <= usable for _, _, held, usable in self._places(plan, memory_bytes))
 
-    def lacking(self, memory_bytes: Memory) -> str:
-        """A message about the stage that lacks the most memory."""
+    def lacking(self, plan: Plan, memory_bytes: Memory) -> str:
+        """A message about the stage that lacks the most memory under a plan."""
         places = [
             (held - usable, vm, stage, held)
-            for vm, stage, held, usable in self._places(memory_bytes)
+            for vm, stage, held, usable in self._places(plan, memory_bytes)
         ]
         lacks, vm, stage, held = max(places)
         return (
@@ -76,9 +82,9 @@ class Measured:
             "them"
         )
 
-    def _places(self, memory_bytes: Memory) -> list[tuple[int, int, float, float]]:
+    def _places(self, plan: Plan, memory_bytes: Memory) -> list[tuple[int, int, float, float]]:
         return [
             (vm, stage, held, self.cluster.devices[rank].usable_bytes)
-            for vm, (ranks, peaks) in enumerate(zip(self.ranks, memory_bytes, strict=True))
+            for vm, (ranks, peaks) in enumerate(zip(self.ranks_of(plan), memory_bytes, strict=True))
             for stage, (rank, held) in enumerate(zip(ranks, peaks, strict=True))
         ]

@@ -127,6 +127,12 @@ class Options:
         rows = [counts for counts in self.partition if isinstance(counts, list | tuple)]
         return list(map(len, rows)) if rows and len(rows) == len(self.partition) else None
 
+    @property
+    def groups_devices(self) -> bool:
+        """Whether PipeShift chooses which devices form each of several virtual machines."""
+        count = self.ranks if isinstance(self.ranks, int) else len(self.depths or ())
+        return isinstance(self.ranks, int | str) and count > 1
+
     def request(self, batch_samples: float, policy: Policy | None) -> PlanRequest:
         """The same for a planner.
 

@@ -262,7 +262,7 @@ class _Planner:
             groups
         ):
             raise PlanError("the model alone is larger than a virtual machine")
-        if self._is_large and self._request.ranks is None:
+        if self._is_large and not self._request.has_order:
             placed = self._sliced(self._by_rule(groups))
         else:
             placed = self._sliced(groups)
@@ -348,7 +348,7 @@ class _Planner:
         tried.
         """
         preferred = self._preferred(placed)
-        if self._request.ranks is not None or self._is_same_in_any_order(preferred):
+        if self._request.has_order or self._is_same_in_any_order(preferred):
             return [(placed.ranks, 1.0)]
         placer = self._placer
         # The time for a fixed number of orders varies from milliseconds to minutes.
@@ -435,7 +435,7 @@ class _Planner:
         """Returns the choice with an order of stages in which each virtual machine fits in memory,
         or ``None``: the first stages hold more, the last ones less.
         """
-        if self._request.ranks is not None:
+        if self._request.has_order:
             return None
         ranks = []
         for vm, machine in enumerate(placed.ranks):

@@ -37,6 +37,8 @@ class PlanRequest:
         batch_samples: of a virtual machine's DataLoader batch. A global batch has that times the
             number of virtual machines.
         policy: decides what happens to saved tensors; ``None`` without ``MemoryCompression``.
+        may_reorder: whether the ranks of a virtual machine may become its stages in another order
+            than the one in which they are given.
 
     Raises PlanError if these contradict each other.
     """
@@ -49,6 +51,7 @@ class PlanRequest:
     batch_shares: tuple[float, ...] | None = None
     batch_samples: float = 1.0
     policy: Policy | None = None
+    may_reorder: bool = False
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.batch_samples) and self.batch_samples > 0):
@@ -87,6 +90,11 @@ class PlanRequest:
     def ranks(self) -> Groups | None:
         """The ranks of each virtual machine in stage order, if they are fixed."""
         return None if isinstance(self.virtual_machines, int | str) else self.virtual_machines
+
+    @property
+    def has_order(self) -> bool:
+        """Whether the ranks of each stage are fixed."""
+        return self.ranks is not None and not self.may_reorder
 
     def counts(self, vm: int) -> tuple[int, ...] | None:
         """A virtual machine's layers per stage, if they are fixed."""

@@ -298,7 +298,9 @@ class Plan:
 
     def is_like(self, other: Plan) -> bool:
         """Whether all ranks would act equally under the other plan."""
-        mine, theirs = ((plan.placement, plan.recompute, plan.swaps) for plan in (self, other))
+        mine, theirs = (
+            (plan.placement, plan.recompute, plan.swaps, plan.ranks) for plan in (self, other)
+        )
         return mine == theirs
 
     def require_layers(self, names: Sequence[str]) -> None:

@@ -1,9 +1,9 @@
 """The topology: the ranks of every virtual machine, in stage order.
 
 A virtual machine holds one replica of the model. If the counts allow, it has one device of each
-kind (NUDT, "distributed parallel training method and system for heterogeneous computing clusters"),
-so that all virtual machines are equally fast; and subject to that its devices share a host, since a
-payload travels for every microbatch and a gradient once a step.
+kind and speed (NUDT, "distributed parallel training method and system for heterogeneous computing
+clusters"), so that all virtual machines are equally fast; and subject to that its devices share a
+host, since a payload travels for every microbatch and a gradient once a step.
 """
 
 from __future__ import annotations
@@ -64,6 +64,10 @@ class Topology:
         """How many stages each virtual machine has."""
         return tuple(map(len, self.ranks))
 
+    def has_machines_of(self, other: Topology) -> bool:
+        """Whether both have the same ranks in each virtual machine, in whatever order."""
+        return [*map(sorted, self.ranks)] == [*map(sorted, other.ranks)]
+
     def place_of(self, rank: int) -> tuple[int, int]:
         """The virtual machine and the stage of a rank."""
         for vm, ranks in enumerate(self.ranks):
@@ -91,7 +95,7 @@ def arrange(
 
     Args:
         spec: see :data:`VirtualMachinesSpec`.
-        devices: one for each rank.
+        devices: one for each rank. Their speeds count if they are known.
         depths: how many stages each virtual machine has, if a partition or a plan determines it.
 
     Raises:
@@ -130,9 +134,9 @@ def _fill(devices: Sequence[Device], depths: Sequence[int]) -> Topology:
     hosts = list(dict.fromkeys(device.host for device in devices))
     # Ranks of a host are neighbours, regardless of the order in which the launcher numbered them.
     in_order = sorted(range(len(devices)), key=lambda rank: (hosts.index(devices[rank].host), rank))
-    kinds: dict[str, list[int]] = {}
+    kinds: dict[tuple[str, float], list[int]] = {}
     for rank in in_order:
-        kinds.setdefault(devices[rank].kind, []).append(rank)
+        kinds.setdefault((devices[rank].kind, devices[rank].speed), []).append(rank)
     count = len(depths)
     even = len(set(depths)) == 1 and all(len(ranks) % count == 0 for ranks in kinds.values())
     machines: list[list[int]] = [[] for _ in depths]

@@ -246,7 +246,7 @@ class _Mapper:
     def _orders(self, machine: Order) -> Iterator[Order]:
         """The orders of a virtual machine's stages to try, its own first."""
         yield machine
-        if self._request.ranks is not None:
+        if self._request.has_order:
             return
         alike = [self._alike[rank] for rank in machine]
         if num_orders(alike) <= _MOST_ORDERS:

@@ -186,6 +186,21 @@ class Channels(Lane):
         # Collectives that have started and may not be complete yet.
         self._under_way: list[Any] = []
 
+    def reorder(self, machines: Sequence[Sequence[int]]) -> None:
+        """Gives the ranks of each virtual machine other stages. Every rank of the job calls this,
+        when no payload is under way.
+
+        Args:
+            machines: the ranks of each virtual machine, in their new stage order.
+        """
+        rank = self.ranks[self.stage]
+        (ranks,) = (ranks for ranks in machines if rank in ranks)
+        for lane in (self, self.measurements, self.shared):
+            lane.number_stages(ranks, ranks.index(rank))
+        if self._devices is not None:
+            connect_devices(self._devices, machines)
+            self.open_lines()
+
     @property
     def backend(self) -> str:
         """The backend that carries payloads: ``"gloo"`` or ``"nccl"``."""

@@ -168,13 +168,17 @@ class Lane:
     def __init__(
         self, ranks: Sequence[int], stage: int, control: Any, watched: Watched, number: int = 0
     ) -> None:
-        self.ranks = list(ranks)
-        self.stage = stage
         self.control = control
         self.watched = watched
         self._object_sends: list[Sent] = []
         self._object_tag = _FIRST_TAG + 2 * number
         self._tensor_tag = self._object_tag + 1
+        self.number_stages(ranks, stage)
+
+    def number_stages(self, ranks: Sequence[int], stage: int) -> None:
+        """Sets which rank is which stage. What is under way stays with the ranks that it is for."""
+        self.ranks = list(ranks)
+        self.stage = stage
         # Torch numbers a group's members by their ranks, whatever order they were given in.
         self._members = [sorted(self.ranks).index(rank) for rank in self.ranks]
 

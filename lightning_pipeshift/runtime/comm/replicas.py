@@ -21,17 +21,31 @@ class Replicas:
     Args:
         topology: the position of each rank.
         rank: this rank.
-        world: connections between all ranks.
+        world: connections between all ranks, whose stages are the ranks.
         machine: connections between the stages of this rank's virtual machine.
     """
 
     def __init__(self, topology: Topology, rank: int, world: Channels, machine: Channels) -> None:
-        self.topology = topology
         self.rank = rank
-        self.vm, self.stage = topology.place_of(rank)
+        self.vm, _ = topology.place_of(rank)
         self.world = world
         self._machine = machine
+        self._take(topology)
+
+    def _take(self, topology: Topology) -> None:
+        self.topology = topology
         self._speakers = [ranks[-1] for ranks in topology.ranks]
+
+    def reorder(self, topology: Topology) -> None:
+        """Gives the ranks of each virtual machine other stages. Every rank calls this, between two
+        steps.
+
+        Args:
+            topology: the same ranks in each virtual machine, in another order.
+        """
+        if topology != self.topology:
+            self._machine.reorder(topology.ranks)
+            self._take(topology)
 
     @property
     def is_last_stage(self) -> bool:

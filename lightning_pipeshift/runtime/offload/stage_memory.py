@@ -76,7 +76,6 @@ class StageMemory:
         request: the user's settings.
         channels: this stage's connections.
         names: of the layers.
-        where: this stage, in words.
         threads: their threads wait for other stages.
         fail_from_thread: called in a thread that fails.
         say: shows a message to the user after the step.
@@ -87,16 +86,14 @@ class StageMemory:
         request: MemoryRequest,
         channels: Channels,
         names: Sequence[str],
-        where: str,
         threads: Threads,
         fail_from_thread: Callable[[BaseException], None],
         say: Callable[[str], None],
     ) -> None:
         self.request = request
-        self.store = ActivationStore(StagePolicy(float("inf"), where=where), say)
+        self.store = ActivationStore(StagePolicy(float("inf")), say)
         self._channels = channels
         self._names = tuple(names)
-        self._where = where
         self._codec = codec_named(request.compression)
         self._fail_beside = fail_from_thread
         device = channels.device
@@ -211,7 +208,7 @@ class StageMemory:
                 {layer: expected_bytes.get(layer, 0) for layer in own},
                 self.request.budget_bytes is not None,
                 self._names,
-                self._where,
+                f"stage {stage} of virtual machine {vm}",
                 self.memory.budget_bytes if self.memory is not None else None,
             )
         )

@@ -83,7 +83,6 @@ class Holdings:
         self.uses = uses
         self.root = root
         self.channels = channels
-        self.stage = channels.stage
         self.device = channels.device
         self._modules = list(layers)
         self._of_user_code = frozenset(of_user_code)
@@ -119,6 +118,11 @@ class Holdings:
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
         self._withdrawn: list[tuple[nn.Parameter, Tensor]] = []
         self._replaces = False
+
+    @property
+    def stage(self) -> int:
+        """This stage."""
+        return self.channels.stage
 
     def place(self, stage_of: Sequence[int], keeps_old: bool = False) -> None:
         """Sets the stage of each layer, without moving anything.

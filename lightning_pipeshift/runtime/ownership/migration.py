@@ -45,6 +45,7 @@ from lightning_pipeshift.model.parameters.uses import (
     take_other_state,
 )
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
+from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.comm.staging import host_buffer
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
@@ -210,8 +211,8 @@ class Migration(ActionListener, LayerListener):
             self._is_ready.wait()
             yield
 
-    def _send(self, to: int, transfers: Sequence[_Transfer]) -> None:
-        lane = self._holdings.channels.bulk()
+    def _send(self, lanes: tuple[Lane, Lane], to: int, transfers: Sequence[_Transfer]) -> None:
+        lane, answers = lanes
         parameters = [transfer for transfer in transfers if transfer.parameter is not None]
         with torch.no_grad(), self._on_side_stream():
             for transfer in parameters:
@@ -247,7 +248,7 @@ class Migration(ActionListener, LayerListener):
             for transfer in parameters:
                 lane.send_values(transfer.state, to)
         lane.settle()
-        self._holdings.channels.bulk(_ANSWERS).receive_object(to)
+        answers.receive_object(to)
 
     def _copied(self, transfer: _Transfer) -> Tensor:
         """Returns a copy of a parameter's present value."""
@@ -255,18 +256,22 @@ class Migration(ActionListener, LayerListener):
         copied: Tensor = self._buffer_like(transfer.parameter)
         return copied.copy_(transfer.parameter.detach())
 
-    def _receive(self, source: int, transfers: Sequence[_Transfer]) -> None:
+    def _receive(
+        self, lanes: tuple[Lane, Lane], source: int, transfers: Sequence[_Transfer]
+    ) -> None:
         try:
             with torch.no_grad(), self._on_side_stream():
-                self._take_in(source, transfers)
+                self._take_in(lanes, source, transfers)
         except BaseException as error:
             for transfer in transfers:
                 if not transfer.has_arrived.done():
                     transfer.has_arrived.set_exception(error)
             raise
 
-    def _take_in(self, source: int, transfers: Sequence[_Transfer]) -> None:
-        lane = self._holdings.channels.bulk()
+    def _take_in(
+        self, lanes: tuple[Lane, Lane], source: int, transfers: Sequence[_Transfer]
+    ) -> None:
+        lane, answers = lanes
         parameters = [transfer for transfer in transfers if transfer.parameter is not None]
 
         def take_in(buffer: Tensor) -> None:
@@ -294,7 +299,6 @@ class Migration(ActionListener, LayerListener):
             transfer.has_arrived.set_result(None)
         for transfer in parameters:
             transfer.state = dict(lane.receive_values(source))
-        answers = self._holdings.channels.bulk(_ANSWERS)
         answers.send_object(None, source)
         answers.settle()
 
@@ -320,13 +324,18 @@ class Migration(ActionListener, LayerListener):
         transfers = self._prepared.result()
         self._mark()
         self._work = [
-            self._threads.submit(partial(self._send, to, leaving))
+            self._threads.submit(partial(self._send, self._lanes(), to, leaving))
             for to, leaving in transfers.outgoing.items()
         ]
         self._work += [
-            self._threads.submit(partial(self._receive, source, coming))
+            self._threads.submit(partial(self._receive, self._lanes(), source, coming))
             for source, coming in transfers.incoming.items()
         ]
+
+    def _lanes(self) -> tuple[Lane, Lane]:
+        """For what moves, and for answers. Their stages are those of before the move."""
+        channels = self._holdings.channels
+        return channels.bulk(), channels.bulk(_ANSWERS)
 
     def _mark(self) -> None:
         """Records the end of the work queued so far, whose results threads may then read."""

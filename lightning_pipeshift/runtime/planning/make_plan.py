@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -18,6 +19,7 @@ from lightning_pipeshift.plan.arrange.plan_builder import (
     prediction_of,
     workloads_of,
 )
+from lightning_pipeshift.plan.arrange.planner import arrange_all
 from lightning_pipeshift.plan.cost.workload import Cut, Sharers, Workload
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster
@@ -26,6 +28,7 @@ from lightning_pipeshift.plan.inputs.partition import resolve
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.topology import Topology
+from lightning_pipeshift.plan.offload.arrange import arrange_compressed
 from lightning_pipeshift.plan.offload.assignment_search import Compressed, Problem
 from lightning_pipeshift.plan.offload.planner import fastest
 from lightning_pipeshift.plan.partition.boundaries import worthwhile_cuts
@@ -87,6 +90,13 @@ class Settings(Options):
     def is_free(self) -> bool:
         """Whether PipeShift chooses the owners of the layers."""
         return self.plan is None and self.partition == "auto"
+
+    @property
+    def may_reorder(self) -> bool:
+        """Whether PipeShift chooses which rank of a virtual machine is which stage. The minibatches
+        of an asynchronous schedule follow each other from the first rank on.
+        """
+        return self.is_free and isinstance(self.ranks, int | str) and not self.is_asynchronous
 
     def let_free(self, plan: Plan) -> Settings:
         """Returns the same settings, but with the owners chosen by PipeShift: for the search for a
@@ -194,6 +204,51 @@ def make_plan(
         return settings.plan
     microbatches = settings.num_microbatches(topology.stages_per_vm)
     workloads = workloads_of(profile, cluster, topology.ranks, settings.schedule, microbatches)
+    made = _made(settings, profile, cluster, topology, current, idle, workloads)
+    return replace(made, ranks=topology.ranks)
+
+
+def best_topology(
+    settings: Settings, profile: Profile, cluster: Cluster, topology: Topology
+) -> Topology:
+    """The same virtual machines, with their ranks in the stage order that the planner finds best.
+
+    Args:
+        settings: the user's settings.
+        profile: of the model.
+        cluster: the machines.
+        topology: the virtual machines.
+
+    Raises:
+        PlanError: no order has a plan that fits in memory.
+    """
+    request = replace(
+        settings.request(
+            profile.samples * profile.microbatches,
+            settings.memory.policy if settings.memory is not None else None,
+        ),
+        virtual_machines=topology.ranks,
+        microbatches=settings.num_microbatches(topology.stages_per_vm),
+        # The shares of a run's data are fixed.
+        batch_shares=tuple(settings.batch_shares or [1.0] * topology.num_virtual_machines),
+        may_reorder=True,
+    )
+    allowed = partial(worthwhile_cuts, profile.payload_bytes, possible=profile.possible_cuts)
+    arrange = arrange_all if settings.memory is None else arrange_compressed
+    return Topology(arrange(profile, cluster, request, allowed).ranks)
+
+
+def _made(
+    settings: Settings,
+    profile: Profile,
+    cluster: Cluster,
+    topology: Topology,
+    current: Plan | None,
+    idle: Collection[int],
+    workloads: list[Workload],
+) -> Plan:
+    """The plan of :func:`make_plan`, without ranks."""
+    microbatches = settings.num_microbatches(topology.stages_per_vm)
     if current is not None and settings.is_asynchronous:
         workloads = [
             replace(workload, sharers=sharers_of(profile, current.placement.stages(vm)))

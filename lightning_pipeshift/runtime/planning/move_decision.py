@@ -11,11 +11,10 @@ from lightning_pipeshift.errors import BudgetError, PlanError
 from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.arrange.plan_builder import cut_of, workloads_of
 from lightning_pipeshift.plan.document.plan import Plan
-from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.offload.assignment_search import Problem
 from lightning_pipeshift.plan.offload.planner import Compression
-from lightning_pipeshift.runtime.planning.make_plan import Settings, make_plan
+from lightning_pipeshift.runtime.planning.make_plan import Settings, best_topology, make_plan
 
 MIN_GAIN: Final = 0.05
 """The fraction by which a step has to get shorter for layers to change their owners."""
@@ -64,13 +63,13 @@ class Decider:
 
     Args:
         settings: the user's settings.
-        topology: the virtual machines.
+        topology: the virtual machines, for plans without ranks of their own.
     """
 
     def __init__(self, settings: Settings, topology: Topology) -> None:
         self._settings = settings
         self._topology = topology
-        # By virtual machine and layer, the stages from which decisions have moved it away.
+        # By virtual machine and layer, the ranks from which decisions have moved it away.
         self._left: dict[tuple[int, int], set[int]] = {}
         # How many decisions reversed an earlier one, and how often in a row another plan was
         # better: layers must not move back and forth with a device whose speed varies.
@@ -86,7 +85,8 @@ class Decider:
             plan: the plan in force.
             window: the measurements made under it.
         """
-        kept = replace(plan, prediction=window.middle.prediction(plan))
+        ranks = plan.ranks or self._topology.ranks
+        kept = replace(plan, ranks=ranks, prediction=window.middle.prediction(plan))
         stays = Decision(kept.to_json(), False, "")
         try:
             best = self._best(kept, window)
@@ -97,31 +97,49 @@ class Decider:
         if best is None:
             return stays
         takes_back = any(
-            new in self._left.get((vm, layer), ())
-            for vm, layer, _, new in changes(plan.placement, best.placement)
+            new in self._left.get((vm, layer), ()) for vm, layer, _, new in changes(kept, best)
         )
         # Each reversal of an earlier decision doubles the patience.
         if self._insistence < 2 ** (self._num_reversals + takes_back):
             return stays
         self._insistence = 0
         self._num_reversals += takes_back
-        for vm, layer, before, _ in changes(plan.placement, best.placement):
+        for vm, layer, before, _ in changes(kept, best):
             self._left.setdefault((vm, layer), set()).add(before)
         return _changed(kept, best, window)
 
     def _best(self, plan: Plan, window: Window) -> Plan | None:
-        """Returns a better plan, or ``None``."""
+        """Returns a better plan, or ``None``. Where another order of the ranks is not worth the
+        moves, the present one may have a better plan.
+        """
+        plans = (self._better(plan, window, topology) for topology in self._orders(plan, window))
+        return next((best for best in plans if best is not None), None)
+
+    def _orders(self, plan: Plan, window: Window) -> Iterator[Topology]:
+        """The orders of the ranks to plan for, the most promising first."""
+        now, measured = Topology(plan.ranks), window.middle
+        # What ranks lend to each other, and minibatches in flight, know them by their stages.
+        if self._settings.may_reorder and self._settings.memory is None:
+            settings = self._settings.let_free(plan)
+            best = best_topology(settings, measured.profile, measured.cluster, now)
+            if best != now:
+                yield best
+        yield now
+
+    def _better(self, plan: Plan, window: Window, topology: Topology) -> Plan | None:
+        """Returns a better plan for an order of the ranks, or ``None``."""
         settings, measured = self._settings, window.middle
         watch = settings.watch
         if watch is not None:
             settings = settings.let_free(plan)
-        best = make_plan(settings, measured.profile, measured.cluster, self._topology, plan)
+        start = plan if topology.ranks == plan.ranks else None
+        best = make_plan(settings, measured.profile, measured.cluster, topology, start)
         now, then = plan.prediction, best.prediction
         if best.is_like(plan):
             return None
         if now is None or then is None:
             return None
-        if not measured.fits(now.memory_bytes):
+        if not measured.fits(plan, now.memory_bytes):
             return best
         if not self._has_asked and not follows_policy(settings, measured, plan):
             # Only once: the policy's answer may depend on measured figures, which fluctuate.
@@ -141,14 +159,15 @@ def follows_policy(settings: Settings, measured: Measured, plan: Plan) -> bool:
     if settings.memory is None:
         return True
     profile, cluster = measured.profile, measured.cluster
-    workloads = workloads_of(profile, cluster, measured.ranks, plan.schedule, plan.microbatches)
+    machines = measured.ranks_of(plan)
+    workloads = workloads_of(profile, cluster, machines, plan.schedule, plan.microbatches)
     return all(
         Compression(
             Problem.of(
                 profile, workload, cluster, ranks, settings.memory.policy, settings.recompute
             )
         ).follows(cut_of(plan, vm), plan.swapped(vm))
-        for vm, (ranks, workload) in enumerate(zip(measured.ranks, workloads, strict=True))
+        for vm, (ranks, workload) in enumerate(zip(machines, workloads, strict=True))
     )
 
 
@@ -170,26 +189,37 @@ def _changed(old: Plan, new: Plan, window: Window) -> Decision:
         )
         return Decision(new.to_json(), True, message)
     now, then = old.prediction.step_seconds, new.prediction.step_seconds
+    before, after = _counts(old), _counts(new)
+    if old.ranks != new.ranks:
+        before += f" on the ranks {ranks_text(old.ranks)}"
+        after += f" on the ranks {ranks_text(new.ranks)}"
     message = (
         f"{window.num_steps} steps have been measured, and the layers change their"
-        f" owners: {_counts(old)} becomes {_counts(new)}. A step took {window.took:.3g} s"
+        f" owners: {before} becomes {after}. A step took {window.took:.3g} s"
         f" ({now:.3g} s by the simulator); {then:.3g} s are expected,"
         f" {now / then:.2f} times as fast."
     )
     return Decision(new.to_json(), True, message, now / then, window.took)
 
 
-def changes(old: Placement, new: Placement) -> Iterator[tuple[int, int, int, int]]:
-    """Virtual machine, layer, old and new stage of each layer that changes its owner."""
-    for vm in range(old.num_virtual_machines):
-        for layer in range(old.num_layers):
-            before, after = old.stage_of(vm, layer), new.stage_of(vm, layer)
+def changes(old: Plan, new: Plan) -> Iterator[tuple[int, int, int, int]]:
+    """Virtual machine, layer, old and new rank of each layer that changes its owner."""
+    for vm, (ranks, others) in enumerate(zip(old.ranks, new.ranks, strict=True)):
+        for layer in range(len(old.layers)):
+            before = ranks[old.placement.stage_of(vm, layer)]
+            after = others[new.placement.stage_of(vm, layer)]
             if before != after:
                 yield vm, layer, before, after
 
 
 def _counts(plan: Plan) -> str:
-    different = list(dict.fromkeys(plan.placement.counts))
-    shown = [list(counts) for counts in different]
-    text = str(shown[0]) if len(shown) == 1 else str(shown)
+    text = ranks_text(list(dict.fromkeys(plan.placement.counts)))
     return text + (" (with recomputation)" if any(plan.recompute) else "")
+
+
+def ranks_text(rows: Sequence[Sequence[int]]) -> str:
+    """The ranks, or numbers of layers, of each virtual machine; without a list around a single
+    one.
+    """
+    shown = [list(row) for row in rows]
+    return str(shown[0]) if len(shown) == 1 else str(shown)

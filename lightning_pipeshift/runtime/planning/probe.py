@@ -130,6 +130,35 @@ def time_slices(device: torch.device) -> list[float]:
     return found
 
 
+def found_here(
+    device: torch.device,
+    here: Device,
+    slices: Callable[[torch.device], Sequence[float]] = time_slices,
+) -> Found:
+    """Measures this rank's device.
+
+    Args:
+        device: this rank's.
+        here: its host and kind.
+        slices: times a computation on the device; for tests.
+    """
+    seconds = sorted(slices(device))
+    # The computation's memory in torch's cache is free.
+    empty_cache(device)
+    memory_bytes, free_bytes = _memory(device)
+    return Found(
+        device=here,
+        processor=_processor(device, here),
+        operations=2.0 * _size(device) ** 3,
+        # A coarse clock may measure 0 seconds.
+        best_seconds=max(seconds[0], 1e-9),
+        median_seconds=max(statistics.median(seconds), 1e-9),
+        pool=_pool(device, here.host),
+        memory_bytes=memory_bytes,
+        free_bytes=free_bytes,
+    )
+
+
 def probe(
     world: Channels,
     device: torch.device,
@@ -151,23 +180,11 @@ def probe(
         slices: times a computation on the device; for tests.
     """
     _together(world)
-    seconds = sorted(slices(device))
-    # The computation's memory in torch's cache is free.
-    empty_cache(device)
-    # For ranks that share a device, so is that of the other ranks.
+    mine = found_here(device, here, slices)
+    # For ranks that share a device, the memory of the other ranks' computation is free, too.
     _together(world)
     memory_bytes, free_bytes = _memory(device)
-    mine = Found(
-        device=here,
-        processor=_processor(device, here),
-        operations=2.0 * _size(device) ** 3,
-        # A coarse clock may measure 0 seconds.
-        best_seconds=max(seconds[0], 1e-9),
-        median_seconds=max(statistics.median(seconds), 1e-9),
-        pool=_pool(device, here.host),
-        memory_bytes=memory_bytes,
-        free_bytes=free_bytes,
-    )
+    mine = replace(mine, memory_bytes=memory_bytes, free_bytes=free_bytes)
     found: list[Found] = _gather(world, mine)
     links: dict[Pair, Link] = {}
     rounds = rounds_of([each.device.host for each in found])
@@ -190,18 +207,10 @@ def assess(found: Sequence[Found], links: Mapping[Pair, Link]) -> ProbeResult:
         links: the pairs that were measured.
     """
     processors = _ranks_by([each.processor for each in found])
-    rates = [0.0] * len(found)
-    for ranks in processors.values():
-        for rank in ranks:
-            rates[rank] = max(found[one].rate for one in ranks)
     kinds = _ranks_by([each.device.kind for each in found])
+    rates = _rates(found, processors)
     notes = tuple(_notes(found, rates, processors, kinds))
-    speeds = [1.0] * len(found)
-    for ranks in kinds.values():
-        levels = levelled([rates[rank] for rank in ranks], SAME_SPEED)
-        for rank, level in zip(ranks, levels, strict=True):
-            rates[rank], speeds[rank] = level, level / max(levels)
-
+    rates, speeds = _levels(rates, kinds)
     pools = _ranks_by([each.pool for each in found])
     devices = []
     for each, speed in zip(found, speeds, strict=True):
@@ -220,6 +229,34 @@ def assess(found: Sequence[Found], links: Mapping[Pair, Link]) -> ProbeResult:
             )
         )
     return ProbeResult(_cluster(tuple(devices), links), tuple(rates), notes)
+
+
+def with_speeds(found: Sequence[Found]) -> list[Device]:
+    """The devices by rank, each with its speed relative to the fastest of its kind."""
+    rates = _rates(found, _ranks_by([each.processor for each in found]))
+    _, speeds = _levels(rates, _ranks_by([each.device.kind for each in found]))
+    return [replace(each.device, speed=speed) for each, speed in zip(found, speeds, strict=True)]
+
+
+def _rates(found: Sequence[Found], processors: Mapping[str, Sequence[int]]) -> list[float]:
+    """The rate of each rank: the best of those that share its processor."""
+    rates = [0.0] * len(found)
+    for ranks in processors.values():
+        for rank in ranks:
+            rates[rank] = max(found[one].rate for one in ranks)
+    return rates
+
+
+def _levels(
+    rates: Sequence[float], kinds: Mapping[str, Sequence[int]]
+) -> tuple[list[float], list[float]]:
+    """The rates, similar ones of a kind made equal, and the speeds relative to the kind's best."""
+    levelled_rates, speeds = list(rates), [1.0] * len(rates)
+    for ranks in kinds.values():
+        levels = levelled([rates[rank] for rank in ranks], SAME_SPEED)
+        for rank, level in zip(ranks, levels, strict=True):
+            levelled_rates[rank], speeds[rank] = level, level / max(levels)
+    return levelled_rates, speeds
 
 
 def _ranks_by(names: Sequence[str]) -> dict[str, list[int]]:

@@ -45,10 +45,9 @@ class Profiler:
 
     Args:
         device: the rank's.
-        is_last: whether it is the last stage of its virtual machine.
     """
 
-    def __init__(self, device: torch.device, is_last: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.timer = Timer(device)
         self.observer = Observer()
         self.num_steps = 0
@@ -56,7 +55,6 @@ class Profiler:
         """The device memory that the model took before its layers were distributed."""
         self.memory: RankMemory | None = None
         """The rank's memory for saved tensors, if they have a budget."""
-        self._is_last = is_last
         self._guesses: dict[int, Figures] = {}
         self._earlier: dict[int, Times] = {}
         self._outside = Samples()
@@ -130,6 +128,7 @@ class Profiler:
         layers: Iterable[int],
         gates: Sequence[Gate],
         optimizers: Iterable[Optimizer],
+        is_last: bool = False,
     ) -> RankFigures:
         """Returns the measurements of this rank: for each quantity, the median of its measurements.
 
@@ -137,6 +136,7 @@ class Profiler:
             layers: those that its stage owns.
             gates: of all layers.
             optimizers: those with state for these layers.
+            is_last: whether it is the last stage of its virtual machine.
         """
         times = self._times(layers, 0.5)
         earlier, self._earlier = self._earlier, times or self._earlier
@@ -166,7 +166,7 @@ class Profiler:
                 )
                 for layer in times
             },
-            is_last=self._is_last,
+            is_last=is_last,
             held_bytes=self.held_bytes,
             **(asdict(self.memory) if self.memory is not None else {}),
         )
@@ -284,6 +284,4 @@ def gather_figures(mine: T, replicas: Replicas) -> list[T] | None:
     if world.stage:
         lane.send_object(mine, 0)
         return None
-    found = [mine, *(lane.receive_object(stage) for stage in range(1, world.num_stages))]
-    by_rank = dict(zip(world.ranks, found, strict=True))
-    return [by_rank[rank] for rank in range(world.num_stages)]
+    return [mine, *(lane.receive_object(rank) for rank in range(1, world.num_stages))]

@@ -42,6 +42,7 @@ from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Device
 from lightning_pipeshift.plan.inputs.flow import Call, Flow, call_order
 from lightning_pipeshift.plan.inputs.placement import Ownership, Placement
+from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.inputs.traffic import GRADIENTS, NUM_GRADIENT_CLASSES
 from lightning_pipeshift.plan.schedule.actions import Row, Schedule
 from lightning_pipeshift.plan.schedule.checker import check
@@ -234,7 +235,6 @@ class Pipeline:
                 settings.memory,
                 channels,
                 [gate.name for gate in gates],
-                f"stage {channels.stage} of virtual machine {self.vm}",
                 self._threads,
                 fail_from_thread,
                 self.messages.append,
@@ -361,6 +361,7 @@ class Pipeline:
             idle,
         )
         plan.require_layers([gate.name for gate in gates])
+        self._reorder(plan)
         placement = plan.placement
         check_order(trace.flow, placement, self.vm, gates)
         stage_of = placement.stages(self.vm)
@@ -384,6 +385,20 @@ class Pipeline:
         if trains and self.replicas.count > 1:
             self._aggregation = self._make_aggregation(uses, placement)
         self._is_final = final
+
+    def _reorder(self, plan: Plan) -> None:
+        """Makes each rank the stage that it is under a plan. Every rank calls this, between two
+        steps.
+        """
+        topology = Topology(plan.ranks)
+        if topology == self.replicas.topology:
+            return
+        self._reporting.pass_on(self.channels)
+        self.channels.settle()
+        self.replicas.reorder(topology)
+        self._stage.find_neighbours()
+        if self.holdings is not None:
+            self.holdings.place(plan.placement.stages(self.vm))
 
     def _say_who_has_no_work(self) -> None:
         topology, placement = self.replicas.topology, self.plan.placement
@@ -433,15 +448,16 @@ class Pipeline:
 
         Raises:
             PlanError: it is for another model, other virtual machines, or other settings of
-                training: only the owners of layers and the recomputation can change.
+                training: only the owners of layers, the order of the ranks and the recomputation
+                can change.
         """
-        now = self.plan
+        now, coming = self.plan, self.coming_plan
         plan.require_layers([gate.name for gate in self._trace_cache.gates])
         found = (plan.schedule, plan.microbatches, tuple(map(len, plan.placement.counts)))
         allowed = (now.schedule, now.microbatches, tuple(map(len, now.placement.counts)))
         if found != allowed:
             raise PlanError(
-                "Only the owners of layers and the recomputation can change during training: the "
+                "Only the owners of layers, the order of ranks and recomputation can change: the "
                 f"new plan has (schedule, microbatches, stages of each virtual machine) {found}, "
                 f"the one in force {allowed}. Start a run with the new plan instead."
             )
@@ -450,12 +466,35 @@ class Pipeline:
                 f"a plan from microbatch {from_microbatch} on; a step has the microbatches 0 to "
                 f"{plan.microbatches - 1}"
             )
+        plan = replace(plan, ranks=plan.ranks or coming.ranks)
+        if plan.ranks != coming.ranks:
+            self._require_reorderable(plan, from_microbatch)
         if from_microbatch and self.memory is not None:
             raise PlanError(
                 f"a plan from microbatch {from_microbatch} on, and a memory budget, which holds "
                 "for whole steps: use from_microbatch=0, or train without MemoryCompression"
             )
         self._request(plan, from_microbatch)
+
+    def _require_reorderable(self, plan: Plan, from_microbatch: int) -> None:
+        ranks, now = ([list(machine) for machine in one.ranks] for one in (plan, self.coming_plan))
+        order = f"a plan for the ranks {ranks}, and the stages are the ranks {now}"
+        if not Topology(plan.ranks).has_machines_of(self.replicas.topology):
+            raise PlanError(
+                f"{order}: ranks cannot change their virtual machine during training. Start a run"
+                " with the new plan instead."
+            )
+        if from_microbatch:
+            raise PlanError(
+                f"{order}: they change places between two steps, not from microbatch"
+                f" {from_microbatch} on. Use from_microbatch=0."
+            )
+        if plan.is_asynchronous or self.memory is not None:
+            what = "MemoryCompression" if self.memory is not None else "an asynchronous schedule"
+            raise PlanError(
+                f"{order}: with {what} they cannot change places during training. Start a run with"
+                " the new plan instead."
+            )
 
     def _request(self, plan: Plan, from_microbatch: int) -> None:
         self.changes.wanted = CutOver(plan, from_microbatch)
@@ -475,13 +514,17 @@ class Pipeline:
     def _move(self, plan: Plan, optimizers: Sequence[Optimizer]) -> Migration:
         """Prepares the move of layers for a plan."""
         assert self.holdings is not None
-        stage_of = plan.placement.stages(self.vm)
+        # The stages that the new owners are now.
+        now = self.replicas.topology.ranks[self.vm]
+        stages = [now.index(rank) for rank in plan.ranks[self.vm]]
+        stage_of = [stages[stage] for stage in plan.placement.stages(self.vm)]
         return Migration(self.holdings, stage_of, optimizers, self._threads, self._deferred)
 
     def _put_in_force(self, plan: Plan, first: int) -> None:
         """Puts a plan in force from a microbatch of the step on."""
         assert self.holdings is not None
         assert self._ownership is not None
+        self._reorder(plan)
         begin = self._num_microbatches_done + first
         self._ownership = self._ownership.moved(plan.placement, begin)
         self._plan = plan

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_pipeshift.model.execution.microbatch import merge, weighted_mean
 from lightning_pipeshift.model.execution.transfer import Fetch, to_host
 from lightning_pipeshift.model.user_state.logs import merge_logs
+from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.step.losses import Denominators, Losses, MicrobatchOutcome
 from lightning_pipeshift.runtime.step.step_report import Report
@@ -55,6 +56,17 @@ class Reporting:
                 partial(self._agree, num_microbatches) if several and not self._has_agreed else None
             ),
         )
+
+    def pass_on(self, channels: Channels) -> None:
+        """Gives every stage what the last one has agreed on with other virtual machines, before
+        another rank becomes the last stage. Every stage calls this.
+
+        Args:
+            channels: connect the stages.
+        """
+        mine = self._denominators, self._has_agreed
+        found = channels.share_object(mine, channels.num_stages - 1)
+        self._denominators, self._has_agreed = found
 
     def _agree(self, num_microbatches: int, outcome: MicrobatchOutcome) -> Denominators:
         """Agrees with the other virtual machines on denominators: on the last stage, once in a

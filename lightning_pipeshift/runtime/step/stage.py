@@ -218,14 +218,18 @@ class Stage:
         self._recorder = recorder
         self._resolve_state = resolve_state
         self._profile = profile
-        route, here = Route(channels.num_stages), Place(channels.stage)
-        neighbours = {kind: route.neighbour(here, kind.properties.neighbour) for kind in Kind}
-        self._peers = {kind: there.stage for kind, there in neighbours.items() if there is not None}
-        self._is_last = Kind.SEND_PAYLOAD not in self._peers
+        self.find_neighbours()
         self._in_flight: dict[int, _InFlight] = {}
         self._sent: dict[tuple[Kind, int], Sent] = {}
         self._listeners: Sequence[ActionListener] = ()
         self._under_way: StagePass | None = None
+
+    def find_neighbours(self) -> None:
+        """Called when the ranks of the virtual machine have become other stages."""
+        route, here = Route(self._channels.num_stages), Place(self._channels.stage)
+        neighbours = {kind: route.neighbour(here, kind.properties.neighbour) for kind in Kind}
+        self._peers = {kind: there.stage for kind, there in neighbours.items() if there is not None}
+        self._is_last = Kind.SEND_PAYLOAD not in self._peers
 
     def run(self, row: Row, step: Step, ahead: Row = ()) -> None:
         """Carries out a row's actions in order. What is sent may still be under way afterwards, and
@@ -331,7 +335,8 @@ class Stage:
     def _layout(self, kind: Kind, held: _InFlight, boundary: int) -> Layout:
         """The memory layout of what crosses a boundary, agreed on by each pair of neighbours."""
         assert held.microbatch.trace is not None
-        layout: Layout = held.microbatch.trace.layouts.setdefault((kind, boundary), Layout())
+        ends = kind, boundary, self._channels.ranks[self.peer(kind)]
+        layout: Layout = held.microbatch.trace.layouts.setdefault(ends, Layout())
         return layout
 
     # --- forward ---

@@ -43,7 +43,10 @@ class UserState(StepListener):
         self._channels = channels
         self._owner = owner
         self._last_stage = channels.num_stages - 1
-        self._is_last = channels.stage == self._last_stage
+
+    @property
+    def _is_last(self) -> bool:
+        return self._channels.stage == self._last_stage
 
     def before_step(self, given: TrainingBatch, traces: Traces) -> None:
         """See :class:`StepListener`."""

@@ -10,8 +10,9 @@ from lightning_pipeshift.plan.inputs.topology import Topology, arrange, check_sp
 
 
 def devices(text):
-    """``"a:X a:X b:Y"``: the host and the kind of each rank."""
-    return [Device(*word.split(":")) for word in text.split()]
+    """``"a:X a:X b:Y:0.5"``: the host and the kind of each rank, and its speed if that is not 1."""
+    words = (word.split(":") for word in text.split())
+    return [Device(host, kind, float((*speed, 1)[0])) for host, kind, *speed in words]
 
 
 CASES = [
@@ -28,6 +29,10 @@ CASES = [
     ("a:X a:Y b:X b:Y", 2, None, "01 23"),
     ("a:X a:Y a:X a:Y", 2, None, "01 23"),
     ("a:X a:X a:Y a:Y b:Z b:Z", 2, None, "024 135"),
+    # One of each speed.
+    ("a:X a:X b:X:0.25 b:X:0.25", 2, None, "02 13"),
+    ("a:X a:X:0.5 b:X:0.5 b:X", 2, None, "01 23"),
+    ("a:X a:X:0.5 b:X b:X", 2, None, "01 23"),
     # Counts of kinds that do not divide.
     ("a:X a:X a:X b:Y", 2, None, "01 23"),
     # Unequal numbers of devices on the hosts.

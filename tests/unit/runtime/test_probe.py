@@ -27,6 +27,7 @@ from lightning_pipeshift.runtime.planning.probe import (
     probe,
     rounds_of,
     time_slices,
+    with_speeds,
 )
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.unit.runtime.stages import connect
@@ -75,6 +76,8 @@ def test_levels(values, expected):
 def test_like_devices_have_like_speeds(rates, speeds):
     measured = assess(all_found(rates), {})
     assert [device.speed for device in measured.cluster.devices] == pytest.approx(speeds)
+    alone = with_speeds(all_found(rates))
+    assert [device.speed for device in alone] == pytest.approx(speeds)
     # Not nearly 1: orders and groups compare.
     assert [speed == 1 for speed in speeds] == [d.speed == 1 for d in measured.cluster.devices]
     assert measured.rates == pytest.approx([max(rates) * speed for speed in speeds])
