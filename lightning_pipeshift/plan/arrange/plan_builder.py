@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from lightning_pipeshift.plan.arrange.planner import Arrangement
 from lightning_pipeshift.plan.cost.memory_model import Footprints, links_of, with_footprints
-from lightning_pipeshift.plan.cost.prediction import Prediction, predict
+from lightning_pipeshift.plan.cost.prediction import LanePlanner, Prediction, predict
 from lightning_pipeshift.plan.cost.workload import Cut, Workload, workload_of
 from lightning_pipeshift.plan.document.plan import LayerRecord, Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster
@@ -47,6 +47,7 @@ def plan_of(
         else (),
     )
     if any(first.forward):
+        plan = replace(plan, lane_shares=lane_shares_of(plan, profile, cluster, ranks))
         plan = replace(plan, prediction=prediction_of(plan, profile, cluster, ranks))
     return plan
 
@@ -88,6 +89,25 @@ def workloads_of(
     return [workload_of(profile, cluster, machine, schedule, microbatches) for machine in ranks]
 
 
+def lane_shares_of(
+    plan: Plan, profile: Profile, cluster: Cluster, ranks: Sequence[Sequence[int]]
+) -> tuple[float, ...]:
+    """The part of all gradient bytes that each lane is to carry, so that a plan's step is shortest;
+    empty if the step waits for all gradients, or there are none to send.
+
+    Args:
+        plan: the plan.
+        profile: of the model.
+        cluster: the machines.
+        ranks: of each virtual machine, in stage order.
+    """
+    if not profile.overlaps_updates or len(ranks) == 1 or plan.is_asynchronous:
+        return ()
+    workloads = workloads_of(profile, cluster, ranks, plan.schedule, plan.microbatches)
+    cuts = [cut_of(plan, vm) for vm in range(len(ranks))]
+    return LanePlanner(profile, cluster, ranks, workloads, cuts).best_shares()
+
+
 def prediction_of(
     plan: Plan,
     profile: Profile,
@@ -106,7 +126,7 @@ def prediction_of(
     """
     workloads = workloads_of(profile, cluster, ranks, plan.schedule, plan.microbatches)
     cuts = [cut_of(plan, vm) for vm in range(len(workloads))]
-    found = predict(profile, cluster, ranks, workloads, cuts)
+    found = predict(profile, cluster, ranks, workloads, cuts, plan.lane_shares)
     if not by_tensor:
         return found
     footprints = [
