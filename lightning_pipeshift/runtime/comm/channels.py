@@ -37,6 +37,7 @@ from lightning_pipeshift.runtime.comm.lane import (
 )
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.comm.sockets import (
+    Opened,
     ends_soon,
     keep_for_ever,
     shut_down,
@@ -180,7 +181,8 @@ class Channels(Lane):
         self.shared = Lane(ranks, stage, self.control, watched, _SHARED)
         """For the gradients of parameters that several stages of an asynchronous pipeline hold."""
         self._bulk_sockets = groups.bulk.sockets if groups.bulk is not None else frozenset()
-        self._sockets = groups.pipeline.sockets | self._bulk_sockets
+        self._pipeline_sockets = groups.pipeline.sockets
+        self._sockets = self._pipeline_sockets | self._bulk_sockets
         self.num_done = 0
         """How many actions this stage has completed."""
         # Collectives that have started and may not be complete yet.
@@ -237,6 +239,11 @@ class Channels(Lane):
             number: the lane's number; different lanes do not wait for each other.
         """
         return Lane(self.ranks, self.stage, self._bulk, self.watched, number)
+
+    @property
+    def payload_sockets(self) -> Opened:
+        """The connections that payloads travel on, if gloo carries them."""
+        return self._pipeline_sockets if self._devices is None else frozenset()
 
     def interrupt_bulk(self) -> None:
         """Ends the connections of :meth:`bulk`, here and for the peers."""

@@ -14,6 +14,7 @@ from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.offload.assignment_search import Problem
 from lightning_pipeshift.plan.offload.planner import Compression
+from lightning_pipeshift.runtime.comm.link_meter import LinkChange
 from lightning_pipeshift.runtime.planning.make_plan import Settings, best_topology, make_plan
 
 MIN_GAIN: Final = 0.05
@@ -49,6 +50,7 @@ class Window:
         middle: the medians of all measurements.
         extremes: their low quantiles, and their high ones. A short disturbance is not in both.
         steps_left: over how many steps a change can pay off.
+        links: those that carry other than they did.
     """
 
     num_steps: int
@@ -56,6 +58,7 @@ class Window:
     middle: Measured
     extremes: Sequence[Measured]
     steps_left: float
+    links: Sequence[LinkChange] = ()
 
 
 class Decider:
@@ -199,6 +202,7 @@ def _changed(old: Plan, new: Plan, window: Window) -> Decision:
         f" ({now:.3g} s by the simulator); {then:.3g} s are expected,"
         f" {now / then:.2f} times as fast."
     )
+    message += "".join(f" {link}." for link in window.links)
     return Decision(new.to_json(), True, message, now / then, window.took)
 
 

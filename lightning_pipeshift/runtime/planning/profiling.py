@@ -24,6 +24,7 @@ from lightning_pipeshift.plan.inputs.profile import LayerProfile
 from lightning_pipeshift.plan.inputs.profile_fitting import RankFigures, Times
 from lightning_pipeshift.plan.partition.boundaries import possible_cuts
 from lightning_pipeshift.plan.schedule.actions import Kind
+from lightning_pipeshift.runtime.comm.link_meter import LinkMeter
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.offload.stage_memory import RankMemory
 
@@ -45,9 +46,11 @@ class Profiler:
 
     Args:
         device: the rank's.
+        links: measures what this rank sends.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, links: LinkMeter) -> None:
+        self.links = links
         self.timer = Timer(device)
         self.observer = Observer()
         self.num_steps = 0
@@ -109,6 +112,7 @@ class Profiler:
     def next_window(self) -> None:
         """Discards all measurements, and continues to measure without a break."""
         self.timer.forget()
+        self.links.begin()
         self._outside, self._steps = Samples(), Samples()
 
     @property

@@ -30,6 +30,7 @@ from lightning_pipeshift.plan.inputs.profile import LayerProfile, SharedWeights
 from lightning_pipeshift.plan.inputs.profile_fitting import RankFigures, profile_of
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.schedule.asynchronous import gradients_sent, weight_versions
+from lightning_pipeshift.runtime.comm.link_meter import Carried, LinkMeter, measured_links
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.offload.stage_memory import StageMemory
@@ -57,6 +58,7 @@ class _Coming:
         steps: how many were measured.
         took: the seconds of one.
         mine: the measurements: the usual ones, and the extremes.
+        carried: what the rank has sent to other stages meanwhile.
         age: how many steps old they are.
     """
 
@@ -64,6 +66,7 @@ class _Coming:
     steps: int
     took: float
     mine: list[RankFigures]
+    carried: tuple[Carried, ...]
     age: int = 0
 
 
@@ -78,6 +81,7 @@ class Replanning:
         messages: messages that the user sees after the step.
         say: shows a message to the user at once.
         threads: the first rank looks for a better plan in one of them, while training continues.
+        links: measures what this rank sends to other stages.
     """
 
     def __init__(
@@ -89,8 +93,9 @@ class Replanning:
         messages: list[str],
         say: Callable[[str], None],
         threads: Threads,
+        links: LinkMeter,
     ) -> None:
-        self.profiler = Profiler(device)
+        self.profiler = Profiler(device, links)
         # On the first rank: the measurements of all ranks, as soon as there are any.
         self.measured: Measured | None = None
         self._cluster = Cluster((Device(here.host, here.kind),) * replicas.topology.num_ranks)
@@ -338,7 +343,7 @@ class Replanning:
         self._is_deciding = not self._settings.only_measures
         took = self.profiler.step_seconds
         assert took is not None
-        self._coming = _Coming(plan, steps, took, mine)
+        self._coming = _Coming(plan, steps, took, mine, self.profiler.links.since())
         if not lag or self._replicas.rank != 0:
             self._gather(0)
         if self._is_deciding:
@@ -359,15 +364,20 @@ class Replanning:
         if coming.age <= lag:
             return
         self._coming = None
-        figures = gather_figures(coming.mine, self._replicas)
-        if figures is None:
+        found_by_rank = gather_figures((coming.mine, coming.carried), self._replicas)
+        if found_by_rank is None:
             return
+        figures, carried = zip(*found_by_rank, strict=True)
+        num_messages = coming.steps * coming.plan.microbatches
+        self._cluster, links = measured_links(self._cluster, carried, num_messages)
         usual, *extremes = (self._learned(found) for found in zip(*figures, strict=True))
         self.measured = usual.compared(coming.plan, coming.took)
         self._cluster = usual.cluster
         if self._is_deciding:
             # Planning takes longer than a small step.
-            window = Window(coming.steps, coming.took, self.measured, extremes, self.steps_left)
+            window = Window(
+                coming.steps, coming.took, self.measured, extremes, self.steps_left, links
+            )
             decide = partial(self._decider.decide, coming.plan, window)
             self._decision = self._threads.submit(decide), coming.plan
 

@@ -53,6 +53,7 @@ from lightning_pipeshift.plan.schedule.schedules import (
     with_recomputation,
 )
 from lightning_pipeshift.runtime.comm.channels import Channels
+from lightning_pipeshift.runtime.comm.link_meter import LinkMeter
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.threads import Threads
@@ -175,7 +176,14 @@ class Pipeline:
         self.settings = settings
         self._threads = Threads("background", fail_from_thread)
         self.planning = Replanning(
-            settings, replicas, here, channels.device, self.messages, say, self._threads
+            settings,
+            replicas,
+            here,
+            channels.device,
+            self.messages,
+            say,
+            self._threads,
+            LinkMeter(channels.payload_sockets),
         )
         self.streams = RandomStreams(channels.device)
         self._current_pass = CurrentPass()
