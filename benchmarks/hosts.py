@@ -20,7 +20,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,12 @@ class Hosts:
         # A bucket that is never full enough for a packet.
         bucket = _bucket(self.links[host]) if is_up else "rate 8bit burst 10 limit 1"
         _run(f"tc {where} root tbf {bucket}")
+
+    def set_rate(self, host: int, megabits: float) -> None:
+        """Gives a host's link another rate, in both directions."""
+        bucket = _bucket(replace(self.links[host], megabits=megabits))
+        _run(f"tc -n {self.switch} qdisc replace dev port{host} root tbf {bucket}")
+        _run(f"tc -n {self.namespaces[host]} qdisc replace dev {CARD} root tbf {bucket}")
 
     def command(self, host: int, argv: Sequence[str]) -> list[str]:
         """The command that runs ``argv`` on a host."""

@@ -161,6 +161,30 @@ def test_a_stage_that_swings_does_not_make_layers_swing(
     assert (moved > 0) == (allowed > 0), "what lasts is reacted to"
 
 
+class Recovers(L.Callback):
+    """The last stage is as good as stopped for a while."""
+
+    def on_train_batch_start(self, *given: Any) -> None:
+        if os.environ["RANK"] == "1":
+            SLOW["factor"] = 100.0 if 4 <= given[3] < 20 else 1.0
+
+
+def recovers(watches: bool) -> Any:
+    go_by_sleep()
+    callbacks = [Recovers(), LayerMigration(patience=3, watches=watches), AwaitsPlanning()]
+    return train(callbacks, 50)
+
+
+def test_a_stage_without_layers_is_measured_again() -> None:
+    moved, stays = run_ranks(recovers, 2, True), run_ranks(recovers, 2, False)
+    counts = moved[0]["counts"]
+    assert counts[0] == (4, 4)
+    assert counts[18] == (8, 0)
+    assert counts[-1] == (4, 4)
+    for one, other in zip(moved, stays, strict=True):
+        assert not differences(one["parameters"], other["parameters"], 0, 0)
+
+
 class Asks(L.Callback):
     """Asks for moves as a user's own callback does, twice before a step and once with an error."""
 

@@ -2,7 +2,8 @@
 
 Each rank measures on its own device: before training every layer, for an estimate, and in training
 its own layers. The time of a layer on a device that has never trained it follows from both: the
-estimate on that device, times the ratio of measured to estimated times of the device's own layers.
+estimate on that device, times the ratio of measured to estimated times of the device's own layers;
+or, if it has none, that of the other devices'.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class RankFigures:
         guesses: forward and backward of every layer, tried one by one before training.
         times: those of its own layers in training; empty before.
         earlier: those of the layers that it owned when it last owned any, for a stage that was
-            drained since.
+            drained since; empty if it has been measured again without layers.
+        slowdown: the time of a short computation by that, relative to the time before training.
         extra: the time of a forward and a backward of its stage outside of layers; ``None`` before
             training.
         outside_seconds: from the end of its stage's part of a step to the start of the next one.
@@ -51,6 +53,7 @@ class RankFigures:
     guesses: Mapping[int, Times] = field(default_factory=dict)
     times: Mapping[int, Times] = field(default_factory=dict)
     earlier: Mapping[int, Times] = field(default_factory=dict)
+    slowdown: float = 1.0
     extra: Times | None = None
     outside_seconds: float | None = None
     saved_bytes: Mapping[int, int] = field(default_factory=dict)
@@ -84,11 +87,7 @@ def profile_of(
         kind: _guess(layers, [figures[rank] for rank in _ranks_of(cluster, kind)])
         for kind in cluster.kinds
     }
-    # The ratio of a device's measured to its estimated times, by measurements in training if any.
-    ratios = [
-        _ratio(mine.times or mine.earlier or mine.guesses, guessed[device.kind])
-        for mine, device in zip(figures, cluster.devices, strict=True)
-    ]
+    ratios = _ratios(figures, [guessed[device.kind] for device in cluster.devices])
     kinds, speeds = {}, [device.speed for device in cluster.devices]
     for kind in cluster.kinds:
         known = {rank: ratio for rank in _ranks_of(cluster, kind) if (ratio := ratios[rank])}
@@ -158,6 +157,25 @@ def _guess(layers: Sequence[LayerProfile], figures: Sequence[RankFigures]) -> li
     return [
         found.get(n, (forward * layer.parameter_bytes, backward * layer.parameter_bytes))
         for n, layer in enumerate(layers)
+    ]
+
+
+def _ratios(
+    figures: Sequence[RankFigures], guessed: Sequence[Sequence[Times]]
+) -> list[float | None]:
+    """The ratio of each rank's times to the estimates of its kind, by measurements in training if
+    there are any.
+    """
+    estimates = [_ratio(mine.guesses, guess) for mine, guess in zip(figures, guessed, strict=True)]
+    trained = [
+        _ratio(mine.times or mine.earlier, guess)
+        for mine, guess in zip(figures, guessed, strict=True)
+    ]
+    both = zip(trained, estimates, strict=True)
+    usual = median([there / before for there, before in both if there and before] or [1.0])
+    return [
+        there or (before and before * mine.slowdown * usual)
+        for mine, there, before in zip(figures, trained, estimates, strict=True)
     ]
 
 

@@ -99,11 +99,13 @@ class ProbeResult:
             kind: kinds are compared by the layers' own times, measured on each.
         rates: floating-point operations per second, by rank; a first guess until layers have been
             measured. Equal for devices of equal kind and speed.
+        seconds: of the fastest slice, by rank.
         notes: observations that a user may want to look into, in words.
     """
 
     cluster: Cluster
     rates: tuple[float, ...]
+    seconds: tuple[float, ...]
     notes: tuple[str, ...]
 
 
@@ -228,7 +230,8 @@ def assess(found: Sequence[Found], links: Mapping[Pair, Link]) -> ProbeResult:
                 free_bytes=max(free_bytes, 1) if memory_bytes else 0,
             )
         )
-    return ProbeResult(_cluster(tuple(devices), links), tuple(rates), notes)
+    seconds = tuple(each.best_seconds for each in found)
+    return ProbeResult(_cluster(tuple(devices), links), tuple(rates), seconds, notes)
 
 
 def with_speeds(found: Sequence[Found]) -> list[Device]:

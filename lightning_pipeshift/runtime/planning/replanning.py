@@ -42,11 +42,14 @@ from lightning_pipeshift.runtime.planning.move_decision import (
     Window,
     ranks_text,
 )
-from lightning_pipeshift.runtime.planning.probe import host_memory, probe
+from lightning_pipeshift.runtime.planning.probe import host_memory, probe, time_slices
 from lightning_pipeshift.runtime.planning.profiling import Profiler, gather_figures, layers_of
 
 _EXTREMES: Final = (0.1, 0.9)
 """The quantiles between which nearly all measurements of a quantity lie."""
+
+_DRAINED_WINDOWS: Final = 4
+"""After so many windows without layers a stage is measured again."""
 
 
 @dataclass
@@ -110,6 +113,11 @@ class Replanning:
         self._decision: tuple[Future[Decision], Plan] | None = None
         self._coming: _Coming | None = None
         self._decider = Decider(settings, replicas.topology)
+        # Seconds of a slice of the probe on this rank, and the number of windows since it has had
+        # layers.
+        self._slice_seconds: float | None = None
+        self._num_drained = 0
+        self._slowdown: float | None = None
         # Whether the first rank is making a decision.
         self._is_deciding = False
         self._layers: tuple[LayerProfile, ...] = ()
@@ -172,6 +180,7 @@ class Replanning:
         if self.measures and trains:
             probed = probe(self._replicas.world, self._device, self._here, self._say)
             self._cluster = probed.cluster
+            self._slice_seconds = probed.seconds[self._replicas.rank]
             self._messages.extend(probed.notes)
         self.profiler.take_guesses(guesses)
         self._layers = layers_of(gates, trace, optimizers)
@@ -336,8 +345,9 @@ class Replanning:
             self._before = None
             self.profiler.begin_anew(for_good=not goes_on)
             return
+        own = list(own)
         is_last = self._replicas.is_last_stage
-        middle = self.profiler.figures(own, gates, optimizers, is_last)
+        middle = self._without_layers(own, self.profiler.figures(own, gates, optimizers, is_last))
         mine = [middle, *(self.profiler.at_level(middle, level) for level in _EXTREMES)]
         self.is_measured = True
         self._is_deciding = not self._settings.only_measures
@@ -348,6 +358,20 @@ class Replanning:
             self._gather(0)
         if self._is_deciding:
             self.profiler.next_window()
+
+    def _without_layers(self, own: Sequence[int], figures: RankFigures) -> RankFigures:
+        """The figures of this rank. Those of a stage that was drained are measured again now and
+        then, by the probe's short computation: what they were when it had layers may be over.
+        """
+        if own or self._slice_seconds is None:
+            self._num_drained, self._slowdown = 0, None
+            return figures
+        self._num_drained += 1
+        if self._num_drained % _DRAINED_WINDOWS == 0:
+            self._slowdown = max(min(time_slices(self._device)), 1e-9) / self._slice_seconds
+        if self._slowdown is None:
+            return figures
+        return replace(figures, earlier={}, slowdown=self._slowdown)
 
     def end_gathering(self) -> None:
         """Called when no rank is behind another one."""

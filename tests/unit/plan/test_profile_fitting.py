@@ -87,6 +87,16 @@ def test_a_stage_without_layers_keeps_the_speed_that_it_had(guesses):
     assert one / two == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize(("slowdown", "speed"), [(1.0, 1.0), (4.0, 0.25)])
+def test_a_stage_without_layers_that_is_measured_again(slowdown, speed):
+    # In training, everything takes a quarter more than before it.
+    there = RankFigures(guesses=EQUAL, times=slower(1.25, EQUAL))
+    again = RankFigures(guesses=EQUAL, slowdown=slowdown)
+    profile, machines = found("XXX", there, there, again)
+    assert profile.kinds["X"].forward == (1.25, 1.25, 2.5, 3.75)
+    assert [device.speed for device in machines.devices] == [1.0, 1.0, speed]
+
+
 def test_what_an_action_takes_besides_layers():
     common = {"guesses": EQUAL, "times": EQUAL}
     figures = [
