@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as L
@@ -10,7 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_pipeshift import MemoryCompression, PlanError
+from lightning_pipeshift.runtime.comm import process_groups
 from lightning_pipeshift.testing.ranks import run_ranks
+from tests.end_to_end import test_changing_plans as changing
 from tests.end_to_end.test_changing_plans import SLOW, Sleeps, go_by_sleep, hearing
 from tests.features_models import (
     AwaitsPlanning,
@@ -19,7 +23,8 @@ from tests.features_models import (
     parameters_of,
     quiet_trainer,
 )
-from tests.models import NUM_FEATURES, points
+from tests.models import NUM_FEATURES, ZOO, points
+from tests.unit.runtime.stages import Kernels, let_gloo_stand_in
 
 FIRST_IS_SLOW, LAST_IS_SLOW = 0, 1
 
@@ -80,7 +85,7 @@ def train(slow: int, from_the_start: bool, how: dict[str, Any]) -> dict[str, Any
     if not from_the_start:
         callbacks.append(GetsSlow(slow))
     num_ranks = int(os.environ["WORLD_SIZE"])
-    strategy = {"microbatches": 4, "profile_steps": 3, **how}
+    strategy = {"microbatches": 8, "profile_steps": 3, **how}
     trainer = quiet_trainer(
         {"devices": num_ranks, "pipeshift": strategy}, callbacks=callbacks, max_epochs=1
     )
@@ -136,3 +141,63 @@ def test_each_virtual_machine_has_an_order_of_its_own() -> None:
     assert own[0]["ranks"] == ((1, 0), (2, 3))
     given = run_ranks(train, 4, LAST_IS_SLOW, True, {"virtual_machines": [[0, 1], [2, 3]]})
     require_equal(own, given)
+
+
+# --- a plan with other ranks ---
+
+CUTS = {1: [[2, 3, 2]], 3: [[3, 1, 3]], 6: [[3, 2, 2]]}
+
+
+def adopt_orders(changes_places: bool) -> dict[str, Any]:
+    """As on devices of their own: payloads travel in a group for each pair of neighbours."""
+    let_gloo_stand_in()
+    vars(process_groups)["_abort_of"] = Kernels().abort_of
+    given = (CUTS if changes_places else {}, "adam", [3, 2, 2], "none", [[0, 1, 2]], 1, None)
+    return changing.train(*given, reorders=changes_places)
+
+
+def test_places_change_where_each_pair_of_neighbours_has_a_group() -> None:
+    places, stays = run_ranks(adopt_orders, 3, True), run_ranks(adopt_orders, 3, False)
+    assert len(set(places[0]["orders"])) > 2
+    require_equal(places, stays)
+
+
+class AsksForOrders(L.Callback):
+    """Asks for orders that are not possible."""
+
+    def __init__(self, *wrong: tuple[tuple[tuple[int, ...], ...], int]) -> None:
+        self.wrong = wrong
+        self.errors: list[str] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        strategy, self.errors = trainer.strategy, []
+        for ranks, first in self.wrong:
+            try:
+                strategy.adopt(replace(strategy.plan, ranks=ranks), from_microbatch=first)
+            except PlanError as error:
+                self.errors.append(str(error))
+
+
+def refused(wrong: Any, how: dict[str, Any], compresses: bool = False) -> list[str]:
+    asks = AsksForOrders(*wrong)
+    plugins = [MemoryCompression(budget="1GB")] if compresses else None
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    trainer = quiet_trainer(
+        {"devices": num_ranks, "pipeshift": how}, callbacks=[asks], max_epochs=1, plugins=plugins
+    )
+    trainer.fit(ZOO["sequential"].build(), ZOO["sequential"].loader(2))
+    return asks.errors
+
+
+def test_orders_that_are_refused() -> None:
+    machines = [[0, 1], [2]]
+    others = [(((0, 2), (1,)), 0), (((1, 0), (2,)), 2)]
+    vm, first = run_ranks(refused, 3, others, {"virtual_machines": machines})[0]
+    assert "the ranks [[0, 2], [1]], and the stages are the ranks [[0, 1], [2]]" in vm
+    assert "cannot change their virtual machine" in vm
+    assert "not from microbatch 2 on. Use from_microbatch=0" in first
+    wrong = [(((1, 0),), 0)]
+    (error,) = run_ranks(refused, 2, wrong, {"schedule": "async", "partition": [2, 3]})[0]
+    assert "with an asynchronous schedule they cannot change places" in error
+    (error,) = run_ranks(refused, 2, wrong, {"partition": [2, 3]}, True)[0]
+    assert "with MemoryCompression they cannot change places" in error

@@ -98,6 +98,18 @@ class Options:
             object.__setattr__(self, "schedule", self.plan.schedule)
         if self.plan is not None and self.plan.batch_shares:
             object.__setattr__(self, "batch_shares", list(self.plan.batch_shares))
+        self._check_first_rank()
+
+    def _check_first_rank(self) -> None:
+        """What the first rank decides travels down an asynchronous pipeline from its first stage
+        on.
+        """
+        if self.is_asynchronous and not isinstance(self.ranks, int | str) and self.ranks[0][0]:
+            raise ConfigurationError(
+                f"schedule={self.schedule!r} and the ranks {[list(ranks) for ranks in self.ranks]}:"
+                " with an asynchronous schedule rank 0 is the first stage of the first virtual"
+                " machine. Name it first, or start the processes in another order."
+            )
 
     @property
     def is_asynchronous(self) -> bool:

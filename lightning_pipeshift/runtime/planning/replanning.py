@@ -36,7 +36,6 @@ from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.offload.stage_memory import StageMemory
 from lightning_pipeshift.runtime.planning.make_plan import Settings, best_topology, make_plan
 from lightning_pipeshift.runtime.planning.move_decision import (
-    MIN_GAIN,
     Decider,
     Decision,
     Window,
@@ -47,6 +46,11 @@ from lightning_pipeshift.runtime.planning.profiling import Profiler, gather_figu
 
 _EXTREMES: Final = (0.1, 0.9)
 """The quantiles between which nearly all measurements of a quantity lie."""
+
+_SURE_GAIN: Final = 0.2
+"""By which fraction a step has to get shorter for another order of the ranks, as long as devices
+have been measured for a moment only: equal ones may look so different then.
+"""
 
 _DRAINED_WINDOWS: Final = 4
 """After so many windows without layers a stage is measured again."""
@@ -207,8 +211,8 @@ class Replanning:
     def _in_first_order(
         self, measured: Measured, topology: Topology, idle: Collection[int], trains: bool
     ) -> Plan:
-        """The plan for the ranks in their own order; or in another one, if the first steps are
-        shorter in it by as much as layers would move for.
+        """The plan for the ranks in their own order; or in another one, if steps are clearly
+        shorter in it.
         """
         settings, profile, cluster = self._settings, measured.profile, measured.cluster
         orders = [topology]
@@ -228,7 +232,7 @@ class Replanning:
         if first.prediction is None or best.prediction is None:
             return first
         gain = first.prediction.step_seconds / best.prediction.step_seconds
-        if best is first or gain < 1 + MIN_GAIN:
+        if best is first or gain < 1 + _SURE_GAIN:
             return first
         self._messages.append(
             f"the stages are the ranks {ranks_text(best.ranks)}: by a short measurement of devices"

@@ -39,6 +39,10 @@ def test_a_plans_shares_come_before_those_that_were_given():
         ({"profile_steps": -1}, "profile_steps=-1: pass a whole number"),
         ({"profile_steps": 2.5}, "profile_steps=2.5"),
         ({"heartbeat_timeout": 0.5}, "heartbeat_timeout=0.5: pass a number of seconds, 1 or more"),
+        (
+            {"schedule": "async", "virtual_machines": [[1, 0]]},
+            "the ranks [[1, 0]]: with an asynchronous schedule rank 0 is the first stage",
+        ),
         ({"stall_timeout": float("nan")}, "stall_timeout=nan: pass a number of seconds, 0 or more"),
     ],
 )
