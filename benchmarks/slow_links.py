@@ -159,7 +159,8 @@ def main() -> None:
             found[name] = median(fixed[2:])
     before = median(seconds[2 : options.at])
     after = median(seconds[options.at + WITHIN :])
-    moved = next((n for n, cut in enumerate(counts) if n > options.at and cut[0] != 6), None)
+    cut = counts[options.at - 1]
+    moved = next((n for n, now in enumerate(counts) if n >= options.at and now != cut), None)
     rows = [
         ["before", str(list(counts[options.at - 1])), before],
         ["slow, even", str(EVEN), found["even"]],

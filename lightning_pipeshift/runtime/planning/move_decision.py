@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -19,6 +19,9 @@ from lightning_pipeshift.runtime.planning.make_plan import Settings, best_topolo
 
 MIN_GAIN: Final = 0.05
 """The fraction by which a step has to get shorter for layers to change their owners."""
+
+_NOTICEABLE: Final = 1.1
+"""Speeds that differ by less count as equal when orders of the ranks are searched for."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ class Decider:
         # better: layers must not move back and forth with a device whose speed varies.
         self._num_reversals = 0
         self._insistence = 0
+        # The best order of the ranks, and what it was found for.
+        self._searched: tuple[Hashable, Topology] | None = None
         # Whether the user's policy has been called with the measurements.
         self._has_asked = False
 
@@ -123,11 +128,21 @@ class Decider:
         now, measured = Topology(plan.ranks), window.middle
         # What ranks lend to each other, and minibatches in flight, know them by their stages.
         if self._settings.may_reorder and self._settings.memory is None:
-            settings = self._settings.let_free(plan)
-            best = best_topology(settings, measured.profile, measured.cluster, now)
+            best = self._best_order(self._settings.let_free(plan), measured, now)
             if best != now:
                 yield best
         yield now
+
+    def _best_order(self, settings: Settings, measured: Measured, now: Topology) -> Topology:
+        """The best order of the ranks. It is searched for again when devices or links have become
+        noticeably faster or slower: a search may take a second of the first rank's time.
+        """
+        cluster = measured.cluster
+        speeds = tuple(round(math.log(device.speed, _NOTICEABLE)) for device in cluster.devices)
+        key = speeds, tuple(sorted(cluster.ranks.items()))
+        if self._searched is None or self._searched[0] != key:
+            self._searched = key, best_topology(settings, measured.profile, cluster, now)
+        return self._searched[1]
 
     def _better(self, plan: Plan, window: Window, topology: Topology) -> Plan | None:
         """Returns a better plan for an order of the ranks, or ``None``."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.arrange.plan_builder import plan_of
@@ -16,6 +19,7 @@ from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, P
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
+from lightning_pipeshift.runtime.planning import move_decision
 from lightning_pipeshift.runtime.planning.make_plan import Settings, Watch
 from lightning_pipeshift.runtime.planning.move_decision import Decider, Decision, Window
 
@@ -109,6 +113,24 @@ def test_what_was_left_alone_in_between_is_begun_anew() -> None:
     assert not mind.decide(moved, window(measured(0.5))).is_new
     assert not mind.decide(moved, window(measured(1.0))).is_new, "not twice in a row"
     assert mind.decide(moved, window(measured(1.0))).is_new
+
+
+def test_orders_are_searched_for_when_speeds_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = []
+
+    def search(*given: Any) -> Topology:
+        searched.append([device.speed for device in given[2].devices])
+        return Topology(((1, 0),))
+
+    monkeypatch.setattr(move_decision, "best_topology", search)
+    mind = Decider(Settings(microbatches=MICROBATCHES), TOPOLOGY)
+    for speed in (1.0, 1.02, 0.5, 0.51, 1.0):
+        decision = mind.decide(plan(), window(measured(speed)))
+        assert not decision.is_new or Plan.from_json(decision.plan).ranks in (((0, 1),), ((1, 0),))
+    assert searched == [[1.0, 1.0], [1.0, 0.5], [1.0, 1.0]]
+    fixed = Decider(Settings(microbatches=MICROBATCHES, virtual_machines=[[0, 1]]), TOPOLOGY)
+    fixed.decide(plan(), window(measured(0.5)))
+    assert len(searched) == 3, "an order of one's own stays"
 
 
 # --- with MemoryCompression ---
