@@ -37,8 +37,9 @@ from lightning_pipeshift.compat.torch_distributed_private import (
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.plan.inputs.traffic import GRADIENTS
 from lightning_pipeshift.runtime.comm.groups import Lanes
-from lightning_pipeshift.runtime.comm.lane import Line, Watched
+from lightning_pipeshift.runtime.comm.lane import Line
 from lightning_pipeshift.runtime.comm.sockets import Opened, keep_for_ever, open_sockets
+from lightning_pipeshift.runtime.comm.waits import Watched
 
 # A posted receive of NCCL occupies this many of the GPU's multiprocessors until the data is there
 # (an H100 has 132). The variable NCCL_MAX_CTAS overrides it.

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.devices.streams import Event, is_asynchronous, record_event
 from lightning_pipeshift.runtime.comm.channels import PostedSum
-from lightning_pipeshift.runtime.comm.lane import Watched, finish
+from lightning_pipeshift.runtime.comm.lane import finish
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.comm.threads import InOrder
 from lightning_pipeshift.runtime.comm.turns import MOST_URGENT, Urgencies
+from lightning_pipeshift.runtime.comm.waits import Watched
 
 
 class Sum(Protocol):

@@ -42,7 +42,6 @@ from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Device
 from lightning_pipeshift.plan.inputs.flow import Call, Flow, call_order
 from lightning_pipeshift.plan.inputs.placement import Ownership, Placement
-from lightning_pipeshift.plan.inputs.traffic import GRADIENTS
 from lightning_pipeshift.plan.schedule.actions import Row, Schedule
 from lightning_pipeshift.plan.schedule.checker import check
 from lightning_pipeshift.plan.schedule.communication import with_communication
@@ -555,9 +554,8 @@ class Pipeline:
 
     @property
     def lane_traffic(self) -> dict[str, LaneTraffic]:
-        """Counts of the bytes that this rank has sent on each gradient lane, by its name."""
-        found = self._rings.turns.traffic if self._rings is not None else {}
-        return {GRADIENTS[lane].name: traffic for lane, traffic in found.items()}
+        """Counts of the blocks that this rank has sent on each lane, by its name."""
+        return self.channels.traffic
 
     def _give_lanes(self, groups: Sequence[GradientGroup], num_layers: int, may_open: bool) -> None:
         """Sets the urgency of each group's messages.
