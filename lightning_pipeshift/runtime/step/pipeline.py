@@ -167,6 +167,8 @@ class Pipeline:
         self._groups = groups
         self._aggregation: Aggregation | None = None
         self.late_updates = LateUpdates()
+        self.needs_norms = False
+        """Whether the norms of gradients are needed before the optimizer steps."""
         """The layers that the last optimizer step has left for later."""
         # Messages about decisions, for the user.
         self.messages: list[str] = []
@@ -844,7 +846,9 @@ class Pipeline:
     ) -> list[nn.Parameter]:
         """Waits for sums over the virtual machines. Returns the parameters with a later sum."""
         has_loss = report.loss is not None and bool(report.correction)
-        groups = sums.finish(given.leaves_late and has_loss)
+        assert self.holdings is not None
+        measure = self.holdings.measure_norms if self.needs_norms else None
+        groups = sums.finish(given.leaves_late and has_loss, measure)
         # Those of several batches are corrected before they are summed.
         correction = 1.0 if given.accumulation.has_begun else report.correction
         self.late_updates.take(sums, groups, correction)
