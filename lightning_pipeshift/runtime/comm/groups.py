@@ -85,6 +85,11 @@ class Lanes:
             )
         return Group(control, sockets)
 
+    def tos(self, lane: str) -> int | None:
+        """The byte that marks a lane's packets in their IP header; ``None`` if they get no mark."""
+        traffic = self._classes.get(lane)
+        return traffic.tos if traffic is not None else None
+
     def between_stages(self, ranks: Iterable[int], has_transfers: bool = True) -> StageGroups:
         """Makes the groups of a virtual machine.
 

@@ -35,7 +35,7 @@ from lightning_pipeshift.compat.torch_distributed_private import (
     set_options_timeout,
 )
 from lightning_pipeshift.errors import ConfigurationError
-from lightning_pipeshift.plan.inputs.traffic import GRADIENTS
+from lightning_pipeshift.plan.inputs.traffic import GRADIENTS, PIPELINE
 from lightning_pipeshift.runtime.comm.groups import Lanes
 from lightning_pipeshift.runtime.comm.lane import Line
 from lightning_pipeshift.runtime.comm.sockets import Opened, keep_for_ever, open_sockets
@@ -61,6 +61,13 @@ class Purpose(Enum):
     LINKS = "measuring links"
     SUMS = "sums over the virtual machines"
 
+
+_LANES: Final = {
+    Purpose.PAYLOAD: PIPELINE,
+    Purpose.GRADIENT: PIPELINE,
+    Purpose.SHARED: PIPELINE,
+    Purpose.SUMS: GRADIENTS[0],
+}
 
 Ranks = tuple[int, ...]
 
@@ -115,7 +122,9 @@ class ProcessGroups:
     def _made(self, purpose: Purpose, ranks: Ranks) -> Any:
         if self.backend == "gloo":
             return self._lanes.make(ranks, GRADIENTS[0].name).control
-        options = nccl_options(self._lanes.timeout, purpose)
+        lane = _LANES.get(purpose)
+        tos = self._lanes.tos(lane.name) if lane is not None else None
+        options = nccl_options(self._lanes.timeout, purpose, tos)
         with nccl_environment():
             group = dist.new_group(
                 list(ranks), timeout=self._lanes.timeout, backend=self.backend, pg_options=options
@@ -224,18 +233,23 @@ def _quietly(abort: Callable[[], None]) -> None:
 # --- what NCCL's groups offer beyond torch.distributed ---
 
 
-def nccl_options(timeout: timedelta, purpose: Purpose) -> Any:
+def nccl_options(timeout: timedelta, purpose: Purpose, tos: int | None = None) -> Any:
     """Returns the options of an NCCL group.
 
     Args:
         timeout: that of its operations.
         purpose: that of the group.
+        tos: the traffic class of its packets on InfiniBand and RoCE, where this NCCL can set it;
+            ``None`` for its own.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     set_options_timeout(options, timeout)
     # Sums are not waited for by kernels that are posted early, and need all the bandwidth.
     if purpose is not Purpose.SUMS and hasattr(options, "config"):
         options.config.max_ctas = _MOST_CTAS
+    # From NCCL 2.26 on, in torch versions that know it.
+    if tos is not None and hasattr(getattr(options, "config", None), "traffic_class"):
+        options.config.traffic_class = tos
     return options
 
 
