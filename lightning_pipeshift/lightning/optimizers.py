@@ -65,7 +65,7 @@ def why_all_gradients(trainer: pl.Trainer) -> str:
 
 
 def only_clips_by_norm(trainer: pl.Trainer) -> bool:
-    """Whether the Trainer clips gradients by their norm, and no other code may change them before."""
+    """Whether the Trainer clips gradients by their norm, and no code may change them before."""
     return _clips_by_norm(trainer) and not _who_looks(trainer)
 
 

@@ -33,6 +33,7 @@ from lightning_pipeshift.compat.torch_distributed_private import (
     backend_of,
     forget_all_groups,
     set_options_timeout,
+    set_traffic_class,
 )
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.plan.inputs.traffic import GRADIENTS, PIPELINE
@@ -247,9 +248,8 @@ def nccl_options(timeout: timedelta, purpose: Purpose, tos: int | None = None) -
     # Sums are not waited for by kernels that are posted early, and need all the bandwidth.
     if purpose is not Purpose.SUMS and hasattr(options, "config"):
         options.config.max_ctas = _MOST_CTAS
-    # From NCCL 2.26 on, in torch versions that know it.
-    if tos is not None and hasattr(getattr(options, "config", None), "traffic_class"):
-        options.config.traffic_class = tos
+    if tos is not None:
+        set_traffic_class(options, tos)
     return options
 
 
