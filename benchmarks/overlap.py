@@ -34,10 +34,12 @@ import pytest
 import torch
 
 import lightning_pipeshift.plan.cost.lanes as lanes_module
+import lightning_pipeshift.runtime.gradients.rings as rings_module
 from benchmarks.hosts import Hosts, Link, hosts, why_not
 from benchmarks.lanes import MEGABITS, honour
 from benchmarks.measuring import arguments, interval, print_table, save, shown
 from lightning_pipeshift import PipeShiftStrategy
+from lightning_pipeshift.runtime.comm.blocks import send_blocks
 from lightning_pipeshift.runtime.comm.turns import Urgency
 from lightning_pipeshift.runtime.gradients.rings import Rings
 from lightning_pipeshift.testing.sleeping import Sleeper
@@ -63,7 +65,7 @@ def contending(name: str, num_layers: int) -> Iterator[None]:
         if name in (ONE, SPLIT):
             patch.setattr(Rings, "start", by_arrival)
         if name == SPLIT:
-            patch.setattr(Rings, "_send", _Split(num_layers).send)
+            patch.setattr(rings_module, "send_blocks", _Split(num_layers).send)
         yield
 
 
@@ -72,20 +74,23 @@ class _Split:
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
+        # By thread: a ring runs in one.
         self._num_sent: Counter[int] = Counter()
         self._num_scattered = 0
         self._changed = threading.Condition()
-        plain = Rings._send
 
-        def send(rings: Rings, group: Any, chunk: Any, to: int, tag: int, urgency: Urgency) -> None:
-            step, place = divmod(self._num_sent[tag], 2 * (NUM_MACHINES - 1))
-            self._num_sent[tag] += 1
-            if place >= NUM_MACHINES - 1:
-                self._await(step, place == NUM_MACHINES - 1)
-                urgency = Urgency(0, tag)
-            plain(rings, group, chunk, to, tag, urgency)
-
-        self.send = send
+    def send(
+        self, chunk: Any, post: Any, turns: Any, to: int, urgency: Urgency, watched: Any
+    ) -> None:
+        """In place of :func:`send_blocks`."""
+        thread = threading.get_ident()
+        place = self._num_sent[thread] % (2 * (NUM_MACHINES - 1))
+        self._num_sent[thread] += 1
+        if place >= NUM_MACHINES - 1:
+            self._await(urgency.order // self._num_layers, place == NUM_MACHINES - 1)
+            # The first layer's sum was the last to begin.
+            urgency = Urgency(0, -urgency.order)
+        send_blocks(chunk, post, turns, to, urgency, watched)
 
     def _await(self, step: int, is_first: bool) -> None:
         with self._changed:
