@@ -98,6 +98,8 @@ RUNS = (
         "compression --layer-mb 8 64 --microbatches 8 --num-rounds 3 --num-steps 1",
         (*PLANNING, *STEP, f"{PACKAGE}/lightning/precision"),
     ),
+    Run("stage_orders", "stage_orders", (*PLANNING, *STEP)),
+    Run("slow_links", "slow_links", (*PLANNING, *STEP, f"{PACKAGE}/lightning/callbacks")),
     Run("network_orders", "network_orders --num-rounds 2 --num-steps 2", (*PLANNING, *RINGS)),
     Run("moves", "migration --only gap --num-moves 4", (*STEP, f"{PACKAGE}/lightning/callbacks")),
     Run(

@@ -168,7 +168,7 @@ def shown(status: Mapping[str, Any], is_alive: bool) -> str:
     ]
     if not status["virtual_machines"]:
         lines.append("It has not had its first batch yet: there is no plan.")
-    header = ["stage", "rank", "host", "device", "forward", "backward", "busy", "layers"]
+    header = ["stage", "rank", "host", "device", "forward", "backward", "busy", "payload", "layers"]
     for vm, stages in enumerate(status["virtual_machines"]):
         rows = [header]
         for number, stage in enumerate(stages):
@@ -181,6 +181,7 @@ def shown(status: Mapping[str, Any], is_alive: bool) -> str:
                     _time(stage.get("forward_seconds")),
                     _time(stage.get("backward_seconds")),
                     f"{stage['busy']:.0%}" if "busy" in stage else "-",
+                    _time(stage.get("payload_seconds")),
                     layers_text(stage["layers"]),
                 ]
             )

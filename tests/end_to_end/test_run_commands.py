@@ -149,6 +149,7 @@ def test_a_run_is_asked_for_moves_and_how_it_stands(tmp_path: Path) -> None:
     assert all("ended with nothing moves" in text for text in (unknown, split, stage, machine))
     assert "is running" in status
     assert "layers.0 to layers.4 (5)" in status
+    assert "payload" in status
     assert "layers.5 to layers.7 (3)" in status
     assert "'layers.4' moves to stage 1, the layer 'layers.3' moves to stage 1" in both
     changes = [a for a, b in zip(first["counts"], first["counts"][1:], strict=False) if a != b]

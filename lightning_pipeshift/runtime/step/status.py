@@ -23,7 +23,8 @@ def status_of(pipeline: Pipeline) -> dict[str, Any]:
     plan, planning = pipeline.plan, pipeline.planning
     measured = planning.measured if planning.is_measured else None
     expected = measured.prediction(plan) if measured is not None else None
-    for vm, ranks in enumerate(pipeline.replicas.topology.ranks):
+    for vm, ranks in enumerate(plan.ranks):
+        payloads = plan.stage_payload_bytes(vm)
         stages = []
         for stage, rank in enumerate(ranks):
             own = plan.placement.layers_of(vm, stage)
@@ -38,6 +39,10 @@ def status_of(pipeline: Pipeline) -> dict[str, Any]:
                     "backward_seconds": backward,
                     "busy": plan.microbatches * (forward + backward) / expected.step_seconds,
                 }
+                if stage + 1 < len(ranks):
+                    # Beside the stages' own times it says whether a stage waits for a link.
+                    link = measured.cluster.link(rank, ranks[stage + 1])
+                    entry["payload_seconds"] = link.seconds(payloads[stage])
             stages.append(entry)
         status["virtual_machines"].append(stages)
     return status
