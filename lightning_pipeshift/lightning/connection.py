@@ -23,6 +23,7 @@ from lightning_pipeshift.compat.torch_distributed_private import default_store
 from lightning_pipeshift.errors import ConfigurationError, PlanError, StageFailedError
 from lightning_pipeshift.host import host_names
 from lightning_pipeshift.plan.arrange.options import Options
+from lightning_pipeshift.plan.inputs.cluster import Device
 from lightning_pipeshift.plan.inputs.topology import Topology, arrange
 from lightning_pipeshift.plan.inputs.traffic import BULK, GRADIENTS
 from lightning_pipeshift.runtime.comm.backends import (
@@ -122,6 +123,8 @@ class Connection:
         self._replicas: Replicas | None = None
         self._rings: Rings | None = None
         self._hosts: list[str] | None = None
+        # Once for all runs, as another run on other virtual machines would connect anew.
+        self._measured: list[Device] | None = None
         self._sockets: Opened = frozenset()
         # Ranks that have all failed together can still complete a checkpoint.
         self._checkpoint_sockets: Opened = frozenset()
@@ -257,8 +260,10 @@ class Connection:
         if self._options.groups_devices:
             # Two devices of one kind, as every CPU is here, may be of very different speeds. The
             # ranks have just waited for each other: all compute at once, as in training.
-            mine = found_here(place.device, devices[place.rank])
-            devices = with_speeds(gathered(mine, dist.group.WORLD, board.watched))
+            if self._measured is None:
+                mine = found_here(place.device, devices[place.rank])
+                self._measured = with_speeds(gathered(mine, dist.group.WORLD, board.watched))
+            devices = self._measured
         topology = arrange(self._options.ranks, devices, self._options.depths)
         plan = self._options.plan
         planned = plan.kinds if plan is not None else ()

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_pipeshift import MemoryCompression, PlanError
+from lightning_pipeshift.lightning import connection
 from lightning_pipeshift.runtime.comm import process_groups
+from lightning_pipeshift.runtime.planning import probe
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.end_to_end import test_changing_plans as changing
 from tests.end_to_end.test_changing_plans import SLOW, Sleeps, go_by_sleep, hearing
@@ -141,6 +143,30 @@ def test_each_virtual_machine_has_an_order_of_its_own() -> None:
     assert own[0]["ranks"] == ((1, 0), (2, 3))
     given = run_ranks(train, 4, LAST_IS_SLOW, True, {"virtual_machines": [[0, 1], [2, 3]]})
     require_equal(own, given)
+
+
+def groups_of(slow: tuple[int, ...]) -> Any:
+    """The virtual machines of a run on CPUs of which some take four times as long."""
+    measure, rank = probe.found_here, int(os.environ["RANK"])
+
+    def pretended(*given: Any) -> Any:
+        seconds = 4.0 if rank in slow else 1.0
+        return replace(measure(*given), processor=f"of rank {rank}", best_seconds=seconds)
+
+    vars(connection)["found_here"] = pretended
+    how = {"devices": 4, "pipeshift": {"virtual_machines": 2, "partition": [2, 3]}}
+    trainer = quiet_trainer(how, max_epochs=1)
+    trainer.fit(ZOO["sequential"].build(), ZOO["sequential"].loader(2))
+    found = trainer.strategy.topology.ranks  # type: ignore[attr-defined]
+    vars(connection)["found_here"] = None  # once is enough
+    trainer.validate(ZOO["accuracy"].build(), ZOO["accuracy"].loader(2), verbose=False)
+    assert trainer.strategy.topology.ranks == found  # type: ignore[attr-defined]
+    return found
+
+
+def test_virtual_machines_have_devices_of_each_speed() -> None:
+    assert run_ranks(groups_of, 4, (2, 3))[0] == ((0, 2), (1, 3))
+    assert run_ranks(groups_of, 4, ())[0] == ((0, 1), (2, 3))
 
 
 # --- a plan with other ranks ---

@@ -8,8 +8,8 @@ counts need not be equal, and all devices may differ.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from lightning_pipeshift.errors import PlanError
 
@@ -120,17 +120,6 @@ class Cluster:
         a, b = self.devices[one].host, self.devices[other].host
         found = self.hosts.get((a, b)) or self.hosts.get((b, a))
         return found or (self.inside if a == b else self.outside)
-
-    def renumbered(self, ranks: Sequence[int]) -> Cluster:
-        """The same cluster, in which the device of number ``i`` is that of rank ``ranks[i]``."""
-        devices = list(self.devices)
-        for number, rank in enumerate(ranks):
-            devices[rank] = self.devices[number]
-        links = {
-            (min(ranks[a], ranks[b]), max(ranks[a], ranks[b])): link
-            for (a, b), link in self.ranks.items()
-        }
-        return replace(self, devices=tuple(devices), ranks=links)
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, Final, NamedTuple
@@ -72,16 +72,10 @@ class LinkMeter:
 
     Args:
         sockets: the connections that payloads and their gradients travel on.
-        read: reads one; for tests.
     """
 
-    def __init__(
-        self,
-        sockets: Opened,
-        read: Callable[[socket.socket], Carried | None] | None = None,
-    ) -> None:
+    def __init__(self, sockets: Opened) -> None:
         self._sockets = sockets
-        self._read = read or carried
         self._start: dict[tuple[Address, Address], Carried] = {}
 
     def begin(self) -> None:
@@ -107,7 +101,7 @@ class LinkMeter:
                 contextlib.suppress(OSError),
                 socket.socket(fileno=os.dup(descriptor)) as connection,
             ):
-                found.append(self._read(connection))
+                found.append(carried(connection))
         return [each for each in found if each is not None]
 
 
