@@ -23,17 +23,15 @@ class Measured:
         profile: of the model.
         cluster: the machines.
         ranks: of each virtual machine, in stage order.
-        by_tensor: whether saved tensors are managed one by one.
     """
 
     profile: Profile
     cluster: Cluster
     ranks: Sequence[Sequence[int]]
-    by_tensor: bool = False
 
     def prediction(self, plan: Plan) -> Prediction:
         """The simulator's prediction of a plan."""
-        return prediction_of(plan, self.profile, self.cluster, self.ranks, self.by_tensor)
+        return prediction_of(plan, self.profile, self.cluster, self.ranks)
 
     def compared(self, plan: Plan, step_seconds: float) -> Measured:
         """The same measurements, plus the time by which a real step exceeded the simulated one: for

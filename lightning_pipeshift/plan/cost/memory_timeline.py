@@ -11,7 +11,7 @@ free.)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -93,6 +93,11 @@ class Links:
 
     between: Mapping[Link, tuple[float, float]] = field(default_factory=dict)
     to_host: tuple[float, ...] = ()
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for equal links."""
+        return tuple(sorted(self.between.items())), self.to_host
 
     def rate(self, stage: int, place: int) -> float:
         """Bytes per second from a stage to another one, or to the host; 0 if there is no

@@ -26,8 +26,6 @@ from lightning_pipeshift.plan.arrange.stage_order import (
     interchangeable,
     num_orders,
 )
-from lightning_pipeshift.plan.cost.memory_model import with_footprints
-from lightning_pipeshift.plan.cost.memory_timeline import Links
 from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.policies import Policy
@@ -179,7 +177,7 @@ class _Mapper:
             # slower.
             problem = self._problem(placed, vm, ranks)
             alike = tuple(self._alike[rank] for rank in ranks)
-            key = problem.workload, _hashable(problem.links), problem.limits, alike
+            key = problem.workload, problem.links.key, problem.limits, alike
             if key not in self._known:
                 order, made = self._best_order(profile, start, placed, vm)
                 self._known[key] = tuple(map(ranks.index, order)), made
@@ -273,19 +271,7 @@ class _Mapper:
     ) -> Arrangement:
         placed = self._placed(start, ranks)
         cuts = tuple(each.cut for each in found)
-        plain = self._placer.arrangement(placed, cuts)
-        footprints = [
-            self._problem(placed, vm, order).footprints.of(each.cut, each.swaps)
-            for vm, (order, each) in enumerate(zip(placed.ranks, found, strict=True))
-        ]
-        prediction = with_footprints(plain.prediction, placed.workloads, cuts, footprints)
-        before, after = plain.prediction.step_seconds, prediction.step_seconds
-        return replace(
-            plain,
-            swaps=tuple(each.swaps for each in found) if any(each.swaps for each in found) else (),
-            prediction=prediction,
-            samples_per_second=plain.samples_per_second * before / after if after else math.inf,
-        )
+        return self._placer.arrangement(placed, cuts, tuple(each.swaps for each in found))
 
 
 def _with_saved(profile: Profile, part: float) -> Profile:
@@ -297,7 +283,3 @@ def _with_saved(profile: Profile, part: float) -> Profile:
         for layer in profile.layers
     )
     return replace(profile, layers=layers)
-
-
-def _hashable(links: Links) -> tuple[Any, ...]:
-    return tuple(sorted(links.between.items())), links.to_host

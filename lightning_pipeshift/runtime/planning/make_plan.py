@@ -15,7 +15,6 @@ from lightning_pipeshift.plan.arrange.options import Options
 from lightning_pipeshift.plan.arrange.plan_builder import (
     cut_of,
     plan_of,
-    prediction_of,
     workloads_of,
 )
 from lightning_pipeshift.plan.cost.workload import Cut, Sharers, Workload
@@ -201,21 +200,15 @@ def make_plan(
         ]
     if settings.memory is not None:
         found = _compressed(settings, settings.memory, profile, cluster, topology, workloads, idle)
-        made = plan_of(
+        return plan_of(
             profile,
             cluster,
             topology.ranks,
             settings.schedule,
             microbatches,
             [each.cut for each in found],
+            tuple(each.swaps for each in found),
         )
-        swaps = tuple(each.swaps for each in found) if any(each.swaps for each in found) else ()
-        made = replace(made, swaps=swaps)
-        if made.prediction is not None:
-            made = replace(
-                made, prediction=prediction_of(made, profile, cluster, topology.ranks, True)
-            )
-        return made
     if settings.partition == "auto" and max(topology.stages_per_vm) > 1:
         cuts = []
         for vm, workload in enumerate(workloads):

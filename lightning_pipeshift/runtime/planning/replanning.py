@@ -195,8 +195,7 @@ class Replanning:
             num_gradients=1 + self._settings.accumulates,
             shared=self.shared,
         )
-        by_tensor = self._settings.memory is not None
-        return Measured(profile, cluster, topology.ranks, by_tensor)
+        return Measured(profile, cluster, topology.ranks)
 
     def static_bytes(self, stage: int, num_stages: int) -> dict[int, float]:
         """The bytes that each layer takes permanently on a stage: as ``Workload.fixed_bytes``."""
