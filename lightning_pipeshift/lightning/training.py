@@ -97,6 +97,7 @@ class TrainingSteps:
         if pipeline.replicas.count > 1 and not self.steps_itself:
             reason = why_all_gradients(self._trainer)
             self._leaves_late = not reason and pipeline.settings.overlap_updates
+            pipeline.planning.overlaps_updates = self._leaves_late
             if reason:
                 self._say(f"the optimizer waits until all gradients are summed: {reason}.")
 

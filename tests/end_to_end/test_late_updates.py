@@ -9,8 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as L
 import pytest
@@ -24,8 +25,9 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor, nn
 
 import lightning_pipeshift.lightning.run
-from lightning_pipeshift import MemoryCompression, SwapAll
+from lightning_pipeshift import MemoryCompression, Move, Plan, SwapAll
 from lightning_pipeshift.model.gates.gate import Gate
+from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation, GradientGroup
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdates
 from lightning_pipeshift.runtime.gradients.rings import Rings, RingSum
@@ -560,3 +562,77 @@ def test_every_byte_of_the_gradients_is_counted_with_its_lane() -> None:
         assert len(lanes) > 2
         assert sum(lanes.values()) == num_bytes
         assert any("gradient lanes carried" in message for message in messages)
+
+
+class Wide(SequentialMLP):
+    """Its gradients are large enough to be summed in two pieces each."""
+
+    def __init__(self) -> None:
+        super().__init__(width=1100)
+
+
+def on_lanes(how: Mapping[str, Any], shares: tuple[float, ...]) -> tuple[Any, dict[str, int], Any]:
+    """The end of a run with a plan with these shares, the bytes of each lane, and the shares that
+    are in force at the end.
+    """
+    torch.manual_seed(3)
+    start = quiet_trainer(how, max_steps=1)
+    start.fit(built(Wide), loader("sequential", how, 2, num_batches=1))
+    plan = replace(cast(Any, start.strategy).plan, lane_shares=shares, prediction=None)
+    given = {**how, "pipeshift": {"virtual_machines": 2, "plan": plan, "profile_steps": 0}}
+    torch.manual_seed(3)
+    module = built(Wide)
+    trainer = quiet_trainer(given, max_epochs=1)
+    trainer.fit(module, loader("sequential", how, 2, num_batches=4))
+    strategy: Any = trainer.strategy
+    lanes = {name: one.num_bytes for name, one in strategy.pipeline.lane_traffic.items()}
+    return state_of(trainer, module), lanes, strategy.plan.lane_shares
+
+
+def same_on_all_lanes(how: Mapping[str, Any]) -> list[dict[str, int]]:
+    expected, *_ = on_lanes(
+        {**how, "pipeshift": {**how["pipeshift"], "overlap_updates": False}}, ()
+    )
+    found = []
+    for shares in ((1.0,), (0.25, 0.75), (0.1, 0.2, 0.3, 0.4)):
+        state, lanes, in_force = on_lanes(how, shares)
+        assert in_force == shares
+        assert not differences(state, expected, 0, 0)
+        found.append(lanes)
+    return found
+
+
+def test_lanes_of_a_plan_change_no_bit() -> None:
+    for one, two, four in run_ranks(on_rank, 2, same_on_all_lanes, TWO, (), {}):
+        total = sum(one.values())
+        assert len(one) == 1
+        assert [round(size / total, 1) for size in two.values()] == [0.2, 0.8]
+        assert len(four) == 4
+        assert sum(two.values()) == sum(four.values()) == total
+
+
+class MovesByHand(L.Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        if index == 1:
+            strategy = trainer.strategy
+            last = strategy.plan.placement.counts[0][0] - 1
+            strategy.migrate(Move(layer=strategy.layer_names[last], stage=1))
+
+
+def lanes_after_a_move(how: Mapping[str, Any]) -> tuple[Any, Any]:
+    trainer = quiet_trainer(how, max_epochs=1, callbacks=[MovesByHand()])
+    with pytest.MonkeyPatch.context() as patch:
+        # Whatever they are: a number that tells for which placement they were chosen.
+        patch.setattr(
+            Measured, "lane_shares", lambda self, plan: (0.1 * plan.placement.counts[0][0],) * 2
+        )
+        patch.setattr(Plan, "_check_lanes", lambda plan: None)
+        trainer.fit(built(SequentialMLP), loader("sequential", how, 2, num_batches=6))
+    plan = cast(Any, trainer.strategy).plan
+    return plan.placement.counts, plan.lane_shares
+
+
+def test_lanes_are_chosen_again_after_a_move() -> None:
+    for counts, shares in run_ranks(on_rank, 4, lanes_after_a_move, TWO, (), {}):
+        assert counts[0] == (2, 3)
+        assert shares == (0.1 * 2,) * 2

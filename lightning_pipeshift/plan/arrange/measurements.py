@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_pipeshift.plan.arrange.plan_builder import prediction_of
+from lightning_pipeshift.plan.arrange.plan_builder import lane_shares_of, prediction_of
 from lightning_pipeshift.plan.cost.prediction import Prediction
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster
@@ -32,6 +32,10 @@ class Measured:
     def prediction(self, plan: Plan) -> Prediction:
         """The simulator's prediction of a plan."""
         return prediction_of(plan, self.profile, self.cluster, self.ranks)
+
+    def lane_shares(self, plan: Plan) -> tuple[float, ...]:
+        """See :func:`~lightning_pipeshift.plan.arrange.plan_builder.lane_shares_of`."""
+        return lane_shares_of(plan, self.profile, self.cluster, self.ranks)
 
     def compared(self, plan: Plan, step_seconds: float) -> Measured:
         """The same measurements, plus the time by which a real step exceeded the simulated one: for

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_pipeshift.plan.arrange.planner import Arrangement
-from lightning_pipeshift.plan.cost.prediction import Prediction, predict
+from lightning_pipeshift.plan.cost.prediction import LanePlanner, Prediction, predict
 from lightning_pipeshift.plan.cost.workload import Cut, Workload, workload_of
 from lightning_pipeshift.plan.document.plan import LayerRecord, Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster
@@ -50,6 +50,7 @@ def plan_of(
         swaps=swaps if any(swaps) else (),
     )
     if any(first.forward):
+        plan = replace(plan, lane_shares=lane_shares_of(plan, profile, cluster, ranks))
         plan = replace(plan, prediction=prediction_of(plan, profile, cluster, ranks))
     return plan
 
@@ -91,6 +92,25 @@ def workloads_of(
     return [workload_of(profile, cluster, machine, schedule, microbatches) for machine in ranks]
 
 
+def lane_shares_of(
+    plan: Plan, profile: Profile, cluster: Cluster, ranks: Sequence[Sequence[int]]
+) -> tuple[float, ...]:
+    """The part of all gradient bytes that each lane is to carry, so that a plan's step is shortest;
+    empty if the step waits for all gradients, or there are none to send.
+
+    Args:
+        plan: the plan.
+        profile: of the model.
+        cluster: the machines.
+        ranks: of each virtual machine, in stage order.
+    """
+    if not profile.overlaps_updates or len(ranks) == 1 or plan.is_asynchronous:
+        return ()
+    workloads = workloads_of(profile, cluster, ranks, plan.schedule, plan.microbatches)
+    cuts = [cut_of(plan, vm) for vm in range(len(ranks))]
+    return LanePlanner(profile, cluster, ranks, workloads, cuts).best_shares()
+
+
 def prediction_of(
     plan: Plan,
     profile: Profile,
@@ -108,4 +128,4 @@ def prediction_of(
     workloads = workloads_of(profile, cluster, ranks, plan.schedule, plan.microbatches)
     cuts = [cut_of(plan, vm) for vm in range(len(workloads))]
     swaps = [plan.swapped(vm) for vm in range(len(workloads))]
-    return predict(profile, cluster, ranks, workloads, cuts, swaps)
+    return predict(profile, cluster, ranks, workloads, cuts, swaps, plan.lane_shares)

@@ -1,30 +1,131 @@
-"""Which lane carries the gradients of which layer.
+"""Decides which lane carries the gradients of which layer.
 
-The next forward needs the first layers first, whichever stage they are on, and their gradients are
-ready last. So lanes are given in call order: the most urgent one to the first layers, up to its
-share of the bytes, and so on (Tsinghua's "method and system for accelerating distributed machine
-learning"; Geryon, INFOCOM 2020, section 4).
+The next forward needs the first layers first, and their gradients are ready last: a layer's slack,
+the time from its gradient to its next forward, grows from layer to layer. So lanes are given in
+call order: the most urgent one to the first layers, up to its share of the bytes, and so on. The
+shares are those with which the simulated step is shortest (Tsinghua's "method and system for
+accelerating distributed machine learning"; Geryon, INFOCOM 2020, section 4).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from itertools import accumulate, combinations
+from typing import Final, NamedTuple
+
+from lightning_pipeshift.plan.inputs.traffic import NUM_GRADIENT_CLASSES
+
+PIECE_BYTES: Final = 4 << 20
+"""A gradient is summed in pieces of about this size, which may travel on different lanes."""
+MOST_PIECES: Final = 8
+
+# Shares are searched in steps that get smaller.
+_STEPS: Final = (1 / 8, 1 / 16, 1 / 32)
+# By which part a step has to be shorter with other shares than the equal ones.
+_LEAST_GAIN: Final = 0.002
 
 
-def lanes_by_share(gradient_bytes: Sequence[int], shares: Sequence[float]) -> tuple[int, ...]:
-    """Returns the lane of each layer, 0 for the most urgent one.
+class Part(NamedTuple):
+    """A part of a layer's gradient that travels on one lane.
+
+    Args:
+        end: where it ends, as a fraction of the gradient. It begins where the one before ends.
+        lane: its number, 0 for the most urgent lane.
+    """
+
+    end: float
+    lane: int
+
+
+Parts = tuple[Part, ...]
+
+
+def num_pieces(num_bytes: int) -> int:
+    """Returns in how many pieces a gradient is summed."""
+    return max(1, min(MOST_PIECES, -(-num_bytes // PIECE_BYTES)))
+
+
+def lanes_by_share(gradient_bytes: Sequence[int], shares: Sequence[float]) -> tuple[Parts, ...]:
+    """Returns the lanes of each layer's gradient. Only a large one is split, between two pieces.
 
     Args:
         gradient_bytes: of each layer, in call order.
         shares: the part of all bytes that each lane carries, the most urgent lane first; they add
-            up to 1. A layer belongs to the lane in which its middle byte lies.
+            up to 1. A piece belongs to the lane in which its middle byte lies.
     """
     total = sum(gradient_bytes) or 1
     limits = list(accumulate(shares))[:-1]
-    lanes, before = [], 0
+    layers, before = [], 0
     for size in gradient_bytes:
-        middle = (before + size / 2) / total
-        lanes.append(sum(middle > limit for limit in limits))
+        count = num_pieces(size)
+        lanes = [
+            bisect_left(limits, (before + size * (piece + 0.5) / count) / total)
+            for piece in range(count)
+        ]
+        layers.append(
+            tuple(
+                Part((piece + 1) / count, lane)
+                for piece, lane in enumerate(lanes)
+                if piece + 1 == count or lanes[piece + 1] != lane
+            )
+        )
         before += size
-    return tuple(lanes)
+    return tuple(layers)
+
+
+def equal_shares(gradient_bytes: Sequence[int]) -> tuple[float, ...]:
+    """Returns equal shares for as many lanes as these layers have use for."""
+    count = min(NUM_GRADIENT_CLASSES, sum(map(num_pieces, filter(None, gradient_bytes))) or 1)
+    return (1 / count,) * count
+
+
+def best_shares(
+    gradient_bytes: Sequence[int], step_seconds: Callable[[Sequence[float]], float]
+) -> tuple[float, ...]:
+    """Returns the shares with which a step is shortest: equal ones, unless others are better.
+
+    Lanes that carry nothing are left out. Among shares that are equally good, those of more lanes
+    are kept: the simulation does not know the other jobs on the network.
+
+    Args:
+        gradient_bytes: of each layer, in call order.
+        step_seconds: the simulated step with given shares.
+    """
+    equal = equal_shares(gradient_bytes)
+    count = len(equal)
+    growing = tuple(2.0**lane / (2**count - 1) for lane in range(count))
+    seconds: dict[tuple[float, ...], float] = {}
+
+    def cost(limits: tuple[float, ...]) -> float:
+        if limits not in seconds:
+            seconds[limits] = step_seconds(_between(limits))
+        return seconds[limits]
+
+    usual = _limits(equal)
+    best = min((usual, _limits(growing)), key=cost)
+    for step in _STEPS:
+        improves = True
+        while improves:
+            improves = False
+            # One limit, or several next to each other.
+            for begin, end in combinations(range(count), 2):
+                for change in (-step, step):
+                    shifted = [min(max(limit + change, 0.0), 1.0) for limit in best[begin:end]]
+                    moved = (*best[:begin], *shifted, *best[end:])
+                    if sorted(moved) == list(moved) and cost(moved) < cost(best):
+                        best, improves = moved, True
+    if cost(best) >= (1 - _LEAST_GAIN) * cost(usual):
+        return equal
+    used = {part.lane for parts in lanes_by_share(gradient_bytes, _between(best)) for part in parts}
+    # A share that no piece falls into goes to the next lane.
+    kept = [limit for lane, limit in enumerate(best) if lane in used]
+    return _between(tuple(kept) if count - 1 in used else tuple(kept[:-1]))
+
+
+def _limits(shares: Sequence[float]) -> tuple[float, ...]:
+    return tuple(accumulate(shares))[:-1]
+
+
+def _between(limits: Sequence[float]) -> tuple[float, ...]:
+    return tuple(b - a for a, b in zip((0.0, *limits), (*limits, 1.0), strict=True))

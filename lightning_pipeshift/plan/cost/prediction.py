@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 
 import numpy as np
 
+from lightning_pipeshift.plan.cost.lanes import best_shares, equal_shares, lanes_by_share
 from lightning_pipeshift.plan.cost.memory_model import Footprint, Footprints, links_of
 from lightning_pipeshift.plan.cost.memory_timeline import Links
+from lightning_pipeshift.plan.cost.overlap import (
+    Machine,
+    Overlapped,
+    gradients_ready,
+    overlapped,
+)
 from lightning_pipeshift.plan.cost.pace import steady_pace
-from lightning_pipeshift.plan.cost.ring_contention import crowded, ring_ends
+from lightning_pipeshift.plan.cost.ring_contention import (
+    RingNetwork,
+    Transfer,
+    crowded,
+    ring_ends,
+)
 from lightning_pipeshift.plan.cost.simulator import Costs, Timeline, columns
 from lightning_pipeshift.plan.cost.workload import Cut, Numbers, Workload
 from lightning_pipeshift.plan.inputs.cluster import Cluster
@@ -46,6 +59,7 @@ def predict(
     workloads: Sequence[Workload],
     cuts: Sequence[Cut],
     swaps: Sequence[Sequence[Swap]] = (),
+    lane_shares: Sequence[float] = (),
 ) -> Prediction:
     """Predicts the time and memory of a step, or of a minibatch in an asynchronous pipeline.
 
@@ -60,9 +74,10 @@ def predict(
             that :func:`~lightning_pipeshift.plan.cost.ring_contention.crowded` leaves them.
         cuts: one for each of them.
         swaps: the saved tensors that each of them swaps; empty if none does.
+        lane_shares: the part of all gradient bytes that each lane carries; empty for equal parts.
     """
     swapped = [tuple(each) for each in swaps] or [()] * len(cuts)
-    # Hosts have links of their own only if they are used.
+    # The links between stages take long to list, and only swaps use them.
     links_left = crowded(cluster, ranks) if any(swapped) else cluster
     made: dict[Hashable, tuple[Costs, Footprint]] = {}
     found = []
@@ -75,7 +90,7 @@ def predict(
         found.append(made[key])
     footprints = [footprint for _, footprint in found]
     timelines = [footprint.timeline for footprint in footprints]
-    computed, summed = _seconds(profile, cluster, ranks, workloads, cuts, timelines)
+    computed, summed = _seconds(profile, cluster, ranks, workloads, cuts, timelines, lane_shares)
     late = max(each.timeline.step_seconds + each.late_seconds for each in footprints) - max(
         timeline.step_seconds for timeline in timelines
     )
@@ -85,6 +100,44 @@ def predict(
         exposed_seconds=summed - computed,
         memory_bytes=tuple(footprint.peak_bytes for footprint in footprints),
     )
+
+
+class LanePlanner:
+    """Predicts steps by how their gradients are distributed over lanes, if each layer is updated
+    when its own gradient is summed.
+
+    Args:
+        See :func:`predict`.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        cluster: Cluster,
+        ranks: Sequence[Sequence[int]],
+        workloads: Sequence[Workload],
+        cuts: Sequence[Cut],
+    ) -> None:
+        distinct = {(id(w), cut): Machine(w, cut) for w, cut in zip(workloads, cuts, strict=True)}
+        self._machines = list(distinct.values())
+        self._network = RingNetwork(cluster, ranks, cuts)
+        self._between = _besides(profile, cluster, ranks, workloads, cuts)
+        self.gradient_bytes = [layer.gradient_bytes for layer in profile.layers]
+
+    def overlapped(self, shares: Sequence[float]) -> Overlapped:
+        """The times of steps with given shares of the lanes."""
+        transfers = [
+            Transfer(layer, part.lane, (part.end - begin) * size)
+            for layer, (parts, size) in enumerate(
+                zip(lanes_by_share(self.gradient_bytes, shares), self.gradient_bytes, strict=True)
+            )
+            for part, begin in zip(parts, (0.0, *(part.end for part in parts)), strict=False)
+        ]
+        return overlapped(self._machines, partial(self._network.ends, transfers), self._between)
+
+    def best_shares(self) -> tuple[float, ...]:
+        """The shares with which a step is shortest."""
+        return best_shares(self.gradient_bytes, lambda shares: self.overlapped(shares).step_seconds)
 
 
 def simulated_seconds(
@@ -111,6 +164,7 @@ def _seconds(
     workloads: Sequence[Workload],
     cuts: Sequence[Cut],
     timelines: Sequence[Timeline],
+    lane_shares: Sequence[float] = (),
 ) -> tuple[float, float]:
     """The time of a step or minibatch, without rings and with them."""
     if workloads[0].objective.is_pace:
@@ -118,6 +172,11 @@ def _seconds(
     computed = max(timeline.step_seconds for timeline in timelines)
     if len(ranks) == 1:
         return computed, computed
+    if profile.overlaps_updates:
+        planner = LanePlanner(profile, cluster, ranks, workloads, cuts)
+        shares = lane_shares or equal_shares(planner.gradient_bytes)
+        besides = _besides(profile, cluster, ranks, workloads, cuts)
+        return computed, max(computed, planner.overlapped(shares).step_seconds - besides)
     return computed, max([computed, *rings(profile, cluster, ranks, workloads, cuts, timelines)])
 
 
@@ -134,7 +193,7 @@ def rings(
     A layer's gradient is ready on its owner in the middle of the last backward there, which passes
     the later layers first."""
     ready = {
-        (id(workload), cut): _ready(workload, cut, _last_backwards(timeline))
+        (id(workload), cut): gradients_ready(workload, _bounds(cut), _last_backwards(timeline))
         for workload, cut, timeline in zip(workloads, cuts, timelines, strict=True)
     }
     return _ring_ends(profile, cluster, ranks, cuts, list(ready.values()))
@@ -165,7 +224,9 @@ def estimated_seconds(
             costs = workload.costs(cut)
             back = zip(costs.backward_seconds, costs.gradient_seconds, strict=False)
             before = accumulate((compute + message for compute, message in back), initial=0.0)
-            ready.append(_ready(workload, cut, [seconds - earlier for earlier in before]))
+            ready.append(
+                gradients_ready(workload, _bounds(cut), [seconds - earlier for earlier in before])
+            )
     ends = _ring_ends(profile, cluster, ranks, cuts, ready) if len(ranks) > 1 else []
     return max([*computed.values(), *ends]) + _besides(profile, cluster, ranks, workloads, cuts)
 
@@ -189,7 +250,7 @@ def _paces(
     if len(ranks) == 1:
         return computed, computed
     ready = [
-        _ready(workload, cut, each.backward_seconds)
+        gradients_ready(workload, _bounds(cut), each.backward_seconds)
         for (workload, cut), each in zip(distinct.values(), costs, strict=True)
     ]
     # In seconds since the stages' backwards began, as if all of them began at once.
@@ -244,16 +305,8 @@ def _ring_ends(
     return ring_ends(cluster, ranks, cuts, sizes, np.maximum.reduce(ready).tolist())
 
 
-def _ready(workload: Workload, cut: Cut, ends: Sequence[float]) -> Numbers:
-    """The time at which each layer's gradient is ready, given in ``ends`` the end of each stage's
-    last backward, which passes the later layers first.
-    """
-    ready = np.zeros(workload.num_layers)
-    for stage, (moment, (begin, end)) in enumerate(zip(ends, pairwise(cut.bounds), strict=True)):
-        seconds = workload.backward[stage, begin:end]
-        # Of the stage's layers, the first one's gradient is ready last.
-        ready[begin:end] = moment - (np.cumsum(seconds) - seconds)
-    return ready
+def _bounds(cut: Cut) -> list[tuple[int, int]]:
+    return list(pairwise(cut.bounds))
 
 
 def _last_backwards(timeline: Timeline) -> list[float]:

@@ -238,21 +238,34 @@ class Clock:
             ends=place[[last.get((stage,), 0) for stage in range(self.num_stages)]],
         )
 
-    def run(self, costs: Costing, later: Callable[[Any, Any], Any]) -> list[Instant]:
+    def run(
+        self,
+        costs: Costing,
+        later: Callable[[Any, Any], Any],
+        begins: Sequence[Any] | None = None,
+        first_forward: Callable[[int, Any], Any] | None = None,
+    ) -> list[Instant]:
         """The start and end of every compute action and every transfer, in order of execution.
 
         Args:
             costs: the durations of the actions.
             later: the maximum of two of them.
+            begins: when each stage may start; 0 if ``None``.
+            first_forward: the end of a stage's forward of microbatch 0, given the stage and the
+                start; ``None`` if it takes as long as the others.
         """
-        free: list[Any] = [0.0] * self.num_stages
+        free: list[Any] = list(begins) if begins is not None else [0.0] * self.num_stages
         link_free: dict[tuple[int, int], Any] = {}
         arrived: list[Any] = [0.0] * self._num_arrivals
         instants = []
         for stage, action, arrival, column, entry, link in self._steps:
             if link is None:
                 start = free[stage] if arrival < 0 else later(free[stage], arrived[arrival])
-                end = free[stage] = start + costs[column][entry]
+                if first_forward and action.kind is Kind.FORWARD and action.microbatch == 0:
+                    end = first_forward(stage, start)
+                else:
+                    end = start + costs[column][entry]
+                free[stage] = end
             else:
                 start = later(free[stage], link_free[link]) if link in link_free else free[stage]
                 end = start + costs[column][entry]

@@ -37,6 +37,7 @@ from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
 from lightning_pipeshift.plan.inputs.shares import check_shares
 from lightning_pipeshift.plan.inputs.topology import Topology
+from lightning_pipeshift.plan.inputs.traffic import NUM_GRADIENT_CLASSES
 from lightning_pipeshift.plan.schedule.asynchronous import require_equal_depths
 from lightning_pipeshift.plan.schedule.schedules import (
     ASYNCHRONOUS,
@@ -93,6 +94,8 @@ class Plan:
         ranks: for each virtual machine its ranks in stage order; empty if any ranks may be used.
         kinds: the kind of each of these ranks' devices; empty if they are not required.
         batch_shares: how a global batch is divided; empty for equally.
+        lane_shares: the part of all gradient bytes that each lane between virtual machines carries,
+            the most urgent lane first; empty for equal parts.
         prediction: that of the simulator, if enough has been measured for it.
 
     Raises PlanError if these contradict each other."""
@@ -106,11 +109,13 @@ class Plan:
     ranks: tuple[tuple[int, ...], ...] = ()
     kinds: tuple[tuple[str, ...], ...] = ()
     batch_shares: tuple[float, ...] = ()
+    lane_shares: tuple[float, ...] = ()
     prediction: Prediction | None = None
 
     def __post_init__(self) -> None:
         self._check_model()
         self._check_machines()
+        self._check_lanes()
 
     def _check_machines(self) -> None:
         count = self.placement.num_virtual_machines
@@ -157,6 +162,15 @@ class Plan:
         except ConfigurationError as error:
             name = "ranks" if "rank" in str(error) else "batch_shares"
             raise PlanError(f"the field {name!r}: {error}") from error
+
+    def _check_lanes(self) -> None:
+        shares = self.lane_shares
+        is_whole = not shares or math.isclose(math.fsum(shares), 1.0, abs_tol=1e-3)
+        if len(shares) > NUM_GRADIENT_CLASSES or not is_whole or min(shares, default=1.0) <= 0:
+            raise PlanError(
+                f"the field 'lane_shares' is {list(shares)}; it has at most {NUM_GRADIENT_CLASSES}"
+                " parts, each above 0, and they add up to 1; omit it for equal parts"
+            )
 
     def _check_swaps(self, vm: int, swaps: Sequence[Swap], depth: int) -> None:
         seen: set[tuple[int, int]] = set()
@@ -293,8 +307,10 @@ class Plan:
     # Another plan.
 
     def with_placement(self, placement: Placement) -> Plan:
-        """The same plan with other owners, without its prediction."""
-        return replace(self, placement=placement, prediction=None)
+        """The same plan with other owners, without what was found for the present ones: the
+        prediction and the lanes' shares.
+        """
+        return replace(self, placement=placement, prediction=None, lane_shares=())
 
     def is_like(self, other: Plan) -> bool:
         """Whether all ranks would act equally under the other plan."""
@@ -334,7 +350,7 @@ class Plan:
             "microbatches": self.microbatches,
             "placement": self.placement.counts,
         }
-        for name in ("recompute", "ranks", "kinds", "batch_shares"):
+        for name in ("recompute", "ranks", "kinds", "batch_shares", "lane_shares"):
             if getattr(self, name):
                 document[name] = getattr(self, name)
         if self.swaps:

@@ -50,6 +50,7 @@ def draw(plan: Plan) -> str:
             drawing = draw_row(row, end_seconds, scale, _GRID_WIDTH)
             lines.append(f"{stage:>5} │{drawing}│ {1 - busy_seconds / step_seconds:4.0%} idle")
         lines += _swaps(plan, vms[0])
+    lines += _lanes(plan)
     unit = "minibatch" if plan.is_asynchronous else "microbatch"
     lines += ["", _LEGEND.format(unit)]
     if any(plan.recompute):
@@ -124,6 +125,12 @@ def _swaps(plan: Plan, vm: int) -> list[str]:
             parts.append(f"{tensors} of {layers} to {to}")
         lines.append(_shortened_end(f"{stage:>5}  swaps {'; '.join(parts)}"))
     return ["", *lines] if lines else []
+
+
+def _lanes(plan: Plan) -> list[str]:
+    """The part of all gradient bytes that each lane carries."""
+    shares = ", ".join(f"{share:.1%}" for share in plan.lane_shares)
+    return ["", f"gradient lanes, the most urgent first: {shares} of the bytes"] if shares else []
 
 
 def _shortened_end(line: str) -> str:

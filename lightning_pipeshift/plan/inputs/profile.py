@@ -141,6 +141,8 @@ class Profile:
         num_gradients: how many copies of its gradients a stage holds: 2 if they are added up over
             batches, as a batch's own are computed apart.
         shared: the parameters that several layers use.
+        overlaps_updates: whether each layer is updated when its own gradient is summed over virtual
+            machines, while the next step begins.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -152,6 +154,7 @@ class Profile:
     num_accumulated: int = 1
     num_gradients: int = 1
     shared: tuple[SharedWeights, ...] = ()
+    overlaps_updates: bool = False
 
     def __post_init__(self) -> None:
         if not self.layers:

@@ -43,7 +43,10 @@ class Urgency(NamedTuple):
     order: int = 0
 
 
-MOST_URGENT: Final = Urgency()
+Urgencies = tuple[tuple[float, Urgency], ...]
+"""Those of a vector's parts: where each ends, as a fraction of the vector, and how urgent it is."""
+
+MOST_URGENT: Final[Urgencies] = ((1.0, Urgency()),)
 
 
 @dataclass(frozen=True)

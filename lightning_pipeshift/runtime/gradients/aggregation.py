@@ -25,7 +25,7 @@ from lightning_pipeshift.runtime.comm.channels import PostedSum
 from lightning_pipeshift.runtime.comm.lane import Watched, finish
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.comm.threads import InOrder
-from lightning_pipeshift.runtime.comm.turns import MOST_URGENT, Urgency
+from lightning_pipeshift.runtime.comm.turns import MOST_URGENT, Urgencies
 
 
 class Sum(Protocol):
@@ -40,7 +40,7 @@ class Sum(Protocol):
 
 # Given a number, the members' ranks, a vector and the urgency of the messages: begins to sum the
 # vector in place.
-StartSum = Callable[[int, Sequence[int], Tensor, Urgency], Sum]
+StartSum = Callable[[int, Sequence[int], Tensor, Urgencies], Sum]
 
 # Given a vector in host memory: begins to sum it over all ranks, which all call this.
 Agree = Callable[[Tensor], PostedSum]
@@ -67,7 +67,7 @@ class GradientGroup:
     places: list[int]
     members: list[int]
     is_hooked: bool = True
-    urgency: Urgency = MOST_URGENT
+    urgencies: Urgencies = MOST_URGENT
     _missing: int = 0
     _sums: list[tuple[list[nn.Parameter], Tensor, Sum]] = field(default_factory=list)
     _buffers: dict[torch.dtype, Tensor] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class GradientGroup:
                 buffer[length:] = torch.tensor(flags, dtype=dtype)
                 self._counts = buffer[length:]
             number = self.number * _MOST_TYPES + index
-            begin = partial(start_sum, number, self.members, buffer, self.urgency)
+            begin = partial(start_sum, number, self.members, buffer, self.urgencies)
             if joined is own:
                 self._sums.append((parameters, own, begin()))
                 continue
@@ -344,7 +344,9 @@ class AllReduce:
         self._groups = groups
         self._watched = watched
 
-    def start(self, number: int, members: Sequence[int], buffer: Tensor, urgency: Urgency) -> Sum:
+    def start(
+        self, number: int, members: Sequence[int], buffer: Tensor, urgencies: Urgencies
+    ) -> Sum:
         """Begins to sum a vector in place."""
         with self._watched(None):
             group = self._groups.group(Purpose.SUMS, members)

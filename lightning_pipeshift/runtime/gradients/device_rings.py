@@ -21,7 +21,7 @@ from lightning_pipeshift.devices.streams import (
 )
 from lightning_pipeshift.runtime.comm.lane import Watched
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
-from lightning_pipeshift.runtime.comm.turns import MOST_URGENT, Urgency
+from lightning_pipeshift.runtime.comm.turns import MOST_URGENT, Urgencies
 from lightning_pipeshift.runtime.gradients.rings import chunks_of, received_at, sent_at
 
 
@@ -44,7 +44,7 @@ class DeviceRings:
         number: int,
         members: Sequence[int],
         buffer: Tensor,
-        urgency: Urgency = MOST_URGENT,
+        urgencies: Urgencies = MOST_URGENT,
     ) -> Event:
         """Queues the sum of a vector on the GPU, in place, over the members. Returns the event of
         its end.

@@ -14,6 +14,7 @@ gradients of the first layers are ready last, and needed first.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -23,17 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pipeshift.plan.cost.lanes import MOST_PIECES, num_pieces
 from lightning_pipeshift.runtime.comm.groups import Group
 from lightning_pipeshift.runtime.comm.lane import Watched
 from lightning_pipeshift.runtime.comm.sockets import Opened, shut_down
 from lightning_pipeshift.runtime.comm.threads import Threads
-from lightning_pipeshift.runtime.comm.turns import MOST_URGENT, Turns, Urgency
+from lightning_pipeshift.runtime.comm.turns import MOST_URGENT, Turns, Urgencies, Urgency
 from lightning_pipeshift.runtime.comm.waits import complete
 
-# A long gradient is summed in pieces, each in a ring of its own: while one piece is added up,
-# another is on the wire.
-_PIECE_BYTES = 4 << 20
-_MOST_PIECES = 8
 # What is sent at once: nothing overtakes it.
 _BLOCK_BYTES = 1 << 19
 
@@ -95,7 +93,7 @@ class Rings:
         number: int,
         members: Sequence[int],
         buffer: Tensor,
-        urgency: Urgency = MOST_URGENT,
+        urgencies: Urgencies = MOST_URGENT,
     ) -> RingSum:
         """Sums a vector over the members of a ring, in place, without waiting.
 
@@ -104,19 +102,24 @@ class Rings:
             members: the ranks, in the same order on each; this rank is one of them.
             buffer: a contiguous vector on the CPU, of the same length and type on every member. Its
                 values are undefined until the sum has been waited for.
-            urgency: that of the messages, the same on every member. If there is no such lane, the
-                last one carries them.
+            urgencies: those of the messages, the same on every member. If there is no such lane,
+                the last one carries them.
         """
         if len(members) == 1:
             return RingSum([])
-        length = max(_PIECE_BYTES // buffer.element_size(), -(-len(buffer) // _MOST_PIECES))
-        pieces = [
-            self._threads.submit(
-                partial(self._sum, number * _MOST_PIECES + i, members, piece, urgency)
-            )
-            for i, piece in enumerate(buffer.split(length))
-        ]
-        return RingSum(pieces)
+        # In pieces, each in a ring of its own: while one piece is added up, another is on the wire.
+        # Where they begin does not depend on the lanes, or the plan would change bits.
+        pieces = buffer.tensor_split(num_pieces(buffer.nbytes))
+        ends = [end for end, _ in urgencies]
+        return RingSum(
+            [
+                self._threads.submit(
+                    partial(self._sum, number * MOST_PIECES + i, members, piece, urgency)
+                )
+                for i, piece in enumerate(pieces)
+                for _, urgency in [urgencies[bisect_right(ends, (i + 0.5) / len(pieces))]]
+            ]
+        )
 
     def close(self) -> None:
         """Closes the connections: sums in progress end with an error, here and at the peers."""

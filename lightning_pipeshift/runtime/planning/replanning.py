@@ -105,6 +105,8 @@ class Replanning:
         self._before: tuple[float, float] | None = None
         self.shared: tuple[SharedWeights, ...] = ()
         """The trained parameters that several layers use, once they are known."""
+        self.overlaps_updates = False
+        """Whether layers are updated one by one while the next step begins."""
         self.is_measured = False
         """Whether the first steps have been measured."""
         self.steps_left = math.inf
@@ -194,6 +196,7 @@ class Replanning:
             num_accumulated=self._settings.num_accumulated,
             num_gradients=1 + self._settings.accumulates,
             shared=self.shared,
+            overlaps_updates=self.overlaps_updates,
         )
         return Measured(profile, cluster, topology.ranks)
 
@@ -224,6 +227,13 @@ class Replanning:
                 f" are (`profile_steps={self._settings.profile_steps}`): ask later."
             )
         return Plan.from_json(text)
+
+    def with_lanes(self, plan: Plan) -> Plan:
+        """A plan with the lanes that are best by the measurements, if there are any. Every rank
+        calls this.
+        """
+        shares = self.measured.lane_shares(plan) if self.measured is not None else ()
+        return replace(plan, lane_shares=self._replicas.world.share_object(shares, source=0))
 
     def require_memory(self, plan: Plan) -> None:
         """Raises PlanError if a stage would have too little memory according to the measurements,

@@ -36,13 +36,13 @@ from lightning_pipeshift.model.trace.signature import module_signature
 from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.model.user_state.logs import LogRecorder
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
-from lightning_pipeshift.plan.cost.lanes import lanes_by_share
+from lightning_pipeshift.plan.cost.lanes import equal_shares, lanes_by_share
 from lightning_pipeshift.plan.document.moves import Move, placement_after
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Device
 from lightning_pipeshift.plan.inputs.flow import Call, Flow, call_order
 from lightning_pipeshift.plan.inputs.placement import Ownership, Placement
-from lightning_pipeshift.plan.inputs.traffic import GRADIENTS, NUM_GRADIENT_CLASSES
+from lightning_pipeshift.plan.inputs.traffic import GRADIENTS
 from lightning_pipeshift.plan.schedule.actions import Row, Schedule
 from lightning_pipeshift.plan.schedule.checker import check
 from lightning_pipeshift.plan.schedule.communication import with_communication
@@ -470,7 +470,7 @@ class Pipeline:
         plan = self.coming_plan
         plan = plan.with_placement(placement_after(plan, moves))
         self.planning.require_memory(plan)
-        self.adopt(plan)
+        self.adopt(self.planning.with_lanes(plan) if self.replicas.count > 1 else plan)
 
     def _move(self, plan: Plan, optimizers: Sequence[Optimizer]) -> Migration:
         """Prepares the move of layers for a plan."""
@@ -560,7 +560,7 @@ class Pipeline:
         return {GRADIENTS[lane].name: traffic for lane, traffic in found.items()}
 
     def _give_lanes(self, groups: Sequence[GradientGroup], num_layers: int, may_open: bool) -> None:
-        """Sets the urgency of each group's sum.
+        """Sets the urgency of each group's messages.
 
         Args:
             groups: all of them, in an order that is the same on every rank.
@@ -573,15 +573,16 @@ class Pipeline:
         sizes = [0] * num_layers
         for group in groups:
             if group.is_hooked:
-                sizes[group.number] = sum(p.numel() * p.element_size() for p in group.trained)
-        count = min(NUM_GRADIENT_CLASSES, sum(map(bool, sizes)) or 1)
-        lanes = lanes_by_share(sizes, [1 / count] * count)
+                sizes[group.number] = bytes_of(group.trained)
+        lanes = lanes_by_share(sizes, self.plan.lane_shares or equal_shares(sizes))
         if may_open:
-            self._rings.open_lanes(count)
+            self._rings.open_lanes(len(equal_shares(sizes)))
         for group in groups:
             # The step ends when the sums of shared parameters are there.
             if group.is_hooked:
-                group.urgency = Urgency(lanes[group.number], group.number)
+                group.urgencies = tuple(
+                    (part.end, Urgency(part.lane, group.number)) for part in lanes[group.number]
+                )
 
     @property
     def migration_seconds(self) -> float:

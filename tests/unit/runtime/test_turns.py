@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_pipeshift.plan.cost.lanes import lanes_by_share
 from lightning_pipeshift.runtime.comm import turns as turns_module
 from lightning_pipeshift.runtime.comm.turns import Turns, Urgency
 
@@ -146,21 +145,3 @@ def test_the_window_follows_the_fastest_of_the_last_speeds(monkeypatch: pytest.M
     traffic = turns.traffic[0]
     assert traffic.num_bytes == (3 + 2 * turns_module._NUM_MEASURED) * WINDOW
     assert traffic.sending_seconds == pytest.approx(now)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "shares", "expected"),
-    [
-        ([1, 1, 1, 1], [0.5, 0.5], (0, 0, 1, 1)),
-        ([1, 1, 1, 1], [1.0], (0, 0, 0, 0)),
-        ([6, 1, 1], [0.5, 0.5], (0, 1, 1)),
-        ([1, 1, 6], [0.5, 0.5], (0, 0, 1)),
-        ([0, 0], [0.5, 0.5], (0, 0)),
-        ([], [0.5, 0.5], ()),
-        ([1, 2, 3, 4], [0.1, 0.2, 0.7], (0, 1, 2, 2)),
-    ],
-)
-def test_the_first_layers_travel_on_the_most_urgent_lane(
-    sizes: list[int], shares: list[float], expected: tuple[int, ...]
-) -> None:
-    assert lanes_by_share(sizes, shares) == expected
