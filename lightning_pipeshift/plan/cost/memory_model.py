@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
 from lightning_pipeshift.plan.cost.memory_timeline import (
     HOST,
     Effects,
     LayerLoad,
     Links,
+    Moments,
     Moved,
     Part,
     StageTrace,
     effects,
+    moments_of,
     traces,
 )
 from lightning_pipeshift.plan.cost.simulator import Timeline
@@ -130,7 +132,9 @@ class Footprints:
             for layer, saved in zip(profile.layers, workload.saved_bytes, strict=True)
         )
         self._timelines: dict[Cut, Timeline] = {}
-        self._effects: dict[Any, Effects] = {}
+        self._moments: dict[tuple[Cut, int], Moments] = {}
+        self._effects: dict[Hashable, Effects] = {}
+        self._traces: dict[Hashable, StageTrace] = {}
 
     def of(self, cut: Cut, swaps: Sequence[Swap] = ()) -> Footprint:
         """The footprint of a cut with its recomputation and swaps."""
@@ -148,6 +152,7 @@ class Footprints:
             if key not in self._effects:
                 if len(self._effects) >= _MOST_EFFECTS:
                     self._effects.clear()
+                    self._traces.clear()
                 loads = [
                     self._load(stage, layer, cut, by_layer.get(layer, ()))
                     for layer in range(begin, end)
@@ -155,14 +160,16 @@ class Footprints:
                 # A stage without layers holds the payload that it forwards.
                 loads = loads or [LayerLoad(begin, 0.0, 0.0)]
                 loads[-1] = replace(loads[-1], sent_bytes=round(workload.payload_bytes[end]))
-                self._effects[key] = effects(stage, timeline.rows[stage], loads, self._links)
+                if (cut, stage) not in self._moments:
+                    self._moments[cut, stage] = moments_of(timeline.rows[stage], loads)
+                self._effects[key] = effects(stage, self._moments[cut, stage], loads, self._links)
             found.append(self._effects[key])
         static = [
             float(sum(workload.fixed_bytes[stage, begin:end]))
             + float(passing_bytes(*workload.payload_bytes[[begin, end]]))
             for stage, (begin, end) in enumerate(pairwise(cut.bounds))
         ]
-        return Footprint(timeline, tuple(traces(found)), tuple(static))
+        return Footprint(timeline, tuple(traces(found, self._traces)), tuple(static))
 
     def _load(self, stage: int, index: int, cut: Cut, swaps: Sequence[Swap]) -> LayerLoad:
         forward = float(self._workload.forward[stage, index])
