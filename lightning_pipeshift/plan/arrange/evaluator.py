@@ -28,7 +28,7 @@ from lightning_pipeshift.plan.inputs.saved_tensors import Swap
 from lightning_pipeshift.plan.inputs.shares import shared_out
 from lightning_pipeshift.plan.partition.dynamic_programming import programme_of
 from lightning_pipeshift.plan.partition.equal_counts import uniform
-from lightning_pipeshift.plan.partition.local_search import best_cut
+from lightning_pipeshift.plan.partition.local_search import best_cut, fixed_cut
 from lightning_pipeshift.plan.partition.recomputation import Recomputation
 
 _HIDDEN: Final = 1.03
@@ -269,7 +269,7 @@ class Evaluator:
         careful: bool,
     ) -> Cut:
         if counts is not None:
-            return _recomputed(workload, counts, self.request.recompute)
+            return fixed_cut(workload, counts, self.request.recompute)
         hindered = workload if per_byte is None else self._hindered(workload, per_byte)
         make = self._careful_cut if careful else self._quick_cut
         try:
@@ -331,21 +331,3 @@ class Evaluator:
 
 def _per_second(samples: float, seconds: float) -> float:
     return samples / seconds if seconds else math.inf
-
-
-def _recomputed(workload: Workload, counts: Sequence[int], recompute: str) -> Cut:
-    """A cut with fixed counts: with everything recomputed, if necessary.
-
-    Raises PlanError if it does not fit."""
-    choices = [Cut(tuple(counts))] if recompute != "full" else []
-    if recompute != "none":
-        choices.append(workload.everything_recomputed(counts))
-    for cut in choices:
-        if workload.fits(cut):
-            return cut
-    held, usable = workload.memory_bytes(choices[-1]), workload.usable_bytes
-    stage = max(range(len(held)), key=lambda stage: held[stage] - usable[stage])
-    raise PlanError(
-        f"the partition {list(counts)} needs {held[stage]:.3g} bytes on stage {stage}, whose "
-        f"device has {usable[stage]:.3g}; give that stage fewer layers, or use partition='auto'"
-    )

@@ -351,6 +351,12 @@ class Workload:
     def _ranges(self, cut: Cut) -> list[range]:
         return [range(*ends) for ends in pairwise(map(int, self._bounds([cut])[:, 0]))]
 
+    def with_saved(self, part: float) -> Workload:
+        """The same layers, as if they saved only a part of their tensors."""
+        return replace(
+            self, saved_bytes=part * self.saved_bytes, outside_bytes=part * self.outside_bytes
+        )
+
     def with_microbatches(self, microbatches: int, schedule: str | None = None) -> Workload:
         """The same layers in another schedule."""
         return replace(self, microbatches=microbatches, schedule=schedule or self.schedule)

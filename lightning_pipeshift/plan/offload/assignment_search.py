@@ -1,8 +1,10 @@
 """Searches for the best assignment of saved tensors to offload targets, for a cut of a virtual
 machine.
 
-The search is greedy, over groups of tensors (those of one layer that are handled equally), and then
-tensor by tensor. Every step of it is evaluated by
+It begins with what is fixed, and with all recomputation that costs no time, so that stages with idle
+time have memory to lend. Stages that lack memory then use one way to handle tensors after the other,
+each for as many tensors as its cost per byte stays low; and the result is improved layer by layer,
+and tensor by tensor. Every step of it is evaluated by
 :mod:`~lightning_pipeshift.plan.cost.memory_model`, so the search and the prediction agree. See
 :mod:`~lightning_pipeshift.plan.offload.planner` for its purpose.
 """
@@ -33,7 +35,7 @@ SMALLEST_BYTES: Final = 1 << 16
 _MOST_ROUNDS: Final = 200
 _MOST_IMPROVED: Final = 2
 _MOST_TRIALS: Final = 2000
-_MOST_TRIED_TENSORS: Final = 1 << 18
+_MOST_TRIED_TENSORS: Final = 1 << 17
 """How many assignments are tried, and how many tensors these may have together: beyond that, a
 result is not improved any more."""
 
@@ -73,16 +75,21 @@ class Problem:
         workload: of the virtual machine.
         links: of the virtual machine.
         limits: of its stages.
-        policy: is called first.
+        policy: is called first; ``None`` if no saved tensor may be swapped, as there is no
+            ``MemoryCompression``.
         recompute: ``"auto"``, ``"full"`` or ``"none"``.
+        cautions: factors for transfer times under which a plan is to work, the preferred one first.
+            Ranks that share a host share its memory's bandwidth; and with a plan whose transfers
+            all end just in time, the compute would wait for most of them.
     """
 
     profile: Profile
     workload: Workload
     links: Links
     limits: tuple[MemoryLimits, ...]
-    policy: Policy
+    policy: Policy | None
     recompute: str = "auto"
+    cautions: tuple[float, ...] = (2.0, 1.0)
 
     @classmethod
     def of(
@@ -91,7 +98,7 @@ class Problem:
         workload: Workload,
         cluster: Cluster,
         ranks: Sequence[int],
-        policy: Policy,
+        policy: Policy | None,
         recompute: str = "auto",
     ) -> Problem:
         """The problem of a virtual machine whose stages are these ranks of a cluster."""
@@ -338,6 +345,7 @@ class Search:
         self._stays: set[tuple[int, int]] = set()
         fixed: dict[tuple[int, int], Way] = {}
         again: set[int] = set()
+        assert self._problem.policy is not None
         for record in self.records():
             key = record.index, record.number
             choice = self._problem.policy.choose(record)
@@ -384,11 +392,13 @@ class Search:
         if not self.score(start).excess_bytes:
             return start
         found: list[Assigned] = []
-        for lenders, spares_lenders in itertools.product(self._mappings(), (False, True)):
+        for begin, lenders in self._beginnings(start):
             self._lenders = lenders
-            found.append(self._relaxed(self._filled(start, spares_lenders)))
+            found.append(self._relaxed(self._filled(begin)))
             score = self.score(found[-1])
-            if self._is_good(score) or (self._is_over and not score.excess_bytes):
+            # Both beginnings at least: of equally fast ones, one may move and recompute less.
+            is_good = self._is_good(score) and len(found) > 1
+            if is_good or (self._is_over and not score.excess_bytes):
                 break
         else:
             # Tensors of any size: if nothing else fits, small ones are swapped too.
@@ -438,14 +448,36 @@ class Search:
                 changed[key] = way
         return changed
 
-    def _filled(self, start: Assigned, spares_lenders: bool = False) -> Assigned:
+    def _beginnings(self, start: Assigned) -> Iterator[tuple[Assigned, dict[int, list[Lenders]]]]:
+        """Assignments to begin with, each with lenders: what is fixed, or with all recomputation
+        that costs no time, so that a stage with idle time has room for others.
+        """
+        roomy = self._with_free_recomputation(start)
+        for lenders, other in itertools.zip_longest(self._mappings(start), self._mappings(roomy)):
+            if roomy != start:
+                yield roomy, other or {}
+            yield start, lenders or {}
+
+    def _with_free_recomputation(self, start: Assigned) -> Assigned:
+        """Recomputes as many layers of each stage as make the step no longer."""
+        now = dict(start)
+        most = _CLOSE * self.score(start).seconds
+        for stage in range(self._workload.num_stages):
+            groups = self._candidates(now, stage, None)
+            fewest, many = 0, len(groups)
+            while fewest < many:
+                middle = (fewest + many + 1) // 2
+                changed = self._with(now, itertools.chain(*groups[:middle]), None)
+                if self.score(changed).seconds <= most:
+                    fewest = middle
+                else:
+                    many = middle - 1
+            now = self._with(now, itertools.chain(*groups[:fewest]), None)
+        return now
+
+    def _filled(self, start: Assigned) -> Assigned:
         """Frees memory stage by stage, each time in the way with the lowest cost per byte, until
         all stages fit.
-
-        Args:
-            start: what is fixed.
-            spares_lenders: whether of the ways that cost nothing those that take no memory of other
-                stages come first, so that stages without such ways have it.
 
         A way is used for as many tensors as its cost per byte stays low; so the number of trials
         depends on how many ways there are, and how often one of them is used up, and hardly on the
@@ -455,33 +487,33 @@ class Search:
         for _ in range(_MOST_ROUNDS):
             before = now
             for stage in self._in_excess(now):
-                now = self._with_more(now, stage, spares_lenders)
-            if now is before:
+                now = self._with_more(now, stage)
+            if now is before or self._is_over:
                 break
+            # The memory that is left, which other stages may lend.
+            self._lenders = self._mappings(now)[0]
         return now
 
-    def _with_more(self, now: Assigned, stage: int, spares_lenders: bool) -> Assigned:
+    def _with_more(self, now: Assigned, stage: int) -> Assigned:
         """Frees memory of a stage in the best way, as long as no other way becomes better."""
         score = self.score(now)
         # A rate at which all stages together would lose next to nothing.
         free = (_CLOSE - 1) * score.seconds / score.excess_bytes if score.excess_bytes else 0.0
-        options: list[tuple[tuple[bool, bool], float, int, Way, Any, Assigned]] = []
+        options: list[tuple[float, int, Way, Any, Assigned]] = []
         for way in self._common_ways(stage):
             groups = self._candidates(now, stage, way)
             if groups:
                 changed = self._with(now, groups[0], way)
                 rate = _rate(score, self.score(changed))
-                # Whether it is free, and spares what others may need.
-                rank = (rate > free, spares_lenders and rate <= free and bool(way))
                 if math.isfinite(rate):
-                    options.append((rank, rate, len(options), way, groups, changed))
+                    options.append((rate, len(options), way, groups, changed))
         if not options:
             return now
-        _, rate, _, way, groups, now = min(options, key=lambda option: option[:3])
-        next_rate = sorted(option[1] for option in options)[:2][-1]
+        rate, _, way, groups, now = min(options, key=lambda option: option[:2])
+        next_rate = sorted(option[0] for option in options)[:2][-1]
         limit = max(_LIKE_SECONDS * rate, next_rate, free)
         count = 1
-        while count < len(groups) and self._lacks(now, stage):
+        while count < len(groups) and stage in self._in_excess(now):
             last, score = count, self.score(now)
             count = min(2 * count, len(groups))
             more = self._with(now, itertools.chain(*groups[last:count]), way)
@@ -523,11 +555,14 @@ class Search:
                 return float(seconds[group[0]]) / stays if stays else math.inf
 
             return [keys for _, keys in sorted(groups, key=price)]
+        # What a stage without room has been lent goes elsewhere.
+        full = {s for s in range(self._workload.num_stages) if self._lacks(now, s)}
         return [
             [key]
             for _, keys in groups
             for key in sorted(keys, key=lambda key: -self._sizes[key])
-            if key not in now and self._sizes[key] >= SMALLEST_BYTES
+            if self._sizes[key] >= SMALLEST_BYTES
+            and (key not in now or (now[key] != way and full.intersection(now[key] or ())))
         ]
 
     def _in_excess(self, assigned: Assigned) -> list[int]:
@@ -678,11 +713,11 @@ class Search:
 
     # --- lenders ---
 
-    def _mappings(self) -> list[dict[int, list[Lenders]]]:
+    def _mappings(self, assigned: Assigned) -> list[dict[int, list[Lenders]]]:
         """The best mappings of stages to lenders, by how well they fill spare memory and links (the
         source's mapping search).
         """
-        found = self.footprint(self._fixed)
+        found = self.footprint(assigned)
         spare = [
             limit.budget_bytes - peak
             for peak, limit in zip(found.peak_bytes, self._limits, strict=True)
