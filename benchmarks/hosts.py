@@ -143,13 +143,32 @@ class Hosts:
         """Calls a function as so many ranks on each host; ``options`` are those of
         :func:`lightning_pipeshift.testing.run_ranks`.
         """
+        (found,) = self.run_jobs(1, function, *args, per_host=per_host, **options)
+        return found
+
+    def run_jobs(
+        self,
+        num_jobs: int,
+        function: Callable[..., Any],
+        *args: Any,
+        per_host: int = 1,
+        **options: Any,
+    ) -> list[list[Any]]:
+        """Calls a function as several jobs at the same time, each as :meth:`run` does; returns the
+        ranks' results of each job.
+        """
         num_ranks = len(self.namespaces) * per_host
+        ports = [self._port, *(free_port() for _ in range(num_jobs - 1))]
         places = [
-            (self.namespaces[rank // per_host], self.environment(rank, per_host))
+            (
+                self.namespaces[rank // per_host],
+                {**self.environment(rank, per_host), "MASTER_PORT": str(port)},
+            )
+            for port in ports
             for rank in range(num_ranks)
         ]
-        found: list[Any] = run_ranks(_call_on_host, num_ranks, places, function, args, **options)
-        return found
+        found = run_ranks(_call_on_host, len(places), places, function, args, **options)
+        return [found[begin : begin + num_ranks] for begin in range(0, len(found), num_ranks)]
 
 
 @functools.cache

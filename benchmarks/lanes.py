@@ -35,12 +35,12 @@ _CHUNK_BYTES = 512 * 1024
 _NUM_POSTED = 4
 
 
-def honour(made: Hosts) -> None:
-    """Makes all hosts honour the lanes."""
+def honour(made: Hosts, megabits: float = MEGABITS) -> None:
+    """Makes all hosts honour the lanes on links of this rate."""
     code = "import pipeshift_command; pipeshift_command.main()"
     for host in range(len(made.namespaces)):
         # A little below the link's rate, so that packets wait where their order is decided.
-        rate = f"{0.97 * MEGABITS:.0f}mbit"
+        rate = f"{0.97 * megabits:.0f}mbit"
         options = ["lanes", "--dev", CARD, "--rate", rate, "--floor", str(FLOOR), "--apply"]
         subprocess.run(
             made.command(host, [sys.executable, "-c", code, *options]),

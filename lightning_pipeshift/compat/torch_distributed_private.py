@@ -21,6 +21,15 @@ def set_options_timeout(options: Any, timeout: timedelta) -> None:
     options._timeout = timeout
 
 
+def set_traffic_class(options: Any, tos: int) -> None:
+    """Sets the traffic class of an NCCL group's packets in its options, if its NCCL (from 2.26 on)
+    and this torch have one.
+    """
+    config: Any = getattr(options, "config", None)
+    if hasattr(config, "traffic_class"):
+        config.traffic_class = tos
+
+
 def backend_of(group: Any, device: torch.device) -> Any:
     """The backend object that carries a group's operations on a device: it can abort them.
 

@@ -36,6 +36,7 @@ from lightning_pipeshift.runtime.comm.mesh import connect_all
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, nccl_environment
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.sockets import Opened, open_sockets, shut_down
+from lightning_pipeshift.runtime.comm.turns import Turns
 from lightning_pipeshift.runtime.gradients.rings import Rings
 from lightning_pipeshift.runtime.liveness.failure import FailureBoard
 from lightning_pipeshift.runtime.liveness.stalls import STACKS, print_stacks_on_a_signal
@@ -271,15 +272,16 @@ class Connection:
         vm, stage = topology.place_of(rank)
         hosts = [lanes.between_stages(ranks) for ranks in topology.ranks]
         connect_devices(groups, topology.ranks)
-        machine = Channels(topology.ranks[vm], stage, device, watched, hosts[vm], groups)
+        turns = Turns()
+        machine = Channels(topology.ranks[vm], stage, device, watched, hosts[vm], groups, turns)
         machine.open_lines()
         world = machine
         if topology.num_virtual_machines > 1:
             everyone = range(place.world_size)
-            of_all = lanes.between_stages(everyone, has_bulk=False)
+            of_all = lanes.between_stages(everyone, has_transfers=False)
             world = Channels(everyone, rank, device, watched, of_all, groups)
             self._rings = Rings(
-                lambda lane: lanes.make(everyone, GRADIENTS[lane].name), rank, watched
+                lambda lane: lanes.make(everyone, GRADIENTS[lane].name), rank, watched, turns
             )
         self._channels = machine
         self._replicas = Replicas(topology, rank, world, machine)
@@ -376,7 +378,7 @@ class Connection:
             return
         if not board.is_first(exception):
             board.publish_from_thread(exception)
-        channels.interrupt_bulk()
+        channels.interrupt_transfers()
         if self._groups is not None:
             # On a device, this rank would wait for operations that the failure ends.
             self._groups.abort()

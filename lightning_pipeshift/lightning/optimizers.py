@@ -46,20 +46,13 @@ def why_all_gradients(trainer: pl.Trainer) -> str:
     """Returns why a step of the Trainer's optimizer needs all gradients at once, in words; empty if
     it may update one layer after the other.
     """
-    module, precision = trainer.lightning_module, trainer.precision_plugin
-    scaler = getattr(precision, "scaler", None)
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None and scaler.is_enabled():
         return "precision='16-mixed' leaves out a step if any gradient overflows"
-    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value":
+    if _clips_by_norm(trainer):
         return "clipping by norm needs the norm of all gradients"
-    for name in _STEP_METHODS:
-        if is_overridden(name, module):
-            return f"`{name}` of the LightningModule may look at all gradients"
-    for hook in _GRADIENT_HOOKS:
-        if is_hook_used(trainer, hook):
-            return f"a hook `{hook}` may look at all gradients"
-    if any(_is_foreign(kind) for kind in type(precision).__mro__):
-        return f"the precision plugin {type(precision).__name__} may look at all gradients"
+    if looks := _who_looks(trainer):
+        return f"{looks} may look at all gradients"
     for optimizer in trainer.optimizers:
         if type(optimizer) not in _BY_PARAMETER:
             return (
@@ -68,6 +61,31 @@ def why_all_gradients(trainer: pl.Trainer) -> str:
             )
         if has_step_hooks(optimizer):
             return "a hook is called before or after each step of the optimizer"
+    return ""
+
+
+def only_clips_by_norm(trainer: pl.Trainer) -> bool:
+    """Whether the Trainer clips gradients by their norm, and no code may change them before."""
+    return _clips_by_norm(trainer) and not _who_looks(trainer)
+
+
+def _clips_by_norm(trainer: pl.Trainer) -> bool:
+    return bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
+
+
+def _who_looks(trainer: pl.Trainer) -> str:
+    """The code that may look at gradients between the backward and the optimizer's step, in words;
+    empty if there is none.
+    """
+    module, precision = trainer.lightning_module, trainer.precision_plugin
+    for name in _STEP_METHODS:
+        if is_overridden(name, module):
+            return f"`{name}` of the LightningModule"
+    for hook in _GRADIENT_HOOKS:
+        if is_hook_used(trainer, hook):
+            return f"a hook `{hook}`"
+    if any(_is_foreign(kind) for kind in type(precision).__mro__):
+        return f"the precision plugin {type(precision).__name__}"
     return ""
 
 

@@ -18,6 +18,7 @@ from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.lightning.checks import check_backward
 from lightning_pipeshift.lightning.optimizers import (
     OptimizerOptions,
+    only_clips_by_norm,
     options_of,
     outside_of_steps,
     step_with,
@@ -98,6 +99,7 @@ class TrainingSteps:
             reason = why_all_gradients(self._trainer)
             self._leaves_late = not reason and pipeline.settings.overlap_updates
             pipeline.planning.overlaps_updates = self._leaves_late
+            pipeline.needs_norms = only_clips_by_norm(self._trainer)
             if reason:
                 self._say(f"the optimizer waits until all gradients are summed: {reason}.")
 

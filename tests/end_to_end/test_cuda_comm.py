@@ -88,10 +88,10 @@ def move_back_and_forth(backend: str, aggregation: str) -> tuple[dict[str, Tenso
     early = 0
     finish = Aggregation.finish
 
-    def noting(self: Aggregation, leaves_late: bool = False) -> list[GradientGroup]:
+    def noting(self: Aggregation, *arguments: Any, **named: Any) -> list[GradientGroup]:
         nonlocal early
         early += sum(group.is_started for group in self._groups)
-        return finish(self, leaves_late)
+        return finish(self, *arguments, **named)
 
     Aggregation.finish = noting  # type: ignore[method-assign]
 

@@ -174,14 +174,14 @@ def lend_while_the_other_computes() -> Any:
     threads = Threads("lending")
     errors: list[BaseException] = []
     if channels.stage:
-        lender = Lender(channels.bulk, GPU, threads, lambda _: None, address_here(GPU))
+        lender = Lender(channels.swaps, GPU, threads, lambda _: None, address_here(GPU))
         torch.cuda.synchronize()
         torch.cuda._sleep(20_000_000_000)
         lender.serve(0)
         channels.receive_object(0)
         return torch.cuda.current_stream().query()
     said: list[str] = []
-    borrower = Borrower(1, channels.bulk, 1e12, errors.append, GPU, address_here(GPU), said.append)
+    borrower = Borrower(1, channels.swaps, 1e12, errors.append, GPU, address_here(GPU), said.append)
     place = RemoteTarget({1: borrower})
     blocks = [torch.randn(1_000_000 + number, device=GPU) for number in range(6)]
     parcels = [place.put(block, nothing) for block in blocks]

@@ -31,6 +31,7 @@ from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation, GradientGroup
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdates
 from lightning_pipeshift.runtime.gradients.rings import Rings, RingSum
+from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.end_to_end.test_virtual_machines import loader
 from tests.features_models import built, differences, on_rank, plain, quiet_trainer
@@ -636,3 +637,49 @@ def test_lanes_are_chosen_again_after_a_move() -> None:
     for counts, shares in run_ranks(on_rank, 4, lanes_after_a_move, TWO, (), {}):
         assert counts[0] == (2, 3)
         assert shares == (0.1 * 2,) * 2
+
+
+class Doubles(L.Callback):
+    """Changes gradients in a way that torch does not notice."""
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.data.mul_(2.0)
+
+
+def clipped(how: Mapping[str, Any]) -> list[tuple[Any, int]]:
+    """The end of runs that clip by norm, with a callback that changes gradients and without, and
+    how many norms were computed while other gradients were being summed; then the same without.
+    """
+    found = []
+    for callbacks in ([], [Doubles()]):
+        for measures in (True, False):
+            num_measured = 0
+            measure = Holdings.measure_norms
+
+            def counting(self: Holdings, places: Any, parameters: Any) -> None:
+                nonlocal num_measured
+                if measures:  # noqa: B023
+                    num_measured += len(places)
+                    measure(self, places, parameters)  # noqa: B023
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Holdings, "measure_norms", counting)
+                torch.manual_seed(3)
+                module = built(SequentialMLP)
+                trainer = quiet_trainer(
+                    how, max_epochs=1, gradient_clip_val=0.05, callbacks=list(callbacks)
+                )
+                trainer.fit(module, loader("sequential", how, 2, num_batches=4))
+            found.append((state_of(trainer, module), num_measured))
+    return found
+
+
+def test_norms_are_computed_while_other_gradients_are_summed() -> None:
+    for plain_run, without, doubled, doubled_without in run_ranks(on_rank, 2, clipped, TWO, (), {}):
+        assert plain_run[1] > 0
+        assert not differences(plain_run[0], without[0], 0, 0)
+        # Where code may change gradients before they are clipped, their norms are computed then.
+        assert doubled[1] == 0
+        assert not differences(doubled[0], doubled_without[0], 0, 0)

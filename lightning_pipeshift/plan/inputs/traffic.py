@@ -44,7 +44,9 @@ class TrafficClass:
 
 NUM_GRADIENT_CLASSES: Final = 5
 
-PIPELINE: Final = TrafficClass("pipeline", 40, 6, "payloads between stages, their gradients")
+PIPELINE: Final = TrafficClass(
+    "pipeline", 40, 6, "payloads between stages, their gradients, swapped tensors that come back"
+)
 GRADIENTS: Final = tuple(
     TrafficClass(
         f"gradients-{number}",
@@ -54,7 +56,7 @@ GRADIENTS: Final = tuple(
     )
     for number in range(NUM_GRADIENT_CLASSES)
 )
-BULK: Final = TrafficClass("bulk", 8, 1, "layers that move, checkpoints")
+BULK: Final = TrafficClass("bulk", 8, 1, "layers that move, tensors swapped out, checkpoints")
 
 CLASSES: Final = (PIPELINE, *GRADIENTS, BULK)
 """All of them, the most urgent first."""

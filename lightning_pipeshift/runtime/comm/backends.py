@@ -17,7 +17,8 @@ from lightning_pipeshift.devices.properties import device_name
 from lightning_pipeshift.errors import StageFailedError
 from lightning_pipeshift.host import network_host
 from lightning_pipeshift.plan.inputs.cluster import Device
-from lightning_pipeshift.runtime.comm.lane import Watched, gathered
+from lightning_pipeshift.runtime.comm.lane import gathered
+from lightning_pipeshift.runtime.comm.waits import Watched
 
 log = logging.getLogger(__name__)
 

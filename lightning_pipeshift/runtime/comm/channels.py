@@ -25,13 +25,14 @@ from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.execution.transfer import Fetch
 from lightning_pipeshift.model.trace.placeholder import Placeholder, dtype_named, is_dense
 from lightning_pipeshift.plan.inputs.flow import TensorSpec
-from lightning_pipeshift.runtime.comm.groups import StageGroups
+from lightning_pipeshift.plan.inputs.traffic import BULK, GRADIENTS, PIPELINE
+from lightning_pipeshift.runtime.comm.groups import Group, StageGroups
 from lightning_pipeshift.runtime.comm.lane import (
     Lane,
     Line,
+    Paced,
     PostedObject,
     Sent,
-    Watched,
     as_bytes,
     finish,
 )
@@ -42,11 +43,16 @@ from lightning_pipeshift.runtime.comm.sockets import (
     shut_down,
 )
 from lightning_pipeshift.runtime.comm.threads import InOrder
-from lightning_pipeshift.runtime.comm.waits import complete
+from lightning_pipeshift.runtime.comm.turns import BACKGROUND, LaneTraffic, Turns, Urgency
+from lightning_pipeshift.runtime.comm.waits import Watched, complete
 
 # The numbers of lanes.
 _MEASUREMENTS = 8
 _SHARED = 9
+# The urgency of swapped tensors that come back, before all gradients, and of those that are swapped
+# out, behind them.
+_BACK = -1
+_OUT = BACKGROUND.lane - 1
 
 
 class Direction(enum.IntEnum):
@@ -158,6 +164,7 @@ class Channels(Lane):
         groups: those of ``ranks``.
         devices: carry tensors from device to device, from :func:`connect_devices` on. By
             default, and with gloo, tensors on a GPU go through host memory.
+        turns: of this rank's large messages.
     """
 
     def __init__(
@@ -168,19 +175,23 @@ class Channels(Lane):
         watched: Watched,
         groups: StageGroups,
         devices: ProcessGroups | None = None,
+        turns: Turns | None = None,
     ) -> None:
         super().__init__(ranks, stage, groups.pipeline.control, watched)
         self.device = device
         self._devices = devices if devices is not None and devices.backend != "gloo" else None
         self._staged = self._devices is None and device.type != "cpu"
         self._staging = InOrder("send")
-        self._bulk = groups.bulk.control if groups.bulk is not None else None
+        self._transfers = [
+            group if group is not None else Group(None, frozenset())
+            for group in (groups.swaps, groups.bulk)
+        ]
+        self.turns = turns or Turns()
         self.measurements = Lane(ranks, stage, self.control, watched, _MEASUREMENTS)
         """Apart from what is sent in steps."""
         self.shared = Lane(ranks, stage, self.control, watched, _SHARED)
         """For the gradients of parameters that several stages of an asynchronous pipeline hold."""
-        self._bulk_sockets = groups.bulk.sockets if groups.bulk is not None else frozenset()
-        self._sockets = groups.pipeline.sockets | self._bulk_sockets
+        self._sockets = groups.pipeline.sockets.union(*(one.sockets for one in self._transfers))
         self.num_done = 0
         """How many actions this stage has completed."""
         # Collectives that have started and may not be complete yet.
@@ -215,17 +226,46 @@ class Channels(Lane):
                         complete(transfer([byte], member, 0))
 
     def bulk(self, number: int = 0) -> Lane:
-        """A lane for large transfers that are not urgent. Only one thread at a time may use it for
-        the same stage and direction.
+        """A lane for large transfers that are not urgent: tensors wait while any other large
+        message does. Only one thread at a time may use it for the same stage and direction.
 
         Args:
             number: the lane's number; different lanes do not wait for each other.
         """
-        return Lane(self.ranks, self.stage, self._bulk, self.watched, number)
+        return self._transfer_lane(self._transfers[1], number, BACKGROUND)
 
-    def interrupt_bulk(self) -> None:
-        """Ends the connections of :meth:`bulk`, here and for the peers."""
-        shut_down(self._bulk_sockets)
+    def swaps(self, number: int, comes_back: bool) -> Lane:
+        """A lane for swapped tensors, as :meth:`bulk`.
+
+        Args:
+            number: the lane's number.
+            comes_back: whether it carries those that a backward needs next. They go before all
+                gradients; those that are swapped out, behind them.
+        """
+        urgency = Urgency(_BACK if comes_back else _OUT)
+        return self._transfer_lane(self._transfers[not comes_back], number, urgency)
+
+    def _transfer_lane(self, group: Group, number: int, urgency: Urgency) -> Lane:
+        paced = Paced(self.turns, urgency)
+        return Lane(self.ranks, self.stage, group.control, self.watched, number, paced)
+
+    @property
+    def traffic(self) -> dict[str, LaneTraffic]:
+        """Counts of the blocks that this rank has sent on each lane, by its name."""
+        names = {
+            _BACK: f"{PIPELINE.name} (swaps)",
+            _OUT: f"{BULK.name} (swaps)",
+            BACKGROUND.lane: BULK.name,
+        }
+        return {
+            names.get(lane) or GRADIENTS[lane].name: traffic
+            for lane, traffic in self.turns.traffic.items()
+        }
+
+    def interrupt_transfers(self) -> None:
+        """Ends the connections of :meth:`bulk` and :meth:`swaps`, here and for the peers."""
+        for group in self._transfers:
+            shut_down(group.sockets)
 
     def close(self) -> None:
         """Closes the connections; peers that wait on them see an error at once."""
@@ -235,7 +275,7 @@ class Channels(Lane):
             keep_for_ever(self.control)
         for lane in (self.measurements, self.shared, self):
             lane.release()
-        self._bulk = None
+        self._transfers = []
 
     # --- payloads and gradients ---
 

@@ -37,10 +37,12 @@ class StageGroups:
 
     Args:
         pipeline: for messages that have to arrive soon.
+        swaps: for swapped tensors that come back.
         bulk: for large transfers that are not urgent, so that they delay no other message.
     """
 
     pipeline: Group
+    swaps: Group | None = None
     bulk: Group | None = None
 
 
@@ -83,16 +85,22 @@ class Lanes:
             )
         return Group(control, sockets)
 
-    def between_stages(self, ranks: Iterable[int], has_bulk: bool = True) -> StageGroups:
+    def tos(self, lane: str) -> int | None:
+        """The byte that marks a lane's packets in their IP header; ``None`` if they get no mark."""
+        traffic = self._classes.get(lane)
+        return traffic.tos if traffic is not None else None
+
+    def between_stages(self, ranks: Iterable[int], has_transfers: bool = True) -> StageGroups:
         """Makes the groups of a virtual machine.
 
         Args:
             ranks: those of its stages.
-            has_bulk: whether there are large transfers.
+            has_transfers: whether tensors are swapped and layers move between them.
         """
         members = list(ranks)
-        pipeline = self.make(members, PIPELINE.name)
-        return StageGroups(pipeline, self.make(members, BULK.name) if has_bulk else None)
+        # Those that come back are as urgent as payloads: Linux's HTB has no more priorities.
+        lanes = (PIPELINE, PIPELINE, BULK) if has_transfers else (PIPELINE,)
+        return StageGroups(*(self.make(members, lane.name) for lane in lanes))
 
 
 def group_timeout(timeout: timedelta | None) -> timedelta:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -20,12 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pipeshift.runtime.comm.blocks import blocks_of, send_blocks
 from lightning_pipeshift.runtime.comm.staging import host_buffer
-from lightning_pipeshift.runtime.comm.waits import complete
-
-# A context around communication with a rank (``None``: with several), which turns a broken
-# connection into its reason.
-Watched = Callable[[int | None], AbstractContextManager[None]]
+from lightning_pipeshift.runtime.comm.turns import Turns, Urgency
+from lightning_pipeshift.runtime.comm.waits import Watched, complete
 
 # A process group, and a stage's rank in it. Its methods are called without torch's own wrappers
 # around them, which take longer than the sending.
@@ -154,6 +151,19 @@ def _unpickled(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tenso
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
 
+@dataclass(frozen=True)
+class Paced:
+    """When the blocks of large tensors are sent.
+
+    Args:
+        turns: of this rank's large messages.
+        urgency: of the blocks.
+    """
+
+    turns: Turns
+    urgency: Urgency
+
+
 class Lane:
     """One stage's end of a gloo group.
 
@@ -163,15 +173,24 @@ class Lane:
         control: the process group.
         watched: the context to communicate in.
         number: distinguishes its messages from those of the group's other lanes.
+        paced: if given, a tensor that :meth:`send_tensor` sends leaves in blocks, each when it is
+            its turn. Both ends have one, or none has.
     """
 
     def __init__(
-        self, ranks: Sequence[int], stage: int, control: Any, watched: Watched, number: int = 0
+        self,
+        ranks: Sequence[int],
+        stage: int,
+        control: Any,
+        watched: Watched,
+        number: int = 0,
+        paced: Paced | None = None,
     ) -> None:
         self.ranks = list(ranks)
         self.stage = stage
         self.control = control
         self.watched = watched
+        self._paced = paced
         self._object_sends: list[Sent] = []
         self._object_tag = _FIRST_TAG + 2 * number
         self._tensor_tag = self._object_tag + 1
@@ -236,19 +255,22 @@ class Lane:
         """Sends one tensor to stage ``to`` through host memory, and waits until its memory may be
         reused.
         """
-        self._post_tensor(tensor, to).wait()
+        if self._paced is None:
+            self._post_tensor(tensor, to).wait()
+            return
+        group, peer = self._line_to(to)
+        send_blocks(
+            _in_host(tensor),
+            lambda block: group.send([block], peer, self._tensor_tag),
+            self._paced.turns,
+            self.ranks[to],
+            self._paced.urgency,
+            self.watched,
+        )
 
     def _post_tensor(self, tensor: Tensor, to: int) -> Sent:
         sent = Sent(self.watched, self.ranks[to])
-        flat = (
-            tensor.detach()
-            .to("cpu")
-            .resolve_conj()
-            .resolve_neg()
-            .contiguous()
-            .reshape(-1)
-            .view(torch.uint8)
-        )
+        flat = _in_host(tensor)
         if flat.numel():
             work = self._post_send(flat, to, self._line_to(to), self._tensor_tag)
             sent.works.append((work, flat))
@@ -263,7 +285,15 @@ class Lane:
     def receive_into(self, tensor: Tensor, source: int) -> None:
         """Waits for a tensor, and receives it into a contiguous tensor on the CPU."""
         flat = tensor.detach().reshape(-1).view(torch.uint8)
-        if flat.numel():
+        if self._paced is not None:
+            with self.watched(self.ranks[source]):
+                works = [
+                    self.control.recv([block], self._members[source], self._tensor_tag)
+                    for block in blocks_of(flat)
+                ]
+                for work in works:
+                    complete(work)
+        elif flat.numel():
             self._receive(flat, source, self._tensor_tag)
 
     def send_values(self, values: Mapping[Any, Any], to: int) -> None:
@@ -307,6 +337,12 @@ class Lane:
         """Waits for the sends of objects, but not for the last ``all_but`` of them."""
         while len(self._object_sends) > all_but:
             self._object_sends.pop(0).wait()
+
+
+def _in_host(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, in host memory."""
+    values = tensor.detach().to("cpu").resolve_conj().resolve_neg()
+    return values.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _heads(values: Mapping[Any, Any]) -> dict[Any, Any]:

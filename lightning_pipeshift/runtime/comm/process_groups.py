@@ -33,12 +33,14 @@ from lightning_pipeshift.compat.torch_distributed_private import (
     backend_of,
     forget_all_groups,
     set_options_timeout,
+    set_traffic_class,
 )
 from lightning_pipeshift.errors import ConfigurationError
-from lightning_pipeshift.plan.inputs.traffic import GRADIENTS
+from lightning_pipeshift.plan.inputs.traffic import GRADIENTS, PIPELINE
 from lightning_pipeshift.runtime.comm.groups import Lanes
-from lightning_pipeshift.runtime.comm.lane import Line, Watched
+from lightning_pipeshift.runtime.comm.lane import Line
 from lightning_pipeshift.runtime.comm.sockets import Opened, keep_for_ever, open_sockets
+from lightning_pipeshift.runtime.comm.waits import Watched
 
 # A posted receive of NCCL occupies this many of the GPU's multiprocessors until the data is there
 # (an H100 has 132). The variable NCCL_MAX_CTAS overrides it.
@@ -60,6 +62,13 @@ class Purpose(Enum):
     LINKS = "measuring links"
     SUMS = "sums over the virtual machines"
 
+
+_LANES: Final = {
+    Purpose.PAYLOAD: PIPELINE,
+    Purpose.GRADIENT: PIPELINE,
+    Purpose.SHARED: PIPELINE,
+    Purpose.SUMS: GRADIENTS[0],
+}
 
 Ranks = tuple[int, ...]
 
@@ -114,7 +123,9 @@ class ProcessGroups:
     def _made(self, purpose: Purpose, ranks: Ranks) -> Any:
         if self.backend == "gloo":
             return self._lanes.make(ranks, GRADIENTS[0].name).control
-        options = nccl_options(self._lanes.timeout, purpose)
+        lane = _LANES.get(purpose)
+        tos = self._lanes.tos(lane.name) if lane is not None else None
+        options = nccl_options(self._lanes.timeout, purpose, tos)
         with nccl_environment():
             group = dist.new_group(
                 list(ranks), timeout=self._lanes.timeout, backend=self.backend, pg_options=options
@@ -223,18 +234,22 @@ def _quietly(abort: Callable[[], None]) -> None:
 # --- what NCCL's groups offer beyond torch.distributed ---
 
 
-def nccl_options(timeout: timedelta, purpose: Purpose) -> Any:
+def nccl_options(timeout: timedelta, purpose: Purpose, tos: int | None = None) -> Any:
     """Returns the options of an NCCL group.
 
     Args:
         timeout: that of its operations.
         purpose: that of the group.
+        tos: the traffic class of its packets on InfiniBand and RoCE, where this NCCL can set it;
+            ``None`` for its own.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     set_options_timeout(options, timeout)
     # Sums are not waited for by kernels that are posted early, and need all the bandwidth.
     if purpose is not Purpose.SUMS and hasattr(options, "config"):
         options.config.max_ctas = _MOST_CTAS
+    if tos is not None:
+        set_traffic_class(options, tos)
     return options
 
 

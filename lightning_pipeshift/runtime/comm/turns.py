@@ -5,7 +5,9 @@ sent in blocks, and a block waits until it is its turn: only so many bytes to a 
 way at a time as its link carries in a few milliseconds, and only those of the same lane, or of a
 more urgent one, count. A block of an urgent lane does not wait for those of other lanes that have
 been sent already: the network carries it first if it honours the lanes' marks. Where it honours
-none, this is what keeps the less urgent lanes behind the others, inside of one process.
+none, this is what keeps the less urgent lanes behind the others, inside of one process. Messages in
+the background (layers that move, swapped tensors) wait while any others are waiting or on their
+way, and so use what these leave of the link.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ _FIRST_WINDOW_BYTES: Final = 1 << 20
 # receiver may not have been ready.
 _MEASURED_SECONDS: Final = 0.02
 _NUM_MEASURED: Final = 8
+# The part of the link that messages in the background get at least.
+_FLOOR: Final = 0.02
 
 
 class Urgency(NamedTuple):
@@ -42,6 +46,9 @@ class Urgency(NamedTuple):
     lane: int = 0
     order: int = 0
 
+
+BACKGROUND: Final = Urgency(1 << 20)
+"""That of messages which wait while any others, to whichever rank, wait or are on their way."""
 
 Urgencies = tuple[tuple[float, Urgency], ...]
 """Those of a vector's parts: where each ends, as a fraction of the vector, and how urgent it is."""
@@ -89,6 +96,11 @@ class _Queue:
         self._done_bytes = 0
         self._busy_since = 0.0
 
+    @property
+    def bytes_per_second(self) -> float:
+        """The speed of the link, as far as it is known."""
+        return self._window / _WINDOW_SECONDS
+
     def has_place(self, urgency: Urgency, num_bytes: int) -> bool:
         """Whether a block may be sent now, if no other one waits."""
         counted = sum(size for lane, size in self.on_their_way.items() if lane <= urgency.lane)
@@ -133,6 +145,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._calm = threading.Condition(self._lock)
         self._queues: dict[int, _Queue] = {}
         self._numbers = count()
         self._counted: dict[int, _Counted] = {}
@@ -152,6 +165,11 @@ class Turns:
         begin = time.perf_counter()
         with self._lock:
             queue = self._queues.setdefault(peer, _Queue())
+            if urgency >= BACKGROUND:
+                # Not for ever: it keeps a part of the link.
+                seconds = num_bytes / (_FLOOR * queue.bytes_per_second)
+                if not self._calm.wait_for(self._is_calm, seconds if waits else 0) and not waits:
+                    return False
             mine = _Waiting(urgency, next(self._numbers), num_bytes)
             is_next = not queue.waiting or mine < queue.waiting[0]
             if is_next and queue.has_place(urgency, num_bytes):
@@ -173,6 +191,8 @@ class Turns:
             queue = self._queues[peer]
             queue.end(urgency, num_bytes)
             queue.admit()
+            if self._is_calm():
+                self._calm.notify_all()
             counted = self._counted[urgency.lane]
             counted.num_bytes += num_bytes
             counted.num_now -= 1
@@ -184,6 +204,13 @@ class Turns:
         counted.queueing_seconds += queueing_seconds
         counted.since = counted.since if counted.num_now else now
         counted.num_now += 1
+
+    def _is_calm(self) -> bool:
+        return not any(
+            (queue.waiting and queue.waiting[0].urgency < BACKGROUND)
+            or any(size for lane, size in queue.on_their_way.items() if lane < BACKGROUND.lane)
+            for queue in self._queues.values()
+        )
 
     @property
     def traffic(self) -> Mapping[int, LaneTraffic]:

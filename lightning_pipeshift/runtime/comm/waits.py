@@ -10,9 +10,15 @@ called by :mod:`~lightning_pipeshift.compat.gloo_private`, where that is possibl
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning_pipeshift.compat.gloo_private import abort_wait
+
+Watched = Callable[[int | None], AbstractContextManager[None]]
+"""A context around communication with a rank (``None``: with several), which turns a broken
+connection into its reason."""
 
 # The operation that each thread waits for.
 _under_way: dict[int, Any] = {}

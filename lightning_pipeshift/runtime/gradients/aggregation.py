@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from lightning_pipeshift.devices.streams import Event, is_asynchronous, record_event
 from lightning_pipeshift.runtime.comm.channels import PostedSum
-from lightning_pipeshift.runtime.comm.lane import Watched, finish
+from lightning_pipeshift.runtime.comm.lane import finish
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.comm.threads import InOrder
 from lightning_pipeshift.runtime.comm.turns import MOST_URGENT, Urgencies
+from lightning_pipeshift.runtime.comm.waits import Watched
 
 
 class Sum(Protocol):
@@ -250,13 +251,19 @@ class Aggregation:
                 self._ready.discard(index)
                 self._start(self._groups[index])
 
-    def finish(self, leaves_late: bool = False) -> list[GradientGroup]:
+    def finish(
+        self,
+        leaves_late: bool = False,
+        summed: Callable[[Sequence[int], Sequence[nn.Parameter]], None] | None = None,
+    ) -> list[GradientGroup]:
         """Starts the sums that have not started (of layers that no gradient reached), and waits for
         the sums. (On a GPU the sums are queued then, and later work runs after them.)
 
         Args:
             leaves_late: whether it does not wait for the sums of layers, other than those of shared
                 parameters.
+            summed: called with a group's ``places`` and ``parameters`` as soon as these have their
+                gradients, while other sums are in progress.
 
         Returns:
             the groups that it has not waited for: the caller passes each to :meth:`finish_late`.
@@ -278,6 +285,8 @@ class Aggregation:
                     parameter.grad = None
             else:
                 group.finish()
+                if summed is not None:
+                    summed(group.places, group.parameters)
         self.exposed_seconds = time.perf_counter() - begin
         if self._agree is not None:
             self._num_owners = self._agree(present)

@@ -19,9 +19,9 @@ from lightning_pipeshift.devices.streams import (
     record_event,
     side_stream,
 )
-from lightning_pipeshift.runtime.comm.lane import Watched
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.comm.turns import MOST_URGENT, Urgencies
+from lightning_pipeshift.runtime.comm.waits import Watched
 from lightning_pipeshift.runtime.gradients.rings import chunks_of, received_at, sent_at
 
 

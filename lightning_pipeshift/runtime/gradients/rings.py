@@ -15,7 +15,6 @@ gradients of the first layers are ready last, and needed first.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -25,15 +24,12 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.plan.cost.lanes import MOST_PIECES, num_pieces
+from lightning_pipeshift.runtime.comm.blocks import blocks_of, send_blocks
 from lightning_pipeshift.runtime.comm.groups import Group
-from lightning_pipeshift.runtime.comm.lane import Watched
 from lightning_pipeshift.runtime.comm.sockets import Opened, shut_down
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.comm.turns import MOST_URGENT, Turns, Urgencies, Urgency
-from lightning_pipeshift.runtime.comm.waits import complete
-
-# What is sent at once: nothing overtakes it.
-_BLOCK_BYTES = 1 << 19
+from lightning_pipeshift.runtime.comm.waits import Watched, complete
 
 
 class RingSum:
@@ -65,14 +61,21 @@ class Rings:
             0 for the most urgent. Nothing else may use it. Every rank calls this.
         rank: this rank.
         watched: the context to communicate in.
+        turns: of this rank's large messages.
     """
 
-    def __init__(self, make_group: Callable[[int], Group], rank: int, watched: Watched) -> None:
+    def __init__(
+        self,
+        make_group: Callable[[int], Group],
+        rank: int,
+        watched: Watched,
+        turns: Turns | None = None,
+    ) -> None:
         self._make_group = make_group
         self._groups: list[Group] = []
         self._rank = rank
         self.watched = watched
-        self.turns = Turns()
+        self._turns = turns or Turns()
         self.open_lanes(1)
         # One for every piece in progress: with fewer threads, two members that have started rings
         # in different orders could wait for each other. A waiting thread costs only its stack.
@@ -132,17 +135,21 @@ class Rings:
         upstream, downstream = members[place - 1], members[(place + 1) % count]
         chunks = chunks_of(buffer, count)
 
+        def post(block: Tensor) -> Any:
+            return group.send([block], downstream, number)
+
         # Every receive is posted before anything is sent. So a send never waits for another send of
         # its receiver: that one may wait for its turn behind a third, and so on, in a circle.
         places = [received_at(step, place, count) for step in range(2 * count - 2)]
         landing = [torch.empty_like(chunks[c]) for c in places[: count - 1]]
         with self.watched(upstream):
             coming = [
-                [group.recv([block], upstream, number) for block in _blocks(into)]
+                [group.recv([block], upstream, number) for block in blocks_of(into)]
                 for into in [*landing, *(chunks[c] for c in places[count - 1 :])]
             ]
         for step, works in enumerate(coming):
-            self._send(group, chunks[sent_at(step, place, count)], downstream, number, urgency)
+            chunk = chunks[sent_at(step, place, count)]
+            send_blocks(chunk, post, self._turns, downstream, urgency, self.watched)
             with self.watched(upstream):
                 for work in works:
                     complete(work)
@@ -150,41 +157,6 @@ class Rings:
             # A complete chunk arrives when this member's part of it has long been sent.
             if step < count - 1:
                 chunks[places[step]] += landing[step]
-
-    def _send(self, group: Any, chunk: Tensor, to: int, tag: int, urgency: Urgency) -> None:
-        """Sends a chunk, and waits until it has left."""
-        posted: deque[tuple[Any, int]] = deque()
-
-        def finish_all() -> None:
-            while posted:
-                work, size = posted.popleft()
-                try:
-                    with self.watched(to):
-                        complete(work)
-                finally:
-                    self.turns.end(to, urgency, size)
-
-        try:
-            for block in _blocks(chunk):
-                if not self.turns.take(to, urgency, block.nbytes, waits=False):
-                    # It may be its turn when these have left.
-                    finish_all()
-                    self.turns.take(to, urgency, block.nbytes)
-                try:
-                    with self.watched(to):
-                        posted.append((group.send([block], to, tag), block.nbytes))
-                except BaseException:
-                    self.turns.end(to, urgency, block.nbytes)
-                    raise
-            finish_all()
-        finally:
-            for _, size in posted:
-                self.turns.end(to, urgency, size)
-
-
-def _blocks(chunk: Tensor) -> list[Tensor]:
-    """The parts of a chunk that are sent one by one; none if it is empty."""
-    return list(chunk.split(_BLOCK_BYTES // chunk.element_size())) if len(chunk) else []
 
 
 def chunks_of(buffer: Tensor, count: int) -> list[Tensor]:

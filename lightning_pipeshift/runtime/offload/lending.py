@@ -37,7 +37,7 @@ from lightning_pipeshift.runtime.offload.targets import Coding, OffloadedBlock, 
 # The lanes of blocks: the first to the lenders, the second back. Requests for a block and the
 # returned blocks travel in opposite directions on the second. On the third, lenders answer
 # announcements of blocks.
-_THERE, _BACK, _ROOMS = 1, 2, 3
+_THERE, _BACK, _ANSWERS = 1, 2, 3
 
 _CPU = torch.device("cpu")
 
@@ -60,7 +60,7 @@ class Lender:
     """Keeps blocks of other stages, in memory that the plan reserves for them.
 
     Args:
-        lanes: makes the lane with a number.
+        lanes: makes the lane with a number, given whether blocks come back on it.
         device: where to keep the blocks.
         threads: their threads wait for other stages.
         take_room: called with the bytes of a block that arrives, and, negative, of one that leaves.
@@ -69,7 +69,7 @@ class Lender:
 
     def __init__(
         self,
-        lanes: Callable[[int], Lane],
+        lanes: Callable[[int, bool], Lane],
         device: torch.device,
         threads: Threads,
         take_room: Callable[[int], None],
@@ -96,7 +96,7 @@ class Lender:
             self._threads.submit(partial(self._answer, stage))
 
     def _receive(self, stage: int) -> None:
-        lane, pool = self._lanes(_THERE), self.pools[stage]
+        lane, pool = self._lanes(_THERE, False), self.pools[stage]
         last: Tensor | None = None
         while True:
             put = lane.receive_object(stage)
@@ -140,7 +140,7 @@ class Lender:
         if put.address is None:
             return None
         opening = _opening(self.pools[stage], buffer)
-        answers = self._lanes(_ROOMS)
+        answers = self._lanes(_ANSWERS, False)
         answers.send_object(opening, stage)
         answers.settle()
         return opening
@@ -160,7 +160,7 @@ class Lender:
                 self._changed.notify_all()
 
     def _answer_all(self, stage: int) -> None:
-        lane, pool = self._lanes(_BACK), self.pools[stage]
+        lane, pool = self._lanes(_BACK, True), self.pools[stage]
         while (asked := lane.receive_object(stage)) is not None:
             key, is_wanted = asked
             with self._changed:
@@ -194,7 +194,7 @@ class Borrower:
 
     Args:
         stage: the lender.
-        lanes: makes the lane with a number.
+        lanes: makes the lane with a number, given whether blocks come back on it.
         limit_bytes: how much the lender has reserved for this stage.
         on_error: called in a thread that has failed.
         device: that of this stage.
@@ -205,7 +205,7 @@ class Borrower:
     def __init__(
         self,
         stage: int,
-        lanes: Callable[[int], Lane],
+        lanes: Callable[[int, bool], Lane],
         limit_bytes: float,
         on_error: Callable[[BaseException], None],
         device: torch.device = _CPU,
@@ -250,7 +250,7 @@ class Borrower:
 
     def key(self) -> Key:
         """A new key, which no other block of this stage has."""
-        return self._lanes(_THERE).stage, next(self._numbers)
+        return self._lanes(_THERE, False).stage, next(self._numbers)
 
     def send(self, key: Key, block: Tensor) -> None:
         """Sends or copies a block's part to the lender; returns when its memory may be reused."""
@@ -264,7 +264,7 @@ class Borrower:
                 copy(buffer, block, self._device)
                 self.num_direct += 1
             else:
-                self._lanes(_THERE).send_tensor(block, self.stage)
+                self._lanes(_THERE, False).send_tensor(block, self.stage)
         except BaseException as error:
             with self._changed:
                 self._failure = error
@@ -280,14 +280,14 @@ class Borrower:
 
     def _buffer(self, key: Key, num_bytes: int) -> Tensor | None:
         """Announces a block; returns the buffer to copy it to, or ``None`` if it is to be sent."""
-        lane = self._lanes(_THERE)
+        lane = self._lanes(_THERE, False)
         with self._changed:
             num_asked = self._num_asked
         lane.send_object(_Put(key, num_bytes, self._address, num_asked), self.stage)
         lane.settle()
         if self._address is None:
             return None
-        opening: Opening | str | None = self._lanes(_ROOMS).receive_object(self.stage)
+        opening: Opening | str | None = self._lanes(_ANSWERS, False).receive_object(self.stage)
         if not isinstance(opening, Opening):
             self._address = None
             if opening is not None:
@@ -342,7 +342,7 @@ class Borrower:
     def _ask(self, key: Key, is_wanted: bool) -> Lane:
         with self._changed:
             self._num_asked += 1
-        lane = self._lanes(_BACK)
+        lane = self._lanes(_BACK, True)
         lane.send_object((key, is_wanted), self.stage)
         lane.settle()
         return lane
@@ -359,7 +359,7 @@ class Borrower:
         self.back.close()
 
     def _say_goodbye(self, number: int) -> None:
-        lane = self._lanes(number)
+        lane = self._lanes(number, number == _BACK)
         lane.send_object(None, self.stage)
         lane.settle()
 

@@ -107,7 +107,7 @@ class StageMemory:
         pinned_for = device if is_asynchronous(device) else None
         self._host = BufferPool(host, 0.0, pinned_for, self._copier.finish, say)
         self._lender = Lender(
-            channels.bulk,
+            channels.swaps,
             device,
             threads,
             self.store.lend,
@@ -228,7 +228,7 @@ class StageMemory:
             if stage not in self._borrowers:
                 self._borrowers[stage] = Borrower(
                     stage,
-                    self._channels.bulk,
+                    self._channels.swaps,
                     float("inf"),
                     self._fail_beside,
                     self._channels.device,

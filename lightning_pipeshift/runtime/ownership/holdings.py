@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from collections import deque
 from collections.abc import (
     Callable,
@@ -17,7 +18,7 @@ from collections.abc import (
 )
 from contextlib import contextmanager
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,7 @@ from lightning_pipeshift.runtime.ownership.user_copies import (
 
 log = logging.getLogger(__name__)
 
+_CLIPPED_NORM = 2.0
 # In place of a segment's number, for gradients that are of no segment: they are added last.
 _OWN = -1
 
@@ -114,6 +116,7 @@ class Holdings:
         """By parameter and stage, the gradients of shared parameters on their way there."""
         self.held: list[ParameterUse] = []
         self.shared = SharedParameters([])
+        self._norms: dict[int, _Norm] = {}
         self.place(stage_of)
         self._fresh: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
@@ -780,12 +783,30 @@ class Holdings:
                 and not gradient.is_meta
                 and id(use.parameter) in chosen
             ):
-                found[number] = torch.linalg.vector_norm(gradient.detach(), norm_type)
+                known = self._norms.get(number)
+                found[number] = (
+                    known.value
+                    if known is not None and known.is_of(gradient, norm_type)
+                    else torch.linalg.vector_norm(gradient.detach(), norm_type)
+                )
         norms = torch.zeros(len(self.uses), dtype=torch.float64)
         for number, norm in to_host(found).items():
             norms[number] = norm
         # Each entry is one stage's value plus zeros: the sum is exact in any order.
         return self.channels.sum(norms)
+
+    def measure_norms(self, places: Sequence[int], parameters: Sequence[nn.Parameter]) -> None:
+        """Computes the norms of gradients that are complete while others are still being summed,
+        for :meth:`gradient_norms`. Until then nothing may change them unnoticed, as code does that
+        writes into their ``data``.
+
+        Args:
+            places: the parameters' indices in ``uses``.
+            parameters: those whose gradients are complete.
+        """
+        for place, parameter in zip(places, parameters, strict=True):
+            if parameter.grad is not None:
+                self._norms[place] = _Norm.of(parameter.grad)
 
     def have_gradients(self) -> list[bool]:
         """For each of ``uses``, whether its parameter has a gradient. Every stage calls this."""
@@ -794,6 +815,28 @@ class Holdings:
             gradient = use.parameter.grad
             flags[number] = gradient is not None and not gradient.is_meta
         return [bool(flag) for flag in self.channels.sum(flags)]
+
+
+class _Norm(NamedTuple):
+    """The norm of a gradient, unless the gradient has changed since."""
+
+    gradient: weakref.ref[Tensor]
+    version: int
+    value: Tensor
+
+    @classmethod
+    def of(cls, gradient: Tensor) -> _Norm:
+        """The norm that gradients are clipped by."""
+        value = torch.linalg.vector_norm(gradient.detach(), _CLIPPED_NORM)
+        return cls(weakref.ref(gradient), gradient._version, value)
+
+    def is_of(self, gradient: Tensor, norm_type: float) -> bool:
+        """Whether it is this gradient's norm of this type."""
+        return (
+            norm_type == _CLIPPED_NORM
+            and self.gradient() is gradient
+            and gradient._version == self.version
+        )
 
 
 def _number(part: tuple[int, Tensor]) -> int:

@@ -42,7 +42,6 @@ from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Device
 from lightning_pipeshift.plan.inputs.flow import Call, Flow, call_order
 from lightning_pipeshift.plan.inputs.placement import Ownership, Placement
-from lightning_pipeshift.plan.inputs.traffic import GRADIENTS
 from lightning_pipeshift.plan.schedule.actions import Row, Schedule
 from lightning_pipeshift.plan.schedule.checker import check
 from lightning_pipeshift.plan.schedule.communication import with_communication
@@ -168,6 +167,8 @@ class Pipeline:
         self._groups = groups
         self._aggregation: Aggregation | None = None
         self.late_updates = LateUpdates()
+        self.needs_norms = False
+        """Whether the norms of gradients are needed before the optimizer steps."""
         """The layers that the last optimizer step has left for later."""
         # Messages about decisions, for the user.
         self.messages: list[str] = []
@@ -555,9 +556,8 @@ class Pipeline:
 
     @property
     def lane_traffic(self) -> dict[str, LaneTraffic]:
-        """Counts of the bytes that this rank has sent on each gradient lane, by its name."""
-        found = self._rings.turns.traffic if self._rings is not None else {}
-        return {GRADIENTS[lane].name: traffic for lane, traffic in found.items()}
+        """Counts of the blocks that this rank has sent on each lane, by its name."""
+        return self.channels.traffic
 
     def _give_lanes(self, groups: Sequence[GradientGroup], num_layers: int, may_open: bool) -> None:
         """Sets the urgency of each group's messages.
@@ -844,7 +844,9 @@ class Pipeline:
     ) -> list[nn.Parameter]:
         """Waits for sums over the virtual machines. Returns the parameters with a later sum."""
         has_loss = report.loss is not None and bool(report.correction)
-        groups = sums.finish(given.leaves_late and has_loss)
+        assert self.holdings is not None
+        measure = self.holdings.measure_norms if self.needs_norms else None
+        groups = sums.finish(given.leaves_late and has_loss, measure)
         # Those of several batches are corrected before they are summed.
         correction = 1.0 if given.accumulation.has_begun else report.correction
         self.late_updates.take(sums, groups, correction)

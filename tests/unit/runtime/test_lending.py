@@ -82,7 +82,7 @@ class House:
         self.counts = [0]
         self._lock = threading.Lock()
         self.threads = Waited()
-        self.lender = Lender(channels.bulk, CPU, self.threads, self._count, own_address())
+        self.lender = Lender(channels.swaps, CPU, self.threads, self._count, own_address())
         for guest in guests:
             self.lender.serve(guest)
             # Saying it twice is as good as once.
@@ -123,7 +123,7 @@ class Guest:
         self.errors: list[BaseException] = []
         limits = limits or [NO_LIMIT] * len(houses)
         self.borrowers = {
-            house: Borrower(house, channels.bulk, limit, self.errors.append, CPU, own_address())
+            house: Borrower(house, channels.swaps, limit, self.errors.append, CPU, own_address())
             for house, limit in zip(houses, limits, strict=True)
         }
         self.place = RemoteTarget(self.borrowers, shares, codec_named(codec))
@@ -458,7 +458,7 @@ def with_stores() -> Any:
     if channels.stage:
         store = ActivationStore(StagePolicy(10_000))
         threads = Waited()
-        Lender(channels.bulk, CPU, threads, store.lend, own_address()).serve(0)
+        Lender(channels.swaps, CPU, threads, store.lend, own_address()).serve(0)
         for future in threads.futures:
             future.result(timeout=LIMIT_SECONDS)
         return store.traffic.peak_bytes, store.held_bytes
@@ -504,7 +504,7 @@ def lends_what_it_has_not() -> Any:
     channels, _ = connect()
     if channels.stage:
         store, threads = ActivationStore(StagePolicy(1000)), Waited()
-        Lender(channels.bulk, CPU, threads, store.lend, own_address()).serve(0)
+        Lender(channels.swaps, CPU, threads, store.lend, own_address()).serve(0)
         with pytest.raises(BudgetError, match="another stage would exceed it"):
             threads.futures[0].result(timeout=LIMIT_SECONDS)
         channels.send_object("refused", 0)
@@ -596,7 +596,7 @@ def cannot_open() -> Any:
     lending_module.opened = fails  # type: ignore[assignment,attr-defined]
     said: list[str] = []
     errors: list[BaseException] = []
-    borrower = Borrower(1, channels.bulk, NO_LIMIT, errors.append, CPU, own_address(), said.append)
+    borrower = Borrower(1, channels.swaps, NO_LIMIT, errors.append, CPU, own_address(), said.append)
     place = RemoteTarget({1: borrower})
     blocks = [torch.full((1000,), float(number)) for number in range(5)]
     parcels = [place.put(block, nothing) for block in blocks]
@@ -632,7 +632,7 @@ def cannot_share() -> Any:
         return House(channels).answer()
     said: list[str] = []
     errors: list[BaseException] = []
-    borrower = Borrower(1, channels.bulk, NO_LIMIT, errors.append, CPU, own_address(), said.append)
+    borrower = Borrower(1, channels.swaps, NO_LIMIT, errors.append, CPU, own_address(), said.append)
     place = RemoteTarget({1: borrower})
     blocks = [torch.full((1000,), float(number)) for number in range(3)]
     parcels = [place.put(block, nothing) for block in blocks]

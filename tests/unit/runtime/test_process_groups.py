@@ -110,7 +110,7 @@ def test_a_run_whose_tensors_go_from_device_to_device() -> None:
 class _Options:
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
-        self.config = SimpleNamespace(max_ctas=None)
+        self.config = SimpleNamespace(max_ctas=None, traffic_class=None)
         self._timeout = timedelta(minutes=10)
 
 
@@ -133,7 +133,8 @@ def test_what_nccl_is_told(monkeypatch: pytest.MonkeyPatch, tells_errors: bool) 
     monkeypatch.setattr(dist, "new_group", made)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun sets it
     two_hours = timedelta(hours=2)
-    groups = ProcessGroups("nccl", torch.device("cuda"), lambda _: nullcontext(), Lanes(two_hours))
+    lanes = Lanes(two_hours, marks={})
+    groups = ProcessGroups("nccl", torch.device("cuda"), lambda _: nullcontext(), lanes)
     groups.want(Purpose.PAYLOAD, [(1, 0)])
     groups.want(Purpose.SUMS, [(0, 1)])
     for options, timeout, handling in found:
@@ -143,6 +144,7 @@ def test_what_nccl_is_told(monkeypatch: pytest.MonkeyPatch, tells_errors: bool) 
     (payload, _, _), (sums, _, _) = found
     assert payload.config.max_ctas == 4
     assert sums.config.max_ctas is None
+    assert (payload.config.traffic_class, sums.config.traffic_class) == (40 << 2, 32 << 2)
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
 
 

@@ -229,7 +229,7 @@ class Net:
     def __init__(self) -> None:
         self.messages: defaultdict[Any, queue.SimpleQueue[Any]] = defaultdict(queue.SimpleQueue)
 
-    def of(self, stage: int) -> Callable[[int], Any]:
+    def of(self, stage: int) -> Callable[[int, bool], Any]:
         """The lanes of a stage, by number."""
         return partial(NetLane, self, stage)
 
@@ -240,6 +240,7 @@ class NetLane(NamedTuple):
     net: Net
     stage: int
     number: int
+    comes_back: bool
 
     def send_object(self, obj: Any, to: int) -> None:
         self.net.messages[self.number, self.stage, to].put(obj)

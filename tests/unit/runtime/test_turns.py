@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from lightning_pipeshift.runtime.comm import turns as turns_module
-from lightning_pipeshift.runtime.comm.turns import Turns, Urgency
+from lightning_pipeshift.runtime.comm.turns import BACKGROUND, Turns, Urgency
 
 PEER, OTHER = 1, 2
 WINDOW = 1 << 20
@@ -34,12 +34,13 @@ class Blocks:
                 self._changed.notify_all()
 
         thread = threading.Thread(target=run, daemon=True)
-        known = len(self.turns._queues[peer].waiting) if peer in self.turns._queues else 0
+        known = self._num_waiting(peer)
         thread.start()
         self._threads.append(thread)
-        self._until(
-            lambda: name in self.begun or len(self.turns._queues[peer].waiting) == known + 1
-        )
+        self._until(lambda: name in self.begun or self._num_waiting(peer) == known + 1)
+
+    def _num_waiting(self, peer: int) -> int:
+        return len(self.turns._queues[peer].waiting) if peer in self.turns._queues else 0
 
     def _until(self, is_so: Callable[[], bool]) -> None:
         with self._changed:
@@ -145,3 +146,33 @@ def test_the_window_follows_the_fastest_of_the_last_speeds(monkeypatch: pytest.M
     traffic = turns.traffic[0]
     assert traffic.num_bytes == (3 + 2 * turns_module._NUM_MEASURED) * WINDOW
     assert traffic.sending_seconds == pytest.approx(now)
+
+
+def test_the_background_waits_while_anything_else_is_sent_to_any_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(turns_module, "_FLOOR", 1e-12)
+    blocks = Blocks()
+    blocks.want("urgent", Urgency(3, 0), peer=OTHER)
+    assert not blocks.turns.take(PEER, BACKGROUND, WINDOW, waits=False)
+    thread = threading.Thread(target=blocks.turns.take, args=(PEER, BACKGROUND, WINDOW))
+    thread.start()
+    # Another one comes before the first has left: the background goes on waiting.
+    blocks.want("second", Urgency(4, 0), peer=OTHER)
+    blocks.turns.end(OTHER, Urgency(3, 0), WINDOW)
+    blocks._until(lambda: "second" in blocks.begun)
+    assert BACKGROUND.lane not in blocks.turns.traffic
+    assert thread.is_alive()
+    blocks.turns.end(OTHER, Urgency(4, 0), WINDOW)
+    thread.join()
+    assert BACKGROUND.lane in blocks.turns.traffic
+    # It does not keep others back.
+    assert blocks.turns.take(PEER, Urgency(0, 0), WINDOW, waits=False)
+
+
+def test_the_background_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns_module, "_FLOOR", float("inf"))
+    turns = Turns()
+    assert turns.take(OTHER, Urgency(3, 0), WINDOW, waits=False)
+    # However much of the link others take, it has its part.
+    assert turns.take(PEER, BACKGROUND, WINDOW)
