@@ -1,10 +1,10 @@
 """Searches for the best assignment of saved tensors to offload targets, for a cut of a virtual
 machine.
 
-It begins with what is fixed, and with all recomputation that costs no time, so that stages with idle
-time have memory to lend. Stages that lack memory then use one way to handle tensors after the other,
-each for as many tensors as its cost per byte stays low; and the result is improved layer by layer,
-and tensor by tensor. Every step of it is evaluated by
+It begins with what is fixed, and with all recomputation that costs no time, so that stages with
+idle time have memory to lend. Stages that lack memory then use one way to handle tensors after the
+other, each for as many tensors as its cost per byte stays low; and the result is improved layer by
+layer, and tensor by tensor. Every step of it is evaluated by
 :mod:`~lightning_pipeshift.plan.cost.memory_model`, so the search and the prediction agree. See
 :mod:`~lightning_pipeshift.plan.offload.planner` for its purpose.
 """
