@@ -37,6 +37,9 @@ class PlanRequest:
         batch_samples: of a virtual machine's DataLoader batch. A global batch has that times the
             number of virtual machines.
         policy: decides what happens to saved tensors; ``None`` without ``MemoryCompression``.
+        caution: the factor for the times of swaps under which a plan still works, if there is one.
+            Ranks that share a host share its memory's bandwidth; and with a plan whose transfers
+            all end just in time, the compute would wait for most of them.
 
     Raises PlanError if these contradict each other.
     """
@@ -49,12 +52,15 @@ class PlanRequest:
     batch_shares: tuple[float, ...] | None = None
     batch_samples: float = 1.0
     policy: Policy | None = None
+    caution: float = 2.0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.batch_samples) and self.batch_samples > 0):
             raise PlanError(
                 f"a batch of {self.batch_samples} samples; a DataLoader's batch has 1 or more"
             )
+        if not (math.isfinite(self.caution) and self.caution >= 1):
+            raise PlanError(f"caution={self.caution}; allowed are finite factors from 1 on")
         for name in ("virtual_machines", "microbatches"):
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:

@@ -261,8 +261,9 @@ class _Mapper:
         """The problem of a virtual machine with an order of its stages."""
         samples = self._placer.sizes(len(placed.ranks), placed.batch_shares)[vm]
         workload = self._placer.workload(placed.links, order, samples, placed.microbatches)
-        recompute = self._request.recompute
-        return Problem.of(self._profile, workload, placed.links, order, self._policy, recompute)
+        request = self._request
+        how = self._policy, request.recompute, request.caution
+        return Problem.of(self._profile, workload, placed.links, order, *how)
 
     # --- the result ---
 

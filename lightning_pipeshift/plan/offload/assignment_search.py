@@ -43,7 +43,7 @@ ROUNDING: Final = 1 + 1e-9
 """Sums depend on their order by rounding: exceeding a budget by less than this factor is allowed.
 """
 
-_CLOSE: Final = 1.001
+CLOSE: Final = 1.001
 """A result within this factor of the lower bound is not improved further."""
 
 _LIKE_SECONDS: Final = 1.2
@@ -78,9 +78,7 @@ class Problem:
         policy: is called first; ``None`` if no saved tensor may be swapped, as there is no
             ``MemoryCompression``.
         recompute: ``"auto"``, ``"full"`` or ``"none"``.
-        cautions: factors for transfer times under which a plan is to work, the preferred one first.
-            Ranks that share a host share its memory's bandwidth; and with a plan whose transfers
-            all end just in time, the compute would wait for most of them.
+        caution: see :class:`~lightning_pipeshift.plan.arrange.request.PlanRequest`.
     """
 
     profile: Profile
@@ -89,7 +87,7 @@ class Problem:
     limits: tuple[MemoryLimits, ...]
     policy: Policy | None
     recompute: str = "auto"
-    cautions: tuple[float, ...] = (2.0, 1.0)
+    caution: float = 2.0
 
     @classmethod
     def of(
@@ -100,11 +98,12 @@ class Problem:
         ranks: Sequence[int],
         policy: Policy | None,
         recompute: str = "auto",
+        caution: float = 2.0,
     ) -> Problem:
         """The problem of a virtual machine whose stages are these ranks of a cluster."""
         devices = [cluster.devices[rank] for rank in ranks]
         limits = tuple(MemoryLimits(device.usable_bytes, device.host_bytes) for device in devices)
-        return cls(profile, workload, links_of(cluster, ranks), limits, policy, recompute)
+        return cls(profile, workload, links_of(cluster, ranks), limits, policy, recompute, caution)
 
     @cached_property
     def footprints(self) -> Footprints:
@@ -160,6 +159,11 @@ Assigned = Mapping[tuple[int, int], Way]
 """The targets of tensors, by layer and number, without those that are kept."""
 
 
+def most_trials(num_tensors: int) -> int:
+    """How many assignments of this many tensors are tried."""
+    return min(_MOST_TRIALS, _MOST_TRIED_TENSORS // max(1, num_tensors))
+
+
 class _Part(NamedTuple):
     """The part of an assignment that is about one layer.
 
@@ -195,7 +199,7 @@ class Search:
         self._parts: dict[tuple[int, tuple[tuple[int, Way], ...]], _Part] = {}
         self.num_trials = 0
         """How many assignments have been evaluated."""
-        self._most_trials = min(_MOST_TRIALS, _MOST_TRIED_TENSORS // max(1, len(self._sizes)))
+        self._most_trials = most_trials(len(self._sizes))
         self.uncompressed = self.footprint({})
         self._lenders: dict[int, list[Lenders]] = {}
         self._fixed = self._asked()
@@ -461,7 +465,7 @@ class Search:
     def _with_free_recomputation(self, start: Assigned) -> Assigned:
         """Recomputes as many layers of each stage as make the step no longer."""
         now = dict(start)
-        most = _CLOSE * self.score(start).seconds
+        most = CLOSE * self.score(start).seconds
         for stage in range(self._workload.num_stages):
             groups = self._candidates(now, stage, None)
             fewest, many = 0, len(groups)
@@ -498,7 +502,7 @@ class Search:
         """Frees memory of a stage in the best way, as long as no other way becomes better."""
         score = self.score(now)
         # A rate at which all stages together would lose next to nothing.
-        free = (_CLOSE - 1) * score.seconds / score.excess_bytes if score.excess_bytes else 0.0
+        free = (CLOSE - 1) * score.seconds / score.excess_bytes if score.excess_bytes else 0.0
         options: list[tuple[float, int, Way, Any, Assigned]] = []
         for way in self._common_ways(stage):
             groups = self._candidates(now, stage, way)
@@ -653,7 +657,7 @@ class Search:
     def _is_good(self, score: Score) -> bool:
         # The step without swaps is a lower bound.
         least = self.uncompressed.timeline.step_seconds
-        return not score.excess_bytes and score.seconds <= _CLOSE * least
+        return not score.excess_bytes and score.seconds <= CLOSE * least
 
     def _kicked(self, assigned: Assigned) -> Assigned:
         """Leaves a local optimum: makes a change for the worse, repairs and improves the result,

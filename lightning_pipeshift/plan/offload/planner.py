@@ -10,7 +10,7 @@ models the stages' idle time, so the search finds that a recomputation in it cos
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
@@ -22,15 +22,17 @@ from lightning_pipeshift.plan.cost.workload import Counts, Cut
 from lightning_pipeshift.plan.inputs.policies import TensorRecord
 from lightning_pipeshift.plan.inputs.saved_tensors import Choice, Swap
 from lightning_pipeshift.plan.offload.assignment_search import (
+    CLOSE,
     ROUNDING,
     Assigned,
     Compressed,
     Problem,
     Search,
+    most_trials,
 )
 from lightning_pipeshift.plan.partition.boundaries import worthwhile_cuts
 from lightning_pipeshift.plan.partition.equal_counts import uniform
-from lightning_pipeshift.plan.partition.local_search import best_cut_of, fixed_cut
+from lightning_pipeshift.plan.partition.local_search import best_cut_of, fixed_cut, neighbours
 from lightning_pipeshift.plan.schedule.asynchronous import weight_versions
 from lightning_pipeshift.text import ceil_bytes_text
 
@@ -57,7 +59,9 @@ def best_split(
         cut = _unswapped(problem, counts, start)
         footprint = problem.footprints.of(cut)
         return Compressed(cut, (), footprint, footprint)
-    return fastest(problem, candidates(problem, start) if counts is None else [counts])
+    if counts is not None:
+        return fastest(problem, [counts])
+    return fastest(problem, candidates(problem, start), _worthwhile(problem))
 
 
 def _unswapped(problem: Problem, counts: Sequence[int] | None, start: Sequence[Cut]) -> Cut:
@@ -96,7 +100,9 @@ def _worthwhile(problem: Problem) -> frozenset[int]:
     )
 
 
-def fastest(problem: Problem, cuts: Sequence[Sequence[int]]) -> Compressed:
+def fastest(
+    problem: Problem, cuts: Sequence[Sequence[int]], allowed: Collection[int] = ()
+) -> Compressed:
     """The fastest of some cuts of a virtual machine, and of those near it, with the handling of its
     saved tensors.
 
@@ -106,13 +112,14 @@ def fastest(problem: Problem, cuts: Sequence[Sequence[int]]) -> Compressed:
     Args:
         problem: the virtual machine's.
         cuts: layers per stage.
+        allowed: the boundaries for cuts near them; empty if only the given ones are.
 
     Raises:
         BudgetError: no cut fits; the message contains a budget for the first.
     """
-    for caution in problem.cautions:
+    for caution in dict.fromkeys((problem.caution, 1.0)):
         careful = Compression(replace(problem, links=problem.links.slowed(caution)))
-        best, error = careful.fastest(list(map(tuple, cuts)))
+        best, error = careful.fastest(list(map(tuple, cuts)), frozenset(allowed))
         if best is not None:
             return best
     assert error is not None
@@ -129,6 +136,8 @@ class Compression:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._limits = problem.limits
+        self._num_trials = 0
+        self._most_trials = most_trials(len(problem.sizes))
 
     def compressed(self, counts: Sequence[int]) -> Compressed:
         """The best result for a cut.
@@ -138,26 +147,43 @@ class Compression:
         """
         search = Search(self._problem, Cut(tuple(counts)))
         best = search.best()
+        self._num_trials += search.num_trials
         if search.score(best).excess_bytes > 0:
             raise self._nothing_fits(search, best)
         return search.result(best)
 
-    def fastest(self, cuts: Sequence[Counts]) -> tuple[Compressed | None, BudgetError | None]:
-        """The fastest of some cuts, if any fits; the error of the first that does not."""
+    def fastest(
+        self, cuts: Sequence[Counts], allowed: frozenset[int] = frozenset()
+    ) -> tuple[Compressed | None, BudgetError | None]:
+        """The fastest of some cuts, and of those near it, if any fits; the error of the first that
+        does not.
+
+        Args:
+            cuts: layers per stage.
+            allowed: the boundaries for cuts near them.
+        """
         workload = self._problem.workload
-        bounds = dict(zip(cuts, workload.step_seconds([Cut(cut) for cut in cuts]), strict=True))
+        bounds: dict[Counts, float] = {}
         best: Compressed | None = None
         first_error: BudgetError | None = None
-        for counts in sorted(bounds, key=bounds.__getitem__):
-            if best is not None and bounds[counts] >= best.seconds:
+        while new := [counts for counts in cuts if counts not in bounds]:
+            before = best
+            seconds = workload.step_seconds([Cut(counts) for counts in new])
+            bounds |= dict(zip(new, seconds, strict=True))
+            for counts in sorted(new, key=bounds.__getitem__):
+                is_over = self._num_trials > self._most_trials
+                if best is not None and (is_over or bounds[counts] * CLOSE >= best.seconds):
+                    break
+                try:
+                    found = self.compressed(counts)
+                except BudgetError as error:
+                    first_error = first_error or error
+                    continue
+                if best is None or found.seconds < best.seconds:
+                    best = found
+            if best is None or best is before or not allowed:
                 break
-            try:
-                found = self.compressed(counts)
-            except BudgetError as error:
-                first_error = first_error or error
-                continue
-            if best is None or found.seconds < best.seconds:
-                best = found
+            cuts = neighbours(replace(workload, allowed=allowed), best.cut.counts)
         return best, first_error
 
     def records(self, counts: Sequence[int]) -> Iterator[TensorRecord]:
