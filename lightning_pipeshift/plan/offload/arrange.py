@@ -33,6 +33,7 @@ from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.offload.assignment_search import Compressed, Problem
 from lightning_pipeshift.plan.offload.peers import mapping_score
 from lightning_pipeshift.plan.offload.planner import fastest
+from lightning_pipeshift.plan.partition.boundaries import worthwhile_cuts
 from lightning_pipeshift.plan.partition.equal_counts import uniform
 
 _PARTS: Final = (0.0, 0.5, 1.0)
@@ -204,7 +205,9 @@ class _Mapper:
             if best is not None and handicap * option.seconds >= best[0]:
                 continue
             try:
-                made = fastest(self._problem(placed, vm, option.order), [option.counts])
+                made = fastest(
+                    self._problem(placed, vm, option.order), [option.counts], self._near(option)
+                )
             except BudgetError as error:
                 errors.append(error)
                 continue
@@ -213,6 +216,13 @@ class _Mapper:
         if best is None:
             raise errors[0]
         return best[1:]
+
+    def _near(self, option: _Option) -> frozenset[int]:
+        """The boundaries for cuts near an option; none if the request fixes the cuts."""
+        if self._request.partition != "auto":
+            return frozenset()
+        profile, num_stages = self._profile, len(option.order)
+        return worthwhile_cuts(profile.payload_bytes, num_stages, profile.possible_cuts)
 
     def _options(
         self, profile: Profile, start: Arrangement, placed: Candidate, vm: int

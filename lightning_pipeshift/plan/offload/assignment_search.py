@@ -34,7 +34,7 @@ SMALLEST_BYTES: Final = 1 << 16
 
 _MOST_ROUNDS: Final = 200
 _MOST_IMPROVED: Final = 2
-_MOST_TRIALS: Final = 2000
+_MOST_TRIALS: Final = 500
 _MOST_TRIED_TENSORS: Final = 1 << 17
 """How many assignments are tried, and how many tensors these may have together: beyond that, a
 result is not improved any more."""

@@ -10,6 +10,7 @@ models the stages' idle time, so the search finds that a recomputation in it cos
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -145,9 +146,7 @@ class Compression:
         Raises:
             BudgetError: nothing fits; the message contains a budget that would.
         """
-        search = Search(self._problem, Cut(tuple(counts)))
-        best = search.best()
-        self._num_trials += search.num_trials
+        search, best = self._searched(counts)
         if search.score(best).excess_bytes > 0:
             raise self._nothing_fits(search, best)
         return search.result(best)
@@ -164,27 +163,34 @@ class Compression:
         """
         workload = self._problem.workload
         bounds: dict[Counts, float] = {}
-        best: Compressed | None = None
-        first_error: BudgetError | None = None
+        best: tuple[float, float] = (math.inf, math.inf)
+        found: Compressed | None = None
+        error: BudgetError | None = None
         while new := [counts for counts in cuts if counts not in bounds]:
             before = best
             seconds = workload.step_seconds([Cut(counts) for counts in new])
             bounds |= dict(zip(new, seconds, strict=True))
             for counts in sorted(new, key=bounds.__getitem__):
-                is_over = self._num_trials > self._most_trials
-                if best is not None and (is_over or bounds[counts] * CLOSE >= best.seconds):
+                is_over = found is not None and self._num_trials > self._most_trials
+                if is_over or (not best[0] and bounds[counts] * CLOSE >= best[1]):
                     break
-                try:
-                    found = self.compressed(counts)
-                except BudgetError as error:
-                    first_error = first_error or error
-                    continue
-                if best is None or found.seconds < best.seconds:
-                    best = found
-            if best is None or best is before or not allowed:
+                search, assigned = self._searched(counts)
+                excess, made = search.score(assigned).excess_bytes, search.result(assigned)
+                if excess and error is None:
+                    error = self._nothing_fits(search, assigned)
+                # If nothing fits yet, what is nearest to it.
+                if (excess, made.seconds) < best:
+                    best, found = (excess, made.seconds), made
+            if best == before or not allowed or found is None:
                 break
-            cuts = neighbours(replace(workload, allowed=allowed), best.cut.counts)
-        return best, first_error
+            cuts = neighbours(replace(workload, allowed=allowed), found.cut.counts)
+        return (found, error) if not best[0] else (None, error)
+
+    def _searched(self, counts: Sequence[int]) -> tuple[Search, Assigned]:
+        search = Search(self._problem, Cut(tuple(counts)))
+        best = search.best()
+        self._num_trials += search.num_trials
+        return search, best
 
     def records(self, counts: Sequence[int]) -> Iterator[TensorRecord]:
         """Every saved tensor of a cut, as policies see it."""
