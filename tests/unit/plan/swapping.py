@@ -23,14 +23,14 @@ ROUNDING = 1 + 1e-9
 
 
 def little_memory(
-    seed: int, num_stages: int, num_layers: int
+    seed: int, num_stages: int, num_layers: int, num_tensors: int = 1
 ) -> tuple[Profile, Cluster, PlanRequest]:
-    """Unlike layers of one tensor each, unlike devices and links; some devices have no way to the
-    host, and what is asked for is one virtual machine.
+    """Unlike layers, each of so many equal tensors, unlike devices and links; some devices have no
+    way to the host, and what is asked for is one virtual machine.
     """
     draw = np.random.default_rng(seed)
     forward = 0.01 * np.exp(0.5 * draw.normal(size=num_layers))
-    saved = [MB * int(size) for size in draw.integers(1, 9, num_layers)]
+    saved = [num_tensors * MB * int(size) for size in draw.integers(1, 9, num_layers)]
     layers = tuple(
         LayerProfile(
             f"l{index}",
@@ -39,7 +39,7 @@ def little_memory(
             payload_gradient_bytes=10**5 * int(draw.integers(1, 5)),
             saved_bytes=size,
             input_bytes=min(size, MB * int(draw.integers(0, 3))),
-            tensors=(SavedTensor(0, size),),
+            tensors=tuple(SavedTensor(n, size // num_tensors) for n in range(num_tensors)),
         )
         for index, size in enumerate(saved)
     )
@@ -76,7 +76,7 @@ def little_memory(
 
 
 def least_seconds(profile: Profile, cluster: Cluster, request: PlanRequest) -> float:
-    """The shortest step of all plans; infinite if none fits."""
+    """The shortest step of all plans for layers of one tensor; infinite if none fits."""
     best = math.inf
     stages = range(cluster.num_ranks)
     assert isinstance(request.microbatches, int)
