@@ -2,7 +2,7 @@
 
     python -m benchmarks.planner
 
-Two tables:
+Four tables:
 
 * Random small workloads (2 to 4 stages of speeds 1, 0.5 and 0.25, up to 8 layers, links from free
   to slower than a stage, three schedules): `best_cut` against brute force over all cuts and all
@@ -17,15 +17,25 @@ Two tables:
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from statistics import mean, median
 from typing import Any
 
+import numpy as np
+
 from benchmarks.measuring import arguments, print_table, save
-from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.errors import BudgetError, PlanError
+from lightning_pipeshift.plan.cost.workload import workload_of
+from lightning_pipeshift.plan.inputs.policies import Planned
+from lightning_pipeshift.plan.offload.arrange import arrange_compressed
+from lightning_pipeshift.plan.offload.assignment_search import Problem
+from lightning_pipeshift.plan.offload.planner import best_split
 from lightning_pipeshift.plan.partition.local_search import best_cut
+from tests.unit.plan.swapping import least_seconds, little_memory
 from tests.unit.plan.workloads import all_cuts, random_workload
 
 # Other seeds than the tests'.
@@ -87,12 +97,70 @@ def first_seconds(tight: bool, num_processes: int) -> list[float]:
     return found
 
 
+def budget_ratios(num_cases: int) -> list[float]:
+    """Of the step time of brute force's plan to that of the planner's, 0 if it finds none."""
+    found: list[float] = []
+    seed = FIRST_SEED
+    while len(found) < num_cases:
+        seed += 1
+        profile, cluster, request = little_memory(seed, *((2, 4) if seed % 2 else (3, 3)))
+        best = least_seconds(profile, cluster, request)
+        if math.isfinite(best):
+            try:
+                arranged = arrange_compressed(profile, cluster, request)
+                found.append(best / arranged.prediction.step_seconds)
+            except (BudgetError, PlanError):
+                found.append(0.0)
+    return found
+
+
+def budget_seconds(num_cases: int) -> tuple[list[float], list[float]]:
+    """For large problems, the processor seconds of the search, and the step time relative to one
+    without memory limits; only of those that fit.
+    """
+    taken: list[float] = []
+    ratio: list[float] = []
+    seed = FIRST_SEED
+    while len(taken) < num_cases:
+        seed += 1
+        profile, cluster, request = little_memory(seed, NUM_STAGES, NUM_LAYERS, 8)
+        ranks = range(NUM_STAGES)
+        workload = workload_of(profile, cluster, ranks, request.schedule, NUM_MICROBATCHES, 1.0)
+        problem = Problem.of(profile, workload, cluster, ranks, Planned())
+        begin = time.process_time()
+        try:
+            found = best_split(problem)
+        except (BudgetError, PlanError):
+            continue
+        taken.append(time.process_time() - begin)
+        boundless = replace(workload, usable_bytes=np.full(NUM_STAGES, np.inf))
+        least = workload.step_seconds([best_cut(boundless)])[0]
+        ratio.append(found.seconds / least)
+    return taken, ratio
+
+
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--num-cases", type=int, default=1000, help="small ones, of each kind")
     parser.add_argument("--num-large", type=int, default=100, help="large ones, of each kind")
     parser.add_argument("--num-processes", type=int, default=5, help="fresh ones, of each kind")
+    parser.add_argument("--num-budget-cases", type=int, default=60, help="small ones")
+    parser.add_argument("--num-large-budgets", type=int, default=20, help="large ones")
     options = parser.parse_args()
+
+    small = budget_ratios(options.num_budget_cases)
+    print_table(
+        "With a memory budget: step time of brute force over the planner's, by the simulator",
+        ["cases", "worst", "mean", "below 0.99"],
+        [[len(small), min(small), mean(small), sum(ratio < 0.99 for ratio in small)]],
+    )
+    taken, longer = budget_seconds(options.num_large_budgets)
+    print_table(
+        f"With a memory budget: {NUM_LAYERS} layers of 8 tensors, {NUM_STAGES} stages,"
+        f" {NUM_MICROBATCHES} microbatches",
+        ["workloads", "median s", "longest s", "median step", "longest step"],
+        [[len(taken), median(taken), max(taken), median(longer), max(longer)]],
+    )
 
     near: dict[bool, list[float]] = {
         tight: ratios(options.num_cases, tight) for tight in (False, True)
@@ -143,6 +211,16 @@ def main() -> None:
                     "below_0.99": sum(ratio < 0.99 for ratio in found),
                 }
                 for tight, found in near.items()
+            },
+            "with_a_budget": {
+                "cases": len(small),
+                "worst": min(small),
+                "mean": mean(small),
+                "below_0.99": sum(ratio < 0.99 for ratio in small),
+                "median_s": median(taken),
+                "longest_s": max(taken),
+                "median_step": median(longer),
+                "longest_step": max(longer),
             },
             "best_cut": {KINDS[tight]: figures for tight, figures in timed.items()},
         },

@@ -19,15 +19,16 @@ from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.arrange.groupings import Groups
 from lightning_pipeshift.plan.arrange.request import Allowed, Arrangement, PlanRequest
 from lightning_pipeshift.plan.arrange.stage_order import compute_power
-from lightning_pipeshift.plan.cost.prediction import Prediction, estimated_seconds, predict
+from lightning_pipeshift.plan.cost.prediction import estimated_seconds, predict, simulated_seconds
 from lightning_pipeshift.plan.cost.ring_contention import crowded, ring_seconds_per_byte
 from lightning_pipeshift.plan.cost.workload import Cut, Numbers, Workload, workload_of
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import Profile
+from lightning_pipeshift.plan.inputs.saved_tensors import Swap
 from lightning_pipeshift.plan.inputs.shares import shared_out
 from lightning_pipeshift.plan.partition.dynamic_programming import programme_of
 from lightning_pipeshift.plan.partition.equal_counts import uniform
-from lightning_pipeshift.plan.partition.local_search import best_cut
+from lightning_pipeshift.plan.partition.local_search import best_cut, fixed_cut
 from lightning_pipeshift.plan.partition.recomputation import Recomputation
 
 _HIDDEN: Final = 1.03
@@ -79,7 +80,7 @@ class Evaluator:
         self._paces: dict[Workload, tuple[float, Numbers]] = {}
         self.closed_form = CostModel(self._estimated, Workload.estimate)
         self.simulator = CostModel(
-            lambda placed, cuts: self._predicted(placed, cuts).step_seconds,
+            self._simulated,
             lambda workload, cut: workload.step_seconds([cut])[0],
         )
 
@@ -268,7 +269,7 @@ class Evaluator:
         careful: bool,
     ) -> Cut:
         if counts is not None:
-            return _recomputed(workload, counts, self.request.recompute)
+            return fixed_cut(workload, counts, self.request.recompute)
         hindered = workload if per_byte is None else self._hindered(workload, per_byte)
         make = self._careful_cut if careful else self._quick_cut
         try:
@@ -303,9 +304,13 @@ class Evaluator:
         """Samples per second."""
         return _per_second(self.total(len(cuts)), cost.step(placed, cuts))
 
-    def arrangement(self, placed: Candidate, cuts: Cuts) -> Arrangement:
+    def arrangement(
+        self, placed: Candidate, cuts: Cuts, swaps: tuple[tuple[Swap, ...], ...] = ()
+    ) -> Arrangement:
         """The arrangement of a choice."""
-        prediction = self._predicted(placed, cuts)
+        prediction = predict(
+            self.profile, self.cluster, placed.ranks, placed.workloads, cuts, swaps
+        )
         return Arrangement(
             ranks=placed.ranks,
             cuts=cuts,
@@ -314,10 +319,11 @@ class Evaluator:
             batch_shares=placed.batch_shares,
             prediction=prediction,
             samples_per_second=_per_second(self.total(len(cuts)), prediction.step_seconds),
+            swaps=swaps if any(swaps) else (),
         )
 
-    def _predicted(self, placed: Candidate, cuts: Cuts) -> Prediction:
-        return predict(self.profile, self.cluster, placed.ranks, placed.workloads, cuts)
+    def _simulated(self, placed: Candidate, cuts: Cuts) -> float:
+        return simulated_seconds(self.profile, self.cluster, placed.ranks, placed.workloads, cuts)
 
     def _estimated(self, placed: Candidate, cuts: Cuts) -> float:
         return estimated_seconds(self.profile, self.cluster, placed.ranks, placed.workloads, cuts)
@@ -325,21 +331,3 @@ class Evaluator:
 
 def _per_second(samples: float, seconds: float) -> float:
     return samples / seconds if seconds else math.inf
-
-
-def _recomputed(workload: Workload, counts: Sequence[int], recompute: str) -> Cut:
-    """A cut with fixed counts: with everything recomputed, if necessary.
-
-    Raises PlanError if it does not fit."""
-    choices = [Cut(tuple(counts))] if recompute != "full" else []
-    if recompute != "none":
-        choices.append(workload.everything_recomputed(counts))
-    for cut in choices:
-        if workload.fits(cut):
-            return cut
-    held, usable = workload.memory_bytes(choices[-1]), workload.usable_bytes
-    stage = max(range(len(held)), key=lambda stage: held[stage] - usable[stage])
-    raise PlanError(
-        f"the partition {list(counts)} needs {held[stage]:.3g} bytes on stage {stage}, whose "
-        f"device has {usable[stage]:.3g}; give that stage fewer layers, or use partition='auto'"
-    )

@@ -23,18 +23,16 @@ class Measured:
         profile: of the model.
         cluster: the machines.
         ranks: of each virtual machine, in stage order; those of a plan take precedence.
-        by_tensor: whether saved tensors are managed one by one.
     """
 
     profile: Profile
     cluster: Cluster
     ranks: Sequence[Sequence[int]]
-    by_tensor: bool = False
 
     def prediction(self, plan: Plan) -> Prediction:
         """The simulator's prediction of a plan."""
         ranks = self.ranks_of(plan)
-        return prediction_of(plan, self.profile, self.cluster, ranks, self.by_tensor)
+        return prediction_of(plan, self.profile, self.cluster, ranks)
 
     def ranks_of(self, plan: Plan) -> Sequence[Sequence[int]]:
         """The ranks of each virtual machine under a plan, in stage order."""

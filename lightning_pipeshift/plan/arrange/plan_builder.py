@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_pipeshift.plan.arrange.planner import Arrangement
-from lightning_pipeshift.plan.cost.memory_model import Footprints, links_of, with_footprints
 from lightning_pipeshift.plan.cost.prediction import LanePlanner, Prediction, predict
 from lightning_pipeshift.plan.cost.workload import Cut, Workload, workload_of
 from lightning_pipeshift.plan.document.plan import LayerRecord, Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.profile import Profile
+from lightning_pipeshift.plan.inputs.saved_tensors import Swap
 
 
 def plan_of(
@@ -22,6 +22,7 @@ def plan_of(
     schedule: str,
     microbatches: int,
     cuts: Sequence[Cut],
+    swaps: tuple[tuple[Swap, ...], ...] = (),
 ) -> Plan:
     """Builds a plan from known cuts.
 
@@ -32,6 +33,7 @@ def plan_of(
         schedule: by name.
         microbatches: of a virtual machine's batch.
         cuts: one for each of them.
+        swaps: of saved tensors, for each of them.
     """
     first = profile.times_on(cluster.devices[ranks[0][0]])
     plan = Plan(
@@ -45,6 +47,7 @@ def plan_of(
         recompute=tuple(tuple(sorted(cut.recompute)) for cut in cuts)
         if any(cut.recompute for cut in cuts)
         else (),
+        swaps=swaps if any(swaps) else (),
     )
     if any(first.forward):
         plan = replace(plan, lane_shares=lane_shares_of(plan, profile, cluster, ranks))
@@ -113,7 +116,6 @@ def prediction_of(
     profile: Profile,
     cluster: Cluster,
     ranks: Sequence[Sequence[int]],
-    by_tensor: bool = False,
 ) -> Prediction:
     """The simulator's prediction of a plan, by the measurements.
 
@@ -122,15 +124,8 @@ def prediction_of(
         profile: of the model.
         cluster: the machines.
         ranks: of each virtual machine, in stage order.
-        by_tensor: whether saved tensors are managed one by one (`MemoryCompression`).
     """
     workloads = workloads_of(profile, cluster, ranks, plan.schedule, plan.microbatches)
     cuts = [cut_of(plan, vm) for vm in range(len(workloads))]
-    found = predict(profile, cluster, ranks, workloads, cuts, plan.lane_shares)
-    if not by_tensor:
-        return found
-    footprints = [
-        Footprints(profile, workload, links_of(cluster, machine)).of(cut, plan.swapped(vm))
-        for vm, (workload, machine, cut) in enumerate(zip(workloads, ranks, cuts, strict=True))
-    ]
-    return with_footprints(found, workloads, cuts, footprints)
+    swaps = [plan.swapped(vm) for vm in range(len(workloads))]
+    return predict(profile, cluster, ranks, workloads, cuts, swaps, plan.lane_shares)

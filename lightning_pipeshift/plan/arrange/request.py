@@ -39,6 +39,9 @@ class PlanRequest:
         policy: decides what happens to saved tensors; ``None`` without ``MemoryCompression``.
         may_reorder: whether the ranks of a virtual machine may become its stages in another order
             than the one in which they are given.
+        caution: the factor for the times of swaps under which a plan still works, if there is one.
+            Ranks that share a host share its memory's bandwidth; and with a plan whose transfers
+            all end just in time, the compute would wait for most of them.
 
     Raises PlanError if these contradict each other.
     """
@@ -52,12 +55,15 @@ class PlanRequest:
     batch_samples: float = 1.0
     policy: Policy | None = None
     may_reorder: bool = False
+    caution: float = 2.0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.batch_samples) and self.batch_samples > 0):
             raise PlanError(
                 f"a batch of {self.batch_samples} samples; a DataLoader's batch has 1 or more"
             )
+        if not (math.isfinite(self.caution) and self.caution >= 1):
+            raise PlanError(f"caution={self.caution}; allowed are finite factors from 1 on")
         for name in ("virtual_machines", "microbatches"):
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:

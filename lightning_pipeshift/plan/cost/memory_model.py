@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
 from lightning_pipeshift.plan.cost.memory_timeline import (
     HOST,
     Effects,
     LayerLoad,
     Links,
+    Moments,
     Moved,
     Part,
     StageTrace,
     effects,
+    moments_of,
     traces,
 )
-from lightning_pipeshift.plan.cost.prediction import Prediction
-from lightning_pipeshift.plan.cost.simulator import Costs, Timeline, simulate
-from lightning_pipeshift.plan.cost.workload import Cut, Workload
+from lightning_pipeshift.plan.cost.simulator import Timeline
+from lightning_pipeshift.plan.cost.workload import Cut, Workload, passing_bytes
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import LayerProfile, Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor, Swap
@@ -28,10 +29,6 @@ from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor, Swap
 LENDING_SECONDS: Final = 3e-4
 """The time of a swap to another stage in addition to the link's own: threads wake up at both ends,
 and announce the tensor."""
-
-SENDS_UNDER_WAY: Final = 2
-"""The largest number of microbatches with an incomplete send of one kind on a stage, if no later
-action shows that sends are complete: for gradients, and for payloads of an evaluation."""
 
 _MOST_EFFECTS: Final = 1024
 """The number of cached effects of stages, some 100 KB each."""
@@ -42,13 +39,11 @@ class Footprint:
     """The time and memory of a plan. Tuples are per stage.
 
     Args:
-        costs: of a microbatch, including recomputation.
         timeline: of the step.
         traces: of the saved tensors.
         static_bytes: memory held permanently, and memory reserved for messages.
     """
 
-    costs: Costs
     timeline: Timeline
     traces: tuple[StageTrace, ...]
     static_bytes: tuple[float, ...]
@@ -81,17 +76,6 @@ def tensors_of(layer: LayerProfile) -> tuple[SavedTensor, ...]:
     if layer.tensors or not layer.saved_bytes:
         return layer.tensors
     return (SavedTensor(0, layer.saved_bytes),)
-
-
-def passing_bytes(received: float, sent: float) -> float:
-    """The memory that a stage reserves for messages between stages: a payload and a gradient whose
-    receives are posted during the compute on earlier ones, and gradients that it sends.
-
-    Args:
-        received: the payload that it receives, per microbatch; its gradient is at most as large.
-        sent: the payload that it sends.
-    """
-    return (1 + SENDS_UNDER_WAY) * received + sent
 
 
 def links_of(cluster: Cluster, ranks: Sequence[int]) -> Links:
@@ -130,33 +114,6 @@ def parts_of(swap: Swap) -> tuple[Part, ...]:
     )
 
 
-def with_footprints(
-    found: Prediction,
-    workloads: Sequence[Workload],
-    cuts: Sequence[Cut],
-    footprints: Sequence[Footprint],
-) -> Prediction:
-    """A prediction with each saved tensor separately. Lists are per virtual machine.
-
-    Args:
-        found: the prediction without that.
-        workloads: those of the prediction.
-        cuts: those of the prediction.
-        footprints: of the same cuts, with swaps.
-    """
-    plain = max(
-        simulate(workload.clock_of(cut), workload.costs(cut)).step_seconds
-        for workload, cut in dict.fromkeys(zip(workloads, cuts, strict=True))
-    )
-    longest = max(each.timeline.step_seconds + each.late_seconds for each in footprints)
-    return replace(
-        found,
-        costs=tuple(each.costs for each in footprints),
-        step_seconds=found.step_seconds + longest - plain,
-        memory_bytes=tuple(each.peak_bytes for each in footprints),
-    )
-
-
 class Footprints:
     """The footprints of one virtual machine's plans; common parts are cached.
 
@@ -169,28 +126,22 @@ class Footprints:
     def __init__(self, profile: Profile, workload: Workload, links: Links) -> None:
         self._workload = workload
         self._links = links
-        # : The bytes of each layer's output that cross a boundary after it, if there is one.
-        self._payload_bytes = [
-            _fraction(layer, float(saved)) * layer.payload_bytes
-            for layer, saved in zip(profile.layers, workload.saved_bytes, strict=True)
-        ]
         #: The bytes that each layer saves for a microbatch of the workload, by number.
         self.sizes = tuple(
             _sizes(layer, float(saved))
             for layer, saved in zip(profile.layers, workload.saved_bytes, strict=True)
         )
-        #: The part that recomputation does not make; it is among the layer's input bytes.
-        self._outside = tuple(
-            sum(sizes[tensor.number] for tensor in tensors_of(layer) if tensor.is_outside)
-            for layer, sizes in zip(profile.layers, self.sizes, strict=True)
-        )
-        self._timelines: dict[Cut, tuple[Costs, Timeline]] = {}
-        self._effects: dict[Any, Effects] = {}
+        self._timelines: dict[Cut, Timeline] = {}
+        self._moments: dict[tuple[Cut, int], Moments] = {}
+        self._effects: dict[Hashable, Effects] = {}
+        self._traces: dict[Hashable, StageTrace] = {}
 
     def of(self, cut: Cut, swaps: Sequence[Swap] = ()) -> Footprint:
         """The footprint of a cut with its recomputation and swaps."""
         workload = self._workload
-        costs, timeline = self._timeline(cut)
+        if cut not in self._timelines:
+            self._timelines[cut] = workload.timeline(cut)
+        timeline = self._timelines[cut]
         by_layer: dict[int, list[Swap]] = {}
         for swap in swaps:
             by_layer.setdefault(swap.layer, []).append(swap)
@@ -201,33 +152,24 @@ class Footprints:
             if key not in self._effects:
                 if len(self._effects) >= _MOST_EFFECTS:
                     self._effects.clear()
+                    self._traces.clear()
                 loads = [
                     self._load(stage, layer, cut, by_layer.get(layer, ()))
                     for layer in range(begin, end)
                 ]
                 # A stage without layers holds the payload that it forwards.
                 loads = loads or [LayerLoad(begin, 0.0, 0.0)]
-                loads[-1] = replace(loads[-1], sent_bytes=round(self._crossing(end)))
-                self._effects[key] = effects(stage, timeline.rows[stage], loads, self._links)
+                loads[-1] = replace(loads[-1], sent_bytes=round(workload.payload_bytes[end]))
+                if (cut, stage) not in self._moments:
+                    self._moments[cut, stage] = moments_of(timeline.rows[stage], loads)
+                self._effects[key] = effects(stage, self._moments[cut, stage], loads, self._links)
             found.append(self._effects[key])
         static = [
             float(sum(workload.fixed_bytes[stage, begin:end]))
-            + passing_bytes(self._crossing(begin), self._crossing(end))
+            + float(passing_bytes(*workload.payload_bytes[[begin, end]]))
             for stage, (begin, end) in enumerate(pairwise(cut.bounds))
         ]
-        return Footprint(costs, timeline, tuple(traces(found)), tuple(static))
-
-    def _crossing(self, boundary: int) -> float:
-        """The bytes across the boundary before a layer; 0 at either end of the model."""
-        inside = 0 < boundary < len(self._payload_bytes)
-        return self._payload_bytes[boundary - 1] if inside else 0.0
-
-    def _timeline(self, cut: Cut) -> tuple[Costs, Timeline]:
-        """The costs of a microbatch, and the step's timeline."""
-        if cut not in self._timelines:
-            costs = costs_of(self._workload, cut)
-            self._timelines[cut] = costs, simulate(self._workload.clock_of(cut), costs)
-        return self._timelines[cut]
+        return Footprint(timeline, tuple(traces(found, self._traces)), tuple(static))
 
     def _load(self, stage: int, index: int, cut: Cut, swaps: Sequence[Swap]) -> LayerLoad:
         forward = float(self._workload.forward[stage, index])
@@ -241,7 +183,7 @@ class Footprints:
                 index,
                 forward,
                 backward,
-                again_bytes=round(total - self._outside[index]),
+                again_bytes=round(total - float(self._workload.outside_bytes[index])),
                 input_bytes=round(float(self._workload.input_bytes[index])),
             )
         moved = {swap: sum(sizes.get(number, 0) for number in swap.tensors) for swap in swaps}
@@ -255,24 +197,6 @@ class Footprints:
 
 
 def _sizes(layer: LayerProfile, saved_bytes: float) -> dict[int, float]:
-    fraction = _fraction(layer, saved_bytes)
+    # The workload's microbatches may be of another size than the measured ones.
+    fraction = saved_bytes / layer.saved_bytes if layer.saved_bytes else 1.0
     return {tensor.number: fraction * tensor.num_bytes for tensor in tensors_of(layer)}
-
-
-def _fraction(layer: LayerProfile, saved_bytes: float) -> float:
-    """The size of the workload's microbatches, relative to the measured ones."""
-    return saved_bytes / layer.saved_bytes if layer.saved_bytes else 1.0
-
-
-def costs_of(workload: Workload, cut: Cut) -> Costs:
-    """The costs of a microbatch, if stages without idle time recompute in their backward."""
-    costs = workload.costs(cut)
-    backward = list(costs.backward_seconds)
-    for stage, (begin, end) in enumerate(pairwise(cut.bounds)):
-        if stage not in workload.recomputing:
-            backward[stage] += sum(
-                float(workload.forward[stage, layer])
-                for layer in range(begin, end)
-                if layer in cut.recompute
-            )
-    return replace(costs, backward_seconds=tuple(backward))

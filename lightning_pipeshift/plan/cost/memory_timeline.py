@@ -11,7 +11,7 @@ free.)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -94,6 +94,11 @@ class Links:
     between: Mapping[Link, tuple[float, float]] = field(default_factory=dict)
     to_host: tuple[float, ...] = ()
 
+    @property
+    def key(self) -> Hashable:
+        """Equal for equal links."""
+        return tuple(sorted(self.between.items())), self.to_host
+
     def rate(self, stage: int, place: int) -> float:
         """Bytes per second from a stage to another one, or to the host; 0 if there is no
         connection.
@@ -172,13 +177,13 @@ class Effects:
         return StageTrace(times, held, host_bytes=self.host_bytes, late_seconds=self.late_seconds)
 
 
-class _Times(NamedTuple):
-    """The times at which a layer's saved tensors are allocated and freed, in seconds since the step
-    started; one entry for each microbatch that has a backward.
+class Moments(NamedTuple):
+    """The times at which saved tensors are allocated and freed, in seconds since the step started:
+    (layers, microbatches that have a backward) each.
     """
 
     begun: Numbers
-    """Its forward starts: from now on they are held."""
+    """A layer's forward starts: from now on they are held."""
     made: Numbers
     """Its forward ends: they may be sent."""
     used: Numbers
@@ -186,91 +191,112 @@ class _Times(NamedTuple):
     freed: Numbers
     """Its backward ends: they are freed."""
     rerun: Numbers
-    """The stage recomputes them in a separate action; infinite if it does not."""
+    """The stage recomputes them, in an action of its own or at the start of the backward."""
 
 
-def effects(stage: int, row: Sequence[Span], loads: Sequence[LayerLoad], links: Links) -> Effects:
+def effects(stage: int, moments: Moments, loads: Sequence[LayerLoad], links: Links) -> Effects:
     """The effects of one stage's saved tensors, which depend on no other stage.
 
     Args:
         stage: the stage.
-        row: its compute actions.
+        moments: of the stage, see :func:`moments_of`.
         loads: its layers, in call order.
         links: the links for swapped tensors.
     """
+    begun, made, used, freed, rerun = moments
     here, host = _Sum(), _Sum()
-    transfers: dict[int, list[tuple[float, _Times]]] = {}
-    for load, times in zip(loads, _times(row, loads), strict=True):
-        here.add(times.begun, times.freed, load.kept_bytes)
-        here.add(times.made, times.used, load.sent_bytes)
-        if load.again_bytes:
-            back = np.minimum(times.used, times.rerun)
-            here.add(times.begun, times.freed, load.input_bytes)
-            here.add(times.begun, times.made, load.again_bytes)
-            here.add(back, times.freed, load.again_bytes)
+
+    def sizes(name: str) -> Numbers:
+        return np.array([getattr(load, name) for load in loads], dtype=np.float64)
+
+    again = sizes("again_bytes")
+    here.add(begun, freed, sizes("kept_bytes") + sizes("input_bytes") * (again > 0))
+    here.add(made, used, sizes("sent_bytes"))
+    here.add(begun, made, again)
+    here.add(rerun, freed, again)
+    transfers: dict[int, list[tuple[float, int]]] = {}
+    for index, load in enumerate(loads):
         for moved in load.moved:
             for to, part in moved.parts:
-                transfers.setdefault(to, []).append((moved.num_bytes * part, times))
+                transfers.setdefault(to, []).append((moved.num_bytes * part, index))
     late = 0.0
     lent: dict[int, Changes] = {}
     for to, members in transfers.items():
+        moving = np.array([size for size, _ in members])
+        owners = [index for _, index in members]
         seconds = np.array([links.seconds(stage, to, size) for size, _ in members])
-        made = np.array([times.made for _, times in members])
-        used = np.array([times.used for _, times in members])
-        out_end = _first_come_first_served(made, seconds)
+        out_end = _first_come_first_served(made[owners], seconds)
         # The fetches are the same in reversed time: as late as possible.
-        back_begin = -_first_come_first_served(-used, seconds)
+        back_begin = -_first_come_first_served(-used[owners], seconds)
         late = max(late, float((out_end - back_begin).max(initial=0.0)))
-        begin = out_end - seconds[:, None] if np.isfinite(seconds).all() else made
+        begin = out_end - seconds[:, None] if np.isfinite(seconds).all() else made[owners]
         there = host if to == HOST else _Sum()
-        for index, (size, times) in enumerate(members):
-            here.add(times.begun, times.freed, size)
-            # Held until the send is complete, and again from the start of the fetch.
-            goes = out_end[index] < back_begin[index]
-            here.add(back_begin[index][goes], out_end[index][goes], size)
-            there.add(begin[index], np.maximum(times.used, begin[index]), size)
+        here.add(begun[owners], freed[owners], moving)
+        # Held until the send is complete, and again from the start of the fetch.
+        here.add(np.maximum(back_begin, out_end), out_end, moving)
+        there.add(begin, np.maximum(used[owners], begin), moving)
         if to != HOST:
             lent[to] = there.changes()
     return Effects(here.changes(), lent, _most(_summed([host.changes()])[1]), late)
 
 
-def traces(found: Sequence[Effects]) -> list[StageTrace]:
+def traces(
+    found: Sequence[Effects], known: MutableMapping[Hashable, StageTrace] | None = None
+) -> list[StageTrace]:
     """Every stage's memory during a step.
 
     Args:
         found: the effects of each stage.
+        known: those of earlier calls, as a cache.
     """
-    return [
-        own.trace([other.lent[stage] for other in found if stage in other.lent])
-        for stage, own in enumerate(found)
-    ]
+    cache = {} if known is None else known
+    made = []
+    for stage, own in enumerate(found):
+        borrowers = [other for other in found if stage in other.lent]
+        key = (stage, own, *borrowers)
+        if key not in cache:
+            cache[key] = own.trace([other.lent[stage] for other in borrowers])
+        made.append(cache[key])
+    return made
 
 
 class _Sum:
     """Collects changes."""
 
     def __init__(self) -> None:
-        self._comes: list[tuple[Numbers, float]] = []
-        self._goes: list[tuple[Numbers, float]] = []
+        self._comes: list[tuple[Numbers, Numbers]] = []
+        self._goes: list[tuple[Numbers, Numbers]] = []
 
-    def add(self, begin: Numbers, end: Numbers, num_bytes: float) -> None:
-        """Adds bytes that are held from ``begin`` to ``end``."""
-        if num_bytes and begin.size:
-            self._comes.append((begin, num_bytes))
-            self._goes.append((end, -num_bytes))
+    def add(self, begin: Numbers, end: Numbers, num_bytes: Numbers) -> None:
+        """Adds bytes that are held from ``begin`` to ``end``.
+
+        Args:
+            begin: (tensors, microbatches).
+            end: likewise.
+            num_bytes: (tensors,).
+        """
+        held = num_bytes > 0
+        if held.any() and begin.size:
+            sizes = np.repeat(num_bytes[held], begin.shape[1])
+            self._comes.append((begin[held].ravel(), sizes))
+            self._goes.append((end[held].ravel(), -sizes))
 
     def changes(self) -> Changes:
         """All changes."""
         found = self._goes + self._comes
         if not found:
             return np.zeros(0), np.zeros(0)
-        moments = np.concatenate([moments for moments, _ in found])
-        sizes = [size for _, size in found]
-        return moments, np.repeat(sizes, [len(moments) for moments, _ in found])
+        moments, sizes = zip(*found, strict=True)
+        return np.concatenate(moments), np.concatenate(sizes)
 
 
-def _times(row: Sequence[Span], loads: Sequence[LayerLoad]) -> list[_Times]:
-    """The times at which each layer's saved tensors are allocated and freed."""
+def moments_of(row: Sequence[Span], loads: Sequence[LayerLoad]) -> Moments:
+    """The times at which each layer's saved tensors are allocated and freed.
+
+    Args:
+        row: the stage's compute actions.
+        loads: its layers, in call order.
+    """
     backwards = {s.action.microbatch: s for s in row if s.action.kind is Kind.BACKWARD}
     again = {s.action.microbatch: s.start for s in row if s.action.kind is Kind.RECOMPUTE}
     forwards = [
@@ -280,18 +306,14 @@ def _times(row: Sequence[Span], loads: Sequence[LayerLoad]) -> list[_Times]:
     moments = np.array([(f.start, f.end, b.start, b.end) for f, b in pairs], dtype=np.float64)
     start, end, back_start, back_end = moments.reshape(-1, 4).T
     rerun = np.array([again.get(s.action.microbatch, math.inf) for s in forwards])
-    forward_ends = _ends([load.forward_seconds for load in loads])
-    backward_ends = _ends([load.backward_seconds for load in reversed(loads)])[::-1]
+    forward_ends = np.array(_ends([load.forward_seconds for load in loads]))
+    backward_ends = np.array(_ends([load.backward_seconds for load in reversed(loads)])[::-1])
     length, back_length = end - start, back_end - back_start
-    found = []
-    for index in range(len(loads)):
-        begun = start + forward_ends[index - 1] * length if index else start
-        is_last = index + 1 == len(loads)
-        used = back_start if is_last else back_start + backward_ends[index + 1] * back_length
-        made = start + forward_ends[index] * length
-        freed = back_start + backward_ends[index] * back_length
-        found.append(_Times(begun, made, used, freed, rerun))
-    return found
+    made = start + forward_ends[:, None] * length
+    freed = back_start + backward_ends[:, None] * back_length
+    begun = np.concatenate([start[None], made[:-1]])
+    used = np.concatenate([freed[1:], back_start[None]])
+    return Moments(begun, made, used, freed, np.minimum(used, rerun))
 
 
 def _ends(seconds: Sequence[float]) -> list[float]:

@@ -93,7 +93,7 @@ class _Run:
         self._workload = workload
         self._bounds = list(pairwise(cut.bounds))
         self._costs = columns(workload.costs(cut))
-        self._clock: Clock = workload.clock_of(cut)
+        self._clock: Clock = workload.clock_for(any(self._costs[-1]))
         self.begins = [0.0] * workload.num_stages
         self.ends = list(self.begins)
         self.ready: Numbers = np.zeros(workload.num_layers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -10,6 +10,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from lightning_pipeshift.plan.cost.lanes import best_shares, equal_shares, lanes_by_share
+from lightning_pipeshift.plan.cost.memory_model import Footprint, Footprints, links_of
+from lightning_pipeshift.plan.cost.memory_timeline import Links
 from lightning_pipeshift.plan.cost.overlap import (
     Machine,
     Overlapped,
@@ -17,11 +19,17 @@ from lightning_pipeshift.plan.cost.overlap import (
     overlapped,
 )
 from lightning_pipeshift.plan.cost.pace import steady_pace
-from lightning_pipeshift.plan.cost.ring_contention import RingNetwork, Transfer, ring_ends
-from lightning_pipeshift.plan.cost.simulator import Costs, Timeline, clock, columns, simulate
+from lightning_pipeshift.plan.cost.ring_contention import (
+    RingNetwork,
+    Transfer,
+    crowded,
+    ring_ends,
+)
+from lightning_pipeshift.plan.cost.simulator import Costs, Timeline, columns
 from lightning_pipeshift.plan.cost.workload import Cut, Numbers, Workload
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import Profile
+from lightning_pipeshift.plan.inputs.saved_tensors import Swap
 from lightning_pipeshift.plan.schedule.actions import Kind
 
 
@@ -50,6 +58,7 @@ def predict(
     ranks: Sequence[Sequence[int]],
     workloads: Sequence[Workload],
     cuts: Sequence[Cut],
+    swaps: Sequence[Sequence[Swap]] = (),
     lane_shares: Sequence[float] = (),
 ) -> Prediction:
     """Predicts the time and memory of a step, or of a minibatch in an asynchronous pipeline.
@@ -64,26 +73,32 @@ def predict(
         workloads: one for each virtual machine; if several share a NIC, made with the links
             that :func:`~lightning_pipeshift.plan.cost.ring_contention.crowded` leaves them.
         cuts: one for each of them.
+        swaps: the saved tensors that each of them swaps; empty if none does.
         lane_shares: the part of all gradient bytes that each lane carries; empty for equal parts.
     """
-    made: dict[tuple[int, Cut], tuple[Costs, tuple[float, ...]]] = {}
-    for workload, cut in zip(workloads, cuts, strict=True):
-        if (id(workload), cut) not in made:
-            made[id(workload), cut] = workload.costs(cut), workload.memory_bytes(cut)
-    found = [made[id(workload), cut] for workload, cut in zip(workloads, cuts, strict=True)]
-    costs, held = tuple(zip(*found, strict=True))
-    seconds = _paces if workloads[0].objective.is_pace else _steps
-    computed, summed = seconds(profile, cluster, ranks, workloads, cuts)
-    besides = _besides(profile, cluster, ranks, workloads, cuts)
-    if profile.overlaps_updates and len(ranks) > 1 and not workloads[0].objective.is_pace:
-        planner = LanePlanner(profile, cluster, ranks, workloads, cuts)
-        shares = lane_shares or equal_shares(planner.gradient_bytes)
-        summed = max(computed, planner.overlapped(shares).step_seconds - besides)
+    swapped = [tuple(each) for each in swaps] or [()] * len(cuts)
+    # The links between stages take long to list, and only swaps use them.
+    links_left = crowded(cluster, ranks) if any(swapped) else cluster
+    made: dict[Hashable, tuple[Costs, Footprint]] = {}
+    found = []
+    for workload, cut, moved, machine in zip(workloads, cuts, swapped, ranks, strict=True):
+        links = links_of(links_left, machine) if moved else Links()
+        key = id(workload), cut, moved, links.key
+        if key not in made:
+            footprint = Footprints(profile, workload, links).of(cut, moved)
+            made[key] = workload.costs(cut), footprint
+        found.append(made[key])
+    footprints = [footprint for _, footprint in found]
+    timelines = [footprint.timeline for footprint in footprints]
+    computed, summed = _seconds(profile, cluster, ranks, workloads, cuts, timelines, lane_shares)
+    late = max(each.timeline.step_seconds + each.late_seconds for each in footprints) - max(
+        timeline.step_seconds for timeline in timelines
+    )
     return Prediction(
-        costs=costs,
-        step_seconds=summed + besides,
+        costs=tuple(costs for costs, _ in found),
+        step_seconds=summed + late + _besides(profile, cluster, ranks, workloads, cuts),
         exposed_seconds=summed - computed,
-        memory_bytes=held,
+        memory_bytes=tuple(footprint.peak_bytes for footprint in footprints),
     )
 
 
@@ -125,26 +140,43 @@ class LanePlanner:
         return best_shares(self.gradient_bytes, lambda shares: self.overlapped(shares).step_seconds)
 
 
-def _steps(
+def simulated_seconds(
     profile: Profile,
     cluster: Cluster,
     ranks: Sequence[Sequence[int]],
     workloads: Sequence[Workload],
     cuts: Sequence[Cut],
+) -> float:
+    """The step time of :func:`predict` without swaps, at a fraction of the cost."""
+    timed = {
+        (id(workload), cut): (workload, cut) for workload, cut in zip(workloads, cuts, strict=True)
+    }
+    made = {key: workload.timeline(cut) for key, (workload, cut) in timed.items()}
+    timelines = [made[id(workload), cut] for workload, cut in zip(workloads, cuts, strict=True)]
+    _, summed = _seconds(profile, cluster, ranks, workloads, cuts, timelines)
+    return summed + _besides(profile, cluster, ranks, workloads, cuts)
+
+
+def _seconds(
+    profile: Profile,
+    cluster: Cluster,
+    ranks: Sequence[Sequence[int]],
+    workloads: Sequence[Workload],
+    cuts: Sequence[Cut],
+    timelines: Sequence[Timeline],
+    lane_shares: Sequence[float] = (),
 ) -> tuple[float, float]:
-    """The time of a step, without rings and with them."""
-    found: dict[tuple[int, Cut], Timeline] = {}
-    for workload, cut in zip(workloads, cuts, strict=True):
-        if (id(workload), cut) not in found:
-            costs = workload.costs(cut)
-            # A recomputation that takes no time has no effect: one clock is enough for all cuts.
-            again = workload.recomputing if costs.recomputing_stages else frozenset()
-            timed = clock(workload.schedule, workload.num_stages, workload.microbatches, again)
-            found[id(workload), cut] = simulate(timed, costs)
-    computed = max(timeline.step_seconds for timeline in found.values())
+    """The time of a step or minibatch, without rings and with them."""
+    if workloads[0].objective.is_pace:
+        return _paces(profile, cluster, ranks, workloads, cuts)
+    computed = max(timeline.step_seconds for timeline in timelines)
     if len(ranks) == 1:
         return computed, computed
-    timelines = [found[id(workload), cut] for workload, cut in zip(workloads, cuts, strict=True)]
+    if profile.overlaps_updates:
+        planner = LanePlanner(profile, cluster, ranks, workloads, cuts)
+        shares = lane_shares or equal_shares(planner.gradient_bytes)
+        besides = _besides(profile, cluster, ranks, workloads, cuts)
+        return computed, max(computed, planner.overlapped(shares).step_seconds - besides)
     return computed, max([computed, *rings(profile, cluster, ranks, workloads, cuts, timelines)])
 
 

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_pipeshift.errors import PartitionError
 from lightning_pipeshift.plan.cost.pace import Objective, steady_pace
-from lightning_pipeshift.plan.cost.simulator import Clock, Costs, clock
+from lightning_pipeshift.plan.cost.simulator import Clock, Costs, Timeline, clock, simulate
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.schedule.asynchronous import (
@@ -34,6 +35,10 @@ Counts = tuple[int, ...]
 
 Sharers = tuple[tuple[int, ...], frozenset[int]]
 """The layers that share a parameter, and the stages that have some of them."""
+
+SENDS_UNDER_WAY: Final = 2
+"""The largest number of microbatches with an incomplete send of one kind on a stage, if no later
+action shows that sends are complete: for gradients, and for payloads of an evaluation."""
 
 # Many cuts are timed in one pass, but at most this many: each takes memory for every action.
 _AT_ONCE = 512
@@ -74,6 +79,10 @@ class Workload:
             weights: of the first of these layers, and of the others.
         saved_bytes: (L,) held for a microbatch in flight.
         input_bytes: (L,) held for it instead if the layer is recomputed.
+        outside_bytes: (L,) the part of both that recomputation does not restore: what code around
+            the layer saves.
+        payload_bytes: (L + 1,) the values that cross the boundary before layer b; 0 at the ends of
+            the model.
         usable_bytes: (S,) the memory of the stage's device; infinite if it is not known.
         schedule: by name.
         microbatches: of a step; 1 in an asynchronous pipeline, which does not split a batch.
@@ -94,6 +103,8 @@ class Workload:
     sent_bytes: Numbers
     saved_bytes: Numbers
     input_bytes: Numbers
+    outside_bytes: Numbers
+    payload_bytes: Numbers
     usable_bytes: Numbers
     schedule: str = "1f1b"
     microbatches: int = 1
@@ -173,20 +184,22 @@ class Workload:
             whole: Numbers = layers + extra[:, None] * runs
             return whole
 
-        again = np.zeros((self.num_stages, len(cuts)))
+        # Seconds of recomputation: in actions of its own, or in the middle of the backward.
+        again, inside = np.zeros((2, self.num_stages, len(cuts)))
         if any(cut.recompute for cut in cuts):
             chosen = np.zeros((len(cuts), self.num_layers), dtype=bool)
             for number, cut in enumerate(cuts):
                 chosen[number, list(cut.recompute)] = True
             layers = np.arange(self.num_layers)
             owners = (ends[:-1, :, None] <= layers).sum(axis=0)
-            frees = np.array([s in self.recomputing for s in range(self.num_stages)])
-            seconds = np.where(chosen & frees[owners], self.forward[owners, layers], 0.0)
+            seconds = np.where(chosen, self.forward[owners, layers], 0.0)
             at_bounds = np.take_along_axis(running_sums(seconds), bounds.T, axis=1)
-            again[:] = np.diff(at_bounds, axis=1).T
+            waits = np.array([[s in self.recomputing] for s in range(self.num_stages)])
+            total = np.diff(at_bounds, axis=1).T
+            again, inside = np.where(waits, total, 0.0), np.where(waits, 0.0, total)
         return (
             sums(self._forward_ends, self.forward_extra),
-            sums(self._backward_ends, self.backward_extra),
+            sums(self._backward_ends, self.backward_extra) + inside,
             self.payload_seconds[links, ends[:-1]],
             self.gradient_seconds[links, ends[:-1]],
             again,
@@ -218,22 +231,37 @@ class Workload:
         return running_sums(self.backward)
 
     def memory_bytes(self, cut: Cut) -> tuple[float, ...]:
-        """The peak memory of each stage: that of its layers, and the activations in flight.
+        """The peak memory of each stage: that of its layers, the activations in flight, and
+        messages.
 
         A recomputed layer holds its inputs for every microbatch in flight, and its saved tensors
-        for the one whose backward is next.
+        for the one whose backward is next. This is what
+        :class:`~lightning_pipeshift.plan.cost.memory_model.Footprints` finds in the timeline, if
+        no tensor is swapped and every stage that recomputes does so in actions of its own.
         """
         peaks = []
         for s, (layers, num) in enumerate(zip(self._ranges(cut), self.in_flight, strict=True)):
-            held = 0.0
+            held = self.message_bytes[s, layers.start, layers.stop]
             for layer in layers:
                 held += self.fixed_bytes[s, layer]
                 if layer in cut.recompute and s in self.recomputing:
                     held += num * self.input_bytes[layer] + self.saved_bytes[layer]
+                    held -= self.outside_bytes[layer]
                 else:
                     held += num * self.saved_bytes[layer]
             peaks.append(float(held))
         return tuple(peaks)
+
+    @cached_property
+    def message_bytes(self) -> Numbers:
+        """(S, L + 1, L + 1): held for messages between stages by stage s with the layers from b to
+        e, at ``[s, b, e]``: memory that is reserved, and for each microbatch in flight the payload
+        that was sent, until the stage's backward begins.
+        """
+        in_flight = np.array(self.in_flight)[:, None, None]
+        received, sent = self.payload_bytes[:, None], self.payload_bytes
+        held: Numbers = passing_bytes(received, sent) + in_flight * sent
+        return held
 
     def fits(self, cut: Cut) -> bool:
         """Whether every stage has enough memory for it."""
@@ -282,10 +310,18 @@ class Workload:
         pace = max(*(slot + r for slot, r in zip(slots, again, strict=True)), *links, 0.0)
         return self.objective.seconds(sum(slots) + sum(links), pace)
 
-    def clock_of(self, cut: Cut) -> Clock:
-        """The clock of the schedule with this cut's recomputations."""
-        again = self.costs(cut).recomputing_stages
+    def clock_for(self, recomputes: bool) -> Clock:
+        """The clock of the schedule, with recomputation or without.
+
+        A recomputation that takes no time has no effect: one clock is enough for all cuts.
+        """
+        again = self.recomputing if recomputes else frozenset()
         return clock(self.schedule, self.num_stages, self.microbatches, again)
+
+    def timeline(self, cut: Cut) -> Timeline:
+        """The times of a cut's actions."""
+        costs = self.costs(cut)
+        return simulate(self.clock_for(bool(costs.recomputing_stages)), costs)
 
     def step_seconds(self, cuts: Sequence[Cut]) -> list[float]:
         """The simulated time of a step, or of a minibatch in an asynchronous pipeline, for each of
@@ -294,10 +330,7 @@ class Workload:
         seconds: list[float] = []
         for begin in range(0, len(cuts), _AT_ONCE):
             columns = self._columns(cuts[begin : begin + _AT_ONCE])
-            # A recomputation that takes no time has no effect: one clock is enough for all cuts.
-            again = self.recomputing if columns[-1].any() else frozenset()
-            timed = clock(self.schedule, self.num_stages, self.microbatches, again)
-            seconds += timed.step_seconds(columns).tolist()
+            seconds += self.clock_for(bool(columns[-1].any())).step_seconds(columns).tolist()
         return seconds
 
     def _bounds(self, cuts: Sequence[Cut]) -> NDArray[np.intp]:
@@ -318,9 +351,26 @@ class Workload:
     def _ranges(self, cut: Cut) -> list[range]:
         return [range(*ends) for ends in pairwise(map(int, self._bounds([cut])[:, 0]))]
 
+    def with_saved(self, part: float) -> Workload:
+        """The same layers, as if they saved only a part of their tensors."""
+        return replace(
+            self, saved_bytes=part * self.saved_bytes, outside_bytes=part * self.outside_bytes
+        )
+
     def with_microbatches(self, microbatches: int, schedule: str | None = None) -> Workload:
         """The same layers in another schedule."""
         return replace(self, microbatches=microbatches, schedule=schedule or self.schedule)
+
+
+def passing_bytes(received: Any, sent: Any) -> Any:
+    """The memory that a stage reserves for messages between stages: a payload and a gradient whose
+    receives are posted during the compute on earlier ones, and gradients that it sends.
+
+    Args:
+        received: the payload that it receives, per microbatch; its gradient is at most as large.
+        sent: the payload that it sends.
+    """
+    return (1 + SENDS_UNDER_WAY) * received + sent
 
 
 def running_sums(table: Numbers) -> LongNumbers:
@@ -416,6 +466,8 @@ def workload_of(
         sent_bytes=sent,
         saved_bytes=of_layers("saved_bytes", share),
         input_bytes=of_layers("input_bytes", share),
+        outside_bytes=of_layers("outside_bytes", share),
+        payload_bytes=np.array([*payload[:-1], 0.0]),
         usable_bytes=np.array([cluster.devices[rank].usable_bytes for rank in ranks]),
         schedule=schedule,
         microbatches=microbatches,

@@ -65,6 +65,13 @@ class LayerProfile:
             )
 
     @property
+    def outside_bytes(self) -> int:
+        """The part of ``saved_bytes`` that recomputing the layer does not restore; it is among
+        ``input_bytes``, too.
+        """
+        return sum(tensor.num_bytes for tensor in self.tensors if tensor.is_outside)
+
+    @property
     def static_bytes(self) -> int:
         """The bytes that its owner holds permanently."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes

@@ -26,8 +26,6 @@ from lightning_pipeshift.plan.arrange.stage_order import (
     interchangeable,
     num_orders,
 )
-from lightning_pipeshift.plan.cost.memory_model import with_footprints
-from lightning_pipeshift.plan.cost.memory_timeline import Links
 from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.policies import Policy
@@ -35,6 +33,7 @@ from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.offload.assignment_search import Compressed, Problem
 from lightning_pipeshift.plan.offload.peers import mapping_score
 from lightning_pipeshift.plan.offload.planner import fastest
+from lightning_pipeshift.plan.partition.boundaries import worthwhile_cuts
 from lightning_pipeshift.plan.partition.equal_counts import uniform
 
 _PARTS: Final = (0.0, 0.5, 1.0)
@@ -179,7 +178,7 @@ class _Mapper:
             # slower.
             problem = self._problem(placed, vm, ranks)
             alike = tuple(self._alike[rank] for rank in ranks)
-            key = problem.workload, _hashable(problem.links), problem.limits, alike
+            key = problem.workload, problem.links.key, problem.limits, alike
             if key not in self._known:
                 order, made = self._best_order(profile, start, placed, vm)
                 self._known[key] = tuple(map(ranks.index, order)), made
@@ -206,7 +205,9 @@ class _Mapper:
             if best is not None and handicap * option.seconds >= best[0]:
                 continue
             try:
-                made = fastest(self._problem(placed, vm, option.order), [option.counts])
+                made = fastest(
+                    self._problem(placed, vm, option.order), [option.counts], self._near(option)
+                )
             except BudgetError as error:
                 errors.append(error)
                 continue
@@ -215,6 +216,13 @@ class _Mapper:
         if best is None:
             raise errors[0]
         return best[1:]
+
+    def _near(self, option: _Option) -> frozenset[int]:
+        """The boundaries for cuts near an option; none if the request fixes the cuts."""
+        if self._request.partition != "auto":
+            return frozenset()
+        profile, num_stages = self._profile, len(option.order)
+        return worthwhile_cuts(profile.payload_bytes, num_stages, profile.possible_cuts)
 
     def _options(
         self, profile: Profile, start: Arrangement, placed: Candidate, vm: int
@@ -263,8 +271,9 @@ class _Mapper:
         """The problem of a virtual machine with an order of its stages."""
         samples = self._placer.sizes(len(placed.ranks), placed.batch_shares)[vm]
         workload = self._placer.workload(placed.links, order, samples, placed.microbatches)
-        recompute = self._request.recompute
-        return Problem.of(self._profile, workload, placed.links, order, self._policy, recompute)
+        request = self._request
+        how = self._policy, request.recompute, request.caution
+        return Problem.of(self._profile, workload, placed.links, order, *how)
 
     # --- the result ---
 
@@ -273,19 +282,7 @@ class _Mapper:
     ) -> Arrangement:
         placed = self._placed(start, ranks)
         cuts = tuple(each.cut for each in found)
-        plain = self._placer.arrangement(placed, cuts)
-        footprints = [
-            self._problem(placed, vm, order).footprints.of(each.cut, each.swaps)
-            for vm, (order, each) in enumerate(zip(placed.ranks, found, strict=True))
-        ]
-        prediction = with_footprints(plain.prediction, placed.workloads, cuts, footprints)
-        before, after = plain.prediction.step_seconds, prediction.step_seconds
-        return replace(
-            plain,
-            swaps=tuple(each.swaps for each in found) if any(each.swaps for each in found) else (),
-            prediction=prediction,
-            samples_per_second=plain.samples_per_second * before / after if after else math.inf,
-        )
+        return self._placer.arrangement(placed, cuts, tuple(each.swaps for each in found))
 
 
 def _with_saved(profile: Profile, part: float) -> Profile:
@@ -297,7 +294,3 @@ def _with_saved(profile: Profile, part: float) -> Profile:
         for layer in profile.layers
     )
     return replace(profile, layers=layers)
-
-
-def _hashable(links: Links) -> tuple[Any, ...]:
-    return tuple(sorted(links.between.items())), links.to_host

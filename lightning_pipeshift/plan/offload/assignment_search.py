@@ -1,8 +1,10 @@
 """Searches for the best assignment of saved tensors to offload targets, for a cut of a virtual
 machine.
 
-The search is greedy, over groups of tensors (those of one layer that are handled equally), and then
-tensor by tensor. Every step of it is evaluated by
+It begins with what is fixed, and with all recomputation that costs no time, so that stages with
+idle time have memory to lend. Stages that lack memory then use one way to handle tensors after the
+other, each for as many tensors as its cost per byte stays low; and the result is improved layer by
+layer, and tensor by tensor. Every step of it is evaluated by
 :mod:`~lightning_pipeshift.plan.cost.memory_model`, so the search and the prediction agree. See
 :mod:`~lightning_pipeshift.plan.offload.planner` for its purpose.
 """
@@ -14,7 +16,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.cost.memory_model import Footprint, Footprints, links_of, tensors_of
@@ -32,13 +34,16 @@ SMALLEST_BYTES: Final = 1 << 16
 
 _MOST_ROUNDS: Final = 200
 _MOST_IMPROVED: Final = 2
-_MOST_TRIALS: Final = 2000
+_MOST_TRIALS: Final = 500
+_MOST_TRIED_TENSORS: Final = 1 << 17
+"""How many assignments are tried, and how many tensors these may have together: beyond that, a
+result is not improved any more."""
 
 ROUNDING: Final = 1 + 1e-9
 """Sums depend on their order by rounding: exceeding a budget by less than this factor is allowed.
 """
 
-_CLOSE: Final = 1.001
+CLOSE: Final = 1.001
 """A result within this factor of the lower bound is not improved further."""
 
 _LIKE_SECONDS: Final = 1.2
@@ -70,16 +75,19 @@ class Problem:
         workload: of the virtual machine.
         links: of the virtual machine.
         limits: of its stages.
-        policy: is called first.
+        policy: is called first; ``None`` if no saved tensor may be swapped, as there is no
+            ``MemoryCompression``.
         recompute: ``"auto"``, ``"full"`` or ``"none"``.
+        caution: see :class:`~lightning_pipeshift.plan.arrange.request.PlanRequest`.
     """
 
     profile: Profile
     workload: Workload
     links: Links
     limits: tuple[MemoryLimits, ...]
-    policy: Policy
+    policy: Policy | None
     recompute: str = "auto"
+    caution: float = 2.0
 
     @classmethod
     def of(
@@ -88,13 +96,14 @@ class Problem:
         workload: Workload,
         cluster: Cluster,
         ranks: Sequence[int],
-        policy: Policy,
+        policy: Policy | None,
         recompute: str = "auto",
+        caution: float = 2.0,
     ) -> Problem:
         """The problem of a virtual machine whose stages are these ranks of a cluster."""
         devices = [cluster.devices[rank] for rank in ranks]
         limits = tuple(MemoryLimits(device.usable_bytes, device.host_bytes) for device in devices)
-        return cls(profile, workload, links_of(cluster, ranks), limits, policy, recompute)
+        return cls(profile, workload, links_of(cluster, ranks), limits, policy, recompute, caution)
 
     @cached_property
     def footprints(self) -> Footprints:
@@ -150,6 +159,27 @@ Assigned = Mapping[tuple[int, int], Way]
 """The targets of tensors, by layer and number, without those that are kept."""
 
 
+def most_trials(num_tensors: int) -> int:
+    """How many assignments of this many tensors are tried."""
+    return min(_MOST_TRIALS, _MOST_TRIED_TENSORS // max(1, num_tensors))
+
+
+class _Part(NamedTuple):
+    """The part of an assignment that is about one layer.
+
+    Args:
+        layer: the layer.
+        is_recomputed: whether it is recomputed.
+        swaps: of its tensors.
+        work_seconds: of its recomputation and transfers, there and back.
+    """
+
+    layer: int
+    is_recomputed: bool
+    swaps: tuple[Swap, ...]
+    work_seconds: float
+
+
 class Search:
     """The search for one cut."""
 
@@ -166,7 +196,10 @@ class Search:
             for layer in range(cut.bounds[stage], cut.bounds[stage + 1])
         }
         self._known: dict[frozenset[tuple[tuple[int, int], Way]], tuple[Footprint, Score]] = {}
-        self._num_trials = 0
+        self._parts: dict[tuple[int, tuple[tuple[int, Way], ...]], _Part] = {}
+        self.num_trials = 0
+        """How many assignments have been evaluated."""
+        self._most_trials = most_trials(len(self._sizes))
         self.uncompressed = self.footprint({})
         self._lenders: dict[int, list[Lenders]] = {}
         self._fixed = self._asked()
@@ -187,26 +220,53 @@ class Search:
         key = frozenset(assigned.items())
         known = self._known.get(key)
         if known is None:
-            self._num_trials += 1
-            found = self._problem.footprints.of(self._cut_of(assigned), self._swaps(assigned))
-            known = self._known[key] = found, self._scored(assigned, found)
+            self.num_trials += 1
+            layers: dict[int, list[tuple[int, Way]]] = {}
+            for (layer, number), way in assigned.items():
+                layers.setdefault(layer, []).append((number, way))
+            parts = [self._part(layer, tuple(sorted(layers[layer]))) for layer in sorted(layers)]
+            again = frozenset(part.layer for part in parts if part.is_recomputed)
+            swaps = [swap for part in parts for swap in part.swaps]
+            found = self._problem.footprints.of(replace(self._cut, recompute=again), swaps)
+            score = self._scored(found, math.fsum(part.work_seconds for part in parts))
+            known = self._known[key] = found, score
         return known
+
+    def _part(self, layer: int, ways: tuple[tuple[int, Way], ...]) -> _Part:
+        """The part of an assignment that is about one layer, whose tensors go these ways."""
+        if (layer, ways) not in self._parts:
+            stage = self._owner[layer]
+            is_recomputed = any(way is None for _, way in ways)
+            work = float(self._workload.forward[stage, layer]) if is_recomputed else 0.0
+            groups: dict[Lenders, list[int]] = {}
+            for number, way in ways:
+                if way is not None:
+                    groups.setdefault(way, []).append(number)
+                    work += 2 * self._way_seconds((layer, number), way)
+            swaps = tuple(
+                Swap(
+                    layer,
+                    tuple(numbers),
+                    way,
+                    shares_of(stage, way, self._links) if len(way) > 1 else (),
+                )
+                for way, numbers in groups.items()
+            )
+            self._parts[layer, ways] = _Part(layer, is_recomputed, swaps, work)
+        return self._parts[layer, ways]
 
     def traces(self, assigned: Assigned) -> Iterator[tuple[StageTrace, MemoryLimits]]:
         """Yields each stage's trace, and its memory."""
         return zip(self.footprint(assigned).traces, self._limits, strict=True)
 
-    def _scored(self, assigned: Assigned, found: Footprint) -> Score:
+    def _scored(self, found: Footprint, work_seconds: float) -> Score:
         excess = 0.0
         for peak, trace, limit in zip(found.peak_bytes, found.traces, self._limits, strict=True):
             # Rounding errors are ignored, as sums depend on their order.
             excess += max(0.0, peak / ROUNDING - limit.budget_bytes)
             excess += max(0.0, trace.host_bytes / ROUNDING - limit.host_bytes)
-        links = sum(self._way_seconds(key, way) for key, way in assigned.items() if way is not None)
-        again = {layer for (layer, _), way in assigned.items() if way is None}
-        work = sum(float(self._workload.forward[self._owner[layer], layer]) for layer in again)
         seconds = found.timeline.step_seconds + found.late_seconds
-        return Score(excess, seconds + _LINK_WEIGHT * (2 * links + work))
+        return Score(excess, seconds + _LINK_WEIGHT * work_seconds)
 
     def _way_seconds(self, key: tuple[int, int], way: Lenders) -> float:
         stage, size = self._owner[key[0]], self._sizes[key]
@@ -218,33 +278,17 @@ class Search:
             for lender, share in zip(way, shares, strict=True)
         )
 
-    def _cut_of(self, assigned: Assigned) -> Cut:
-        again = {layer for (layer, _), way in assigned.items() if way is None}
-        return replace(self._cut, recompute=frozenset(again))
-
-    def _swaps(self, assigned: Assigned) -> tuple[Swap, ...]:
-        groups: dict[tuple[int, Lenders], list[int]] = {}
-        for (layer, number), way in sorted(assigned.items(), key=lambda item: item[0]):
-            if way is not None:
-                groups.setdefault((layer, way), []).append(number)
-        return tuple(
-            Swap(
-                layer,
-                tuple(numbers),
-                way,
-                shares_of(self._owner[layer], way, self._links) if len(way) > 1 else (),
-            )
-            for (layer, way), numbers in groups.items()
-        )
-
     def result(self, assigned: Assigned) -> Compressed:
         """The result for an assignment."""
-        return Compressed(
-            self._cut_of(assigned),
-            self._swaps(assigned),
-            self.footprint(assigned),
-            self.uncompressed,
+        again = frozenset(layer for (layer, _), way in assigned.items() if way is None)
+        layers = itertools.groupby(sorted(assigned.items(), key=_by_key), lambda item: item[0][0])
+        swaps = tuple(
+            swap
+            for layer, items in layers
+            for swap in self._part(layer, tuple((key[1], way) for key, way in items)).swaps
         )
+        cut = replace(self._cut, recompute=again)
+        return Compressed(cut, swaps, self.footprint(assigned), self.uncompressed)
 
     # --- policies ---
 
@@ -305,6 +349,7 @@ class Search:
         self._stays: set[tuple[int, int]] = set()
         fixed: dict[tuple[int, int], Way] = {}
         again: set[int] = set()
+        assert self._problem.policy is not None
         for record in self.records():
             key = record.index, record.number
             choice = self._problem.policy.choose(record)
@@ -350,15 +395,21 @@ class Search:
         start = dict(self._fixed)
         if not self.score(start).excess_bytes:
             return start
-        found = []
-        for lenders in self._mappings():
+        found: list[Assigned] = []
+        for begin, lenders in self._beginnings(start):
             self._lenders = lenders
-            found.append(self._relaxed(self._greedy(start)))
-        # Tensors of any size: if nothing else fits, small ones are swapped too.
-        last_resorts: tuple[Way, ...] = (None, ())
-        for way in last_resorts:
-            keys = [key for key in self._free() if way in self._ways(key[0])]
-            found.append(self._relaxed({**dict.fromkeys(keys, way), **start}))
+            found.append(self._relaxed(self._filled(begin)))
+            score = self.score(found[-1])
+            # Both beginnings at least: of equally fast ones, one may move and recompute less.
+            is_good = self._is_good(score) and len(found) > 1
+            if is_good or (self._is_over and not score.excess_bytes):
+                break
+        else:
+            # Tensors of any size: if nothing else fits, small ones are swapped too.
+            last_resorts: tuple[Way, ...] = (None, ())
+            for way in last_resorts:
+                keys = [key for key in self._free() if way in self._ways(key[0])]
+                found.append(self._relaxed({**dict.fromkeys(keys, way), **start}))
         best = sorted(found, key=self.score)[:_MOST_IMPROVED]
         return self._kicked(min((self._improved(one) for one in best), key=self.score))
 
@@ -401,27 +452,122 @@ class Search:
                 changed[key] = way
         return changed
 
-    def _greedy(self, start: Assigned) -> Assigned:
-        """Repeats the choice of the layer and target with the lowest cost per freed byte, until all
-        stages fit.
+    def _beginnings(self, start: Assigned) -> Iterator[tuple[Assigned, dict[int, list[Lenders]]]]:
+        """Assignments to begin with, each with lenders: what is fixed, or with all recomputation
+        that costs no time, so that a stage with idle time has room for others.
+        """
+        roomy = self._with_free_recomputation(start)
+        for lenders, other in itertools.zip_longest(self._mappings(start), self._mappings(roomy)):
+            if roomy != start:
+                yield roomy, other or {}
+            yield start, lenders or {}
+
+    def _with_free_recomputation(self, start: Assigned) -> Assigned:
+        """Recomputes as many layers of each stage as make the step no longer."""
+        now = dict(start)
+        most = CLOSE * self.score(start).seconds
+        for stage in range(self._workload.num_stages):
+            groups = self._candidates(now, stage, None)
+            fewest, many = 0, len(groups)
+            while fewest < many:
+                middle = (fewest + many + 1) // 2
+                changed = self._with(now, itertools.chain(*groups[:middle]), None)
+                if self.score(changed).seconds <= most:
+                    fewest = middle
+                else:
+                    many = middle - 1
+            now = self._with(now, itertools.chain(*groups[:fewest]), None)
+        return now
+
+    def _filled(self, start: Assigned) -> Assigned:
+        """Frees memory stage by stage, each time in the way with the lowest cost per byte, until
+        all stages fit.
+
+        A way is used for as many tensors as its cost per byte stays low; so the number of trials
+        depends on how many ways there are, and how often one of them is used up, and hardly on the
+        number of tensors.
         """
         now: Assigned = dict(start)
-        score = self.score(start)
         for _ in range(_MOST_ROUNDS):
-            if not score.excess_bytes:
-                break
-            options: list[tuple[float, float, int, Assigned, Score]] = []
+            before = now
             for stage in self._in_excess(now):
-                for changed in self._steps(now, stage):
-                    after = self.score(changed)
-                    gain = score.excess_bytes - after.excess_bytes
-                    if gain > 0:
-                        cost = max(0.0, after.seconds - score.seconds)
-                        options.append((cost / gain, -gain, len(options), changed, after))
-            if not options:
+                now = self._with_more(now, stage)
+            if now is before or self._is_over:
                 break
-            _, _, _, now, score = min(options, key=lambda option: option[:3])
+            # The memory that is left, which other stages may lend.
+            self._lenders = self._mappings(now)[0]
         return now
+
+    def _with_more(self, now: Assigned, stage: int) -> Assigned:
+        """Frees memory of a stage in the best way, as long as no other way becomes better."""
+        score = self.score(now)
+        # A rate at which all stages together would lose next to nothing.
+        free = (CLOSE - 1) * score.seconds / score.excess_bytes if score.excess_bytes else 0.0
+        options: list[tuple[float, int, Way, Any, Assigned]] = []
+        for way in self._common_ways(stage):
+            groups = self._candidates(now, stage, way)
+            if groups:
+                changed = self._with(now, groups[0], way)
+                rate = _rate(score, self.score(changed))
+                if math.isfinite(rate):
+                    options.append((rate, len(options), way, groups, changed))
+        if not options:
+            return now
+        rate, _, way, groups, now = min(options, key=lambda option: option[:2])
+        next_rate = sorted(option[0] for option in options)[:2][-1]
+        limit = max(_LIKE_SECONDS * rate, next_rate, free)
+        count = 1
+        while count < len(groups) and stage in self._in_excess(now):
+            last, score = count, self.score(now)
+            count = min(2 * count, len(groups))
+            more = self._with(now, itertools.chain(*groups[last:count]), way)
+            if _rate(score, self.score(more)) > limit:
+                break
+            now = more
+        return now
+
+    def _lacks(self, assigned: Assigned, stage: int) -> bool:
+        """Whether a stage or its host exceeds its budget."""
+        found, limit = self.footprint(assigned), self._limits[stage]
+        return (
+            found.peak_bytes[stage] / ROUNDING > limit.budget_bytes
+            or found.traces[stage].host_bytes / ROUNDING > limit.host_bytes
+        )
+
+    def _common_ways(self, stage: int) -> list[Way]:
+        """The ways that are open to some layer of a stage; one set of lenders at most."""
+        own = range(*self._cut.bounds[stage : stage + 2])
+        ways = dict.fromkeys(way for layer in own for way in self._ways(layer))
+        lenders = self._lenders.get(stage)
+        return [way for way in ways if not (way and lenders and way not in lenders)]
+
+    def _candidates(self, now: Assigned, stage: int, way: Way) -> list[Sequence[tuple[int, int]]]:
+        """Tensors that may change to a way together, the best first: for a recomputation a layer
+        each, those that free most for their time; for swaps a tensor each, those with the longest
+        time until they are needed.
+        """
+        groups = [
+            (layer, keys)
+            for layer, keys in self._groups(stage).items()
+            if way in self._ways(layer) and any(now.get(key, "stays") != way for key in keys)
+        ]
+        if way is None:
+            seconds = self._workload.forward[stage]
+
+            def price(group: tuple[int, list[tuple[int, int]]]) -> float:
+                stays = sum(self._sizes[key] for key in group[1] if key not in now)
+                return float(seconds[group[0]]) / stays if stays else math.inf
+
+            return [keys for _, keys in sorted(groups, key=price)]
+        # What a stage without room has been lent goes elsewhere.
+        full = {s for s in range(self._workload.num_stages) if self._lacks(now, s)}
+        return [
+            [key]
+            for _, keys in groups
+            for key in sorted(keys, key=lambda key: -self._sizes[key])
+            if self._sizes[key] >= SMALLEST_BYTES
+            and (key not in now or (now[key] != way and full.intersection(now[key] or ())))
+        ]
 
     def _in_excess(self, assigned: Assigned) -> list[int]:
         """The stages that exceed their budget, and those whose tensors cause others to exceed
@@ -462,13 +608,13 @@ class Search:
             alike.setdefault(signature, []).append(layer)
         for layers in alike.values():
             for layer in sorted({layers[0], layers[-1]}):
-                for part, rest in self._parts(now, groups[layer], one_by_one):
+                for part, rest in self._changeable(now, groups[layer], one_by_one):
                     for way in self._ways(layer):
                         if way is not None or not one_by_one:
                             yield self._with(rest, part, way)
                     yield {key: way for key, way in rest.items() if key not in part}
 
-    def _parts(
+    def _changeable(
         self, now: Assigned, keys: Sequence[tuple[int, int]], one_by_one: bool
     ) -> Iterator[tuple[Sequence[tuple[int, int]], Assigned]]:
         """Tensors of a layer that may change their target together, each with its assignment."""
@@ -493,6 +639,8 @@ class Search:
                 range(self._workload.num_stages), (False, True)
             ):
                 for changed in self._steps(now, stage, one_by_one):
+                    if self._is_over:
+                        break
                     after = self.score(changed)
                     if after < score:
                         now, score = changed, after
@@ -501,10 +649,15 @@ class Search:
                 break
         return self._relaxed(now)
 
+    @property
+    def _is_over(self) -> bool:
+        """Whether enough has been tried."""
+        return self.num_trials > self._most_trials
+
     def _is_good(self, score: Score) -> bool:
         # The step without swaps is a lower bound.
         least = self.uncompressed.timeline.step_seconds
-        return not score.excess_bytes and score.seconds <= _CLOSE * least
+        return not score.excess_bytes and score.seconds <= CLOSE * least
 
     def _kicked(self, assigned: Assigned) -> Assigned:
         """Leaves a local optimum: makes a change for the worse, repairs and improves the result,
@@ -522,9 +675,9 @@ class Search:
         """The first better result found in this way, if there are trials left."""
         for stage, one_by_one in itertools.product(range(self._workload.num_stages), (False, True)):
             for changed in self._steps(now, stage, one_by_one):
-                if self._num_trials > _MOST_TRIALS:
+                if self._is_over:
                     return None
-                other = self._improved(self._relaxed(self._greedy(changed)))
+                other = self._improved(self._relaxed(self._filled(changed)))
                 if self.score(other) < self.score(now):
                     return other
         return None
@@ -564,11 +717,11 @@ class Search:
 
     # --- lenders ---
 
-    def _mappings(self) -> list[dict[int, list[Lenders]]]:
+    def _mappings(self, assigned: Assigned) -> list[dict[int, list[Lenders]]]:
         """The best mappings of stages to lenders, by how well they fill spare memory and links (the
         source's mapping search).
         """
-        found = self.footprint(self._fixed)
+        found = self.footprint(assigned)
         spare = [
             limit.budget_bytes - peak
             for peak, limit in zip(found.peak_bytes, self._limits, strict=True)
@@ -578,6 +731,16 @@ class Search:
             {stage: [lenders] for stage, lenders in mapping.items() if lenders}
             for mapping in mappings(needs, spare, self._links)
         ]
+
+
+def _by_key(item: tuple[tuple[int, int], Way]) -> tuple[int, int]:
+    return item[0]
+
+
+def _rate(before: Score, after: Score) -> float:
+    """The seconds that a change costs for each freed byte; infinite if it frees none."""
+    gain = before.excess_bytes - after.excess_bytes
+    return max(0.0, after.seconds - before.seconds) / gain if gain > 0 else math.inf
 
 
 def _roughly(seconds: float) -> int | None:

@@ -10,51 +10,121 @@ models the stages' idle time, so the search finds that a recomputation in it cos
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
-from lightning_pipeshift.errors import BudgetError
-from lightning_pipeshift.plan.cost.workload import Cut
+import numpy as np
+
+from lightning_pipeshift.errors import BudgetError, PlanError
+from lightning_pipeshift.plan.cost.workload import Counts, Cut
 from lightning_pipeshift.plan.inputs.policies import TensorRecord
 from lightning_pipeshift.plan.inputs.saved_tensors import Choice, Swap
 from lightning_pipeshift.plan.offload.assignment_search import (
+    CLOSE,
     ROUNDING,
     Assigned,
     Compressed,
     Problem,
     Search,
+    most_trials,
 )
+from lightning_pipeshift.plan.partition.boundaries import worthwhile_cuts
+from lightning_pipeshift.plan.partition.equal_counts import uniform
+from lightning_pipeshift.plan.partition.local_search import best_cut_of, fixed_cut, neighbours
 from lightning_pipeshift.plan.schedule.asynchronous import weight_versions
 from lightning_pipeshift.text import ceil_bytes_text
 
-_CAUTION: Final = 2.0
-"""The factor for transfer times under which a preferred plan still works. Ranks that share a host
-share its memory's bandwidth; and with a plan whose transfers all end just in time, the compute
-would wait for most of them."""
+_PARTS: Final = (0.0, 0.5, 1.0)
+"""The fractions of their saved tensors that must fit on stages in searches for cuts, if tensors may
+be swapped: 0 if all may be, 1 if none is."""
 
 
-def fastest(problem: Problem, cuts: Sequence[Sequence[int]]) -> Compressed:
-    """The fastest of some cuts of a virtual machine, with the handling of its saved tensors.
+def best_split(
+    problem: Problem, counts: Sequence[int] | None = None, start: Sequence[Cut] = ()
+) -> Compressed:
+    """The best cut of a virtual machine that is found, with the handling of its saved tensors.
+
+    Args:
+        problem: the virtual machine's.
+        counts: the layers per stage, if they are fixed.
+        start: cuts to try as well, such as the one in force.
+
+    Raises:
+        PlanError: nothing fits, and no saved tensor may be swapped.
+        BudgetError: nothing fits; the message contains a budget for the first cut.
+    """
+    if problem.policy is None:
+        cut = _unswapped(problem, counts, start)
+        footprint = problem.footprints.of(cut)
+        return Compressed(cut, (), footprint, footprint)
+    if counts is not None:
+        return fastest(problem, [counts])
+    return fastest(problem, candidates(problem, start), _worthwhile(problem))
+
+
+def _unswapped(problem: Problem, counts: Sequence[int] | None, start: Sequence[Cut]) -> Cut:
+    """The best cut without swaps, whose recomputation follows from the cut."""
+    workload, recompute = problem.workload, problem.recompute
+    if counts is None:
+        return best_cut_of(workload, _worthwhile(problem), recompute, start)
+    try:
+        return fixed_cut(workload, tuple(counts), recompute)
+    except PlanError:
+        # The memory is an estimate, and the user's cut is not: what holds least is tried.
+        return Cut(tuple(counts)) if recompute == "none" else workload.everything_recomputed(counts)
+
+
+def candidates(problem: Problem, start: Sequence[Cut] = ()) -> list[Counts]:
+    """Cuts to try with swaps: the best ones for several assumptions on the needed memory, the even
+    one, and the given ones.
+    """
+    workload = problem.workload
+    boundless = replace(workload, usable_bytes=np.full(workload.num_stages, np.inf))
+    found = []
+    for given in (workload.with_saved(part) for part in _PARTS):
+        with suppress(PlanError):
+            found.append(best_cut_of(given, _worthwhile(problem), problem.recompute).counts)
+    if not found:
+        found.append(best_cut_of(boundless, _worthwhile(problem), problem.recompute).counts)
+    even = uniform(workload.num_layers, workload.num_stages, problem.profile.possible_cuts)
+    found += [cut.counts for cut in (Cut(even), *start) if workload.is_allowed(cut)]
+    return list(dict.fromkeys(found))
+
+
+def _worthwhile(problem: Problem) -> frozenset[int]:
+    profile = problem.profile
+    return worthwhile_cuts(
+        profile.payload_bytes, problem.workload.num_stages, profile.possible_cuts
+    )
+
+
+def fastest(
+    problem: Problem, cuts: Sequence[Sequence[int]], allowed: Collection[int] = ()
+) -> Compressed:
+    """The fastest of some cuts of a virtual machine, and of those near it, with the handling of its
+    saved tensors.
+
+    The step without swaps is a lower bound: cuts that are slower than what was found need not be
+    searched.
 
     Args:
         problem: the virtual machine's.
         cuts: layers per stage.
+        allowed: the boundaries for cuts near them; empty if only the given ones are.
 
     Raises:
         BudgetError: no cut fits; the message contains a budget for the first.
     """
-    for caution in (_CAUTION, 1.0):
+    for caution in dict.fromkeys((problem.caution, 1.0)):
         careful = Compression(replace(problem, links=problem.links.slowed(caution)))
-        found, errors = [], []
-        for counts in cuts:
-            try:
-                found.append(careful.compressed(counts))
-            except BudgetError as error:
-                errors.append(error)
-        if found:
-            return min(found, key=lambda one: one.seconds)
-    raise errors[0]
+        best, error = careful.fastest(list(map(tuple, cuts)), frozenset(allowed))
+        if best is not None:
+            return best
+    assert error is not None
+    raise error
 
 
 class Compression:
@@ -67,6 +137,8 @@ class Compression:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._limits = problem.limits
+        self._num_trials = 0
+        self._most_trials = most_trials(len(problem.sizes))
 
     def compressed(self, counts: Sequence[int]) -> Compressed:
         """The best result for a cut.
@@ -74,11 +146,51 @@ class Compression:
         Raises:
             BudgetError: nothing fits; the message contains a budget that would.
         """
-        search = Search(self._problem, Cut(tuple(counts)))
-        best = search.best()
+        search, best = self._searched(counts)
         if search.score(best).excess_bytes > 0:
             raise self._nothing_fits(search, best)
         return search.result(best)
+
+    def fastest(
+        self, cuts: Sequence[Counts], allowed: frozenset[int] = frozenset()
+    ) -> tuple[Compressed | None, BudgetError | None]:
+        """The fastest of some cuts, and of those near it, if any fits; the error of the first that
+        does not.
+
+        Args:
+            cuts: layers per stage.
+            allowed: the boundaries for cuts near them.
+        """
+        workload = self._problem.workload
+        bounds: dict[Counts, float] = {}
+        best: tuple[float, float] = (math.inf, math.inf)
+        found: Compressed | None = None
+        error: BudgetError | None = None
+        while new := [counts for counts in cuts if counts not in bounds]:
+            before = best
+            seconds = workload.step_seconds([Cut(counts) for counts in new])
+            bounds |= dict(zip(new, seconds, strict=True))
+            for counts in sorted(new, key=bounds.__getitem__):
+                is_over = found is not None and self._num_trials > self._most_trials
+                if is_over or (not best[0] and bounds[counts] * CLOSE >= best[1]):
+                    break
+                search, assigned = self._searched(counts)
+                excess, made = search.score(assigned).excess_bytes, search.result(assigned)
+                if excess and error is None:
+                    error = self._nothing_fits(search, assigned)
+                # If nothing fits yet, what is nearest to it.
+                if (excess, made.seconds) < best:
+                    best, found = (excess, made.seconds), made
+            if best == before or not allowed or found is None:
+                break
+            cuts = neighbours(replace(workload, allowed=allowed), found.cut.counts)
+        return (found, error) if not best[0] else (None, error)
+
+    def _searched(self, counts: Sequence[int]) -> tuple[Search, Assigned]:
+        search = Search(self._problem, Cut(tuple(counts)))
+        best = search.best()
+        self._num_trials += search.num_trials
+        return search, best
 
     def records(self, counts: Sequence[int]) -> Iterator[TensorRecord]:
         """Every saved tensor of a cut, as policies see it."""

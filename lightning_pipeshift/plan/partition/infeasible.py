@@ -58,6 +58,8 @@ def _remedies(workload: Workload, recompute: str, held: Numbers) -> Iterator[str
             workload if is_asynchronous else workload.with_microbatches(number),
             saved_bytes=workload.saved_bytes / factor,
             input_bytes=workload.input_bytes / factor,
+            outside_bytes=workload.outside_bytes / factor,
+            payload_bytes=workload.payload_bytes / factor,
         )
         if _fits(smaller, recompute):
             yield (

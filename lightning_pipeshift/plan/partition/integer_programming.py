@@ -22,9 +22,10 @@ Constraints:
 3. ``c[s, b] <= 0`` if b is not allowed.
 4. ``n[s] >= x[s, l]``. As n has a cost, it is 1 only for stages with layers.
 5. ``z[s, l] <= x[s, l]``.
-6. ``sum over l of held[s, l] x[s, l] - freed[s, l] z[s, l] <= usable[s]``, with ``held = fixed +
-   in flight * saved`` and ``freed = (in flight - 1) * saved - in flight * input``
-   (:meth:`Workload.memory_bytes`).
+6. ``sum over l of held[s, l] x[s, l] - freed[s, l] z[s, l] + sum over b of received[b] c[s - 1, b]
+   + sent[s, b] c[s, b] <= usable[s]``, with ``held = fixed + in flight * saved``, ``freed = (in
+   flight - 1) * saved - in flight * input + outside``, and the memory of a stage's messages if it
+   begins and ends at b (:meth:`Workload.memory_bytes`).
 7. ``slot[s] + sum over l of forward[s, l] z[s, l] <= T``, with ``slot[s] = sum over l of
    (forward + backward)[s, l] x[s, l] + extra[s] n[s]`` (n is 1 on the last stage).
 8. ``sum over b of payload[s, b] c[s, b] <= T``, and the same for the gradients.
@@ -106,7 +107,15 @@ def _formulated(
     payloads = c.times(_per_stage(workload.payload_seconds / unit))
     gradients = c.times(_per_stage(workload.gradient_seconds / unit))
     held = workload.fixed_bytes + np.array(workload.in_flight)[:, None] * workload.saved_bytes
-    peaks = x.times(_per_stage(held)) - z.times(_per_stage(freed, again))
+    # Messages: a row for what the stage before each link holds, and one for the stage after it.
+    sends = c.times(_per_stage(workload.message_bytes[:-1, 0]))
+    receives = c.times(_per_stage(np.tile(workload.message_bytes[0, :, 0], (num_stages - 1, 1))))
+    peaks = (
+        x.times(_per_stage(held))
+        - z.times(_per_stage(freed, again))
+        + sends.times(np.eye(num_stages, num_stages - 1))
+        + receives.times(np.eye(num_stages, num_stages - 1, k=-1))
+    )
     byte = _SIZE / (float(held.mean(axis=0).sum()) or 1.0)
 
     boundaries = np.tile(np.arange(num_layers + 1), num_stages - 1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, combinations, pairwise
 from typing import Final
@@ -83,6 +84,62 @@ def best_cut(workload: Workload, recompute: str = "auto", start: Sequence[Cut] =
     return search.best([cut.counts for cut in start])
 
 
+def best_cut_of(
+    workload: Workload,
+    worthwhile: frozenset[int],
+    recompute: str = "auto",
+    start: Sequence[Cut] = (),
+    patience: float = 1.1,
+) -> Cut:
+    """The best cut at worthwhile boundaries, unless one at another boundary is faster by more than
+    the cost that the model does not include (more tensors to send, more to clone).
+
+    Args:
+        workload: see :func:`best_cut`, as for ``recompute`` and ``start``.
+        worthwhile: some of the boundaries that may be cut.
+        patience: the factor by which a step may be slower at them.
+    """
+    anywhere = best_cut(workload, recompute, start)
+    between = replace(workload, allowed=worthwhile)
+    try:
+        best = best_cut(between, recompute, [cut for cut in start if between.is_allowed(cut)])
+    except PlanError:
+        return anywhere
+    seconds = workload.step_seconds([best, anywhere])
+    return best if seconds[0] <= patience * seconds[1] else anywhere
+
+
+def fixed_cut(workload: Workload, counts: Counts, recompute: str) -> Cut:
+    """The cut with given counts and the recomputation that takes the least time.
+
+    Raises PlanError if it does not fit."""
+    cuts = Recomputation(workload, recompute).cuts([counts])
+    if cuts:
+        return cuts[0]
+    least = Cut(counts) if recompute == "none" else workload.everything_recomputed(counts)
+    held, usable = workload.memory_bytes(least), workload.usable_bytes
+    stage = max(range(len(held)), key=lambda stage: held[stage] - usable[stage])
+    raise PlanError(
+        f"the partition {list(counts)} needs {held[stage]:.3g} bytes on stage {stage}, whose "
+        f"device has {usable[stage]:.3g}; give that stage fewer layers, or use partition='auto'"
+    )
+
+
+def neighbours(workload: Workload, counts: Counts) -> list[Counts]:
+    """The allowed cuts that are a step away: one boundary between stages, or a run of them, moves
+    to the next one or two that may be cut.
+    """
+    allowed = range(workload.num_layers) if workload.allowed is None else workload.allowed
+    inner = sorted(b for b in allowed if 0 < b < workload.num_layers)
+    points = np.array([0, *inner, workload.num_layers])
+    steps = _steps(workload.num_stages - 1)
+    places = np.zeros((len(steps), len(counts) + 1), dtype=np.intp)
+    places[:, 1:-1] = np.searchsorted(points, np.cumsum(counts)[:-1]) + steps
+    places[:, -1] = len(points) - 1
+    places = places[(np.diff(places) >= 0).all(axis=1)]
+    return [tuple(row) for row in np.diff(points[places]).tolist()]
+
+
 def _settled(
     workload: Workload, recompute: str
 ) -> tuple[Recomputation, PartitionDP | PaceDP, list[Counts]]:
@@ -114,9 +171,6 @@ class _Search:
         self._recomputation = recomputation
         self._seconds: dict[Counts, float] = {}
         self._cuts: dict[Counts, Cut] = {}
-        allowed = range(workload.num_layers) if workload.allowed is None else workload.allowed
-        inner = sorted(b for b in allowed if 0 < b < workload.num_layers)
-        self._points = np.array([0, *inner, workload.num_layers])
 
     @property
     def least_seconds(self) -> float:
@@ -134,15 +188,14 @@ class _Search:
 
     def climb(self) -> None:
         """Moves from each of the best cuts to its best neighbour, while that is faster."""
-        steps = _steps(self._workload.num_stages - 1)
         front = sorted(self._cuts, key=self._order)[:_CLIMBERS]
         been = set(front)
         while front:
-            around = [self._neighbours(counts, steps) for counts in front]
+            around = [neighbours(self._workload, counts) for counts in front]
             self.add(chain.from_iterable(around))
             ahead = []
-            for counts, neighbours in zip(front, around, strict=True):
-                best = min(neighbours, key=self._order, default=counts)
+            for counts, near in zip(front, around, strict=True):
+                best = min(near, key=self._order, default=counts)
                 is_better = self._seconds[best] * _EQUAL < self._seconds[counts]
                 if is_better and best not in been:
                     been.add(best)
@@ -178,14 +231,6 @@ class _Search:
                 if self._workload.step_seconds([other])[0] <= most_seconds:
                     cut = other
         return cut
-
-    def _neighbours(self, counts: Counts, steps: NDArray[np.intp]) -> list[Counts]:
-        """The cuts that are a few steps away; a step is from one allowed boundary to the next."""
-        places = np.zeros((len(steps), len(counts) + 1), dtype=np.intp)
-        places[:, 1:-1] = np.searchsorted(self._points, np.cumsum(counts)[:-1]) + steps
-        places[:, -1] = len(self._points) - 1
-        places = places[(np.diff(places) >= 0).all(axis=1)]
-        return [tuple(row) for row in np.diff(self._points[places]).tolist()]
 
     def _order(self, counts: Counts) -> tuple[float, Counts]:
         return self._seconds[counts], counts

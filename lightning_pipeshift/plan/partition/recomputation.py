@@ -29,6 +29,7 @@ def bytes_freed(workload: Workload) -> Numbers:
     Zero if that frees nothing; see :meth:`Workload.memory_bytes`."""
     in_flight = np.array(workload.in_flight)[:, None]
     freed = (in_flight - 1) * workload.saved_bytes - in_flight * workload.input_bytes
+    freed = freed + workload.outside_bytes
     recomputes = np.array([s in workload.recomputing for s in range(workload.num_stages)])
     possible: Numbers = np.maximum(freed, 0.0) * recomputes[:, None]
     return possible
@@ -50,8 +51,9 @@ def bytes_held(workload: Workload, recompute: str) -> Numbers:
     elif recompute == "full":
         again = sorted(workload.recomputing)
         inputs = in_flight[again] * workload.input_bytes
-        held[again] = workload.fixed_bytes[again] + workload.saved_bytes + inputs
-    return sums_of_ranges(held)
+        own = workload.saved_bytes - workload.outside_bytes
+        held[again] = workload.fixed_bytes[again] + own + inputs
+    return sums_of_ranges(held) + workload.message_bytes
 
 
 class Recomputation:

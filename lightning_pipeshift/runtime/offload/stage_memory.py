@@ -14,7 +14,7 @@ import torch
 
 from lightning_pipeshift.devices.streams import is_asynchronous, synchronize
 from lightning_pipeshift.model.saved.codec import codec_named
-from lightning_pipeshift.plan.cost.memory_model import passing_bytes
+from lightning_pipeshift.plan.cost.workload import passing_bytes
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.policies import Planned, Policy
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Final
-
-import numpy as np
+from typing import Any
 
 from lightning_pipeshift.errors import LayerError, PlanError
 from lightning_pipeshift.model.gates.gate import Gate
@@ -16,11 +13,10 @@ from lightning_pipeshift.plan.arrange.options import Options
 from lightning_pipeshift.plan.arrange.plan_builder import (
     cut_of,
     plan_of,
-    prediction_of,
     workloads_of,
 )
 from lightning_pipeshift.plan.arrange.planner import arrange_all
-from lightning_pipeshift.plan.cost.workload import Cut, Sharers, Workload
+from lightning_pipeshift.plan.cost.workload import Sharers, Workload
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.flow import Flow
@@ -29,16 +25,11 @@ from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.offload.arrange import arrange_compressed
-from lightning_pipeshift.plan.offload.assignment_search import Compressed, Problem
-from lightning_pipeshift.plan.offload.planner import fastest
+from lightning_pipeshift.plan.offload.assignment_search import Problem
+from lightning_pipeshift.plan.offload.planner import best_split
 from lightning_pipeshift.plan.partition.boundaries import worthwhile_cuts
-from lightning_pipeshift.plan.partition.equal_counts import uniform
-from lightning_pipeshift.plan.partition.local_search import best_cut
 from lightning_pipeshift.plan.schedule.asynchronous import require_equal_depths
 from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
-
-_PATIENCE: Final = 1.1
-"""The factor by which a step may be slower in exchange for cutting between blocks."""
 
 
 @dataclass(frozen=True)
@@ -254,43 +245,33 @@ def _made(
             replace(workload, sharers=sharers_of(profile, current.placement.stages(vm)))
             for vm, workload in enumerate(workloads)
         ]
-    if settings.memory is not None:
-        found = _compressed(settings, settings.memory, profile, cluster, topology, workloads, idle)
-        made = plan_of(
-            profile,
-            cluster,
-            topology.ranks,
-            settings.schedule,
-            microbatches,
-            [each.cut for each in found],
-        )
-        swaps = tuple(each.swaps for each in found) if any(each.swaps for each in found) else ()
-        made = replace(made, swaps=swaps)
-        if made.prediction is not None:
-            made = replace(
-                made, prediction=prediction_of(made, profile, cluster, topology.ranks, True)
-            )
-        return made
-    if settings.partition == "auto" and max(topology.stages_per_vm) > 1:
-        cuts = []
-        for vm, workload in enumerate(workloads):
-            start = [cut_of(current, vm)] if current is not None else []
-            cuts.append(_chosen_cut(settings, profile, workload, start))
-    else:
-        placement = resolve(
+    fixed: Sequence[tuple[int, ...]] | None = None
+    if settings.partition != "auto" or max(topology.stages_per_vm) == 1:
+        fixed = resolve(
             settings.partition,
             num_layers=profile.num_layers,
             stages_per_vm=topology.stages_per_vm,
             idle=idle,
             possible=profile.possible_cuts,
+        ).counts
+    policy = settings.memory.policy if settings.memory is not None else None
+    found = [
+        best_split(
+            Problem.of(profile, workload, cluster, ranks, policy, settings.recompute),
+            fixed[vm] if fixed is not None else None,
+            [cut_of(current, vm)] if current is not None else [],
         )
-        cuts = [Cut(counts) for counts in placement.counts]
-        if settings.recompute == "full":
-            cuts = [
-                workload.everything_recomputed(cut.counts)
-                for workload, cut in zip(workloads, cuts, strict=True)
-            ]
-    return plan_of(profile, cluster, topology.ranks, settings.schedule, microbatches, cuts)
+        for vm, (ranks, workload) in enumerate(zip(topology.ranks, workloads, strict=True))
+    ]
+    return plan_of(
+        profile,
+        cluster,
+        topology.ranks,
+        settings.schedule,
+        microbatches,
+        [each.cut for each in found],
+        tuple(each.swaps for each in found),
+    )
 
 
 def sharers_of(profile: Profile, stage_of: Sequence[int]) -> tuple[Sharers, ...]:
@@ -305,71 +286,6 @@ def sharers_of(profile: Profile, stage_of: Sequence[int]) -> tuple[Sharers, ...]
         (shared.layers, frozenset(stage_of[layer] for layer in shared.layers))
         for shared in profile.shared
     )
-
-
-def _compressed(
-    settings: Settings,
-    request: MemoryRequest,
-    profile: Profile,
-    cluster: Cluster,
-    topology: Topology,
-    workloads: Sequence[Workload],
-    idle: Collection[int],
-) -> list[Compressed]:
-    """For each virtual machine the fastest of some cuts, with the handling of saved tensors."""
-    return [
-        fastest(
-            Problem.of(profile, workload, cluster, ranks, request.policy, settings.recompute),
-            _candidates(settings, profile, topology, workload, vm, idle),
-        )
-        for vm, (ranks, workload) in enumerate(zip(topology.ranks, workloads, strict=True))
-    ]
-
-
-def _candidates(
-    settings: Settings,
-    profile: Profile,
-    topology: Topology,
-    workload: Workload,
-    vm: int,
-    idle: Collection[int],
-) -> list[tuple[int, ...]]:
-    """Candidate cuts: the best with unlimited memory, and the best with recomputation only."""
-    if settings.partition != "auto" or workload.num_stages == 1:
-        placement = resolve(
-            settings.partition,
-            num_layers=profile.num_layers,
-            stages_per_vm=topology.stages_per_vm,
-            idle=idle,
-            possible=profile.possible_cuts,
-        )
-        return [placement.counts[vm]]
-    boundless = replace(workload, usable_bytes=np.full(workload.num_stages, np.inf))
-    counts = [_chosen_cut(settings, profile, boundless, ()).counts]
-    with suppress(PlanError):
-        counts.append(_chosen_cut(settings, profile, workload, ()).counts)
-    even = uniform(profile.num_layers, workload.num_stages, profile.possible_cuts)
-    if workload.is_allowed(Cut(even)):
-        counts.append(even)
-    return list(dict.fromkeys(counts))
-
-
-def _chosen_cut(
-    settings: Settings, profile: Profile, workload: Workload, start: Sequence[Cut]
-) -> Cut:
-    """The best cut at worthwhile boundaries, unless a cut at another boundary is faster by more
-    than the cost that the model does not include (more tensors to send, more to clone).
-    """
-    anywhere = best_cut(workload, settings.recompute, start)
-    allowed = worthwhile_cuts(profile.payload_bytes, workload.num_stages, profile.possible_cuts)
-    between = replace(workload, allowed=allowed)
-    try:
-        kept = [cut for cut in start if between.is_allowed(cut)]
-        best = best_cut(between, settings.recompute, kept)
-    except PlanError:
-        return anywhere
-    seconds = workload.step_seconds([best, anywhere])
-    return best if seconds[0] <= _PATIENCE * seconds[1] else anywhere
 
 
 def stages_without_work(

@@ -254,8 +254,7 @@ class Replanning:
             shared=self.shared,
             overlaps_updates=self.overlaps_updates,
         )
-        by_tensor = self._settings.memory is not None
-        return Measured(profile, cluster, topology.ranks, by_tensor)
+        return Measured(profile, cluster, topology.ranks)
 
     def static_bytes(self, stage: int, num_stages: int) -> dict[int, float]:
         """The bytes that each layer takes permanently on a stage: as ``Workload.fixed_bytes``."""

@@ -816,11 +816,9 @@ class Pipeline:
         slices: Sequence[tuple[Any, int]],
         traces: Sequence[Trace | None],
     ) -> list[Microbatch]:
-        again = self.plan.recomputing_stages(self.vm)
         # Where the schedule has no recompute action, a layer runs again in the middle of the
-        # backward; that saves memory only if a store manages each saved tensor.
-        is_mine = self.channels.stage in again or self.memory is not None
-        recompute = self.plan.recomputed(self.vm) if is_mine else frozenset()
+        # backward.
+        recompute = self.plan.recomputed(self.vm)
         return [
             self._microbatch(key, part, trace, size, recompute)
             for key, (part, size), trace in zip(keys, slices, traces, strict=True)

@@ -31,7 +31,7 @@ from lightning_pipeshift.model.trace.placeholder import dtype_named
 from lightning_pipeshift.model.trace.trace import Payload, Trace
 from lightning_pipeshift.model.user_state.logs import LogRecorder
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
-from lightning_pipeshift.plan.cost.memory_model import SENDS_UNDER_WAY
+from lightning_pipeshift.plan.cost.workload import SENDS_UNDER_WAY
 from lightning_pipeshift.plan.inputs.flow import TensorSpec, Value
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
 from lightning_pipeshift.plan.schedule.route import Place, Route

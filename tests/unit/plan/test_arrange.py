@@ -1,6 +1,7 @@
 """Which device is which stage, where saved tensors may move."""
 
 import itertools
+import math
 import random
 import time
 from dataclasses import replace
@@ -18,6 +19,7 @@ from lightning_pipeshift.plan.inputs.policies import KeepAll, Planned, Recompute
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.offload.arrange import arrange_compressed, compressed
 from tests.unit.plan.clusters import devices, profile
+from tests.unit.plan.swapping import least_seconds, little_memory
 
 MB = 10**6
 ONE = PlanRequest(virtual_machines=1, microbatches=8, batch_samples=8.0, policy=Planned())
@@ -228,3 +230,20 @@ def test_an_asynchronous_pipeline_keeps_its_budget():
     assert again.prediction.step_seconds == pytest.approx(0.08)
     text = str(plan_of_arrangement(found, trained, cluster))
     assert "predicted pace: 60 ms a minibatch" in text
+
+
+# --- against brute force ---
+
+
+@pytest.mark.parametrize("seed", [*range(100, 112)])
+def test_the_best_order_cut_and_handling_of_tensors_is_nearly_found(seed):
+    """Every third case has three stages and layers, the others two stages and four layers."""
+    num_stages, num_layers = (2, 4) if seed % 3 else (3, 3)
+    model, cluster, request = little_memory(seed, num_stages, num_layers)
+    best = least_seconds(model, cluster, request)
+    try:
+        found = arrange_compressed(model, cluster, request).prediction.step_seconds
+    except (BudgetError, PlanError):
+        found = math.inf
+    assert found >= best * (1 - 1e-9)
+    assert found == best or best >= 0.99 * found

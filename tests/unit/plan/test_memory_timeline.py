@@ -15,11 +15,13 @@ import pytest
 from lightning_pipeshift.plan.cost.memory_timeline import (
     HOST,
     HOST_LATENCY,
+    Effects,
     LayerLoad,
     Links,
     Moved,
     StageTrace,
     effects,
+    moments_of,
     traces,
 )
 from lightning_pipeshift.plan.cost.simulator import Costs, Span, clock, simulate
@@ -53,9 +55,13 @@ def changes(trace: StageTrace) -> list[tuple[float, float]]:
     return found[1:]
 
 
+def effects_of(stage: int, row: Row, loads: Sequence[LayerLoad], links: Links) -> Effects:
+    return effects(stage, moments_of(row, loads), loads, links)
+
+
 def alone(row: Row, loads: Sequence[LayerLoad], links: Links | None = None) -> StageTrace:
     """The trace of stage 0, for which nobody lends anything."""
-    return effects(0, row, loads, links or Links()).trace()
+    return effects_of(0, row, loads, links or Links()).trace()
 
 
 def moved(*parts: tuple[int, float], num_bytes: int = 10) -> LayerLoad:
@@ -166,8 +172,8 @@ def test_what_is_moved_to_the_host():
 def test_what_is_moved_to_another_stage():
     first, last = traces(
         [
-            effects(0, FIRST, [moved((1, 1.0))], TO_THE_OTHER),
-            effects(1, LAST, [KEPT], TO_THE_OTHER),
+            effects_of(0, FIRST, [moved((1, 1.0))], TO_THE_OTHER),
+            effects_of(1, LAST, [KEPT], TO_THE_OTHER),
         ]
     )
     assert changes(first) == THERE_AND_BACK
@@ -191,7 +197,9 @@ def test_parts_go_to_each_their_own_place():
     row = spans("F0 0 1, B0 10 12")
     links = Links({(0, 1): (0.0, 2.0), (0, 2): (0.0, 2.0)})
     load = moved((1, 0.25), (2, 0.75), num_bytes=8)
-    first, *others = traces([effects(0, row, [load], links), *[effects(1, (), [], links)] * 2])
+    first, *others = traces(
+        [effects_of(0, row, [load], links), *[effects_of(1, (), [], links)] * 2]
+    )
     assert changes(first) == [(0, 8), (2, 6), (4, 0), (7, 6), (9, 8), (12, 0)]
     assert [changes(other) for other in others] == [[(1, 2), (10, 0)], [(1, 6), (10, 0)]]
     assert [other.lent_bytes for other in others] == [2, 6]
@@ -234,7 +242,9 @@ def test_what_is_late_stays_and_says_by_how_much():
     """Out until 3 s, but back from 2 s on; the lender has room for it until it is needed."""
     row = spans("F0 0 1, B0 4 6")
     links = Links({(0, 1): (0.0, 5.0)})
-    first, last = traces([effects(0, row, [moved((1, 1.0))], links), effects(1, (), [], links)])
+    first, last = traces(
+        [effects_of(0, row, [moved((1, 1.0))], links), effects_of(1, (), [], links)]
+    )
     assert changes(first) == [(0, 10), (6, 0)]
     assert first.late_seconds == 1
     assert changes(last) == [(1, 10), (4, 0)]
@@ -376,7 +386,7 @@ def test_traces_are_those_of_a_slow_reference(seed):
         return LayerLoad(layer, forward[layer], backward[layer], *sizes, moved=tuple(groups))
 
     loads = [[load(s, n) for n in range(num)] for s, num in enumerate(num_layers)]
-    found = traces([effects(s, rows[s], loads[s], links) for s in range(num_stages)])
+    found = traces([effects_of(s, rows[s], loads[s], links) for s in range(num_stages)])
     expected = [slow_reference(s, rows[s], loads[s], links) for s in range(num_stages)]
     end = max(row[-1].end for row in rows)
     for stage, trace in enumerate(found):

@@ -188,9 +188,8 @@ def test_with_just_enough_everything_stays():
 
 def test_what_passes_between_stages_is_counted():
     given = case([[1], [2], [4]], [1, 0, 1, 1])
-    layers = given.profile.layers
-    sends = [replace(layer, payload_bytes=1000) for layer in layers[:2]] + [layers[2]]
-    given = replace(given, profile=Profile(tuple(sends)))
+    payloads = np.array([0.0, 1000.0, 1000.0, 0.0])
+    given = replace(given, workload=replace(given.workload, payload_bytes=payloads))
     found = given.footprint()
     # A payload and a gradient that come, and gradients of two that leave.
     assert found.static_bytes == (1000, 4000, 4000, 3000)

@@ -1,8 +1,10 @@
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from lightning_pipeshift.plan.cost import prediction
+from lightning_pipeshift.plan.cost import workload as workload_module
 from lightning_pipeshift.plan.cost.memory_model import Footprints
 from lightning_pipeshift.plan.cost.memory_timeline import Links
 from lightning_pipeshift.plan.cost.prediction import estimated_seconds, predict, rings
@@ -10,14 +12,18 @@ from lightning_pipeshift.plan.cost.ring_contention import crowded, ring_seconds_
 from lightning_pipeshift.plan.cost.simulator import simulate
 from lightning_pipeshift.plan.cost.workload import Cut, workload_of
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Link
+from lightning_pipeshift.plan.inputs.profile import LayerProfile, Profile
+from lightning_pipeshift.plan.inputs.saved_tensors import FRONT, SavedTensor
+from lightning_pipeshift.plan.schedule.schedules import SCHEDULES
 from tests.unit.plan.clusters import devices, profile
+from tests.unit.plan.workloads import all_counts, random_workload
 
 
 def predicted(model, cluster, ranks, cuts, microbatches=2, schedule="1f1b"):
     """The prediction, and when each layer's ring is complete."""
     links = crowded(cluster, ranks)
     workloads = [workload_of(model, links, machine, schedule, microbatches) for machine in ranks]
-    timelines = [simulate(w.clock_of(c), w.costs(c)) for w, c in zip(workloads, cuts, strict=True)]
+    timelines = [w.timeline(c) for w, c in zip(workloads, cuts, strict=True)]
     ends = rings(model, cluster, ranks, workloads, cuts, timelines) if len(ranks) > 1 else []
     return predict(model, cluster, ranks, workloads, cuts), ends
 
@@ -87,7 +93,7 @@ def test_unlike_cuts_make_rings_of_unlike_members():
 def simulate_ends(model, cluster, machine, cut):
     """When each stage's last backward ends."""
     workload = workload_of(model, cluster, machine, "1f1b", 2)
-    return [row[-1].end for row in simulate(workload.clock_of(cut), workload.costs(cut)).rows]
+    return [row[-1].end for row in workload.timeline(cut).rows]
 
 
 def test_rings_share_the_nic_of_a_host():
@@ -184,9 +190,43 @@ def test_memory(case):
     cut = Cut(counts)
     found = predict(model, cluster, [range(stages)], [workload], [cut])
     assert found.memory_bytes == (held,)
-    # The same, tensor by tensor.
-    by_tensor = Footprints(model, workload, Links()).of(cut)
-    assert by_tensor.peak_bytes == held
+    assert workload.memory_bytes(cut) == held
+
+
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+def test_memory_in_closed_form_is_that_of_the_timeline(schedule):
+    """With messages, recomputation, stages without layers, and tensors of code around layers."""
+    recomputing = 0
+    for seed in range(40):
+        draw = np.random.default_rng(seed)
+        num_layers = int(draw.integers(2, 7))
+        given = random_workload(seed, num_layers=num_layers, schedule=schedule)
+        outside = np.minimum(given.saved_bytes, given.input_bytes) // 2
+        given = replace(
+            given,
+            outside_bytes=outside,
+            payload_bytes=np.array([0, *draw.integers(0, 9, num_layers - 1), 0], float),
+        )
+        layers = [
+            LayerProfile(
+                f"l{index}",
+                saved_bytes=int(saved),
+                tensors=(SavedTensor(0, int(saved - out)), SavedTensor(FRONT, int(out))),
+            )
+            for index, (saved, out) in enumerate(zip(given.saved_bytes, outside, strict=True))
+        ]
+        footprints = Footprints(Profile(tuple(layers)), given, Links())
+        for counts in list(all_counts(given))[::3]:
+            everything = sorted(given.everything_recomputed(counts).recompute)
+            again = [layer for layer in everything if draw.random() < 0.5]
+            cut = Cut(counts, frozenset(again))
+            recomputing += bool(again)
+            found, closed = footprints.of(cut).peak_bytes, given.memory_bytes(cut)
+            # A payload may be freed at the moment at which the next one is sent.
+            sent = given.payload_bytes[list(cut.bounds[1:])]
+            for peak, most, payload in zip(found, closed, sent, strict=True):
+                assert most - payload <= peak <= most, (seed, cut)
+    assert recomputing > 20
 
 
 def test_the_slowest_optimizer_counts():
@@ -253,7 +293,7 @@ def test_equal_virtual_machines_are_simulated_once(monkeypatch):
         calls.append(args)
         return simulate(*args)
 
-    monkeypatch.setattr(prediction, "simulate", counted)
+    monkeypatch.setattr(workload_module, "simulate", counted)
     model = profile(4, "XY", gradient=100)
     ranks = [[2 * vm, 2 * vm + 1] for vm in range(300)]
     cluster = Cluster(devices("a:X b:Y " * 300), outside=Link(0.0, 1e3))

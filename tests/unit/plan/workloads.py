@@ -23,6 +23,8 @@ def workload(
     weight=0.0,
     saved=0.0,
     inputs=0.0,
+    outside=0.0,
+    payload_bytes=0.0,
     room=np.inf,
     schedule="1f1b",
     microbatches=8,
@@ -48,11 +50,21 @@ def workload(
         sent_bytes=np.zeros((2, num_layers)),
         saved_bytes=np.broadcast_to(np.asarray(saved, float), num_layers),
         input_bytes=np.broadcast_to(np.asarray(inputs, float), num_layers),
+        outside_bytes=np.broadcast_to(np.asarray(outside, float), num_layers),
+        payload_bytes=_inside(payload_bytes, num_layers),
         usable_bytes=np.broadcast_to(np.asarray(room, float), num_stages),
         schedule=schedule,
         microbatches=microbatches,
         allowed=allowed,
     )
+
+
+def _inside(payload_bytes, num_layers):
+    """Payloads of all boundaries; nothing crosses the ends of the model."""
+    found = np.zeros(num_layers + 1)
+    found[:] = payload_bytes
+    found[[0, -1]] = 0.0
+    return found
 
 
 def random_workload(
@@ -102,6 +114,8 @@ def random_workload(
         sent_bytes=np.zeros((2, num_layers)),
         saved_bytes=saved,
         input_bytes=np.minimum(saved, draw.integers(1, 10, num_layers)),
+        outside_bytes=np.zeros(num_layers),
+        payload_bytes=_inside(sizes, num_layers),
         usable_bytes=np.full(num_stages, np.inf),
         schedule=schedule,
         microbatches=microbatches,

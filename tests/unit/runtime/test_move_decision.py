@@ -151,7 +151,6 @@ def saving(num_bytes: int, room: int) -> Measured:
         found,
         profile=replace(found.profile, layers=layers),
         cluster=replace(found.cluster, devices=devices),
-        by_tensor=True,
     )
 
 
