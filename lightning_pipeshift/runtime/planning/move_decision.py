@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -141,7 +142,10 @@ class Decider:
         speeds = tuple(round(math.log(device.speed, _NOTICEABLE)) for device in cluster.devices)
         key = speeds, tuple(sorted(cluster.ranks.items()))
         if self._searched is None or self._searched[0] != key:
-            self._searched = key, best_topology(settings, measured.profile, cluster, now)
+            found = now
+            with suppress(PlanError, BudgetError):  # none that fits: then the present one decides
+                found = best_topology(settings, measured.profile, cluster, now)
+            self._searched = key, found
         return self._searched[1]
 
     def _better(self, plan: Plan, window: Window, topology: Topology) -> Plan | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lightning_pipeshift import PlanError
 from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.arrange.plan_builder import plan_of
 from lightning_pipeshift.plan.cost.workload import Cut
@@ -115,6 +116,10 @@ def test_what_was_left_alone_in_between_is_begun_anew() -> None:
     assert mind.decide(moved, window(measured(1.0))).is_new
 
 
+def nothing_fits(*_: Any) -> Topology:
+    raise PlanError("no order fits")
+
+
 def test_orders_are_searched_for_when_speeds_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     searched = []
 
@@ -128,6 +133,9 @@ def test_orders_are_searched_for_when_speeds_have_changed(monkeypatch: pytest.Mo
         decision = mind.decide(plan(), window(measured(speed)))
         assert not decision.is_new or Plan.from_json(decision.plan).ranks in (((0, 1),), ((1, 0),))
     assert searched == [[1.0, 1.0], [1.0, 0.5], [1.0, 1.0]]
+    monkeypatch.setattr(move_decision, "best_topology", nothing_fits)
+    mind = Decider(Settings(microbatches=MICROBATCHES), TOPOLOGY)
+    assert counts_of(mind.decide(plan(), window(measured(0.5)))) != (4, 4), "the order stays"
     fixed = Decider(Settings(microbatches=MICROBATCHES, virtual_machines=[[0, 1]]), TOPOLOGY)
     fixed.decide(plan(), window(measured(0.5)))
     assert len(searched) == 3, "an order of one's own stays"
