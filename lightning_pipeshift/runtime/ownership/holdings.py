@@ -28,6 +28,7 @@ from lightning_pipeshift.compat.torch_private import (
     buffers_of,
     storage_key,
     storage_key_of,
+    version_of,
     without_torch_function_of_subclasses,
 )
 from lightning_pipeshift.errors import LayerError
@@ -832,14 +833,14 @@ class _Norm(NamedTuple):
     def of(cls, gradient: Tensor) -> _Norm:
         """The norm that gradients are clipped by."""
         value = torch.linalg.vector_norm(gradient.detach(), _CLIPPED_NORM)
-        return cls(weakref.ref(gradient), gradient._version, value)
+        return cls(weakref.ref(gradient), version_of(gradient), value)
 
     def is_of(self, gradient: Tensor, norm_type: float) -> bool:
         """Whether it is this gradient's norm of this type."""
         return (
             norm_type == _CLIPPED_NORM
             and self.gradient() is gradient
-            and gradient._version == self.version
+            and version_of(gradient) == self.version
         )
 
 
