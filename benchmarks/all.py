@@ -108,6 +108,9 @@ RUNS = (
         (*PLANNING, *STEP, f"{PACKAGE}/lightning/callbacks"),
     ),
     Run("lanes", "lanes", (*RINGS, f"{PACKAGE}/commands/lanes.py")),
+    Run("overlap", "overlap", (*RINGS, *STEP)),
+    Run("overlap_jobs", "overlap --num-jobs 2 --num-layers 12 --width 480", (*RINGS, *STEP)),
+    Run("lane_moves", "lane_moves", (*RINGS, *STEP)),
     Run(
         "migration_async",
         "migration --only reaction --schedule async --num-rounds 2 --seconds 0.032 --at 16"
