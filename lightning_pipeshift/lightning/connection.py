@@ -264,8 +264,14 @@ class Connection:
                 mine = found_here(place.device, devices[place.rank])
                 self._measured = with_speeds(gathered(mine, dist.group.WORLD, board.watched))
             devices = self._measured
-        topology = arrange(self._options.ranks, devices, self._options.depths)
         plan = self._options.plan
+        num_planned = sum(map(len, plan.ranks)) if plan is not None else 0
+        if num_planned and num_planned != len(devices):
+            raise PlanError(
+                f"The plan is for {num_planned} devices (its field 'ranks'), and this run has"
+                f" {len(devices)}. Use that number of devices, or make a plan for those there are."
+            )
+        topology = arrange(self._options.ranks, devices, self._options.depths)
         planned = plan.kinds if plan is not None else ()
         for ranks, kinds in zip(topology.ranks, planned, strict=False):
             for stage, (rank, kind) in enumerate(zip(ranks, kinds, strict=True)):
