@@ -9,6 +9,7 @@ import functools
 import os
 import pickle
 import re
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -145,16 +146,30 @@ def test_a_run_with_one_loss_says_nothing() -> None:
 # --------------------------------------------------------------------------------------------------
 
 
+def all_arrive(folder: Path) -> None:
+    """Returns when all ranks have called this. Without a message between them: a rank that is
+    behind may learn of another one's exception before it raises its own.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{os.environ.get('RANK', '0')}.arrived").touch()
+    while len(list(folder.glob("*.arrived"))) < int(os.environ.get("WORLD_SIZE", "1")):
+        time.sleep(0.01)
+
+
 class Stops(SequentialMLP):
     """Raises in the middle of its third step."""
 
+    folder: str
+
     def on_before_zero_grad(self, optimizer: Any) -> None:
         if self.global_step == 2:
+            all_arrive(Path(self.folder))
             raise KeyError("the user's own")
 
 
 def stopping(how: Any, kind: str, folder: str) -> None:
     callback: Any
+    Stops.folder = folder
     if kind == "OnExceptionCheckpoint":
         callback = OnExceptionCheckpoint(folder, "stopped")
     else:

@@ -562,8 +562,8 @@ def test_a_member_that_dies_in_the_middle_of_a_sum(dies: int) -> None:
         )
     name = "Stage 1 of virtual machine 0" if dies == 1 else "Stage 0 of virtual machine 1"
     for outcome in caught.value.outcomes:
-        # Nobody took the step that it died in.
-        assert "steps taken: 2" in outcome.output
+        # Nobody took the step that it died in; others may have been a step behind.
+        assert ("steps taken: 2" if outcome.rank == dies else "steps taken: 1") in outcome.output
         assert "steps taken: 3" not in outcome.output
         if outcome.rank != dies:
             who = f"{name} (rank {dies} on {socket.gethostname()})"
