@@ -252,7 +252,10 @@ def test_a_plan_names_ranks_and_what_is_recomputed(document: dict[str, Any]) -> 
             {"placement": [[2, 3]], "ranks": [[0, 1]], "kinds": [["abacus", "abacus"]]},
             "PlanError: The plan was made for another cluster: for stage 0 it has a 'abacus'",
         ),
-        ({"placement": [[1, 2, 2]], "ranks": [[0, 1, 2]]}, "names 3 ranks; this run has 2"),
+        (
+            {"placement": [[1, 2, 2]], "ranks": [[0, 1, 2]]},
+            "PlanError: The plan is for 3 devices (its field 'ranks'), and this run has 2.",
+        ),
     ],
 )
 def test_a_plan_for_another_cluster(
