@@ -396,12 +396,30 @@ class AverageOfEpochs(WeightAveraging):
         return epoch_idx is not None
 
 
+class TriesToMove(L.Callback):
+    """Asks for a move of layers of which another callback keeps a copy."""
+
+    num_refused = 0
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        plan = trainer.strategy.plan.with_placement(Placement(((2, 2, 2),)))
+        words = r"a callback.*keeps a copy of 'layers\.1\..*Leave the layer where it is"
+        with pytest.raises(PipeShiftError, match=words):
+            trainer.strategy.adopt(plan)
+        self.num_refused += 1
+
+
 def train_averaged(cases: Sequence[Case]) -> list[Result]:
-    return [train(case, callbacks=[AverageOfEpochs()]) for case in cases]
+    tries = TriesToMove()
+    found = [train(case, callbacks=[AverageOfEpochs(), tries]) for case in cases]
+    assert tries.num_refused == sum(case.num_batches * case.num_epochs for case in cases)
+    return found
 
 
 def test_an_average_at_the_end_of_epochs_is_that_of_the_reference() -> None:
-    """In the end the callback gives the module the average."""
+    """In the end the callback gives the module the average. Its layers are not to move: copies that
+    a callback keeps stay where they are.
+    """
     cases = [Case([1, 3, 2]), Case([1, 3, 2], "async-2bw", 4, {}, "adam")]
     for case, *ranks in zip(cases, *run_ranks(train_averaged, 3, cases), strict=True):
         epochs = [reference(case, length=length).layers for length in (20, 40)]

@@ -212,11 +212,11 @@ def make_a_group() -> tuple[bool, bool, int | None, bool]:
     # All streams of the pool from which NCCL's come, and ours.
     theirs = {torch.cuda.Stream(device, priority=-5).cuda_stream for _ in range(64)}
     ours = set()
-    for name in 2 * ("out", "back", "moves", "rings"):
+    for name in 2 * ("out", "back", "moves", "rings 0", "rings 1"):
         with side_stream(device, name):
             ours.add(torch.cuda.current_stream(device).cuda_stream)
     ours.discard(torch.cuda.default_stream(device).cuda_stream)
-    is_apart = not theirs & ours and len(ours) == 4
+    is_apart = not theirs & ours and len(ours) == 5
     groups.end_all()
     return options.is_high_priority_stream, is_apart, options.config.max_ctas, dist.is_initialized()
 

@@ -64,10 +64,10 @@ class Purpose(Enum):
 
 
 _LANES: Final = {
-    Purpose.PAYLOAD: PIPELINE,
-    Purpose.GRADIENT: PIPELINE,
-    Purpose.SHARED: PIPELINE,
-    Purpose.SUMS: GRADIENTS[0],
+    Purpose.PAYLOAD: (PIPELINE,),
+    Purpose.GRADIENT: (PIPELINE,),
+    Purpose.SHARED: (PIPELINE,),
+    Purpose.SUMS: GRADIENTS,
 }
 
 Ranks = tuple[int, ...]
@@ -96,35 +96,38 @@ class ProcessGroups:
         self.watched = watched
         self.sockets: Opened = frozenset()
         """The sockets that the backend opened while it connected: aborting closes them."""
-        self._groups: dict[tuple[Purpose, Ranks], Any] = {}
+        self._groups: dict[tuple[Purpose, Ranks, int], Any] = {}
+        """By purpose, members, and the number of the lane."""
         self._lock = threading.Lock()
         self._aborts: list[threading.Thread] | None = None
 
-    def want(self, purpose: Purpose, sets: Iterable[Iterable[int]]) -> None:
+    def want(self, purpose: Purpose, sets: Iterable[Iterable[int]], num_lanes: int = 1) -> None:
         """Makes the missing groups of a purpose, and destroys those that are no longer needed.
-        Every rank of the job calls this with the same sets, member or not, when no operation is in
-        progress in the groups of that purpose.
+        Every rank of the job calls this with the same arguments, member or not, when no operation
+        is in progress in the groups of that purpose.
 
         Args:
             purpose: that of the groups.
             sets: the ranks of each group.
+            num_lanes: how many groups the same ranks get, the most urgent lane first.
         """
         # In one order on all ranks: both are collective.
-        wanted = sorted({tuple(sorted(ranks)) for ranks in sets})
-        known = sorted(ranks for kind, ranks in self._groups if kind is purpose)
+        members = sorted({tuple(sorted(ranks)) for ranks in sets})
+        wanted = [(ranks, lane) for ranks in members for lane in range(num_lanes)]
+        known = sorted((ranks, lane) for kind, ranks, lane in self._groups if kind is purpose)
         with self.watched(None):
-            for ranks in known:
-                if ranks not in wanted:
-                    dist.destroy_process_group(self._groups.pop((purpose, ranks)))
-            for ranks in wanted:
-                if ranks not in known:
-                    self._groups[purpose, ranks] = self._made(purpose, ranks)
+            for ranks, lane in known:
+                if (ranks, lane) not in wanted:
+                    dist.destroy_process_group(self._groups.pop((purpose, ranks, lane)))
+            for ranks, lane in wanted:
+                if (ranks, lane) not in known:
+                    self._groups[purpose, ranks, lane] = self._made(purpose, ranks, lane)
 
-    def _made(self, purpose: Purpose, ranks: Ranks) -> Any:
+    def _made(self, purpose: Purpose, ranks: Ranks, lane: int) -> Any:
         if self.backend == "gloo":
-            return self._lanes.make(ranks, GRADIENTS[0].name).control
-        lane = _LANES.get(purpose)
-        tos = self._lanes.tos(lane.name) if lane is not None else None
+            return self._lanes.make(ranks, GRADIENTS[lane].name).control
+        classes = _LANES.get(purpose, ())
+        tos = self._lanes.tos(classes[lane].name) if classes else None
         options = nccl_options(self._lanes.timeout, purpose, tos)
         with nccl_environment():
             group = dist.new_group(
@@ -133,9 +136,18 @@ class ProcessGroups:
         _abort_of(group, self.device)
         return group
 
-    def group(self, purpose: Purpose, ranks: Iterable[int]) -> Any:
-        """The group of some ranks, in any order, of which this rank is one."""
-        return self._groups[purpose, tuple(sorted(ranks))]
+    def group(self, purpose: Purpose, ranks: Iterable[int], lane: int = 0) -> Any:
+        """The group of some ranks, in any order, of which this rank is one.
+
+        Args:
+            purpose: that of the group.
+            ranks: its members.
+            lane: the number of its lane; if there is no such lane, the last one.
+        """
+        members = tuple(sorted(ranks))
+        while (purpose, members, lane) not in self._groups and lane:
+            lane -= 1
+        return self._groups[purpose, members, lane]
 
     def line(self, purpose: Purpose, rank: int, to: int) -> Line:
         """The group of this rank and another one, and the other rank's index in it."""
@@ -154,7 +166,7 @@ class ProcessGroups:
         """Describes an error of a group's connections between devices; ``None`` if there is none.
         Any thread may call this.
         """
-        for (purpose, ranks), group in list(self._groups.items()):
+        for (purpose, ranks, _), group in list(self._groups.items()):
             found = _error_of(group, self.device) if self.backend == "nccl" else None
             if found is not None:
                 return (

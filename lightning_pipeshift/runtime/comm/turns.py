@@ -56,6 +56,11 @@ Urgencies = tuple[tuple[float, Urgency], ...]
 MOST_URGENT: Final[Urgencies] = ((1.0, Urgency()),)
 
 
+def lane_of(urgencies: Urgencies) -> int:
+    """Returns the lane of a vector that is not split: the most urgent one of its parts'."""
+    return min(urgency.lane for _, urgency in urgencies)
+
+
 @dataclass(frozen=True)
 class LaneTraffic:
     """Counts of one lane's messages.

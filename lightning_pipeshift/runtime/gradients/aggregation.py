@@ -25,7 +25,7 @@ from lightning_pipeshift.runtime.comm.channels import PostedSum
 from lightning_pipeshift.runtime.comm.lane import finish
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.comm.threads import InOrder
-from lightning_pipeshift.runtime.comm.turns import MOST_URGENT, Urgencies
+from lightning_pipeshift.runtime.comm.turns import MOST_URGENT, Urgencies, lane_of
 from lightning_pipeshift.runtime.comm.waits import Watched
 
 
@@ -47,6 +47,10 @@ StartSum = Callable[[int, Sequence[int], Tensor, Urgencies], Sum]
 Agree = Callable[[Tensor], PostedSum]
 
 _MOST_TYPES = 8
+
+# With NCCL each lane is one more communicator for every set of owners, with buffers on the GPU, and
+# its kernels occupy multiprocessors. Two keep urgent sums apart from the rest.
+MOST_LANES_OF_COLLECTIVES = 2
 
 
 @dataclass
@@ -358,7 +362,7 @@ class AllReduce:
     ) -> Sum:
         """Begins to sum a vector in place."""
         with self._watched(None):
-            group = self._groups.group(Purpose.SUMS, members)
+            group = self._groups.group(Purpose.SUMS, members, lane_of(urgencies))
             work = dist.all_reduce(buffer, group=group, async_op=True)
         return _Collective(work, self._watched, self._groups.backend == "gloo")
 

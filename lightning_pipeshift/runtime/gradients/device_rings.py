@@ -2,7 +2,10 @@
 
 NCCL has no tags and matches by order, so all members have to begin their rings in one order. They
 need no messages for that: it is the order in which backwards pass the layers, the last layer first.
-The transfers and the additions are queued on a separate stream, and the host does not wait.
+The transfers and the additions are queued on a separate stream, and the host does not wait. Each
+lane has a communicator and a stream of its own, so that the sums of layers that the next forward
+needs first do not run behind those of others. A vector is not split over lanes, as on gloo: each
+part would be a sequence of kernels of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from lightning_pipeshift.devices.streams import (
     side_stream,
 )
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
-from lightning_pipeshift.runtime.comm.turns import MOST_URGENT, Urgencies
+from lightning_pipeshift.runtime.comm.turns import MOST_URGENT, Urgencies, lane_of
 from lightning_pipeshift.runtime.comm.waits import Watched
 from lightning_pipeshift.runtime.gradients.rings import chunks_of, received_at, sent_at
 
@@ -49,13 +52,14 @@ class DeviceRings:
         """Queues the sum of a vector on the GPU, in place, over the members. Returns the event of
         its end.
         """
-        group = self._groups.group(Purpose.SUMS, members)
+        lane = lane_of(urgencies)
+        group = self._groups.group(Purpose.SUMS, members, lane)
         place, count = members.index(self._rank), len(members)
         upstream, downstream = members[place - 1], members[(place + 1) % count]
         chunks = chunks_of(buffer, count)
         device = self._groups.device
         is_computed = record_event(device)
-        with side_stream(device, "rings"), self._watched(None):
+        with side_stream(device, f"rings {lane}"), self._watched(None):
             is_computed.wait()
             keep_for_stream(buffer)
             landing = torch.empty_like(chunks[0])

@@ -218,6 +218,20 @@ class Holdings:
                     found &= {stages[layer]}
         return found
 
+    @property
+    def copied_layers(self) -> dict[int, str]:
+        """The layers of which user code keeps copies outside the model, each with the name of a
+        parameter or buffer that it has copied. The same on every stage.
+        """
+        found: dict[int, str] = {}
+        for _, name in self._found_copies():
+            number = self._use_named.get(name)
+            layers = self.uses[number].layers if number is not None else ()
+            for prefix, layer in self._layer_named.items():
+                if layer in layers or name.startswith(prefix):
+                    found.setdefault(layer, name)
+        return found
+
     def is_held(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is that of a parameter, gradient or layer's buffer of this
         stage.

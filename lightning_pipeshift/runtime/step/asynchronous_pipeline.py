@@ -92,6 +92,8 @@ class AsynchronousPipeline(Pipeline):
         """
         self._old_aggregations: list[Aggregation] = []
         """Those of minibatches that have begun before layers changed their owners."""
+        self._refusals: set[str] = set()
+        """The reasons why plans were left alone, as far as the user has been told."""
 
     # --- as a Pipeline ---
 
@@ -296,7 +298,11 @@ class AsynchronousPipeline(Pipeline):
         try:
             self._require_movable(plan)
         except PlanError as error:
-            self.messages.append(f"the new plan was left alone. {error}")
+            message = f"the new plan was left alone. {error}"
+            # Plans that differ may be refused for the same reason, again and again.
+            if message not in self._refusals:
+                self._refusals.add(message)
+                self.messages.append(message)
             return False
         return True
 
@@ -377,6 +383,20 @@ class AsynchronousPipeline(Pipeline):
             )
         assert self.holdings is not None
         require_same_sharers(self.holdings.uses, self.plan.placement, plan.placement, schedule)
+        before, after = (
+            [stage for vm in range(self.replicas.count) for stage in placement.stages(vm)]
+            for placement in (self.plan.placement, plan.placement)
+        )
+        moving = [layer for layer, stage in enumerate(before) if after[layer] != stage]
+        copied = self.holdings.copied_layers if moving else {}
+        for layer in (layer % plan.placement.num_layers for layer in moving):
+            if layer in copied:
+                raise PlanError(
+                    f"schedule={schedule!r}: a callback, or other code of yours, keeps a copy of"
+                    f" {copied[layer]!r} (an average, for example), and copies do not move while"
+                    " minibatches are in flight. Leave the layer where it is, keep no copy, or use"
+                    " schedule='1f1b'."
+                )
 
     @property
     def minibatches_in_flight(self) -> list[Minibatch]:

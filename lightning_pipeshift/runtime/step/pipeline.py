@@ -58,6 +58,7 @@ from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.comm.turns import LaneTraffic, Urgency
 from lightning_pipeshift.runtime.gradients.aggregation import (
+    MOST_LANES_OF_COLLECTIVES,
     Aggregation,
     AllReduce,
     GradientGroup,
@@ -592,14 +593,16 @@ class Pipeline:
         device, watched = self.channels.device, self.channels.watched
         is_gloo = self.channels.backend == "gloo"
         agree = self.replicas.world.post_sum if self._sums_together and not is_gloo else None
+        num_lanes = self._give_lanes(groups, placement.num_layers)
         if is_gloo:
             device = torch.device("cpu")
             if kind == "ring":
-                self._give_lanes(groups, placement.num_layers, is_new)
+                if is_new:
+                    self._rings.open_lanes(num_lanes)
                 return Aggregation(
                     mine, self._rings.start, agree, len(uses), device, in_order=False
                 )
-        self._groups.want(Purpose.SUMS, owners)
+        self._groups.want(Purpose.SUMS, owners, min(num_lanes, MOST_LANES_OF_COLLECTIVES))
         sums: Any = AllReduce(self._groups, watched)
         if kind == "ring":
             sums = DeviceRings(self._groups, self.replicas.rank, watched)
@@ -610,15 +613,13 @@ class Pipeline:
         """Counts of the blocks that this rank has sent on each lane, by its name."""
         return self.channels.traffic
 
-    def _give_lanes(self, groups: Sequence[GradientGroup], num_layers: int, may_open: bool) -> None:
-        """Sets the urgency of each group's messages.
+    def _give_lanes(self, groups: Sequence[GradientGroup], num_layers: int) -> int:
+        """Sets the urgency of each group's messages. Returns how many lanes there is use for.
 
         Args:
             groups: all of them, in an order that is the same on every rank.
             num_layers: how many layers the model has.
-            may_open: whether all ranks call this at the same time, and may open lanes.
         """
-        assert self._rings is not None
         # The same on every rank, or members of a ring would use different lanes: so parameters
         # count that the rank does not hold.
         sizes = [0] * num_layers
@@ -626,14 +627,13 @@ class Pipeline:
             if group.is_hooked:
                 sizes[group.number] = bytes_of(group.trained)
         lanes = lanes_by_share(sizes, self.plan.lane_shares or equal_shares(sizes))
-        if may_open:
-            self._rings.open_lanes(len(equal_shares(sizes)))
         for group in groups:
             # The step ends when the sums of shared parameters are there.
             if group.is_hooked:
                 group.urgencies = tuple(
                     (part.end, Urgency(part.lane, group.number)) for part in lanes[group.number]
                 )
+        return len(equal_shares(sizes))
 
     @property
     def migration_seconds(self) -> float:

@@ -22,6 +22,8 @@ from lightning_pipeshift.runtime.comm.process_groups import (
     Purpose,
 )
 from lightning_pipeshift.runtime.comm.threads import Threads
+from lightning_pipeshift.runtime.comm.turns import Urgency
+from lightning_pipeshift.runtime.gradients.aggregation import AllReduce
 from lightning_pipeshift.runtime.step import pipeline, stage
 from lightning_pipeshift.testing.ranks import LIMIT_SECONDS, run_ranks
 from tests.end_to_end.test_changing_plans import Trains
@@ -52,7 +54,7 @@ def change_what_is_wanted() -> tuple[list[str], list[float], int]:
         return new(ranks, **others)
 
     def noting_destroyed(group: Any) -> None:
-        (ranks,) = (of for (_, of), known in before.items() if known is group)
+        (ranks,) = (of for (_, of, _), known in before.items() if known is group)
         made.append(f"-{list(ranks)}")
         destroy(group)
 
@@ -65,7 +67,7 @@ def change_what_is_wanted() -> tuple[list[str], list[float], int]:
         order = wanted if dist.get_rank() else wanted[::-1]
         made.append(f"{len(wanted)}:")
         groups.want(Purpose.SUMS, order)
-        before = {(kind, ranks): groups.group(kind, ranks) for kind, ranks in groups._groups}
+        before = {place: groups.group(*place) for place in groups._groups}
         for ranks in wanted:
             if dist.get_rank() in ranks:
                 tensor = torch.tensor([10.0 ** dist.get_rank()])
@@ -88,6 +90,30 @@ def test_groups_are_used_again_and_go_in_one_order_on_all_ranks() -> None:
         [11.0, 110.0, 110.0, 110.0],
         [110.0, 101.0, 110.0, 101.0, 110.0],
     ]
+
+
+def sum_on_two_lanes() -> list[float]:
+    """An urgent sum, which one rank begins behind another sum and the other rank before it."""
+    _, board = connect()
+    groups = ProcessGroups("gloo", CPU, board.watched)
+    groups.want(Purpose.SUMS, [(0, 1)], num_lanes=2)
+    sums = AllReduce(groups, board.watched)
+    # A plan may name more lanes than there are: the last one carries those, too.
+    lanes = {10.0: ((1.0, Urgency(4)),), 1.0: ((0.5, Urgency(0)), (1.0, Urgency(1)))}
+    rank = dist.get_rank()
+    found = []
+    for value in sorted(lanes, reverse=rank == 0):
+        vector = torch.tensor([value * (rank + 1)])
+        found.append((vector, sums.start(0, [0, 1], vector, lanes[value])))
+        if value == 1.0:
+            found[-1][1].wait()
+    for _, under_way in found:
+        under_way.wait()
+    return sorted(float(vector) for vector, _ in found)
+
+
+def test_sums_of_different_lanes_do_not_wait_for_each_other() -> None:
+    assert run_ranks(sum_on_two_lanes, 2) == [[3.0, 30.0]] * 2
 
 
 def train(has_devices: bool) -> Trained:
@@ -136,15 +162,16 @@ def test_what_nccl_is_told(monkeypatch: pytest.MonkeyPatch, tells_errors: bool) 
     lanes = Lanes(two_hours, marks={})
     groups = ProcessGroups("nccl", torch.device("cuda"), lambda _: nullcontext(), lanes)
     groups.want(Purpose.PAYLOAD, [(1, 0)])
-    groups.want(Purpose.SUMS, [(0, 1)])
+    groups.want(Purpose.SUMS, [(0, 1)], num_lanes=2)
     for options, timeout, handling in found:
         assert options.is_high_priority_stream
         assert options._timeout == timeout == two_hours
         assert handling == ("0" if tells_errors else "1")
-    (payload, _, _), (sums, _, _) = found
-    assert payload.config.max_ctas == 4
-    assert sums.config.max_ctas is None
-    assert (payload.config.traffic_class, sums.config.traffic_class) == (40 << 2, 32 << 2)
+    payload, *sums = (options.config for options, _, _ in found)
+    assert payload.max_ctas == 4
+    assert [config.max_ctas for config in sums] == [None, None]
+    assert payload.traffic_class == 40 << 2
+    assert [config.traffic_class for config in sums] == [32 << 2, 28 << 2]
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
 
 
@@ -212,7 +239,7 @@ def a_link_breaks() -> str:
     channels, board = connect()
     if channels.stage == 1:
         groups = ProcessGroups("nccl", CPU, board.watched)
-        groups._groups[Purpose.PAYLOAD, (1, 2)] = Links()
+        groups._groups[Purpose.PAYLOAD, (1, 2), 0] = Links()
         board.trouble = groups.error
     with pytest.raises(StageFailedError) as caught:
         channels.receive_object((channels.stage + 1) % 3)
