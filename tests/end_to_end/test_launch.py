@@ -154,13 +154,13 @@ def of_unequal_hosts(how: Any, hosts: Sequence[int]) -> Any:
 
 @pytest.mark.parametrize(
     ("hosts", "machines", "stages"),
-    [([0, 1, 1], 1, [0, 1, 2]), ([0, 0, 1], [[0, 1], [2]], [0, 1, 0])],
+    [([0, 1, 1], [[0, 1, 2]], [0, 1, 2]), ([0, 0, 1], [[0, 1], [2]], [0, 1, 0])],
 )
 def test_rank_and_world_size_are_the_launchers(hosts: Any, machines: Any, stages: Any) -> None:
     strategy = {"microbatches": 4, "virtual_machines": machines}
     results = run_ranks(on_rank, 3, of_unequal_hosts, strategy, (hosts,), {})
     expected = results[0][0]
-    if machines == 1:
+    if len(machines) == 1:
         expected = on_one_device(fit, SequentialMLP, points(3), max_epochs=2)[0]["parameters"]
     for rank, (parameters, global_rank, world_size, stage) in enumerate(results):
         assert (global_rank, world_size, stage) == (rank, 3, stages[rank])

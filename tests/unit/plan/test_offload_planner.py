@@ -1,7 +1,6 @@
 import itertools
 import math
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -737,11 +736,10 @@ def test_the_first_mapping(needs, spare, links, first):
     assert mappings(needs, spare, links)[0] == first
 
 
-def test_many_stages_have_their_mappings_soon():
-    begun = time.process_time()
+def test_many_stages_have_their_mappings():
+    """All mappings would be too many to try."""
     needs = {stage: 1 + stage % 3 for stage in range(16)}
     found = mappings(needs, [-needs[s] for s in range(16)] + [3] * 16, alike(32))
-    assert time.process_time() - begun < 10
     assert _unmet(found[0], needs, [0] * 16 + [3] * 16, alike(32))[0] == 0
 
 
@@ -804,18 +802,16 @@ def _unmet(
     return round(left_out, 9), slowest
 
 
-# --- time ---
+# --- large cases ---
 
 
-@pytest.mark.parametrize(("units", "limit"), [(3, 5), (2.6, 10), (1, 40)])
-def test_many_layers_of_many_tensors_are_soon_done(units, limit):
-    """The forwards differ by what measurements do. It takes 0.3 s, 1 s and 7 s."""
+@pytest.mark.parametrize("units", [3, 2.6, 1])
+def test_many_layers_of_many_tensors(units):
+    """The forwards differ by what measurements do. benchmarks/planner.py says how long it takes."""
     draw = np.random.default_rng(0)
     sizes = draw.integers(1, 40, 12).tolist()
     forward = (1 + 0.05 * draw.normal(size=48)).tolist()
     given = case([sizes] * 48, [12] * 4, forward=forward, link=10 * sum(sizes), microbatches=16)
     unit = MB * 12 * sum(sizes)
-    begun = time.process_time()
     found = given.compressed([MemoryLimits(units * unit, 0)] * 4)
-    assert time.process_time() - begun < limit
     assert max(found.footprint.peak_bytes) <= units * unit * ROUNDING

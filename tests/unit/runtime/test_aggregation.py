@@ -92,6 +92,6 @@ def move_back_and_forth() -> list[int]:
 def test_plans_that_change_leave_no_groups_behind() -> None:
     """The sets of ranks that own a layer together change with each."""
     for counts in run_ranks(move_back_and_forth, 4):
-        # Each rank knows the groups that it is a member of: two lanes for each of two or three sets.
+        # Those that a rank is a member of: two lanes for each of two or three sets.
         assert len(counts) == 10
         assert max(counts) <= min(counts) + 2
