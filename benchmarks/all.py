@@ -107,6 +107,11 @@ RUNS = (
         "migration --only reaction --num-rounds 2 --num-steps 12 --num-static-steps 3",
         (*PLANNING, *STEP, f"{PACKAGE}/lightning/callbacks"),
     ),
+    Run(
+        "timeline_cost",
+        "timeline_cost",
+        (f"{PACKAGE}/runtime/recording", f"{PACKAGE}/runtime/step/stage.py"),
+    ),
     Run("lanes", "lanes", (*RINGS, f"{PACKAGE}/commands/lanes.py")),
     Run("overlap", "overlap", (*RINGS, *STEP)),
     Run("overlap_jobs", "overlap --num-jobs 2 --num-layers 12 --width 480", (*RINGS, *STEP)),

@@ -22,6 +22,7 @@ from lightning_pipeshift.errors import (
     StageFailedError,
 )
 from lightning_pipeshift.lightning.callbacks.layer_migration import LayerMigration
+from lightning_pipeshift.lightning.callbacks.pipeline_timeline import PipelineTimeline
 from lightning_pipeshift.lightning.gradient_norms import grad_norm
 from lightning_pipeshift.lightning.precision.memory_compression import MemoryCompression
 from lightning_pipeshift.lightning.strategy import PipeShiftStrategy
@@ -54,6 +55,7 @@ __all__ = [
     "PipeShiftCheckpointIO",
     "PipeShiftError",
     "PipeShiftStrategy",
+    "PipelineTimeline",
     "Plan",
     "PlanError",
     "Planned",

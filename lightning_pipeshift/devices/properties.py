@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import psutil  # type: ignore[import-untyped]
 import torch
 
 TRAINABLE: Final = frozenset({"cpu", "cuda"})
@@ -34,6 +35,15 @@ def memory_of(device: torch.device) -> tuple[int, int]:
 def total_memory(device: torch.device) -> int:
     """The size of an accelerator's memory, in bytes, as torch's own messages give it."""
     return int(_module(device).get_device_properties(device).total_memory)
+
+
+def used_bytes(device: torch.device) -> int:
+    """The bytes of tensors on an accelerator; on a CPU, of everything that this process has in the
+    host's memory. Does not wait for the device.
+    """
+    if device.type == "cpu":
+        return int(psutil.Process().memory_info().rss)
+    return int(_module(device).memory_allocated(device))
 
 
 def empty_cache(device: torch.device) -> None:

@@ -307,7 +307,7 @@ class Connection:
                 lambda lane: lanes.make(everyone, GRADIENTS[lane].name), rank, watched, turns
             )
         # In the order of the ranks: that of the stages may change.
-        world = Channels(everyone, rank, device, watched, of_all, groups)
+        world = Channels(everyone, rank, device, watched, of_all, groups, turns)
         self._channels = machine
         self._replicas = Replicas(topology, rank, world, machine)
         return self._replicas

@@ -88,8 +88,10 @@ def _is_users_own(part: Any, hook: str) -> bool:
 
 
 def _is_lightnings(module: str) -> bool:
-    # Some of its hooks are wrapped by decorators of `lightning_utilities`.
-    return module.partition(".")[0] in ("lightning", "lightning_utilities")
+    # Some of its hooks are wrapped by decorators of `lightning_utilities`. Our own callbacks do not
+    # look at what their hooks are given either.
+    is_ours = module.startswith("lightning_pipeshift.lightning.callbacks.")
+    return is_ours or module.partition(".")[0] in ("lightning", "lightning_utilities")
 
 
 def are_results_used(trainer: pl.Trainer, step: str) -> bool:

@@ -29,6 +29,7 @@ from lightning_pipeshift.lightning.precision.all_stages import loss_scale_of
 from lightning_pipeshift.lightning.steps import StepContext, are_results_used, is_hook_used
 from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.model.user_state.logs import say_again
+from lightning_pipeshift.plan.timeline.recording import What
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.step.checksum import (
@@ -263,7 +264,10 @@ class TrainingSteps:
             plain: Lightning's own backward.
         """
         if self._is_plain:
-            with self._pipeline.one_stage.backward(self.holdings):
+            with (
+                self._pipeline.one_stage.backward(self.holdings),
+                self._pipeline.section("[PipeShift] backward", What.ACTION, "B0"),
+            ):
                 return plain()
         module, precision = self._trainer.lightning_module, self._trainer.precision_plugin
         loss = precision.pre_backward(loss, module)

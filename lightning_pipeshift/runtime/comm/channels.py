@@ -56,6 +56,16 @@ _BACK = -1
 _OUT = BACKGROUND.lane - 1
 
 
+def lane_name(number: int) -> str:
+    """The name of the lane with which a block competes, by the lane's number in its urgency."""
+    names = {
+        _BACK: f"{PIPELINE.name} (swaps)",
+        _OUT: f"{BULK.name} (swaps)",
+        BACKGROUND.lane: BULK.name,
+    }
+    return names.get(number) or GRADIENTS[number].name
+
+
 class Direction(enum.IntEnum):
     """The direction in which a tensor travels between neighbours."""
 
@@ -249,7 +259,11 @@ class Channels(Lane):
         Args:
             number: the lane's number; different lanes do not wait for each other.
         """
-        return self._transfer_lane(self._transfers[1], number, BACKGROUND)
+        group = self._transfers[1]
+        if group.control is None:
+            # Ranks of several virtual machines have no connections for it.
+            group = Group(self.control, self._pipeline_sockets)
+        return self._transfer_lane(group, number, BACKGROUND)
 
     def swaps(self, number: int, comes_back: bool) -> Lane:
         """A lane for swapped tensors, as :meth:`bulk`.
@@ -269,15 +283,7 @@ class Channels(Lane):
     @property
     def traffic(self) -> dict[str, LaneTraffic]:
         """Counts of the blocks that this rank has sent on each lane, by its name."""
-        names = {
-            _BACK: f"{PIPELINE.name} (swaps)",
-            _OUT: f"{BULK.name} (swaps)",
-            BACKGROUND.lane: BULK.name,
-        }
-        return {
-            names.get(lane) or GRADIENTS[lane].name: traffic
-            for lane, traffic in self.turns.traffic.items()
-        }
+        return {lane_name(lane): traffic for lane, traffic in self.turns.traffic.items()}
 
     @property
     def payload_sockets(self) -> Opened:

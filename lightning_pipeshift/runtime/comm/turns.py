@@ -21,6 +21,9 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Final, NamedTuple
 
+from lightning_pipeshift.plan.timeline.recording import What
+from lightning_pipeshift.runtime.recording.watcher import Watcher
+
 # What may be on its way to a rank: so much that the link is never idle while a thread wakes up, and
 # so little that an urgent block does not wait long.
 _WINDOW_SECONDS: Final = 0.004
@@ -154,6 +157,10 @@ class Turns:
         self._queues: dict[int, _Queue] = {}
         self._numbers = count()
         self._counted: dict[int, _Counted] = {}
+        self.recorder: Watcher | None = None
+        """Takes notes of blocks."""
+        self._asked: dict[tuple[int, Urgency], deque[float]] = {}
+        """When the blocks that are on their way were ready, if they are recorded."""
 
     def take(self, peer: int, urgency: Urgency, num_bytes: int, waits: bool = True) -> bool:
         """Waits until a block may be sent; the caller then sends it, and calls :meth:`end`.
@@ -180,6 +187,7 @@ class Turns:
             if is_next and queue.has_place(urgency, num_bytes):
                 queue.begin(urgency, num_bytes)
                 self._count_begin(urgency.lane, begin, 0.0)
+                self._note_begin(peer, urgency, begin)
                 return True
             if not waits:
                 return False
@@ -188,6 +196,7 @@ class Turns:
         now = time.perf_counter()
         with self._lock:
             self._count_begin(urgency.lane, now, now - begin)
+            self._note_begin(peer, urgency, begin)
         return True
 
     def end(self, peer: int, urgency: Urgency, num_bytes: int) -> None:
@@ -203,6 +212,21 @@ class Turns:
             counted.num_now -= 1
             if not counted.num_now:
                 counted.sending_seconds += time.perf_counter() - counted.since
+            self._note_end(peer, urgency, num_bytes)
+
+    def _note_begin(self, peer: int, urgency: Urgency, ready: float) -> None:
+        if self.recorder is not None:
+            self._asked.setdefault((peer, urgency), deque()).append(ready)
+
+    def _note_end(self, peer: int, urgency: Urgency, num_bytes: int) -> None:
+        ready = self._asked.get((peer, urgency))
+        if ready:
+            begin, recorder = ready.popleft(), self.recorder
+            if recorder is None:
+                self._asked.clear()
+                return
+            name = str(urgency.lane)
+            recorder.add(What.BLOCK, name, begin, time.perf_counter(), peer, num_bytes)
 
     def _count_begin(self, lane: int, now: float, queueing_seconds: float) -> None:
         counted = self._counted.setdefault(lane, _Counted())

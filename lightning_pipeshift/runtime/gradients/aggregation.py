@@ -10,8 +10,9 @@ otherwise have to wait, layer by layer, until the GPU has summed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -21,12 +22,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipeshift.devices.streams import Event, is_asynchronous, record_event
+from lightning_pipeshift.plan.timeline.recording import What
 from lightning_pipeshift.runtime.comm.channels import PostedSum
 from lightning_pipeshift.runtime.comm.lane import finish
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
 from lightning_pipeshift.runtime.comm.threads import InOrder
 from lightning_pipeshift.runtime.comm.turns import MOST_URGENT, Urgencies, lane_of
 from lightning_pipeshift.runtime.comm.waits import Watched
+from lightning_pipeshift.runtime.recording.watcher import Watcher
 
 
 class Sum(Protocol):
@@ -46,7 +49,8 @@ StartSum = Callable[[int, Sequence[int], Tensor, Urgencies], Sum]
 # Given a vector in host memory: begins to sum it over all ranks, which all call this.
 Agree = Callable[[Tensor], PostedSum]
 
-_MOST_TYPES = 8
+MOST_TYPES = 8
+"""Sums of the group ``n`` have the numbers from ``MOST_TYPES * n`` on."""
 
 # With NCCL each lane is one more communicator for every set of owners, with buffers on the GPU, and
 # its kernels occupy multiprocessors. Two keep urgent sums apart from the rest.
@@ -129,7 +133,7 @@ class GradientGroup:
                 flags = [float(place in self._present) for place in self.places]
                 buffer[length:] = torch.tensor(flags, dtype=dtype)
                 self._counts = buffer[length:]
-            number = self.number * _MOST_TYPES + index
+            number = self.number * MOST_TYPES + index
             begin = partial(start_sum, number, self.members, buffer, self.urgencies)
             if joined is own:
                 self._sums.append((parameters, own, begin()))
@@ -210,6 +214,8 @@ class Aggregation:
         self._num_owners: PostedSum | None = None
         self.exposed_seconds = 0.0
         """How long the last step has waited for its sums, in seconds."""
+        self.recorder: Watcher | None = None
+        """Takes notes of these waits."""
         # By identity of the parameter. A frozen one gets no hook until it is trained.
         self._handles: dict[int, Any] = {}
 
@@ -278,20 +284,20 @@ class Aggregation:
             for group in self._groups if leaves_late and not self.in_order else self._groups[::-1]:
                 if not group.is_started:
                     self._start(group)
-        begin = time.perf_counter()
+        self.exposed_seconds = 0.0
         late = []
         present = torch.zeros(self._num_parameters)
-        for group in reversed(self._groups):
-            present[list(group._present)] = 1.0
-            if leaves_late and group.is_hooked and not group.is_complete:
-                late.append(group)
-                for parameter in group.parameters:
-                    parameter.grad = None
-            else:
-                group.finish()
-                if summed is not None:
-                    summed(group.places, group.parameters)
-        self.exposed_seconds = time.perf_counter() - begin
+        with self._exposed():
+            for group in reversed(self._groups):
+                present[list(group._present)] = 1.0
+                if leaves_late and group.is_hooked and not group.is_complete:
+                    late.append(group)
+                    for parameter in group.parameters:
+                        parameter.grad = None
+                else:
+                    group.finish()
+                    if summed is not None:
+                        summed(group.places, group.parameters)
         if self._agree is not None:
             self._num_owners = self._agree(present)
             for group in self._groups:
@@ -301,10 +307,19 @@ class Aggregation:
 
     def finish_late(self, group: GradientGroup) -> None:
         """Waits for a sum that :meth:`finish` has not waited for."""
-        begin = time.perf_counter()
-        group.finish()
-        self._let_go(group)
+        with self._exposed():
+            group.finish()
+            self._let_go(group)
+
+    @contextmanager
+    def _exposed(self) -> Iterator[None]:
+        """Context of a wait for sums."""
+        recorder, begin = self.recorder, time.perf_counter()
+        moment = recorder.now() if recorder is not None else None
+        yield
         self.exposed_seconds += time.perf_counter() - begin
+        if recorder is not None and moment is not None:
+            recorder.add(What.SUMS, "sums of gradients", moment, recorder.now())
 
     def _let_go(self, group: GradientGroup) -> None:
         if self._num_owners is not None:

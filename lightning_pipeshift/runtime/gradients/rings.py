@@ -14,6 +14,7 @@ gradients of the first layers are ready last, and needed first.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -24,12 +25,14 @@ import torch
 from torch import Tensor
 
 from lightning_pipeshift.plan.cost.lanes import MOST_PIECES, num_pieces
+from lightning_pipeshift.plan.timeline.recording import What
 from lightning_pipeshift.runtime.comm.blocks import blocks_of, send_blocks
 from lightning_pipeshift.runtime.comm.groups import Group
 from lightning_pipeshift.runtime.comm.sockets import Opened, shut_down
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.comm.turns import MOST_URGENT, Turns, Urgencies, Urgency
 from lightning_pipeshift.runtime.comm.waits import Watched, complete
+from lightning_pipeshift.runtime.recording.watcher import Watcher
 
 
 class RingSum:
@@ -76,6 +79,8 @@ class Rings:
         self._rank = rank
         self.watched = watched
         self._turns = turns or Turns()
+        self.recorder: Watcher | None = None
+        """Takes notes of the rings."""
         self.open_lanes(1)
         # One for every piece in progress: with fewer threads, two members that have started rings
         # in different orders could wait for each other. A waiting thread costs only its stack.
@@ -130,6 +135,7 @@ class Rings:
         self._threads.close()
 
     def _sum(self, number: int, members: Sequence[int], buffer: Tensor, urgency: Urgency) -> None:
+        begin = time.perf_counter()
         group = self._groups[min(urgency.lane, len(self._groups) - 1)].control
         place, count = members.index(self._rank), len(members)
         upstream, downstream = members[place - 1], members[(place + 1) % count]
@@ -157,6 +163,9 @@ class Rings:
             # A complete chunk arrives when this member's part of it has long been sent.
             if step < count - 1:
                 chunks[places[step]] += landing[step]
+        if (recorder := self.recorder) is not None:
+            name = str(number // MOST_PIECES)
+            recorder.add(What.RING, name, begin, time.perf_counter(), downstream, buffer.nbytes)
 
 
 def chunks_of(buffer: Tensor, count: int) -> list[Tensor]:

@@ -25,8 +25,10 @@ from lightning_pipeshift.errors import BudgetError
 from lightning_pipeshift.model.saved.saved_tensors import SavedBlock
 from lightning_pipeshift.plan.inputs.saved_tensors import FRONT, place_in_forward
 from lightning_pipeshift.plan.schedule.actions import Action, Kind, Row
+from lightning_pipeshift.plan.timeline.recording import What
 from lightning_pipeshift.runtime.offload.copying import Ticket
 from lightning_pipeshift.runtime.offload.targets import OffloadedBlock, OffloadTarget
+from lightning_pipeshift.runtime.recording.watcher import Watcher
 from lightning_pipeshift.runtime.step.listeners import ActionListener
 
 _PATIENCE_SECONDS: Final = 20.0
@@ -49,7 +51,16 @@ class _Is(enum.Enum):
 class _Block(SavedBlock):
     """A block in the table, and where it is."""
 
-    __slots__ = ("buffer", "coming", "has_come", "is_gone", "num_sent", "offloaded", "state")
+    __slots__ = (
+        "buffer",
+        "coming",
+        "has_come",
+        "is_gone",
+        "num_sent",
+        "offloaded",
+        "since",
+        "state",
+    )
 
     def __init__(self, tensor: Tensor, layer: int, number: int, microbatch: int) -> None:
         super().__init__(tensor, layer, number, microbatch)
@@ -65,6 +76,8 @@ class _Block(SavedBlock):
         self.has_come = False
         """Whether the block was offloaded, and has been fetched back or is being fetched."""
         self.is_gone = False
+        self.since = 0.0
+        """When it began to leave or to come back, if that is recorded."""
 
     @property
     def need(self) -> tuple[int, int, int]:
@@ -127,6 +140,8 @@ class ActivationStore(ActionListener):
 
     def __init__(self, orders: StagePolicy, say: Callable[[str], None] = lambda _: None) -> None:
         self.traffic = Traffic()
+        self.recorder: Watcher | None = None
+        """Takes notes of tensors that leave and come back."""
         self._orders = orders
         self._say = say
         self.lock: AbstractContextManager[Any] = threading.RLock()
@@ -444,6 +459,7 @@ class ActivationStore(ActionListener):
         if memory is None:
             return False
         block.num_sent += 1
+        self._note_begin(block)
         done = partial(self._has_left_meanwhile, block, block.num_sent)
         for place in places:
             offloaded = place.put(memory, done)
@@ -460,6 +476,7 @@ class ActivationStore(ActionListener):
                 return
             block.state = _Is.AWAY
             block.leave()
+            self._note_end(block, "out")
             self._here_bytes -= block.num_bytes
 
     def _has_left_meanwhile(self, block: _Block, num_sent: int) -> None:
@@ -472,6 +489,7 @@ class ActivationStore(ActionListener):
         if block.offloaded is None or block.state is not _Is.AWAY:
             return
         block.state, block.has_come = _Is.COMING, True
+        self._note_begin(block)
         self._count(block.num_bytes)
         size = block.num_bytes // torch.empty(0, dtype=block.dtype).element_size()
         block.buffer = torch.empty(size, dtype=block.dtype, device=block.device)
@@ -486,8 +504,23 @@ class ActivationStore(ActionListener):
             assert block.offloaded is not None
             block.state = _Is.HERE
             block.come_back(block.buffer)
+            self._note_end(block, "back")
             block.offloaded.forget()
             block.buffer = block.coming = block.offloaded = None
+
+    def _note_begin(self, block: _Block) -> None:
+        block.since = time.perf_counter() if self.recorder is not None else 0.0
+
+    def _note_end(self, block: _Block, way: str) -> None:
+        if self.recorder is not None and block.since:
+            name = f"{way} {self._name(block.layer)} {block.number} of microbatch"
+            self.recorder.add(
+                What.SWAP,
+                f"{name} {block.microbatch}",
+                block.since,
+                time.perf_counter(),
+                num_bytes=block.num_bytes,
+            )
 
     def _stay(self, microbatch: int) -> None:
         """Keeps those blocks of a microbatch on the device that have not been offloaded yet."""

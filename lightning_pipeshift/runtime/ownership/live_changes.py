@@ -9,6 +9,7 @@ from typing import Any
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.ownership.live_migration import LiveMigration
+from lightning_pipeshift.runtime.recording.watcher import Watcher
 
 
 class LiveChanges:
@@ -31,6 +32,7 @@ class LiveChanges:
         self._requests: deque[Plan] = deque()
         self._plan: Plan | None = None
         self._migration: LiveMigration | None = None
+        self._recorder: Watcher | None = None
         # The cut-over of the last change that has begun, and the number of its update.
         self._last = self._last_update = -(2**62)
 
@@ -47,6 +49,12 @@ class LiveChanges:
     def migration(self) -> LiveMigration | None:
         """The move of layers that is under way, if there is one."""
         return self._migration
+
+    def record(self, recorder: Watcher | None) -> None:
+        """Sets who takes notes of waits for layers."""
+        self._recorder = recorder
+        if self._migration is not None:
+            self._migration.recorder = recorder
 
     @property
     def layers(self) -> frozenset[int]:
@@ -81,6 +89,7 @@ class LiveChanges:
                 self._migration.finish()
             self._plan = self._requests.popleft()
             self._migration = self._start(self._plan, minibatch)
+            self._migration.recorder = self._recorder
             self._migration.before_turn(minibatch, update, ends_update)
         return begins, late
 

@@ -38,11 +38,13 @@ from lightning_pipeshift.model.parameters.uses import (
     take_other_state,
 )
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
+from lightning_pipeshift.plan.timeline.recording import What
 from lightning_pipeshift.runtime.comm.staging import host_buffer
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.migration import TensorMove, moves_of
+from lightning_pipeshift.runtime.recording.watcher import Watcher
 from lightning_pipeshift.runtime.step.listeners import ActionListener
 from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
 
@@ -165,6 +167,8 @@ class LiveMigration(ActionListener):
         self._newest = newest
         self.exposed_seconds = 0.0
         """How long training has waited for the move on this stage."""
+        self.recorder: Watcher | None = None
+        """Takes notes of these waits."""
         self.transfer_seconds = 0.0
         """How long this stage has been receiving weights, beside training."""
         self.sent_bytes = 0
@@ -400,7 +404,10 @@ class LiveMigration(ActionListener):
         begin = time.perf_counter()
         with self._has_changed:
             self._has_changed.wait_for(lambda: is_there() or incoming.error is not None)
-        self.exposed_seconds += time.perf_counter() - begin
+        end = time.perf_counter()
+        self.exposed_seconds += end - begin
+        if self.recorder is not None:
+            self.recorder.add(What.MOVES, "layers that move", begin, end)
         if not is_there():
             assert incoming.error is not None
             raise incoming.error

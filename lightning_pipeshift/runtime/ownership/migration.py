@@ -45,10 +45,12 @@ from lightning_pipeshift.model.parameters.uses import (
     take_other_state,
 )
 from lightning_pipeshift.plan.schedule.actions import Action, Kind
+from lightning_pipeshift.plan.timeline.recording import What
 from lightning_pipeshift.runtime.comm.lane import Lane
 from lightning_pipeshift.runtime.comm.staging import host_buffer
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
+from lightning_pipeshift.runtime.recording.watcher import Watcher
 from lightning_pipeshift.runtime.step.listeners import ActionListener
 
 # The gradient from before the step, and that of the old owner's microbatches.
@@ -181,6 +183,8 @@ class Migration(ActionListener, LayerListener):
         self._awaited: dict[int, list[_Transfer]] = {}
         self.exposed_seconds = 0.0
         """How long training has waited for the move on this stage so far."""
+        self.recorder: Watcher | None = None
+        """Takes notes of these waits."""
         self._prepared = threads.submit(self._prepare)
 
     # --- during the step before ---
@@ -307,9 +311,12 @@ class Migration(ActionListener, LayerListener):
     @contextmanager
     def _exposed(self) -> Iterator[None]:
         """Context that counts its duration as time that training waits."""
-        begin = time.perf_counter()
+        recorder, begin = self.recorder, time.perf_counter()
         yield
-        self.exposed_seconds += time.perf_counter() - begin
+        end = time.perf_counter()
+        self.exposed_seconds += end - begin
+        if recorder is not None:
+            recorder.add(What.MOVES, "layers that move", begin, end)
 
     def start(self) -> None:
         """Starts to send the weights. Called when they are those of the next step, unless user code

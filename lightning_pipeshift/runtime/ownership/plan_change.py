@@ -14,6 +14,7 @@ from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.runtime.ownership.migration import Migration
 from lightning_pipeshift.runtime.planning.make_plan import check_order
+from lightning_pipeshift.runtime.recording.watcher import Watcher
 from lightning_pipeshift.runtime.step.listeners import StepListener, Traces
 from lightning_pipeshift.runtime.step.step_report import Report
 from lightning_pipeshift.runtime.step.trace_cache import TraceCache
@@ -62,6 +63,8 @@ class Changes(StepListener):
         """The move of layers to new owners that the current step carries out."""
         self.seconds = 0.0
         """How long this stage has waited because of the last change."""
+        self.recorder: Watcher | None = None
+        """Takes notes of these waits."""
 
     @property
     def last(self) -> Plan | None:
@@ -98,6 +101,7 @@ class Changes(StepListener):
         """
         if self._prepared is not None:
             ((plan, first), self.migration), self._prepared = self._prepared, None
+            self.migration.recorder = self.recorder
             # State that user code writes between layers reaches the other stages at the end of the
             # step only, so all microbatches need the same owner.
             written = {

@@ -18,8 +18,9 @@ from lightning_pipeshift.model.trace.signature import module_signature
 from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.plan.document.moves import placement_after
 from lightning_pipeshift.plan.document.plan import Plan
-from lightning_pipeshift.plan.schedule.actions import Kind
+from lightning_pipeshift.plan.schedule.actions import Action, Kind
 from lightning_pipeshift.plan.schedule.cut_over import cut_over
+from lightning_pipeshift.plan.timeline.recording import REPORT, What
 from lightning_pipeshift.runtime.gradients.aggregation import Aggregation
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
@@ -30,6 +31,7 @@ from lightning_pipeshift.runtime.ownership.shared_updates import (
     require_same_sharers,
 )
 from lightning_pipeshift.runtime.planning.move_decision import Decision
+from lightning_pipeshift.runtime.recording.recorder import Recorder
 from lightning_pipeshift.runtime.step.checksum import (
     checksum,
     different_batches,
@@ -39,6 +41,7 @@ from lightning_pipeshift.runtime.step.checksum import (
 from lightning_pipeshift.runtime.step.control_files import Answer
 from lightning_pipeshift.runtime.step.minibatches import Finished, Minibatch, Minibatches
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
+from lightning_pipeshift.runtime.step.stage import WAIT
 from lightning_pipeshift.runtime.step.step_report import Report, merge_reports
 from lightning_pipeshift.runtime.step.training_batch import TrainingBatch
 from lightning_pipeshift.runtime.step.weight_versions import WeightVersions
@@ -105,6 +108,11 @@ class AsynchronousPipeline(Pipeline):
     def _request(self, plan: Plan, from_microbatch: int) -> None:
         self._require_movable(plan)
         self._live.request(plan)
+
+    def record_actions(self, recorder: Recorder | None) -> None:
+        """See :class:`Pipeline`."""
+        super().record_actions(recorder)
+        self._live.record(recorder)
 
     @property
     def _layers_on_their_way(self) -> frozenset[int]:
@@ -250,7 +258,11 @@ class AsynchronousPipeline(Pipeline):
         elif stage == 0:
             notice = world.receive_object(world.ranks.index(0))
         else:
-            notice = channels.receive_object(self._stage.peer(Kind.RECEIVE_PAYLOAD))
+            # The payload of the same minibatch follows it.
+            assert self._minibatches is not None
+            forward = Action(Kind.FORWARD, self._minibatches.next)
+            with self.section(WAIT, What.WAIT, str(forward)):
+                notice = channels.receive_object(self._stage.peer(Kind.RECEIVE_PAYLOAD))
         if channels.num_stages > 1 and is_checked(batch_idx):
             mine = checksum(batch)
             if not stage:
@@ -443,7 +455,7 @@ class AsynchronousPipeline(Pipeline):
         report = self._report_along(minibatch)
         require_same_end(minibatch.is_last_batch, report.is_last_batch, minibatch.batch_idx)
         sums = minibatch.sums
-        with self._profile("[PipeShift] sum gradients"):
+        with self.section("[PipeShift] sum gradients"):
             self.holdings.collect_gradients(
                 report.correction,
                 partial(_finish_all, sums) if sums is not None else None,
@@ -481,7 +493,8 @@ class AsynchronousPipeline(Pipeline):
             mine.asks_to_end = self._asks_to_end_here
             report = merge_reports(self.replicas.exchange(mine), self.vm)
         else:
-            report = self.channels.receive_object(self._stage.peer(Kind.RECEIVE_GRADIENT))
+            with self.section(WAIT, What.WAIT, REPORT):
+                report = self.channels.receive_object(self._stage.peer(Kind.RECEIVE_GRADIENT))
         self._end_is_wanted |= report.asks_to_end
         if stage:
             self.channels.send_object(report, self._stage.peer(Kind.SEND_GRADIENT))

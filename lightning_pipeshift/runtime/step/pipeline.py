@@ -51,6 +51,7 @@ from lightning_pipeshift.plan.schedule.schedules import (
     schedule_named,
     with_recomputation,
 )
+from lightning_pipeshift.plan.timeline.recording import REPORT, What
 from lightning_pipeshift.runtime.comm.channels import Channels
 from lightning_pipeshift.runtime.comm.link_meter import LinkMeter
 from lightning_pipeshift.runtime.comm.process_groups import ProcessGroups, Purpose
@@ -82,6 +83,7 @@ from lightning_pipeshift.runtime.planning.make_plan import (
     stages_without_work,
 )
 from lightning_pipeshift.runtime.planning.replanning import Replanning
+from lightning_pipeshift.runtime.recording.recorder import Recorder
 from lightning_pipeshift.runtime.step.checksum import (
     is_checked,
     require_same_batch,
@@ -260,6 +262,8 @@ class Pipeline:
         self._begun: float | None = None
         # Whether this rank requests the end of the run, and whether all ranks know that one does.
         self.asks_to_end = self.is_to_end = False
+        self.recorder_of_actions: Recorder | None = None
+        """Takes notes of the current step, if it is recorded: see :meth:`record_actions`."""
         self._stage = Stage(
             root,
             channels,
@@ -744,9 +748,10 @@ class Pipeline:
     def _plain_forward(self, key: Key, step: UserStep, batch: Any) -> Any:
         assert self.holdings is not None
         self.channels.num_done += 1
-        result, self.order = self.one_stage.forward(
-            step, batch, key, self.holdings, len(self._trace_cache.gates)
-        )
+        with self.section("[PipeShift] forward", What.ACTION, "F0"):
+            result, self.order = self.one_stage.forward(
+                step, batch, key, self.holdings, len(self._trace_cache.gates)
+            )
         return result
 
     def _note_begin(self) -> None:
@@ -793,6 +798,22 @@ class Pipeline:
     def _check_batch(self, batch: Any, batch_idx: int) -> None:
         if self.channels.num_stages > 1 and is_checked(batch_idx):
             require_same_batch(batch, batch_idx, self.channels)
+
+    def record_actions(self, recorder: Recorder | None) -> None:
+        """Sets what takes notes of the coming steps; ``None``: nothing does."""
+        self.recorder_of_actions = recorder
+        store = self.memory.store if self.memory is not None else None
+        parts: Any = (self.channels.turns, self._rings, self._aggregation, store, self.changes)
+        for part in parts:
+            if part is not None:
+                part.recorder = recorder
+
+    def section(self, profiled: str, what: str = What.SECTION, name: str = "") -> Any:
+        """A context for the profiler, and for the recorder if there is one."""
+        inner, recorder = self._profile(profiled), self.recorder_of_actions
+        if recorder is None:
+            return inner
+        return recorder.section(what, name or profiled.removeprefix("[PipeShift] "), inner)
 
     # --- training: the plan's changes ---
 
@@ -853,6 +874,7 @@ class Pipeline:
             store=self.memory.store if self.memory is not None else None,
             migration=migration,
             late_updates=self.late_updates if self.late_updates.is_pending else None,
+            recorder=self.recorder_of_actions,
         )
 
     def _run(self, step: Step, given: TrainingBatch) -> Report:
@@ -875,7 +897,7 @@ class Pipeline:
         if self.is_last:
             report = self._reporting.end(step.losses, given.is_last_batch)
             report = merge_reports(self.replicas.exchange(report), self.vm)
-        with self._profile(WAIT):
+        with self.section(WAIT, What.WAIT, REPORT):
             report = self.channels.share_object(report, source, posted)
             self._stage.settle()
         assert report is not None
@@ -887,7 +909,7 @@ class Pipeline:
         sums = self._sums(given.accumulation)
         finish = partial(self._finish_sums, sums, given, report) if sums is not None else None
         joins = sums is not None and given.accumulation.has_begun
-        with self._profile("[PipeShift] sum gradients"):
+        with self.section("[PipeShift] sum gradients"):
             self.holdings.collect_gradients(report.correction, finish, joins)
 
     def _finish_sums(

@@ -107,6 +107,7 @@ class Step:
         versions: the weights that each microbatch uses, if they differ.
         live_migration: the layers that change their owners while others are in flight.
         late_updates: of the step before, if there are any.
+        recorder: takes notes of the actions, if the step is recorded.
     """
 
     function: UserStep
@@ -124,6 +125,7 @@ class Step:
     versions: WeightVersions | None = None
     live_migration: LiveMigration | None = None
     late_updates: LateUpdates | None = None
+    recorder: ActionListener | None = None
     order: list[int] = field(default_factory=list, init=False)
     """The layers in the order in which the last forward called them; only if the step is not
     followed.
@@ -136,6 +138,7 @@ class Step:
         """Those who take an interest in the step's actions, the outermost first."""
         times = ActionTimes(self.timers) if self.timers else None
         everyone = (
+            self.recorder,
             self.late_updates,
             self.versions,
             self.live_migration,

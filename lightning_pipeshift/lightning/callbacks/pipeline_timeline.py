@@ -1,0 +1,197 @@
+"""``PipelineTimeline``: records what all ranks do in some steps, on one clock."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_pipeshift.compat.lightning_private import step_of_loggers
+from lightning_pipeshift.devices.properties import used_bytes
+from lightning_pipeshift.errors import ConfigurationError
+from lightning_pipeshift.files import write_text
+from lightning_pipeshift.lightning.strategy import PipeShiftStrategy
+from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.plan.timeline.chrome_trace import chrome_trace
+from lightning_pipeshift.plan.timeline.recording import Recording
+from lightning_pipeshift.runtime.recording.gathering import Gathering, Place, Taken
+from lightning_pipeshift.runtime.recording.recorder import Recorder
+from lightning_pipeshift.runtime.step.control_files import FOLDER, WITHOUT_LOGGER
+
+
+class PipelineTimeline(Callback):
+    """Records a step now and then: all actions, waits, transfers, rings, moves, swaps and memory of
+    all ranks, on the clock of the first one. Each is written to ``timeline-STEP.json`` in the
+    folder ``pipeshift`` of the run's own folder (the logger's, or ``lightning_logs``), as Chrome
+    trace JSON: open it in https://ui.perfetto.dev, or draw it with ``pipeshift timeline FILE``.
+
+    Steps that are not recorded run as without the callback. So does what is trained: its bits are
+    the same. With an asynchronous schedule some consecutive batches are recorded together. Steps in
+    which layers change their owners are recorded too.
+
+    Args:
+        every_n_steps: how many batches there are from one record to the next; the first ones are
+            never recorded, as the plan is made there.
+        folder: another folder for the files.
+
+    Raises:
+        ConfigurationError: a value that is not allowed; or, at the start of a run, another
+            strategy.
+    """
+
+    def __init__(self, every_n_steps: int = 100, folder: str | os.PathLike[str] | None = None):
+        is_number = isinstance(every_n_steps, int) and not isinstance(every_n_steps, bool)
+        if not is_number or every_n_steps < 1:
+            raise ConfigurationError(
+                f"every_n_steps={every_n_steps!r}: pass a whole number of 1 or more, such as 100."
+            )
+        self.every_n_steps = every_n_steps
+        self.folder = folder
+        self._forget()
+
+    def _forget(self) -> None:
+        self._gathering: Gathering | None = None
+        self._recorder: Recorder | None = None
+        self._first = self._num_steps = self._num_batches = 0
+        self._plan: Plan | None = None
+        self._live: object = None
+        self._found: SimpleQueue[tuple[Recording, int]] = SimpleQueue()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: only the settings."""
+        return {"every_n_steps": self.every_n_steps, "folder": self.folder}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    # --- hooks ---
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Raises ConfigurationError if the Trainer has another strategy."""
+        strategy_of(trainer)
+        self._forget()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Starts to record, if it is time to."""
+        step = trainer.fit_loop.epoch_loop.total_batch_idx
+        pipeline = strategy_of(trainer).pipeline
+        if self._recorder is not None or not self._num_batches:
+            # A run's first batch is no usual one: the plan is made, and layers are distributed.
+            return
+        self._plan = self._plan or pipeline.plan
+        moves = pipeline.changes.is_prepared or self._begins_live_move(pipeline)
+        if not moves and step % self.every_n_steps:
+            return
+        device = pipeline.channels.device
+        self._first = step
+        # A minibatch's forward and backward on the first stage are as many batches apart.
+        depth = max(pipeline.replicas.topology.stages_per_vm)
+        self._num_steps = depth + 1 if pipeline.plan.is_asynchronous else 1
+        self._recorder = Recorder(device, partial(used_bytes, device))
+        pipeline.record_actions(self._recorder)
+
+    def _begins_live_move(self, pipeline: Any) -> bool:
+        """Whether layers of an asynchronous pipeline have begun to move: the same on every rank."""
+        live = getattr(pipeline, "live_migration", None)
+        is_new, self._live = live is not None and live is not self._live, live
+        return is_new
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Ends the record, and hands it to a thread."""
+        recorder = self._recorder
+        self._num_batches += 1
+        step = trainer.fit_loop.epoch_loop.total_batch_idx
+        if recorder is not None and step + 1 >= self._first + self._num_steps:
+            recorder.stop()
+            self._hand_over(trainer, recorder)
+
+    def _hand_over(self, trainer: pl.Trainer, recorder: Recorder) -> None:
+        strategy = strategy_of(trainer)
+        pipeline, self._recorder = strategy.pipeline, None
+        pipeline.record_actions(None)
+        replicas = pipeline.replicas
+        if self._gathering is None:
+            folder = self.folder_of(trainer)
+            take = partial(self._take, folder, step_of_loggers(trainer) - self._first)
+            self._gathering = Gathering(replicas.world, strategy.hosts, take)
+        place = Place(
+            replicas.rank, replicas.vm, pipeline.channels.stage, strategy.hosts[replicas.rank]
+        )
+        plan, before = pipeline.plan, self._plan
+        self._plan = plan
+        moved = list(moves_between(before, plan, replicas.vm)) if before is not None else []
+        self._gathering.submit(Taken(recorder, place, self._first, self._num_steps, plan, moved))
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Waits for the records that are on their way."""
+        if self._recorder is not None:
+            # The run has ended before all of its batches.
+            strategy_of(trainer).pipeline.record_actions(None)
+            self._recorder.stop()
+            self._recorder = None
+        if self._gathering is not None:
+            self._gathering.finish()
+            self._gathering = None
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Drops what an exception has left."""
+        self._recorder = self._gathering = None
+
+    # --- on the first rank, in a thread ---
+
+    def _take(self, folder: Path, shift: int, recording: Recording) -> None:
+        try:
+            write_text(folder / f"timeline-{recording.step}.json", chrome_trace(recording))
+        except OSError as error:
+            rank_zero_warn(f"PipeShift: the timeline of a step is not written: {error}.")
+
+    def folder_of(self, trainer: pl.Trainer) -> Path:
+        """The folder of the files."""
+        if self.folder is not None:
+            return Path(self.folder)
+        return run_folder(trainer) / FOLDER
+
+
+def run_folder(trainer: pl.Trainer) -> Path:
+    """The run's own folder: the logger's if it is on this host, or the default one."""
+    logged = trainer.log_dir if trainer.loggers else None
+    if logged is None or "://" in str(logged):
+        logged = os.path.join(trainer.default_root_dir, WITHOUT_LOGGER)
+    return Path(logged)
+
+
+def strategy_of(trainer: pl.Trainer) -> PipeShiftStrategy:
+    """The Trainer's strategy. Raises ConfigurationError if it is another one."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, PipeShiftStrategy):
+        raise ConfigurationError(
+            "`PipelineTimeline` records the stages of a pipeline, and this Trainer has the strategy"
+            f" `{type(strategy).__name__}`. Use `Trainer(strategy='pipeshift')`, or remove the"
+            " callback."
+        )
+    return strategy
+
+
+def moves_between(before: Plan, after: Plan, vm: int) -> Iterator[str]:
+    """The layers that one plan gives another stage than the other does, in words."""
+    stages = zip(before.placement.stages(vm), after.placement.stages(vm), strict=True)
+    for layer, (source, target) in zip(after.layers, stages, strict=True):
+        if source != target:
+            yield f"{layer.name}: stage {source} to {target}"

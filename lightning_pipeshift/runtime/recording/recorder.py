@@ -1,0 +1,165 @@
+"""Records what one rank does in a step, at as little cost as possible.
+
+Nothing is computed while the step runs: a mark is a tuple in a list that was made before. On a GPU
+the moments are events in the stream, as in :mod:`lightning_pipeshift.model.execution.timing`; they
+are read when the step is over, by :meth:`Recorder.record`. Steps that are not recorded have no
+recorder: whoever could be recorded has a ``recorder`` that is ``None`` then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from itertools import count
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from lightning_pipeshift.devices.streams import Event, record_event, synchronize
+from lightning_pipeshift.plan.schedule.actions import Action
+from lightning_pipeshift.plan.timeline.recording import Mark, Memory, RankRecord, What
+from lightning_pipeshift.runtime.step.listeners import ActionListener
+
+_MOST_MARKS: Final = 20_000
+
+
+class _Noted(NamedTuple):
+    """A mark as it is noted: moments of the compute are events, others readings of the clock."""
+
+    what: str
+    name: str
+    begin: Event | float
+    end: Event | float
+    peer: int = -1
+    num_bytes: int = 0
+
+
+class Recorder(ActionListener):
+    """One rank's record of a step, or of some consecutive minibatches.
+
+    Args:
+        device: the rank's.
+        used_bytes: returns how many bytes of the device are in use.
+    """
+
+    def __init__(self, device: torch.device, used_bytes: Callable[[], int]) -> None:
+        self._device = device
+        self._used_bytes = used_bytes
+        self._noted: list[_Noted | None] = [None] * _MOST_MARKS
+        self._readings: list[tuple[Event, int]] = []
+        # A counter's step is atomic, so threads may note marks at the same time.
+        self._numbers = count()
+        self._num_dropped = 0
+        self._is_over = False
+        self._action_begin: Event | None = None
+        self._wait_end: Event | None = None
+        # What was queued before is no part of the step; and with nothing queued, the device reaches
+        # the event when the host reads its clock.
+        synchronize(device)
+        self._start = record_event(device, is_timed=True)
+        self._start_seconds = time.perf_counter()
+        self._end: Event | None = None
+
+    def now(self) -> Event:
+        """The moment at which the device reaches this point."""
+        return record_event(self._device, is_timed=True)
+
+    def add(
+        self,
+        what: str,
+        name: str,
+        begin: Event | float,
+        end: Event | float,
+        peer: int = -1,
+        num_bytes: int = 0,
+    ) -> None:
+        """Notes a mark; any thread may call this, at any time.
+
+        Args:
+            what: see :class:`~lightning_pipeshift.plan.timeline.recording.Mark`, as the others.
+            name: see there.
+            begin: a result of :meth:`now`, or of ``time.perf_counter``.
+            end: likewise.
+            peer: the rank at the other end.
+            num_bytes: of what was sent.
+        """
+        if self._is_over:
+            return
+        try:
+            self._noted[next(self._numbers)] = _Noted(what, name, begin, end, peer, num_bytes)
+        except IndexError:
+            self._num_dropped += 1
+
+    @contextmanager
+    def section(self, what: str, name: str, inner: AbstractContextManager[Any]) -> Iterator[None]:
+        """Context of a part of the step, around another one."""
+        begin = self.now()
+        with inner:
+            yield
+        self.add(what, name, begin, self.now())
+
+    # --- as an ActionListener ---
+
+    def begin_action(self, place: int, action: Action) -> None:
+        """See :class:`ActionListener`."""
+        self._action_begin, self._wait_end = self.now(), None
+
+    def received(self, action: Action) -> None:
+        """See :class:`ActionListener`."""
+        self._wait_end = self.now()
+
+    def end_action(self, action: Action) -> None:
+        """See :class:`ActionListener`."""
+        begin, received, end = self._action_begin, self._wait_end, self.now()
+        if begin is None or self._is_over or action.kind.is_receive:
+            return
+        name = str(action)
+        if received is not None and action.kind.properties.needs is not None:
+            self.add(What.WAIT, name, begin, received)
+            begin = received
+        self.add(What.ACTION, name, begin, end)
+        if action.kind.is_compute:
+            self._readings.append((end, self._used_bytes()))
+
+    # --- afterwards ---
+
+    def stop(self) -> None:
+        """Ends the record: later marks are ignored."""
+        self._end = self.now()
+        self._is_over = True
+
+    def record(self, rank: int, vm: int, stage: int, host: str) -> RankRecord:
+        """The record, in seconds of this process's clock. Waits until the device is done.
+
+        Args:
+            rank: of this process.
+            vm: its virtual machine.
+            stage: its stage.
+            host: its host's name.
+        """
+        assert self._end is not None, "the record has not been stopped"
+        self._end.synchronize()
+        noted = [each for each in self._noted if each is not None]
+        self._noted = []
+        return RankRecord(
+            rank=rank,
+            vm=vm,
+            stage=stage,
+            host=host,
+            device=self._device.type,
+            begin=self._start_seconds,
+            end=self._seconds(self._end),
+            marks=tuple(self._read(each) for each in noted),
+            memory=tuple(Memory(self._seconds(at), used) for at, used in self._readings),
+            num_dropped=self._num_dropped,
+        )
+
+    def _read(self, noted: _Noted) -> Mark:
+        begin, end = self._seconds(noted.begin), self._seconds(noted.end)
+        return Mark(noted.what, noted.name, begin, max(begin, end), noted.peer, noted.num_bytes)
+
+    def _seconds(self, moment: Event | float) -> float:
+        if isinstance(moment, float):
+            return moment
+        return self._start_seconds + self._start.elapsed_time(moment) / 1000

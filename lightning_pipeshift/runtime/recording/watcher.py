@@ -1,0 +1,27 @@
+"""What parts of a rank need of a :class:`~.recorder.Recorder`, to tell it what they do."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from lightning_pipeshift.devices.streams import Event
+
+
+class Watcher(Protocol):
+    """Takes notes of a step that is recorded. In others the parts have none."""
+
+    def now(self) -> Event:
+        """The moment at which the device reaches this point."""
+
+    def add(
+        self,
+        what: str,
+        name: str,
+        begin: Event | float,
+        end: Event | float,
+        peer: int = -1,
+        num_bytes: int = 0,
+    ) -> None:
+        """Notes that something took some time: see
+        :class:`~lightning_pipeshift.plan.timeline.recording.Mark`.
+        """

@@ -1,0 +1,174 @@
+"""``PipelineTimeline``: what ranks did, on one clock, with the same bits as without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_pipeshift import ConfigurationError, LayerMigration, Move, PipelineTimeline
+from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.plan.schedule.asynchronous import turn
+from lightning_pipeshift.plan.schedule.schedules import schedule_named
+from lightning_pipeshift.plan.timeline.recording import Recording, What, sender_of
+from lightning_pipeshift.testing.ranks import run_ranks
+from tests.end_to_end.test_changing_plans import Sleeper
+from tests.features_models import built, parameters_of, quiet_trainer
+from tests.models import points
+from tests.unit.plan.test_timeline import check_trace
+
+NUM_BATCHES, EVERY = 10, 4
+ON_TWO: dict[str, dict[str, Any]] = {
+    "1f1b": {"schedule": "1f1b", "microbatches": 4},
+    "gpipe": {"schedule": "gpipe", "microbatches": 4, "recompute": "full"},
+    "eager_1f1b": {"schedule": "eager_1f1b", "microbatches": 4},
+    "async": {"schedule": "async"},
+    "async-2bw": {"schedule": "async-2bw"},
+}
+TWO_MACHINES: dict[str, dict[str, Any]] = {
+    name: {**how, "virtual_machines": 2, "partition": [[4, 4], [3, 5]]}
+    for name, how in (("1f1b", ON_TWO["1f1b"]), ("async", ON_TWO["async"]))
+}
+STRANGE_CLOCK = 12345.0
+
+
+def train(how: Mapping[str, Any], num_ranks: int, folder: str | None) -> Any:
+    L.seed_everything(7, verbose=False)
+    module = built(Sleeper)
+    moves = LayerMigration([Move(step=6, layer="layers.4", stage=0)], watches=False)
+    timelines = [PipelineTimeline(every_n_steps=EVERY, folder=folder)] if folder else []
+    trainer = quiet_trainer(
+        {"devices": num_ranks, "pipeshift": {"partition": [4, 4], "profile_steps": 0, **how}},
+        callbacks=[moves, *timelines],
+        max_epochs=1,
+        limit_train_batches=NUM_BATCHES,
+        accumulate_grad_batches=2 if how["schedule"] == "async-2bw" else 1,
+    )
+    trainer.fit(module, DataLoader(points(NUM_BATCHES * num_ranks).dataset, batch_size=8))
+    return parameters_of(module)
+
+
+def train_all(cases: Mapping[str, Any], num_ranks: int, folder: str) -> Any:
+    """Each case with a timeline and without, every rank but the first with a strange clock."""
+    real, shift = time.perf_counter, STRANGE_CLOCK * int(os.environ["RANK"])
+    time.perf_counter = lambda: real() + shift
+    try:
+        return {
+            name: (train(how, num_ranks, f"{folder}/{name}"), train(how, num_ranks, None))
+            for name, how in cases.items()
+        }
+    finally:
+        time.perf_counter = real
+
+
+def recordings(folder: Path) -> dict[int, Recording]:
+    """Those of a run, each with a file that Perfetto can draw."""
+    found = {}
+    for path in folder.iterdir():
+        check_trace(json.loads(path.read_text())["traceEvents"])
+        recording = Recording.load(path)
+        found[recording.step] = recording
+    return found
+
+
+def require_one_clock(recording: Recording) -> None:
+    """The clocks of the ranks are hours apart: corrected, nothing arrives before it was sent."""
+    assert recording.begin == 0.0
+    assert recording.seconds < STRANGE_CLOCK / 10
+    records = {(record.vm, record.stage): record for record in recording.ranks}
+    sent = {
+        (*place, mark.action): mark.begin
+        for place, record in records.items()
+        for mark in record.of(What.ACTION)
+    }
+    num_messages = 0
+    for (vm, stage), record in records.items():
+        assert record.num_dropped == 0
+        assert record.clock_error_seconds < 1
+        for mark in record.of(What.ACTION):
+            action = mark.action
+            assert action is not None
+            if not action.kind.is_compute or action.kind.properties.needs is None:
+                continue
+            there = stage + (-1 if action.kind.value == "F" else 1)
+            message = sent.get((vm, there, sender_of(action)))
+            if message is not None:
+                num_messages += 1
+                error = record.clock_error_seconds + records[vm, there].clock_error_seconds
+                assert mark.begin + error + 1e-6 >= message
+    assert num_messages
+
+
+def actions(recording: Recording, vm: int = 0) -> list[list[str]]:
+    return [
+        [str(span.action) for span in record.spans] for record in recording.ranks if record.vm == vm
+    ]
+
+
+def require_same_bits(ranks: list[Any]) -> None:
+    for found in ranks:
+        for name, (recorded, other) in found.items():
+            assert recorded.keys() == other.keys()
+            for key, value in recorded.items():
+                assert torch.equal(value, other[key]), (name, key)
+
+
+def test_all_schedules_are_recorded_and_train_the_same_bits(tmp_path: Path) -> None:
+    require_same_bits(run_ranks(train_all, 2, ON_TWO, 2, str(tmp_path)))
+    for name in ON_TWO:
+        found = recordings(tmp_path / name)
+        moves = [
+            mark.name for recording in found.values() for mark in recording.ranks[0].of(What.MOVE)
+        ]
+        assert moves == ["layers.4: stage 1 to 0"], name
+        for recording in found.values():
+            require_one_clock(recording)
+            assert all(record.peak_bytes for record in recording.ranks)
+            if name.startswith("async"):
+                assert recording.num_steps == 3
+                batches = range(recording.step, recording.step + 3)
+                turns = [[str(a) for n in batches for a in turn(n, stage, 2)] for stage in (0, 1)]
+                assert actions(recording) == turns
+            else:
+                rows = schedule_named(name)(2, 4)
+                done = [[a for a in row if a[0] != "R"] for row in actions(recording)]
+                assert done == [[str(a) for a in row] for row in rows]
+        if not name.startswith("async"):
+            # The layer moves with batch 6, which is recorded for that reason.
+            assert sorted(found) == [4, 6, 8]
+            before, after = (Plan.from_json(found[n].plan).placement.counts for n in (4, 6))
+            assert (before, after) == (((4, 4),), ((5, 3),))
+    again = actions(recordings(tmp_path / "gpipe")[4])
+    assert sum(action[0] == "R" for row in again for action in row) == 8
+
+
+def test_rings_and_lanes_of_several_virtual_machines_are_recorded(tmp_path: Path) -> None:
+    require_same_bits(run_ranks(train_all, 4, TWO_MACHINES, 4, str(tmp_path)))
+    for name in TWO_MACHINES:
+        for recording in recordings(tmp_path / name).values():
+            require_one_clock(recording)
+            assert [(r.vm, r.stage) for r in recording.ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+            layers = {layer.name for layer in Plan.from_json(recording.plan).layers}
+            for record in recording.ranks:
+                assert {mark.name for mark in record.of(What.RING)} <= layers
+                blocks = list(record.of(What.BLOCK))
+                assert all(mark.num_bytes and mark.peer != record.rank for mark in blocks)
+            rings = [mark for record in recording.ranks for mark in record.of(What.RING)]
+            assert {mark.name for mark in rings} >= {"layers.0", "layers.7"}
+
+
+def test_wrong_arguments_and_strategies_are_refused() -> None:
+    for wrong in (0, -1, 2.5, True):
+        with pytest.raises(ConfigurationError, match="whole number of 1 or more"):
+            PipelineTimeline(every_n_steps=wrong)  # type: ignore[arg-type]
+    trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, callbacks=[PipelineTimeline()])
+    with pytest.raises(ConfigurationError, match="strategy='pipeshift'"):
+        trainer.fit(built(Sleeper), points(1))
