@@ -223,9 +223,9 @@ class _Wanted:
         cuts = [] if isinstance(partition, str) else partition
         if cuts and not isinstance(cuts[0], list | tuple):
             cuts = [cuts]
-        microbatches = arguments.get("microbatches", "auto")
+        microbatches = arguments.get("microbatches")
         return cls(
-            _MICROBATCHES if microbatches == "auto" else microbatches,
+            microbatches if isinstance(microbatches, int) else _MICROBATCHES,
             arguments.get("schedule", "1f1b"),
             _several(cuts),
         )

@@ -13,7 +13,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,7 +31,7 @@ from lightning_pipeshift.errors import BudgetError, ConfigurationError, PlanErro
 from lightning_pipeshift.lightning.precision.memory_compression import MemoryCompression
 from lightning_pipeshift.lightning.strategy import PipeShiftStrategy
 from lightning_pipeshift.plan.arrange.plan_builder import plan_of_arrangement
-from lightning_pipeshift.plan.arrange.planner import Arrangement, PlanRequest, arrange_all, evaluate
+from lightning_pipeshift.plan.arrange.planner import Arrangement, PlanRequest, evaluate
 from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.document.files import (
     load_cluster,
@@ -43,8 +42,7 @@ from lightning_pipeshift.plan.document.files import (
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import Profile
-from lightning_pipeshift.plan.offload.arrange import arrange_compressed, compressed
-from lightning_pipeshift.plan.partition.boundaries import worthwhile_cuts
+from lightning_pipeshift.plan.offload.arrange import arrange, compressed
 from lightning_pipeshift.plan.partition.equal_counts import uniform
 from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
 from lightning_pipeshift.text import bytes_text
@@ -64,10 +62,8 @@ def make(profile: Profile, cluster: Cluster, request: PlanRequest) -> Made:
         PlanError: no allowed plan fits in memory.
         BudgetError: no plan with swaps of saved tensors fits either.
     """
-    arrange = arrange_all if request.policy is None else arrange_compressed
+    best = arrange(profile, cluster, request)
     possible = profile.possible_cuts
-    worthwhile = partial(worthwhile_cuts, profile.payload_bytes, possible=possible)
-    best = arrange(profile, cluster, request, worthwhile)
     cuts = [Cut(uniform(profile.num_layers, len(ranks), possible)) for ranks in best.ranks]
     even: Arrangement | None
     even = evaluate(profile, cluster, request, best.ranks, cuts, best.microbatches)

@@ -158,6 +158,13 @@ def evaluation_loop(trainer: pl.Trainer) -> Any:
     return trainer._evaluation_loop
 
 
+def training_data(trainer: pl.Trainer) -> Any:
+    """The user's training data: what was given to ``fit``, or what ``train_dataloader`` returns,
+    which is called. The public ``Trainer.train_dataloader`` is set when the loop has begun.
+    """
+    return trainer.fit_loop._data_source.dataloader()
+
+
 def combined_loader_of(loop: Any) -> Any:
     """The CombinedLoader of a loop. ``Trainer.train_dataloader`` and its like return the user's
     own objects, which lack its mode and its limits.

@@ -33,6 +33,7 @@ from lightning_pipeshift.errors import CheckpointError, CheckpointNotFoundError,
 from lightning_pipeshift.lightning.connection import Connection
 from lightning_pipeshift.lightning.random_state import RandomState
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
+from lightning_pipeshift.plan.offload.auto_numbers import Numbers
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.sockets import keep_for_ever
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
@@ -42,8 +43,8 @@ log = logging.getLogger(__name__)
 # How long, after a rank was lost, an unfinished checkpoint may take to fail by itself.
 _PATIENCE: Final = 3.0
 
-# The name of a checkpoint's entry for state that Lightning does not save: a run's seed and random
-# state.
+# The name of a checkpoint's entry for state that Lightning does not save: a run's seed, its random
+# state, and the numbers on which its bits depend.
 _EXTRA: Final = "pipeshift"
 
 
@@ -96,6 +97,8 @@ class Checkpoints:
         self._group: dist.ProcessGroup | None = None
         # The actual names of checkpoints, by the names that this rank gave to them.
         self._names: dict[str, Any] = {}
+        self.numbers: Numbers | None = None
+        """Those of the checkpoint with which the run continues."""
 
     def begin_run(self, pipeline: Pipeline, trains: bool) -> None:
         """From now on, saves the model of this pipeline; and, if it trains, the optimizers."""
@@ -194,7 +197,13 @@ class Checkpoints:
         pipeline = self._pipeline
         if pipeline is not None:
             prefix = pretrained_prefix(pipeline.root)
-            checkpoint[_EXTRA] = {**self._random_state.state(), "pretrained_prefix": prefix}
+            stages_per_vm = pipeline.replicas.topology.stages_per_vm
+            checkpoint[_EXTRA] = {
+                **self._random_state.state(),
+                "pretrained_prefix": prefix,
+                "virtual_machines": len(stages_per_vm),
+                "microbatches": pipeline.settings.num_microbatches(stages_per_vm),
+            }
             home = _home(pipeline.replicas)
             if pipeline.holdings is not None and home is not None and not self.is_sharded:
                 complete(pipeline.holdings, checkpoint, home)
@@ -282,6 +291,9 @@ class Checkpoints:
         # Removed, as hooks should see only entries of Lightning's own checkpoints.
         extra = checkpoint.pop(_EXTRA, {})
         self._random_state.continue_from(extra if continues else {})
+        self.numbers = None
+        if continues and "virtual_machines" in extra:
+            self.numbers = Numbers(extra["virtual_machines"], extra["microbatches"])
         return checkpoint
 
     def _require_visible(self, path: Path) -> None:

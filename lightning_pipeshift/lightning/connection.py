@@ -123,6 +123,8 @@ class Connection:
         self._replicas: Replicas | None = None
         self._rings: Rings | None = None
         self._hosts: list[str] | None = None
+        self._place: RankPlace | None = None
+        self._chosen: Topology | None = None
         # Once for all runs, as another run on other virtual machines would connect anew.
         self._measured: list[Device] | None = None
         self._sockets: Opened = frozenset()
@@ -184,6 +186,7 @@ class Connection:
             PlanError: the devices are not those of the plan.
         """
         self.has_failed = False
+        self._place = place
         before = open_sockets()
         board = self._board_of_job(place, before)
         job = _job_of(dist.group.WORLD) or _Job(weakref.ref(dist.group.WORLD), board)
@@ -193,22 +196,52 @@ class Connection:
         board.resume()
         with board.watched():
             topology = self._topology(place, board)
-            board.name_of = partial(_name_of, topology, self.hosts)
-            known = self._replicas
+            if is_new:
+                self._replicas = None
             # All ranks have the board: sockets opened from now on are shut down after a failure.
-            if is_new or known is None or not known.topology.has_machines_of(topology):
-                known = self._connect(topology, place, board, job)
-            # A run begins in the order that was asked for, whatever an earlier one has found.
-            known.reorder(topology)
-            board.name_of = lambda rank: _name_of(known.topology, self.hosts, rank)
+            self._arrange(topology, place, board, job)
         self._sockets |= open_sockets() - before - board.sockets - self.groups.sockets
         board.interrupt, board.give_up = self._interrupt, self._give_up
         board.trouble = self.groups.error
         print_stacks_on_a_signal()
         are_asked_for = os.environ.get(STACKS, "0") not in ("", "0")
         stacks = folder / WITHOUT_LOGGER / FOLDER if are_asked_for else None
-        channels = self.channels
-        board.watch_for_stalls(lambda: channels.num_done, self._options.stall_timeout, stacks)
+        done = self._num_done
+        board.watch_for_stalls(done, self._options.stall_timeout, stacks)
+
+    def regroup(self, topology: Topology) -> None:
+        """Makes other virtual machines of the ranks, for this run and later ones. Every rank calls
+        this, before a run begins.
+
+        Args:
+            topology: of all ranks.
+        """
+        board, place, job = self._board, self._place, _job_of(dist.group.WORLD)
+        assert board is not None
+        assert place is not None
+        assert job is not None
+        self._chosen = topology
+        self.channels.settle()
+        self.replicas.world.settle()
+        before = open_sockets()
+        with board.watched():
+            self._arrange(topology, place, board, job)
+        self._sockets |= open_sockets() - before - board.sockets - self.groups.sockets
+
+    def _arrange(
+        self, topology: Topology, place: RankPlace, board: FailureBoard, job: _Job
+    ) -> None:
+        """Connects the stages of each virtual machine, unless they are connected."""
+        board.name_of = partial(_name_of, topology, self.hosts)
+        known = self._replicas
+        if known is None or not known.topology.has_machines_of(topology):
+            known = self._connect(topology, place, board, job)
+        # A run begins in the order that was asked for, whatever an earlier one has found.
+        known.reorder(topology)
+        board.name_of = lambda rank: _name_of(known.topology, self.hosts, rank)
+
+    def _num_done(self) -> int:
+        return self._channels.num_done if self._channels is not None else 0
 
     def _board_of_job(self, place: RankPlace, before: Opened) -> FailureBoard:
         """The connections by which failures are noticed; initialises torch.distributed.
@@ -271,7 +304,7 @@ class Connection:
                 f"The plan is for {num_planned} devices (its field 'ranks'), and this run has"
                 f" {len(devices)}. Use that number of devices, or make a plan for those there are."
             )
-        topology = arrange(self._options.ranks, devices, self._options.depths)
+        topology = self._chosen or arrange(self._options.ranks, devices, self._options.depths)
         planned = plan.kinds if plan is not None else ()
         for ranks, kinds in zip(topology.ranks, planned, strict=False):
             for stage, (rank, kind) in enumerate(zip(ranks, kinds, strict=True)):

@@ -34,6 +34,7 @@ from lightning_pipeshift.compat.lightning_private import (
     uses_distributed_sampler,
 )
 from lightning_pipeshift.errors import ConfigurationError, PlanError
+from lightning_pipeshift.lightning.auto_numbers import chosen
 from lightning_pipeshift.lightning.checkpoints import Checkpoints, with_inner_plugin
 from lightning_pipeshift.lightning.checks import (
     check_devices,
@@ -60,6 +61,7 @@ from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.shares import check_shares
 from lightning_pipeshift.plan.inputs.topology import Topology
+from lightning_pipeshift.plan.offload.auto_numbers import Numbers
 from lightning_pipeshift.runtime.liveness.failure import HEARTBEAT_SECONDS
 from lightning_pipeshift.runtime.liveness.stalls import STALL_SECONDS
 from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
@@ -68,6 +70,17 @@ from lightning_pipeshift.runtime.planning.make_plan import Settings, Watch
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
 
 T = TypeVar("T")
+
+
+_OF_RUNS = (
+    "connection",
+    "random_state",
+    "checkpoints",
+    "adjustments",
+    "deferred",
+    "run",
+    "microbatches",
+)
 
 
 class PipeShiftStrategy(ParallelStrategy):
@@ -79,10 +92,17 @@ class PipeShiftStrategy(ParallelStrategy):
 
     Args:
         virtual_machines: how many replicas of the model train in parallel, each a pipeline of its
-            own; or the ranks of each in stage order, ``[[0, 2], [1, 3]]``. ``"auto"``: one, or as
-            many as ``partition`` or ``plan`` has. Where no ranks are named, the planner chooses
-            their order, if it also chooses the cuts.
-        microbatches: the number of slices of a batch; ``"auto"``: four for each stage.
+            own; or the ranks of each in stage order, ``[[0, 2], [1, 3]]``. By default one, or as
+            many as ``partition`` or ``plan`` has. ``"auto"``: the planner chooses. Where no ranks
+            are named, the planner chooses their order, if it also chooses the cuts.
+        microbatches: the number of slices of a batch; by default four for each stage, and 1 with an
+            asynchronous schedule. ``"auto"``: the planner chooses.
+
+            Results depend on both numbers, so ``"auto"`` chooses once, before the first batch of
+            ``fit``, by a short measurement of the layers (on a batch from a copy of the training
+            data, for which ``train_dataloader`` is called once more), the devices and the links.
+            The choice is shown and saved in checkpoints, and a run that continues one keeps it. The
+            hooks ``setup`` and ``configure_model`` run before it.
         schedule: ``"1f1b"``, ``"gpipe"``, or ``"eager_1f1b"``, which overlaps communication with
             compute and holds up to twice the activations; or ``"async"`` or ``"async-2bw"``, which
             do not drain between batches, and use older weights (``docs/asynchronous.md``).
@@ -131,8 +151,8 @@ class PipeShiftStrategy(ParallelStrategy):
 
     def __init__(
         self,
-        virtual_machines: int | Literal["auto"] | list[list[int]] = "auto",
-        microbatches: int | Literal["auto"] = "auto",
+        virtual_machines: int | Literal["auto"] | list[list[int]] | None = None,
+        microbatches: int | Literal["auto"] | None = None,
         schedule: str = "1f1b",
         partition: Literal["auto", "uniform"] | list[int] | list[list[int]] = "auto",
         plan: str | Path | Plan | None = None,
@@ -189,11 +209,13 @@ class PipeShiftStrategy(ParallelStrategy):
         self._adjustments = Adjustments()
         self._deferred = DeferredInit()
         self._run: Run | None = None
+        # The number that the planner has chosen, if it was left to it.
+        self._microbatches: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: only the settings, without the state of a run."""
         state: dict[str, Any] = super().__getstate__()
-        for name in ("connection", "random_state", "checkpoints", "adjustments", "deferred", "run"):
+        for name in _OF_RUNS:
             del state[f"_{name}"]
         return state
 
@@ -516,6 +538,7 @@ class PipeShiftStrategy(ParallelStrategy):
         # Random numbers are shared from now on (for a split of the data in `setup`, for example).
         self._random_state.share()
         self._random_state.continue_from({})
+        self._checkpoints.numbers = None
         self._deferred = DeferredInit()
 
     @contextmanager
@@ -532,39 +555,62 @@ class PipeShiftStrategy(ParallelStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         module, connection = self._require_module(), self._connection
+        trains = trainer.state.fn == TrainerFn.FITTING
         assert self.accelerator is not None
-        settings = Settings.of(
-            replace(self._options, profile_steps=self.steps_to_measure),
-            seed=self._random_state.begin_run(),
-            only_measures=self._only_measures,
-            watch=self._watch,
-            memory=self._memory_request,
-            **accumulation_of(trainer),
-        )
-        is_plain = self.world_size == 1 and settings.leaves_steps_whole(self.topology.stages_per_vm)
-        check_run(module, is_plain)
-        check_shares(settings.batch_shares, connection.replicas.count)
         self.accelerator.setup(trainer)
-        # Lightning's own samplers support neither shares nor global batches.
-        if self._shares_data is None:
-            self._shares_data = uses_distributed_sampler(trainer)
-        use_distributed_sampler(trainer, False)
         with self._deferred.recording():
             self.model = self.precision_plugin.convert_module(module)
         # What user code asks for (`self.device`), in nested LightningModules too.
         update_properties(module, device=self.root_device)
+        if trains and self._options.leaves_numbers and not self._only_measures:
+            self._choose_numbers(trainer)
+        settings = self._settings(trainer, self._random_state.begin_run())
+        is_plain = self.world_size == 1 and settings.leaves_steps_whole(self.topology.stages_per_vm)
+        check_run(module, is_plain)
+        check_shares(settings.batch_shares, connection.replicas.count)
+        # Lightning's own samplers support neither shares nor global batches.
+        if self._shares_data is None:
+            self._shares_data = uses_distributed_sampler(trainer)
+        use_distributed_sampler(trainer, False)
         self._checkpoints.connect()
         run = self._run = Run.start(trainer, connection, settings, self._deferred)
         run.adjust(trainer, self._adjustments, self._deferred, self._checkpoints.is_sharded)
         if self._request_folder is not None and self.is_global_zero:
             run.take_requests(self._request_folder)
-        trains = trainer.state.fn == TrainerFn.FITTING
         self._checkpoints.begin_run(run.pipeline, trains)
         if trains:
             self.optimizers, self.lr_scheduler_configs = [], []
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, is_plain)
         self.setup_precision_plugin()
+
+    def _settings(self, trainer: pl.Trainer, seed: int) -> Settings:
+        options = replace(self._options, profile_steps=self.steps_to_measure)
+        if self._microbatches is not None:
+            options = replace(options, microbatches=self._microbatches)
+        return Settings.of(
+            options,
+            seed=seed,
+            only_measures=self._only_measures,
+            watch=self._watch,
+            memory=self._memory_request,
+            **accumulation_of(trainer),
+        )
+
+    def _choose_numbers(self, trainer: pl.Trainer) -> None:
+        """Chooses the numbers that are left to the planner, unless an earlier run has chosen the
+        same. Every rank calls this.
+        """
+        connection, saved = self._connection, self._checkpoints.numbers
+        if self._microbatches is not None:
+            known = Numbers(connection.replicas.count, self._microbatches)
+            if saved in (None, known):
+                return
+        self._microbatches = None
+        settings = self._settings(trainer, self._random_state.seed())
+        topology, number = chosen(trainer, connection, settings, self._deferred, saved)
+        connection.regroup(topology)
+        self._microbatches = number
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Creates the optimizers. Raises ConfigurationError if there are several."""

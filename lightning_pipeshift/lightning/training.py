@@ -27,8 +27,10 @@ from lightning_pipeshift.lightning.optimizers import (
 from lightning_pipeshift.lightning.patches import NO_LOSS, Adjustments
 from lightning_pipeshift.lightning.precision.all_stages import loss_scale_of
 from lightning_pipeshift.lightning.steps import StepContext, are_results_used, is_hook_used
+from lightning_pipeshift.model.execution.microbatch import split
 from lightning_pipeshift.model.execution.transfer import to_device
 from lightning_pipeshift.model.user_state.logs import say_again
+from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.timeline.recording import What
 from lightning_pipeshift.runtime.gradients.late_updates import LateUpdate
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
@@ -38,7 +40,7 @@ from lightning_pipeshift.runtime.step.checksum import (
 )
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
 from lightning_pipeshift.runtime.step.step_report import Report
-from lightning_pipeshift.runtime.step.training_batch import Accumulation, TrainingBatch
+from lightning_pipeshift.runtime.step.training_batch import Accumulation, TrainingBatch, UserStep
 from lightning_pipeshift.text import bytes_text, layers_text, seconds_text, table
 
 
@@ -117,11 +119,7 @@ class TrainingSteps:
             the step's result, with the loss of the whole batch; :data:`NO_LOSS` if there is none.
         """
         trainer, pipeline = self._trainer, self._pipeline
-
-        def step(root: Any, part: Any) -> Any:
-            with trainer.precision_plugin.train_step_context():
-                return root.training_step(part, *rest)
-
+        step = self._step_of(rest)
         number = trainer.fit_loop.epoch_loop.total_batch_idx
         self._is_plain = pipeline.begins_plain_step(batch, step, number, trainer.optimizers)
         if self._is_plain:
@@ -136,6 +134,32 @@ class TrainingSteps:
         self._num_steps += 1
         self._num_losses += result is not None and result is not NO_LOSS
         return result
+
+    def _step_of(self, rest: Sequence[Any]) -> UserStep:
+        """The user's step, in the user's precision.
+
+        Args:
+            rest: its arguments after the batch.
+        """
+
+        def step(root: Any, part: Any) -> Any:
+            with self._trainer.precision_plugin.train_step_context():
+                return root.training_step(part, *rest)
+
+        return step
+
+    def measure(self, batch: Any, *rest: Any) -> Measured | None:
+        """Measures the machines and the model without training: the result is on the first rank.
+        Every rank calls this, before the first batch.
+
+        Args:
+            batch: as for :meth:`run`, as are the others.
+            rest: the step's other arguments.
+        """
+        pipeline = self._pipeline
+        number = pipeline.settings.num_microbatches(pipeline.replicas.topology.stages_per_vm)
+        with self._context():
+            return pipeline.measure(0, self._step_of(rest), split(batch, number)[0][0])
 
     def _pipelined(self, given: TrainingBatch) -> Any:
         with self._context():

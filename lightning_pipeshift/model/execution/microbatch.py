@@ -29,6 +29,14 @@ def batch_size_of(batch: Any) -> int:
     )
 
 
+def size_or_one(batch: Any) -> int:
+    """The number of samples; 1 if the batch holds no tensor with a dimension."""
+    try:
+        return batch_size_of(batch)
+    except BatchError:
+        return 1
+
+
 def split(batch: Any, num_microbatches: int) -> list[tuple[Any, int]]:
     """Splits a batch along its first dimension into at most ``num_microbatches`` slices of nearly
     equal size.

@@ -36,7 +36,7 @@ def balanced_shares(
         cost: computes the seconds of each virtual machine.
     """
     count = len(placed.ranks)
-    if placer.request.batch_shares is not None or count == 1:
+    if not placer.request.chooses_shares or count == 1:
         return placed, placer.cuts(placed)
     equal = placer.placed(placed.ranks, placed.microbatches)
     try:

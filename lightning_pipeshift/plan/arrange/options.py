@@ -25,7 +25,7 @@ from lightning_pipeshift.plan.schedule.schedules import (
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of :class:`~lightning_pipeshift.PipeShiftStrategy`, which explains them. Made
-    once, by the strategy.
+    once, by the strategy. ``"auto"`` leaves a number to the planner; ``None`` is the usual one.
 
     Args:
         plan: has been read, if it was given as a file.
@@ -37,8 +37,8 @@ class Options:
         ScheduleError: likewise, for the name of a schedule.
     """
 
-    virtual_machines: VirtualMachinesSpec = "auto"
-    microbatches: int | Literal["auto"] = "auto"
+    virtual_machines: VirtualMachinesSpec | None = None
+    microbatches: int | Literal["auto"] | None = None
     schedule: str = "1f1b"
     partition: PartitionSpec = "auto"
     plan: Plan | None = None
@@ -72,7 +72,8 @@ class Options:
             raise ConfigurationError(
                 f"plan={self.plan!r}: pass a `Plan`, or the path of a file that `Plan.save` wrote."
             )
-        check_spec(self.virtual_machines)
+        if self.virtual_machines is not None:
+            check_spec(self.virtual_machines)
         check_shares(self.batch_shares, None)
         if self.gradient_aggregation not in ("auto", "ring", "allreduce"):
             raise ConfigurationError(
@@ -88,7 +89,7 @@ class Options:
         _check_seconds("stall_timeout", self.stall_timeout, 0.0)
         with_marks(self.marks or {})
         schedule_named(self.schedule)
-        if self.is_asynchronous and self.microbatches not in ("auto", 1):
+        if self.is_asynchronous and self.microbatches not in (None, "auto", 1):
             raise ConfigurationError(
                 f"schedule={self.schedule!r} and microbatches={self.microbatches!r}: an"
                 " asynchronous pipeline has several batches in flight, and splits none of them."
@@ -104,9 +105,10 @@ class Options:
         """What the first rank decides travels down an asynchronous pipeline from its first stage
         on.
         """
-        if self.is_asynchronous and not isinstance(self.ranks, int | str) and self.ranks[0][0]:
+        named = self.named_ranks
+        if self.is_asynchronous and named is not None and named[0][0]:
             raise ConfigurationError(
-                f"schedule={self.schedule!r} and the ranks {[list(ranks) for ranks in self.ranks]}:"
+                f"schedule={self.schedule!r} and the ranks {[list(ranks) for ranks in named]}:"
                 " with an asynchronous schedule rank 0 is the first stage of the first virtual"
                 " machine. Name it first, or start the processes in another order."
             )
@@ -124,10 +126,48 @@ class Options:
         return self.lane_marks
 
     @property
-    def ranks(self) -> VirtualMachinesSpec:
+    def ranks(self) -> VirtualMachinesSpec | None:
         """The number of virtual machines, or the ranks of each: the plan's, if it has them."""
         planned = self.plan.ranks if self.plan is not None else None
         return planned or self.virtual_machines
+
+    @property
+    def named_ranks(self) -> Sequence[Sequence[int]] | None:
+        """The ranks of each virtual machine, if the user has named them."""
+        return None if isinstance(self.ranks, int | str | None) else self.ranks
+
+    @property
+    def is_free(self) -> bool:
+        """Whether PipeShift chooses the owners of the layers."""
+        return self.plan is None and self.partition == "auto"
+
+    @property
+    def may_reorder(self) -> bool:
+        """Whether PipeShift chooses which rank of a virtual machine is which stage. The minibatches
+        of an asynchronous schedule follow each other from the first rank on.
+        """
+        return self.is_free and self.named_ranks is None and not self.is_asynchronous
+
+    @property
+    def leaves_numbers(self) -> bool:
+        """Whether the planner chooses the number of virtual machines or of microbatches."""
+        # An asynchronous pipeline splits no batch.
+        splits = self.microbatches == "auto" and not self.is_asynchronous
+        return self.plan is None and (self.virtual_machines == "auto" or splits)
+
+    def num_microbatches(self, stages_per_vm: Sequence[int]) -> int:
+        """The number of slices of a virtual machine's training batch, unless the planner chooses
+        another one.
+        """
+        if self.plan is not None:
+            return self.plan.microbatches
+        if isinstance(self.microbatches, int):
+            return self.microbatches
+        if self.is_asynchronous:
+            return 1
+        # Enough that filling and draining the pipeline costs a fifth at most, while slices remain
+        # large enough to compute efficiently.
+        return 4 * max(stages_per_vm) if max(stages_per_vm) > 1 else 1
 
     @property
     def depths(self) -> list[int] | None:
@@ -143,7 +183,7 @@ class Options:
     def groups_devices(self) -> bool:
         """Whether PipeShift chooses which devices form each of several virtual machines."""
         count = self.ranks if isinstance(self.ranks, int) else len(self.depths or ())
-        return isinstance(self.ranks, int | str) and count > 1
+        return self.named_ranks is None and count > 1
 
     def request(self, batch_samples: float, policy: Policy | None) -> PlanRequest:
         """The same for a planner.
@@ -156,12 +196,12 @@ class Options:
         if isinstance(partition, list | tuple):
             rows = partition if isinstance(partition[0], list | tuple) else [partition]
             partition = tuple(tuple(counts) for counts in rows)
-        machines: Any = self.virtual_machines
+        machines: Any = self.virtual_machines or "auto"
         if isinstance(machines, list | tuple):
             machines = tuple(map(tuple, machines))
         return PlanRequest(
             virtual_machines=machines,
-            microbatches=self.microbatches,
+            microbatches=self.microbatches or "auto",
             schedule=self.schedule,
             recompute=self.recompute,
             partition=partition,
@@ -173,10 +213,11 @@ class Options:
 
 def _check_microbatches(number: Any) -> None:
     is_number = isinstance(number, int) and not isinstance(number, bool)
-    if number != "auto" and not (is_number and 1 <= number <= MOST_MICROBATCHES):
+    if number not in (None, "auto") and not (is_number and 1 <= number <= MOST_MICROBATCHES):
         raise ConfigurationError(
             f"microbatches={number!r}: a batch is split into at least 1 slice."
-            f" Pass a whole number from 1 to {MOST_MICROBATCHES}, or 'auto'."
+            f" Pass a whole number from 1 to {MOST_MICROBATCHES}, or 'auto' to leave it to the"
+            " planner."
         )
 
 

@@ -424,7 +424,7 @@ class _Planner:
     def _first_shares(self, groups: Groups) -> Iterator[tuple[float, ...] | None]:
         """Shares to try: equal ones, and if those do not fit, in proportion to compute power."""
         yield self._request.batch_shares
-        if self._request.batch_shares is None and not self._is_large:
+        if self._request.chooses_shares and not self._is_large:
             powers = tuple(
                 math.fsum(self._placer.powers[rank] for rank in ranks) for ranks in groups
             )

@@ -33,7 +33,8 @@ class PlanRequest:
             stage waits for the first gradients of a step.)
         partition: ``"auto"``, ``"uniform"``, or for each virtual machine the layers per stage; one
             row is for all of them.
-        batch_shares: how the global batch is divided; ``None``: chosen by the planner.
+        batch_shares: how the global batch is divided; ``None``: chosen by the planner, if it may.
+        may_share: whether the planner may choose unequal shares.
         batch_samples: of a virtual machine's DataLoader batch. A global batch has that times the
             number of virtual machines.
         policy: decides what happens to saved tensors; ``None`` without ``MemoryCompression``.
@@ -54,6 +55,7 @@ class PlanRequest:
     batch_shares: tuple[float, ...] | None = None
     batch_samples: float = 1.0
     policy: Policy | None = None
+    may_share: bool = True
     may_reorder: bool = False
     caution: float = 2.0
 
@@ -96,6 +98,11 @@ class PlanRequest:
     def ranks(self) -> Groups | None:
         """The ranks of each virtual machine in stage order, if they are fixed."""
         return None if isinstance(self.virtual_machines, int | str) else self.virtual_machines
+
+    @property
+    def chooses_shares(self) -> bool:
+        """Whether the planner chooses how the global batch is divided."""
+        return self.batch_shares is None and self.may_share
 
     @property
     def has_order(self) -> bool:

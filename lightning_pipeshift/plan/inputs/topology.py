@@ -16,7 +16,9 @@ from lightning_pipeshift.errors import ConfigurationError, PartitionError
 from lightning_pipeshift.plan.inputs.cluster import Device
 
 VirtualMachinesSpec = int | str | Sequence[Sequence[int]]
-"""How many virtual machines, ``"auto"``, or the ranks of each in stage order."""
+"""How many virtual machines; ``"auto"``, for a choice by the planner; or the ranks of each in stage
+order.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +91,15 @@ class Topology:
 
 
 def arrange(
-    spec: VirtualMachinesSpec, devices: Sequence[Device], depths: Sequence[int] | None = None
+    spec: VirtualMachinesSpec | None,
+    devices: Sequence[Device],
+    depths: Sequence[int] | None = None,
 ) -> Topology:
     """The topology that a user asked for.
 
     Args:
-        spec: see :data:`VirtualMachinesSpec`.
+        spec: see :data:`VirtualMachinesSpec`; ``None``, and ``"auto"`` until the planner has
+            chosen: one virtual machine, or as many as there are depths.
         devices: one for each rank. Their speeds count if they are known.
         depths: how many stages each virtual machine has, if a partition or a plan determines it.
 
@@ -103,7 +108,7 @@ def arrange(
         PartitionError: the depths need another number of ranks.
     """
     num_ranks = len(devices)
-    if not isinstance(spec, int | str):
+    if not isinstance(spec, int | str | None):
         topology = Topology(tuple(map(tuple, spec)))
         if topology.num_ranks != num_ranks:
             raise ConfigurationError(
@@ -112,7 +117,8 @@ def arrange(
                 f" to {num_ranks - 1} once, or change the number of devices."
             )
         return topology
-    if spec == "auto" and depths is not None and len(depths) > 1 and sum(depths) != num_ranks:
+    is_open = spec is None or spec == "auto"
+    if is_open and depths is not None and len(depths) > 1 and sum(depths) != num_ranks:
         raise PartitionError(
             f"The partition or the plan is for {len(depths)} virtual machines of"
             f" {_listed(depths)} stages, which are {sum(depths)} ranks; this run has {num_ranks}."
@@ -154,7 +160,8 @@ def _fill(devices: Sequence[Device], depths: Sequence[int]) -> Topology:
 
 def check_spec(spec: Any) -> None:
     """Raises ConfigurationError for a value that is not a :data:`VirtualMachinesSpec`."""
-    if spec == "auto" or (isinstance(spec, int) and not isinstance(spec, bool) and spec >= 1):
+    is_number = isinstance(spec, int) and not isinstance(spec, bool)
+    if spec == "auto" or (is_number and spec >= 1):
         return
     if isinstance(spec, list | tuple):
         if not all(

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from lightning_pipeshift.errors import BudgetError, PlanError
@@ -55,6 +56,33 @@ _LIKE_SECONDS: Final = 1.05
 
 _PATIENCE: Final = 1.02
 """The factor by which a step may be slower with the order that was found without swaps."""
+
+
+def arrange(
+    profile: Profile, cluster: Cluster, request: PlanRequest, allowed: Allowed | None = None
+) -> Arrangement:
+    """The arrangement with the most samples per second, by the simulator; with swaps of saved
+    tensors, if the request has a policy for them.
+
+    Args:
+        profile: of the model.
+        cluster: the machines.
+        request: the fixed settings.
+        allowed: the boundaries that may be cut, if any such cut fits; by default those that are
+            worthwhile.
+
+    Raises:
+        PlanError: no allowed arrangement fits in memory, or has the requested number of virtual
+            machines.
+        BudgetError: with a policy, if no arrangement fits in memory; the message contains a budget
+            that would.
+        ConfigurationError: the request has unknown ranks, or one rank twice.
+    """
+    if allowed is None:
+        possible = profile.possible_cuts
+        allowed = partial(worthwhile_cuts, profile.payload_bytes, possible=possible)
+    find = arrange_all if request.policy is None else arrange_compressed
+    return find(profile, cluster, request, allowed)
 
 
 def arrange_compressed(

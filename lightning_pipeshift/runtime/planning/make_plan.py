@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any
 
 from lightning_pipeshift.errors import LayerError, PlanError
@@ -15,7 +14,6 @@ from lightning_pipeshift.plan.arrange.plan_builder import (
     plan_of,
     workloads_of,
 )
-from lightning_pipeshift.plan.arrange.planner import arrange_all
 from lightning_pipeshift.plan.cost.workload import Sharers, Workload
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster
@@ -24,10 +22,9 @@ from lightning_pipeshift.plan.inputs.partition import resolve
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.topology import Topology
-from lightning_pipeshift.plan.offload.arrange import arrange_compressed
+from lightning_pipeshift.plan.offload.arrange import arrange
 from lightning_pipeshift.plan.offload.assignment_search import Problem
 from lightning_pipeshift.plan.offload.planner import best_split
-from lightning_pipeshift.plan.partition.boundaries import worthwhile_cuts
 from lightning_pipeshift.plan.schedule.asynchronous import require_equal_depths
 from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
 
@@ -77,18 +74,6 @@ class Settings(Options):
         given = {field.name: getattr(options, field.name) for field in fields(Options)}
         return cls(**given, **added)
 
-    @property
-    def is_free(self) -> bool:
-        """Whether PipeShift chooses the owners of the layers."""
-        return self.plan is None and self.partition == "auto"
-
-    @property
-    def may_reorder(self) -> bool:
-        """Whether PipeShift chooses which rank of a virtual machine is which stage. The minibatches
-        of an asynchronous schedule follow each other from the first rank on.
-        """
-        return self.is_free and isinstance(self.ranks, int | str) and not self.is_asynchronous
-
     def let_free(self, plan: Plan) -> Settings:
         """Returns the same settings, but with the owners chosen by PipeShift: for the search for a
         better plan with the same schedule and microbatches.
@@ -100,18 +85,6 @@ class Settings(Options):
             schedule=plan.schedule,
             microbatches=plan.microbatches,
         )
-
-    def num_microbatches(self, stages_per_vm: Sequence[int]) -> int:
-        """The number of slices of a virtual machine's training batch."""
-        if self.plan is not None:
-            return self.plan.microbatches
-        if isinstance(self.microbatches, int):
-            return self.microbatches
-        if self.is_asynchronous:
-            return 1
-        # Enough that filling and draining the pipeline costs a fifth at most, while slices remain
-        # large enough to compute efficiently.
-        return 4 * max(stages_per_vm) if max(stages_per_vm) > 1 else 1
 
     def leaves_steps_whole(self, stages_per_vm: Sequence[int]) -> bool:
         """Whether a single device runs the user's steps without additions."""
@@ -224,9 +197,7 @@ def best_topology(
         batch_shares=tuple(settings.batch_shares or [1.0] * topology.num_virtual_machines),
         may_reorder=True,
     )
-    allowed = partial(worthwhile_cuts, profile.payload_bytes, possible=profile.possible_cuts)
-    arrange = arrange_all if settings.memory is None else arrange_compressed
-    return Topology(arrange(profile, cluster, request, allowed).ranks)
+    return Topology(arrange(profile, cluster, request).ranks)
 
 
 def _made(

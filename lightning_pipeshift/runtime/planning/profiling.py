@@ -37,6 +37,9 @@ made."""
 _MEASURED_MICROBATCHES: Final = 2
 """Approximate number of measured microbatches in a step."""
 
+_USUAL_COPIES: Final = 2
+"""State values for each element of a parameter, if the optimizer is not known yet: Adam's."""
+
 _FORWARDS: Final = (Kind.RECEIVE_PAYLOAD, Kind.FORWARD, Kind.SEND_PAYLOAD)
 _BACKWARDS: Final = (Kind.RECEIVE_GRADIENT, Kind.BACKWARD, Kind.SEND_GRADIENT)
 
@@ -237,16 +240,17 @@ def _state_of(optimizer: Optimizer, parameter: Tensor) -> Iterable[Any]:
 
 
 def layers_of(
-    gates: Sequence[Gate], trace: Trace, optimizers: Iterable[Optimizer]
+    gates: Sequence[Gate], trace: Trace, optimizers: Iterable[Optimizer] | None
 ) -> tuple[LayerProfile, ...]:
     """The layers' properties that need no measurement.
 
     Args:
         gates: in call order.
         trace: of one microbatch.
-        optimizers: the size of their future state is estimated from their kind.
+        optimizers: the size of their future state is estimated from their kind; ``None``: not known
+            yet.
     """
-    copies = max(map(_copies, optimizers), default=0)
+    copies = _USUAL_COPIES if optimizers is None else max(map(_copies, optimizers), default=0)
     possible = possible_cuts(trace.flow, len(gates))
     found = []
     for index, gate in enumerate(gates):

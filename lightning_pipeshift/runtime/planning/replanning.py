@@ -156,30 +156,28 @@ class Replanning:
             return watch.patience
         return self._settings.profile_steps
 
-    def first_plan(
+    def measure(
         self,
         gates: Sequence[Gate],
         trace: Trace,
         guesses: dict[int, Figures],
-        optimizers: Sequence[Optimizer],
+        optimizers: Sequence[Optimizer] | None,
         samples: float,
         held_bytes: int,
         trains: bool,
         memory: StageMemory | None = None,
-        idle: Collection[int] = (),
-    ) -> Plan:
-        """The plan for the first steps, made on the first rank. Every rank calls this.
+    ) -> Measured | None:
+        """The measurements before the first step, on the first rank. Every rank calls this.
 
         Args:
             gates: of the layers, in call order.
             trace: of a microbatch.
             guesses: the estimates of a stopwatch.
-            optimizers: those of the run.
+            optimizers: those of the run; ``None``: not known yet.
             samples: their number in a microbatch.
             held_bytes: the device memory that the model takes now.
             trains: whether the plan is for training.
             memory: this stage's memory, if saved tensors have a budget.
-            idle: the layers that no step calls.
         """
         if self.measures and trains:
             probed = probe(self._replicas.world, self._device, self._here, self._say)
@@ -197,12 +195,23 @@ class Replanning:
                 host_memory()[1],
                 sum(other.host == device.host for other in self._cluster.devices),
             )
-        mine = self.profiler.figures((), gates, optimizers)
+        mine = self.profiler.figures((), gates, optimizers or ())
         figures = gather_figures(mine, self._replicas)
-        text = None
         if figures is not None:
-            self.measured = measured = self._learned(figures)
-            self._cluster = measured.cluster
+            self.measured = self._learned(figures)
+            self._cluster = self.measured.cluster
+        return self.measured
+
+    def first_plan(self, measured: Measured | None, idle: Collection[int], trains: bool) -> Plan:
+        """The plan for the first steps, made on the first rank. Every rank calls this.
+
+        Args:
+            measured: the result of :meth:`measure`.
+            idle: the layers that no step calls.
+            trains: whether the plan is for training.
+        """
+        text = None
+        if measured is not None:
             topology = self._replicas.topology
             plan = self._in_first_order(measured, topology, idle, trains)
             text = replace(plan, ranks=plan.ranks or topology.ranks).to_json()

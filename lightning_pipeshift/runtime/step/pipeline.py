@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_pipeshift.errors import LayerError, PipeShiftError, PlanError
 from lightning_pipeshift.model.execution.measure import Figures, Stopwatch
 from lightning_pipeshift.model.execution.microbatch import (
-    batch_size_of,
+    size_or_one,
     split,
 )
 from lightning_pipeshift.model.gates.gate import CurrentPass, Gate, Scope, install, remove
@@ -36,6 +36,7 @@ from lightning_pipeshift.model.trace.signature import module_signature
 from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.model.user_state.logs import LogRecorder
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
+from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.cost.lanes import equal_shares, lanes_by_share
 from lightning_pipeshift.plan.document.moves import Move, placement_after
 from lightning_pipeshift.plan.document.plan import Plan
@@ -118,6 +119,26 @@ def _lowered(
     schedule = with_communication(with_recomputation(schedule, recomputing))
     check(schedule)
     return schedule
+
+
+class _Seen(NamedTuple):
+    """A step that was followed before the first one ran.
+
+    Args:
+        trace: of the first microbatch.
+        figures: of the layers that were timed.
+        touched: the layers between which user code uses a parameter, by the parameter's id.
+        called: the layers that steps call; ``None``: any may be called.
+        idle: the layers that no step calls.
+        uses: of the parameters.
+    """
+
+    trace: Trace
+    figures: dict[int, Figures]
+    touched: dict[int, set[int]]
+    called: set[int] | None
+    idle: frozenset[int]
+    uses: list[ParameterUse]
 
 
 class Pipeline:
@@ -332,10 +353,60 @@ class Pipeline:
         """
         if self._plan is not None and (self._is_final or not final):
             return
-        channels = self.channels
+        optimizers = list(optimizers)
+        seen = self._look(key, step, batch, trains)
+        gates, trace, uses = self._trace_cache.gates, seen.trace, seen.uses
+        layers = [gate.layer for gate in gates]
+        plan = self.planning.first_plan(
+            self._measure(seen, batch, optimizers if trains else [], trains), seen.idle, trains
+        )
+        plan.require_layers([gate.name for gate in gates])
+        self._reorder(plan)
+        placement = plan.placement
+        check_order(trace.flow, placement, self.vm, gates)
+        stage_of = placement.stages(self.vm)
+        self._plan = plan
+        self._ownership = Ownership.of(placement)
+        self._touched = seen.touched
+        self._called = set(range(len(layers)) if seen.called is None else seen.called)
+        if trains and self._traces_steps:
+            self._say_who_has_no_work()
+        of_user_code = modules_of_user_code(self.root, layers, uses, seen.called)
+        self.holdings = Holdings(self.root, uses, layers, stage_of, self.channels, of_user_code)
+        if not self._was_whole:
+            self.holdings.obtain(self._deferred)
+        self.holdings.match_shared()
+        self.match_replicas(parameters_too=True)
+        self.holdings.settle(optimizers, final, self._deferred)
+        if final:
+            self._deferred.forget()
+        if trains:
+            self._follow_with_memory()
+            self._connect_sharers(uses, placement)
+        if trains and self.replicas.count > 1:
+            self._aggregation = self._make_aggregation(uses, placement)
+        self._is_final = final
+
+    def measure(self, step_number: int, step: UserStep, batch: Any) -> Measured | None:
+        """Measures the machines and the layers without training: the result is on the first rank.
+        The optimizer is not known yet: it counts as one with two values for each parameter. Every
+        rank calls this, before the first batch.
+
+        Args:
+            step_number: counts batches over the whole run.
+            step: runs the user's ``training_step``.
+            batch: one microbatch.
+        """
+        seen = self._look(self._key("train", step_number, 0), step, batch, trains=True)
+        return self._measure(seen, batch, None, trains=True)
+
+    def _look(self, key: Key, step: UserStep, batch: Any, trains: bool) -> _Seen:
+        """Follows a step, and times its layers if that is needed. The layers are in call order from
+        then on.
+        """
         stopwatch = None
         if self.planning.measures:
-            stopwatch = Stopwatch(channels.device, self.streams, trains, addresses_of(batch))
+            stopwatch = Stopwatch(self.channels.device, self.streams, trains, addresses_of(batch))
         trace = Trace.empty()
         if self._traces_steps:
             trace = self._trace_cache.first(
@@ -360,45 +431,31 @@ class Pipeline:
         layers = [gate.layer for gate in gates]
         scopes = [scope.layer for scope in self._scopes]
         uses = parameter_uses(self.root, layers, touched, called, scopes)
-        of_user_code = modules_of_user_code(self.root, layers, uses, called)
-        self.planning.shared = shared_weights(uses, channels.device)
-        optimizers = list(optimizers)
-        plan = self.planning.first_plan(
-            gates,
-            trace,
-            stopwatch.figures if stopwatch is not None else {},
-            optimizers if trains else [],
-            float(_size_or_one(batch)),
+        figures = stopwatch.figures if stopwatch is not None else {}
+        return _Seen(trace, figures, touched, called, frozenset(idle), uses)
+
+    def _measure(
+        self, seen: _Seen, batch: Any, optimizers: Sequence[Optimizer] | None, trains: bool
+    ) -> Measured | None:
+        """The measurements before the first step, on the first rank. Every rank calls this.
+
+        Args:
+            seen: the result of :meth:`_look`.
+            batch: one microbatch.
+            optimizers: those of the run; ``None``: not known yet.
+            trains: whether the run trains.
+        """
+        self.planning.shared = shared_weights(seen.uses, self.channels.device)
+        return self.planning.measure(
+            self._trace_cache.gates,
+            seen.trace,
+            seen.figures,
+            optimizers,
+            float(size_or_one(batch)),
             self._held_bytes(),
             trains,
             self.memory if trains else None,
-            idle,
         )
-        plan.require_layers([gate.name for gate in gates])
-        self._reorder(plan)
-        placement = plan.placement
-        check_order(trace.flow, placement, self.vm, gates)
-        stage_of = placement.stages(self.vm)
-        self._plan = plan
-        self._ownership = Ownership.of(placement)
-        self._touched = touched
-        self._called = called if called is not None else set(range(len(layers)))
-        if trains and self._traces_steps:
-            self._say_who_has_no_work()
-        self.holdings = Holdings(self.root, uses, layers, stage_of, channels, of_user_code)
-        if not self._was_whole:
-            self.holdings.obtain(self._deferred)
-        self.holdings.match_shared()
-        self.match_replicas(parameters_too=True)
-        self.holdings.settle(optimizers, final, self._deferred)
-        if final:
-            self._deferred.forget()
-        if trains:
-            self._follow_with_memory()
-            self._connect_sharers(uses, placement)
-        if trains and self.replicas.count > 1:
-            self._aggregation = self._make_aggregation(uses, placement)
-        self._is_final = final
 
     def _reorder(self, plan: Plan) -> None:
         """Makes each rank the stage that it is under a plan. Every rank calls this, between two
@@ -1005,7 +1062,7 @@ class Pipeline:
             shared=self.holdings.shared,
             losses=Losses(sizes=[1]),
         )
-        self._evaluations.run(self._row("forward", 1), todo, _size_or_one(batch), wants_result)
+        self._evaluations.run(self._row("forward", 1), todo, size_or_one(batch), wants_result)
         return microbatch.trace
 
     def fetch_reports(self) -> list[Report]:
@@ -1042,10 +1099,3 @@ class Pipeline:
             self.holdings.make_whole()
         else:
             self.holdings.to_cpu()
-
-
-def _size_or_one(batch: Any) -> int:
-    try:
-        return batch_size_of(batch)
-    except PipeShiftError:
-        return 1
