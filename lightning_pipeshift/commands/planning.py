@@ -41,6 +41,7 @@ from lightning_pipeshift.plan.document.files import (
 )
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster
+from lightning_pipeshift.plan.inputs.known_kinds import completed
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.offload.arrange import arrange, compressed
 from lightning_pipeshift.plan.partition.equal_counts import uniform
@@ -205,7 +206,11 @@ def main(arguments: Sequence[str]) -> None:
             "`pipeshift plan` was given --cluster or --profile alone; it needs both, or --config "
             "to measure the present machines"
         )
-    profile, cluster = load_profile(options.profile), load_cluster(options.cluster)
+    profile, cluster, estimates = completed(
+        load_profile(options.profile), load_cluster(options.cluster)
+    )
+    for estimate in estimates:
+        print(f"{estimate}\n")
     plugin = plugin_of(options)
     if plugin is not None:
         cluster = _within(cluster, plugin.memory_request)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import re
+import runpy
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +21,7 @@ from examples.train_gpt import GPT, TextDataModule
 from lightning_pipeshift import PipeShiftStrategy
 from lightning_pipeshift.commands.cli import main
 from lightning_pipeshift.testing.ranks import launch_script, run_ranks
+from lightning_pipeshift.testing.workers import free_port
 from tests import ROOT
 from tests.features_models import differences, on_one_device, on_rank, plain, quiet_trainer
 
@@ -92,3 +99,104 @@ def test_the_command_has_every_argument_of_the_strategy_with_its_type_and_help(
         assert section, name
         assert "type:" in section.group(1), name
         assert len(section.group(1).split("(type:")[0].split()) >= 3, f"{name} has no help"
+
+
+# --- the other examples ---
+
+
+def printed_by(name: str, *arguments: str) -> str:
+    """What an example prints on this rank, run as a script is."""
+    sys.argv = [name, *arguments]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+    return said.getvalue()
+
+
+def first_rank(num_ranks: int, name: str, *arguments: str) -> str:
+    """What an example prints on the first of its ranks, which are forked rather than started."""
+    said: str = run_ranks(printed_by, num_ranks, name, *arguments)[0]
+    return said
+
+
+def numbers(pattern: str, said: str) -> list[float]:
+    found = re.findall(pattern, said, re.MULTILINE)
+    assert found, said
+    return [float(number) for number in found]
+
+
+def test_every_example_is_run() -> None:
+    source = Path(__file__).read_text()
+    for path in (ROOT / "examples").iterdir():
+        if path.suffix in (".py", ".sh", ".yaml"):
+            assert f'{path.name}"' in source, f"no test runs {path.name}"
+
+
+def test_uneven_machines_are_cut_by_their_speeds() -> None:
+    said = first_rank(3, "uneven_machines.py")
+    even, measured = numbers(r"^a step, .* ([\d.]+) s$", said)
+    # At best 21 / 7 / 4 times as fast, and no other cut than that of the plan is as fast.
+    assert measured < even
+    assert "layers.0 … layers.11 (12 layers)" in said
+
+
+def test_layers_leave_a_machine_that_gets_slow() -> None:
+    said = first_rank(3, "watch_a_migration.py")
+    before, after = said.split("after\n")
+    counts = re.findall(r"layers (\d+), (\d+), (\d+)$", before, re.MULTILINE)
+    assert counts[0] == ("4", "4", "4")
+    assert int(counts[-1][1]) < 4, said
+    assert "PipeShift plan: 12 layers" in after
+
+
+def test_a_model_of_transformers_learns() -> None:
+    said = first_rank(2, "huggingface.py")
+    first, last = numbers(r"([\d.]+) at ", said)
+    assert last < first
+
+
+def test_the_asynchronous_example_trains_with_both_schedules() -> None:
+    said = first_rank(4, "asynchronous.py")
+    assert "schedule 1f1b, 4 microbatches" in said
+    assert "schedule async-2bw" in said
+    assert len(numbers(r"^an update of 4 samples, .* ([\d.]+) s$", said)) == 2
+
+
+def test_the_budget_of_the_memory_example_is_kept() -> None:
+    said = first_rank(2, "memory.py")
+    peak, budget, moved = numbers(r"([\d.]+) MB", said)
+    assert peak <= budget
+    assert moved > 0
+    assert re.search(r"^the same bits +True$", said, re.MULTILINE)
+
+
+def test_a_cluster_is_planned_without_its_machines() -> None:
+    said = first_rank(1, "plan_a_cluster.py", "--hosts", "4")
+    assert "PipeShift plan: 24 layers" in said
+    assert "4 virtual machines" in said, "each GPU holds the model"
+
+
+def test_a_network_too_slow_for_two_workstations_is_seen() -> None:
+    from examples.plan_a_cluster import MEGABITS, step_seconds
+
+    slow, fast = step_seconds(MEGABITS[0]), step_seconds(MEGABITS[-1])
+    assert slow[0] > fast[0]
+    assert min(slow[1]) > 0, "neither holds the model alone"
+
+
+def test_two_hosts_find_each_other(tmp_path: Path) -> None:
+    environment = os.environ | {
+        "PORT": str(free_port()),
+        "STEPS": "4",
+        "LOGS": str(tmp_path),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join(map(str, [ROOT, *sys.path])),
+    }
+    script = ROOT / "examples" / "two_hosts.sh"
+    done = subprocess.run(
+        ["bash", str(script)], env=environment, capture_output=True, text=True, check=False,
+        timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "PipeShift plan: 7 layers" in done.stdout
+    assert list(tmp_path.glob("lightning_logs/*/checkpoints/*.ckpt"))

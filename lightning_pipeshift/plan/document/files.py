@@ -17,7 +17,8 @@ A cluster::
         - {hosts: [lab1, lab2], bandwidth: 200 Mbit/s, latency: 1ms}
         - {ranks: [0, 3], bandwidth: 50 Mbit/s}
 
-Ranks are counted in the order of the devices. Numbers without a unit are bytes, bytes per second
+A device without a ``kind`` is of the one that the profile has measured. Ranks are counted in the
+order of the devices. Numbers without a unit are bytes, bytes per second
 and seconds. ``host_memory`` is the part of its host's memory that each of the devices may take for
 tensors that do not fit its own, and ``host_bandwidth`` the bandwidth there and back. A field that a
 link in ``between`` omits has the value that it has without that entry.
@@ -233,7 +234,7 @@ class _DevicesEntry:
     """Equal devices: ``count`` on the host, or on each of ``hosts`` hosts with numbered names."""
 
     host: _Name
-    kind: _Name
+    kind: Text = ""
     hosts: _Count | None = None
     count: _Count = 1
     speed: _Speed = 1.0
@@ -388,7 +389,9 @@ def _by_ends(
 
 def _device_entry(device: Device, count: int) -> dict[str, Any]:
     """The fields that differ from an entry's defaults."""
-    entry: dict[str, Any] = {"host": device.host, "kind": device.kind}
+    entry: dict[str, Any] = {"host": device.host}
+    if device.kind:
+        entry["kind"] = device.kind
     if count > 1:
         entry["count"] = count
     if device.speed != 1:

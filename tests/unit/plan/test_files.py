@@ -193,7 +193,7 @@ def between(entry):
         ("devices: 2024-02-28", "field 'devices' is datetime.*; it must be a list"),
         ("{devices: [], link: 1}", "unknown field 'link'; allowed: devices, links"),
         ("devices: [3]", r"devices\[0\] is 3; it must be an object with host, kind"),
-        ("devices: [{host: a}]", r"devices\[0\] has no field 'kind'; add it$"),
+        ("devices: [{kind: k}]", r"devices\[0\] has no field 'host'; add it$"),
         (cluster_with(cout=2), r"devices\[0\] has an unknown field 'cout'; allowed: .*count"),
         (
             cluster_with(kind=4090),
