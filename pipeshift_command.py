@@ -24,6 +24,7 @@ commands:
   export     make one file, with the weights of the whole model, of a checkpoint
   status     show which stage owns which layers in a run that is under way
   move       move layers of a run that is under way
+  timeline   show a step that a run has recorded, and what its plan expected
   lanes      make a host's network carry urgent packets first
 
 options:
@@ -43,6 +44,9 @@ def main() -> None:
     if arguments[:1] in (["status"], ["move"]):
         _leave_out_package_code()
         from lightning_pipeshift.commands.running import main as run
+    elif arguments[:1] == ["timeline"]:
+        _leave_out_package_code()
+        from lightning_pipeshift.commands.timeline import main as run
     elif arguments[:1] == ["lanes"]:
         _leave_out_package_code()
         from lightning_pipeshift.commands.lanes import main as run

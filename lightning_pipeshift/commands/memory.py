@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning_pipeshift.commands.planning import add_budgets, measured_strategy, plugin_of
-from lightning_pipeshift.errors import ConfigurationError, PlanError
+from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.lightning.precision.memory_compression import MemoryCompression
+from lightning_pipeshift.pictures.figure import require_matplotlib, save
+from lightning_pipeshift.pictures.memory import memory_chart
 from lightning_pipeshift.plan.arrange.plan_builder import cut_of, workloads_of
 from lightning_pipeshift.plan.inputs.policies import Planned
 from lightning_pipeshift.plan.offload.assignment_search import Problem
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str]) -> None:
         return
     options, rest = parser.parse_known_args(list(arguments))
     if options.picture is not None:
-        _pyplot()
+        require_matplotlib()
     plugin = plugin_of(options) or MemoryCompression()
     strategy = measured_strategy(rest, "memory", plugin)
     machines = machines_of(strategy)
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str]) -> None:
             print(f"\n════ virtual machine {vm} ".ljust(100, "═"))
         print(report(machine))
     if options.picture is not None:
-        _draw(machines, options.picture)
+        save(memory_chart(machines), options.picture)
         print(f"\ndrawn in {options.picture}")
 
 
@@ -89,41 +90,3 @@ def machines_of(strategy: Any) -> list[MachineMemory] | None:
             )
         )
     return machines
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigurationError(
-            "`pipeshift memory --picture` draws with matplotlib, which is not installed. Use "
-            "`pip install lightning-pipeshift[pictures]`, or omit the option; the text contains "
-            "the picture too."
-        ) from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def _draw(machines: Sequence[MachineMemory], path: Path) -> None:
-    pyplot = _pyplot()
-    rows = [(vm, s) for vm, m in enumerate(machines) for s in range(len(m.budget_bytes))]
-    figure, axes = pyplot.subplots(
-        len(rows), 1, figsize=(10, 1.8 * len(rows)), sharex=True, squeeze=False
-    )
-    for axis, (vm, stage) in zip(axes[:, 0], rows, strict=True):
-        machine = machines[vm]
-        for found, label in ((machine.uncompressed, "all stays"), (machine.footprint, "plan")):
-            trace, static = found.traces[stage], found.static_bytes[stage]
-            held = [(static + held) / 1e9 for held in trace.held_bytes]
-            axis.step(list(trace.times), held, where="post", label=label, linewidth=1)
-        if math.isfinite(machine.budget_bytes[stage]):
-            axis.axhline(machine.budget_bytes[stage] / 1e9, color="black", linewidth=0.5)
-        axis.set_ylabel(f"stage {stage}\nGB" if len(machines) == 1 else f"{vm}.{stage}\nGB")
-        axis.set_ylim(bottom=0)
-    axes[0, 0].legend(loc="upper right")
-    axes[-1, 0].set_xlabel("seconds since the step started")
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)

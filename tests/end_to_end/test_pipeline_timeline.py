@@ -12,6 +12,8 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_pipeshift import ConfigurationError, LayerMigration, Move, PipelineTimeline
@@ -21,7 +23,7 @@ from lightning_pipeshift.plan.schedule.schedules import schedule_named
 from lightning_pipeshift.plan.timeline.recording import Recording, What, sender_of
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.end_to_end.test_changing_plans import Sleeper
-from tests.features_models import built, parameters_of, quiet_trainer
+from tests.features_models import built, parameters_of, quiet_trainer, read_csv
 from tests.models import points
 from tests.unit.plan.test_timeline import check_trace
 
@@ -163,6 +165,78 @@ def test_rings_and_lanes_of_several_virtual_machines_are_recorded(tmp_path: Path
                 assert all(mark.num_bytes and mark.peer != record.rank for mark in blocks)
             rings = [mark for record in recording.ranks for mark in record.of(What.RING)]
             assert {mark.name for mark in rings} >= {"layers.0", "layers.7"}
+
+
+class Pictures(CSVLogger):
+    """Takes pictures too, as TensorBoard's does."""
+
+    given: list[tuple[str, int]]
+
+    @property
+    def experiment(self) -> Any:
+        found = super().experiment
+        self.given = getattr(self, "given", [])
+        found.add_figure = lambda name, figure, global_step, close: self.given.append(
+            (name, global_step)
+        )
+        return found
+
+
+def logged(records: bool, folder: str) -> Any:
+    """A run whose user logs and monitors a value, with a logger."""
+    os.chdir(folder)
+    L.seed_everything(7, verbose=False)
+    module, logger = built(Logs), Pictures("logs", name=None, version="")
+    best = ModelCheckpoint(dirpath=f"best-{records}", monitor="loss", save_last=False)
+    trainer = quiet_trainer(
+        {"devices": 2, "pipeshift": {"partition": [4, 4], "microbatches": 2, "profile_steps": 0}},
+        callbacks=[best, *([PipelineTimeline(every_n_steps=4)] if records else [])],
+        enable_checkpointing=True,
+        max_epochs=1,
+        logger=logger,
+    )
+    trainer.fit(module, DataLoader(points(NUM_BATCHES).dataset, batch_size=8))
+    return {
+        "parameters": parameters_of(module),
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "best": Path(best.best_model_path).name,
+        "score": float(best.best_model_score or 0),
+        "states": sorted(torch.load(best.best_model_path, weights_only=False)["callbacks"]),
+        "pictures": getattr(logger, "given", []),
+    }
+
+
+class Logs(Sleeper):
+    """Logs its loss."""
+
+    def training_step(self, batch: Any) -> Any:
+        loss = super().training_step(batch)
+        self.log("loss", loss)
+        return loss
+
+
+def test_loggers_get_figures_and_pictures_and_users_values_stay(tmp_path: Path) -> None:
+    (plain, _), (found, _) = (
+        run_ranks(logged, 2, records, str(tmp_path)) for records in (False, True)
+    )
+    for name in ("metrics", "best", "score", "states"):
+        assert found[name] == plain[name]
+    for key, value in found["parameters"].items():
+        assert torch.equal(value, plain["parameters"][key])
+    assert plain["pictures"] == []
+    assert found["pictures"] == [("pipeshift/timeline", 4), ("pipeshift/timeline", 8)]
+    folder = tmp_path / "logs" / "pipeshift"
+    assert {path.name for path in folder.iterdir()} == {
+        f"timeline-{step}.{kind}" for step in (4, 8) for kind in ("json", "png")
+    }
+    assert (folder / "timeline-8.png").read_bytes().startswith(b"\x89PNG")
+    rows = [row for row in read_csv(tmp_path / "logs" / "metrics.csv") if row["pipeshift/bubble"]]
+    assert [int(row["step"]) for row in rows] == [4, 8]
+    for row in rows:
+        assert 0 <= float(row["pipeshift/bubble"]) <= 1
+        assert float(row["pipeshift/stage_seconds/0.1"]) > 0
+        assert float(row["pipeshift/memory/0.0"]) > 0
+        assert float(row["pipeshift/moves"]) == 0
 
 
 def test_wrong_arguments_and_strategies_are_refused() -> None:

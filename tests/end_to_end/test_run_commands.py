@@ -37,6 +37,7 @@ MANY = 4000
         (["status", "--help"], "--run DIR"),
         (["move", "--help"], "LAYER STAGE"),
         (["status", "--run", "nowhere"], "No run is in progress"),
+        (["timeline", "nowhere"], "the timeline 'nowhere' cannot be read"),
     ],
 )
 def test_commands_for_a_run_elsewhere_import_neither_torch_nor_lightning(

@@ -6,20 +6,17 @@ import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipeshift.compat.lightning_private import step_of_loggers
 from lightning_pipeshift.devices.properties import used_bytes
 from lightning_pipeshift.errors import ConfigurationError
-from lightning_pipeshift.files import write_text
+from lightning_pipeshift.lightning.callbacks.timeline_results import TimelineResults
 from lightning_pipeshift.lightning.strategy import PipeShiftStrategy
 from lightning_pipeshift.plan.document.plan import Plan
-from lightning_pipeshift.plan.timeline.chrome_trace import chrome_trace
 from lightning_pipeshift.plan.timeline.recording import Recording
 from lightning_pipeshift.runtime.recording.gathering import Gathering, Place, Taken
 from lightning_pipeshift.runtime.recording.recorder import Recorder
@@ -35,6 +32,11 @@ class PipelineTimeline(Callback):
     Steps that are not recorded run as without the callback. So does what is trained: its bits are
     the same. With an asynchronous schedule some consecutive batches are recorded together. Steps in
     which layers change their owners are recorded too.
+
+    The loggers get figures of each recorded step, as ``pipeshift/bubble`` (see
+    :func:`~lightning_pipeshift.plan.timeline.metrics.metrics_of`) and ``pipeshift/moves``, how many
+    layers have changed their owners so far; and, if matplotlib is installed, a picture of the first
+    and of the last one. A rank that has become slower than the plan expects is named in a warning.
 
     Args:
         every_n_steps: how many batches there are from one record to the next; the first ones are
@@ -61,8 +63,9 @@ class PipelineTimeline(Callback):
         self._recorder: Recorder | None = None
         self._first = self._num_steps = self._num_batches = 0
         self._plan: Plan | None = None
+        self._files = Path()
         self._live: object = None
-        self._found: SimpleQueue[tuple[Recording, int]] = SimpleQueue()
+        self._results: TimelineResults | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: only the settings."""
@@ -78,6 +81,8 @@ class PipelineTimeline(Callback):
         """Raises ConfigurationError if the Trainer has another strategy."""
         strategy_of(trainer)
         self._forget()
+        # Lightning asks the first rank for it, so all ranks have to.
+        self._files = self.folder_of(trainer)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -117,6 +122,8 @@ class PipelineTimeline(Callback):
         """Ends the record, and hands it to a thread."""
         recorder = self._recorder
         self._num_batches += 1
+        if self._results is not None:
+            self._results.pass_on(trainer)
         step = trainer.fit_loop.epoch_loop.total_batch_idx
         if recorder is not None and step + 1 >= self._first + self._num_steps:
             recorder.stop()
@@ -128,9 +135,10 @@ class PipelineTimeline(Callback):
         pipeline.record_actions(None)
         replicas = pipeline.replicas
         if self._gathering is None:
-            folder = self.folder_of(trainer)
-            take = partial(self._take, folder, step_of_loggers(trainer) - self._first)
-            self._gathering = Gathering(replicas.world, strategy.hosts, take)
+            self._gathering = Gathering(replicas.world, strategy.hosts, self._take)
+        if replicas.rank == 0:
+            self._results = self._results or TimelineResults(self._files)
+            self._results.expect(self._first, step_of_loggers(trainer))
         place = Place(
             replicas.rank, replicas.vm, pipeline.channels.stage, strategy.hosts[replicas.rank]
         )
@@ -149,18 +157,18 @@ class PipelineTimeline(Callback):
         if self._gathering is not None:
             self._gathering.finish()
             self._gathering = None
+        if self._results is not None:
+            self._results.finish(trainer)
+            self._results = None
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Drops what an exception has left."""
-        self._recorder = self._gathering = None
+        self._recorder = self._gathering = self._results = None
 
-    # --- on the first rank, in a thread ---
-
-    def _take(self, folder: Path, shift: int, recording: Recording) -> None:
-        try:
-            write_text(folder / f"timeline-{recording.step}.json", chrome_trace(recording))
-        except OSError as error:
-            rank_zero_warn(f"PipeShift: the timeline of a step is not written: {error}.")
+    def _take(self, recording: Recording) -> None:
+        """Called on the first rank, in a thread."""
+        if self._results is not None:
+            self._results.take(recording)
 
     def folder_of(self, trainer: pl.Trainer) -> Path:
         """The folder of the files."""

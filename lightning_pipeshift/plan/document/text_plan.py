@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from lightning_pipeshift.plan.document.text_timeline import Scale, draw_row
+from lightning_pipeshift.plan.document.text_timeline import Scale, draw_row, legend, line_of
 from lightning_pipeshift.text import bytes_text, seconds_text
 
 if TYPE_CHECKING:  # A plan draws itself with this module, so this one can't import it when it runs.
@@ -23,8 +23,6 @@ _BAR_WIDTH: Final = 12
 _GRID_WIDTH: Final = 82
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉"
 _NOT_MEASURED: Final = "no layer is measured yet: drawn as if all took equal time"
-_RECOMPUTED: Final = "       2~~  forward of {} 2 run again, for what its backward needs"
-_LEGEND: Final = "       2──  forward of {} 2    2━━  its backward    ···  idle    time runs right"
 
 
 def draw(plan: Plan) -> str:
@@ -38,7 +36,11 @@ def draw(plan: Plan) -> str:
         plan = replace(plan, layers=layers)
     timelines = {vms: plan.timeline(vms[0]) for vms in _equal_machines(plan)}
     step_seconds = max(timeline.step_seconds for timeline in timelines.values())
-    scale = Scale.fitting(timelines.values(), _GRID_WIDTH)
+    scale = Scale.fitting(
+        [row for timeline in timelines.values() for row in timeline.rows],
+        max(timeline.end_seconds for timeline in timelines.values()),
+        _GRID_WIDTH,
+    )
 
     lines = [_headline(plan), _prediction(plan, step_seconds) if measured else _NOT_MEASURED]
     for vms, timeline in timelines.items():
@@ -48,13 +50,10 @@ def draw(plan: Plan) -> str:
         for stage, row in enumerate(timeline.rows):
             busy_seconds = timeline.step_seconds - timeline.idle_seconds[stage]
             drawing = draw_row(row, end_seconds, scale, _GRID_WIDTH)
-            lines.append(f"{stage:>5} │{drawing}│ {1 - busy_seconds / step_seconds:4.0%} idle")
+            lines.append(line_of(stage, drawing, f"{1 - busy_seconds / step_seconds:4.0%} idle"))
         lines += _swaps(plan, vms[0])
     lines += _lanes(plan)
-    unit = "minibatch" if plan.is_asynchronous else "microbatch"
-    lines += ["", _LEGEND.format(unit)]
-    if any(plan.recompute):
-        lines.append(_RECOMPUTED.format(unit))
+    lines += ["", *legend(plan.is_asynchronous, any(plan.recompute))]
     return "\n".join(line.rstrip() for line in lines)
 
 

@@ -14,13 +14,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from lightning_pipeshift.plan.cost.simulator import Span, Timeline
+from lightning_pipeshift.plan.cost.simulator import Span
 from lightning_pipeshift.plan.schedule.actions import Kind
 
 _IDLE: Final = "·"
 _LEFT_OUT: Final = " ⋯ "
 _MOST_COLUMNS: Final = 6
 """For a forward: longer ones would only widen the drawing."""
+
+_RECOMPUTED: Final = "       2~~  forward of {} 2 run again, for what its backward needs"
+_LEGEND: Final = "       2──  forward of {} 2    2━━  its backward    ···  idle    time runs right"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +33,13 @@ class Scale:
     columns_per_second: float
 
     @classmethod
-    def fitting(cls, timelines: Iterable[Timeline], width: int) -> Scale:
+    def fitting(cls, rows: Iterable[Sequence[Span]], end_seconds: float, width: int) -> Scale:
         """The scale that fills the width, but keeps a forward wide enough for its number.
 
         In a balanced plan a forward takes a whole number of columns, so that all blocks are
         aligned.
         """
-        timelines = list(timelines)
-        end_seconds = max(timeline.end_seconds for timeline in timelines)
-        spans = [span for timeline in timelines for row in timeline.rows for span in row]
+        spans = [span for row in rows for span in row]
         forwards = sorted(
             span.end - span.start
             for span in spans
@@ -75,3 +76,14 @@ def draw_row(row: Sequence[Span], end_seconds: float, scale: Scale, width: int) 
     right = width // 3
     left = width - len(_LEFT_OUT) - right
     return drawing[:left] + _LEFT_OUT + drawing[-right:]
+
+
+def line_of(stage: int, drawing: str, remark: str) -> str:
+    """A stage's drawing with its number before it and a remark behind it."""
+    return f"{stage:>5} │{drawing}│ {remark}"
+
+
+def legend(is_asynchronous: bool, recomputes: bool) -> list[str]:
+    """The lines that explain a drawing."""
+    unit = "minibatch" if is_asynchronous else "microbatch"
+    return [_LEGEND.format(unit), *([_RECOMPUTED.format(unit)] if recomputes else [])]

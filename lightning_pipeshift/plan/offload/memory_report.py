@@ -96,7 +96,8 @@ def _stage(machine: MachineMemory, stage: int) -> Iterator[str]:
     yield from picture(
         found.traces[stage],
         found.timeline.end_seconds,
-        budget - found.static_bytes[stage],
+        budget,
+        found.static_bytes[stage],
     )
 
 
@@ -171,16 +172,19 @@ def _swapped(machine: MachineMemory, record: TensorRecord, swap: Swap) -> tuple[
 # --- the picture ---
 
 
-def picture(trace: StageTrace, step_seconds: float, budget_bytes: float) -> Iterator[str]:
-    """Draws the memory of saved tensors over a step, as bars of text.
+def picture(
+    trace: StageTrace, step_seconds: float, budget_bytes: float, static_bytes: float
+) -> Iterator[str]:
+    """Draws a stage's memory over a step, as bars of text.
 
     Args:
         trace: of a stage; of a long step its first part.
         step_seconds: how long the trace is.
-        budget_bytes: their budget, drawn if it lies within the picture.
+        budget_bytes: of the stage, drawn if it lies within the picture.
+        static_bytes: what the stage holds all the time: weights, gradients, optimizer, messages.
     """
-    columns = columns_of(trace, step_seconds, _WIDTH)
-    top = max(trace.peak_bytes, 1.0)
+    columns = [static_bytes + held for held in columns_of(trace, step_seconds, _WIDTH)]
+    top = max(static_bytes + trace.peak_bytes, 1.0)
     if math.isfinite(budget_bytes) and budget_bytes <= 1.5 * top:
         top = max(top, budget_bytes)
     for row in reversed(range(_HEIGHT)):

@@ -13,7 +13,7 @@ def timeline(schedule, forward=(1.0, 1.0)):
 
 
 def drawn(timeline, width):
-    scale = Scale.fitting([timeline], width)
+    scale = Scale.fitting(timeline.rows, timeline.end_seconds, width)
     return [draw_row(row, timeline.step_seconds, scale, width) for row in timeline.rows]
 
 

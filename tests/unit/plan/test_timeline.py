@@ -5,19 +5,24 @@ from __future__ import annotations
 import json
 import random
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.pictures.gantt import gantt
 from lightning_pipeshift.plan.cost.prediction import Prediction
 from lightning_pipeshift.plan.cost.simulator import Costs
 from lightning_pipeshift.plan.document.plan import LayerRecord, Plan
 from lightning_pipeshift.plan.inputs.placement import Placement
+from lightning_pipeshift.plan.schedule.actions import Action
 from lightning_pipeshift.plan.timeline.chrome_trace import chrome_trace
 from lightning_pipeshift.plan.timeline.clocks import Offset, Ping, offset_of
+from lightning_pipeshift.plan.timeline.compared import Compared
 from lightning_pipeshift.plan.timeline.expected import expected
+from lightning_pipeshift.plan.timeline.metrics import metrics_of
 from lightning_pipeshift.plan.timeline.recording import (
     FIELD,
     Mark,
@@ -27,6 +32,8 @@ from lightning_pipeshift.plan.timeline.recording import (
     What,
 )
 from lightning_pipeshift.plan.timeline.shares import Shares, mean, shares_of
+from lightning_pipeshift.plan.timeline.slow_ranks import SlowRanks
+from lightning_pipeshift.plan.timeline.text import draw
 
 
 def pings(offset: float, delays: list[tuple[float, float]]) -> list[Ping]:
@@ -165,6 +172,75 @@ def test_slices_do_not_overlap_and_arrows_lie_in_the_slices_that_they_join() -> 
     arrows = [event for event in events if event["ph"] == "s"]
     # Payloads and gradients of four microbatches.
     assert len(arrows) == 8
+
+
+def recorded(*stages: str, step: int = 4, **others: Any) -> Recording:
+    return Recording(step, 1, tuple(rank(n, text) for n, text in enumerate(stages)), **others)
+
+
+def test_a_step_is_drawn_below_what_its_plan_expects() -> None:
+    plan = Plan(PLAN.layers, Placement(((2, 2),)), "1f1b", 1)
+    measured = recorded("F0:0-2 F0>:2-2 wB0:2-6 B0:6-10", "wF0:0-2 F0:2-4 B0:4-6 B0>:6-6")
+    assert draw(measured).splitlines()[0].startswith("step 4: 10 s (no layer is measured")
+    text = draw(replace(measured, plan=plan.to_json())).splitlines()
+    assert text[0] == "step 4: 10 s, and 12 s predicted for a step"
+    rows = [line for line in text if "│" in line]
+    assert [line.split("│")[1] for line in rows] == [
+        "0─────··················0━━━━━━━━━━━",
+        "······0─────0━━━━━━━━━━━············",
+        "0─────············0━━━━━━━━━━━",
+        "······0─────0━━━━━············",
+    ]
+    assert rows[2].endswith("40% bubble   0% exposed   0% again")
+    assert "predicted: 50% bubble" in "\n".join(text)
+
+
+def test_minibatches_are_counted_from_0_in_drawings() -> None:
+    plan = Plan(PLAN.layers, PLAN.placement, "async", 1)
+    measured = recorded("F100:0-2 B99:2-6 F101:6-8", "B98:0-1 F99:1-3", step=7, plan=plan.to_json())
+    compared = Compared.of(measured)
+    assert [str(span.action) for span in compared.measured.ranks[0].spans] == ["F2", "B1", "F3"]
+    assert compared.expected is not None
+    assert any(span.action == Action.parse("F2") for span in compared.expected.ranks[0].spans)
+
+
+def test_figures_for_loggers() -> None:
+    first = RankRecord(**{**fields_of(rank(0, "F0:0-2 B0:7-10")), "memory": (Memory(1.0, 70),)})
+    found = metrics_of(Recording(3, 1, (first, rank(1, "F0:3-4 B0:4-6"))))
+    assert found["pipeshift/step_seconds"] == 10.0
+    assert found["pipeshift/stage_seconds/0.0"] == pytest.approx(5.0)
+    assert found["pipeshift/stage_seconds/0.1"] == pytest.approx(3.0)
+    assert found["pipeshift/memory/0.0"] == 70.0
+    assert "pipeshift/memory/0.1" not in found
+    assert {"pipeshift/bubble", "pipeshift/exposed_comm", "pipeshift/recompute"} <= found.keys()
+
+
+def test_a_slow_rank_is_named_once_until_it_has_recovered() -> None:
+    """Slow is slower than the plan expects, and than the others are; for three records."""
+    usual = recorded("F0:0-1", "F0:0-2")
+    slow, all_slow = recorded("F0:0-1", "F0:0-3"), recorded("F0:0-2", "F0:0-4")
+    watch = SlowRanks(patience=3)
+    said = [
+        watch.look(each, usual)
+        for each in (slow, slow, usual, slow, slow, slow, slow, all_slow, slow, slow, slow)
+    ]
+    assert [len(messages) for messages in said] == [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1]
+    (message,) = said[5]
+    assert "rank 1 (stage 1 of virtual machine 0, host one) is 1.5 times as slow" in message
+    assert "3 s in a step instead of 2 s" in message
+    assert watch.look(slow, None) == []
+
+
+def test_the_chart_has_a_bar_for_each_action_and_a_title() -> None:
+    measured = recorded("F0:0-2 B0:6-10", "wF0:0-2 F0:2-4 B0:4-6", plan=PLAN.to_json())
+    figure = gantt(measured)
+    predicted, found = figure.axes[0], figure.axes[1]
+    assert "predicted" in predicted.get_title()
+    assert "measured: 10 s" in found.get_title()
+    assert [label.get_text() for label in found.get_yticklabels()] == ["stage 0", "stage 1"]
+    numbers = [text.get_text() for text in found.texts]
+    assert numbers == ["0", "0", "0", "0"]
+    assert found.get_xlim() == predicted.get_xlim()
 
 
 def check_trace(events: list[dict[str, Any]]) -> None:

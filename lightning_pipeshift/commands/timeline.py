@@ -1,0 +1,38 @@
+"""``pipeshift timeline``: what was recorded of a step, beside what its plan expected."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_pipeshift.commands.brief_errors import brief_errors
+from lightning_pipeshift.files import printable
+from lightning_pipeshift.plan.timeline.recording import Recording
+from lightning_pipeshift.plan.timeline.text import draw
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs ``pipeshift timeline``, which imports neither torch nor Lightning."""
+    parser = argparse.ArgumentParser(
+        prog="pipeshift timeline",
+        description="Shows a step that `PipelineTimeline()` has recorded, stage by stage, beside "
+        "what the plan in force expected of it. The same file opens in https://ui.perfetto.dev.",
+    )
+    parser.add_argument(
+        "file", type=Path, metavar="RUN.json", help="`pipeshift/timeline-STEP.json` of a run"
+    )
+    parser.add_argument(
+        "--png", metavar="FILE", type=Path, help="draw a picture here instead (matplotlib)"
+    )
+    options = parser.parse_args(arguments)
+    with brief_errors():
+        recording = Recording.load(options.file)
+        if options.png is None:
+            print(printable(draw(recording)))
+            return
+        from lightning_pipeshift.pictures.figure import save
+        from lightning_pipeshift.pictures.gantt import gantt
+
+        save(gantt(recording), options.png)
+        print(f"drawn in {options.png}")

@@ -1,0 +1,67 @@
+"""Notices a rank that has become slower than its plan expects, while the others have not."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Final
+
+from lightning_pipeshift.plan.timeline.recording import RankRecord, Recording
+from lightning_pipeshift.text import seconds_text
+
+_FACTOR: Final = 1.3
+"""So many times as long as expected is slow, if the others are not as slow themselves."""
+
+
+class SlowRanks:
+    """Compares recorded steps with what was expected of them.
+
+    Args:
+        patience: for how many recorded steps in a row a rank has to be slow before it is reported.
+    """
+
+    def __init__(self, patience: int = 3) -> None:
+        self._patience = patience
+        self._num_slow: dict[int, int] = {}
+
+    def look(self, measured: Recording, expected: Recording | None) -> list[str]:
+        """Returns a message for each rank that is found to be slow now. It is reported again only
+        when it has been as fast as expected meanwhile.
+
+        Args:
+            measured: a step.
+            expected: the same step by the plan; ``None`` if it predicts nothing.
+        """
+        if expected is None:
+            return []
+        by_place = {(each.vm, each.stage): each.compute_seconds for each in expected.ranks}
+        ratios: dict[int, float] = {}
+        for record in measured.ranks:
+            seconds = by_place.get((record.vm, record.stage), 0.0)
+            if seconds:
+                ratios[record.rank] = record.compute_seconds / seconds
+        messages = []
+        for record in measured.ranks:
+            ratio = ratios.get(record.rank)
+            if ratio is None:
+                continue
+            others = [other for rank, other in ratios.items() if rank != record.rank]
+            is_slow = ratio > _FACTOR * max(1.0, median(others) if others else 1.0)
+            count = self._num_slow[record.rank] = (
+                self._num_slow.get(record.rank, 0) + 1 if is_slow else 0
+            )
+            if count == self._patience:
+                messages.append(
+                    _message(record, ratio, by_place[record.vm, record.stage], measured)
+                )
+        return messages
+
+
+def _message(record: RankRecord, ratio: float, expected: float, measured: Recording) -> str:
+    number = measured.num_steps
+    took, should = (seconds_text(each / number) for each in (record.compute_seconds, expected))
+    return (
+        f"rank {record.rank} (stage {record.stage} of virtual machine {record.vm}, host"
+        f" {record.host}) is {ratio:.1f} times as slow as its plan expects: it computes for {took}"
+        f" in a step instead of {should}. Look for another job there, or let"
+        " `LayerMigration()` move layers away from it"
+    )
