@@ -25,6 +25,7 @@ commands:
   status     show which stage owns which layers in a run that is under way
   move       move layers of a run that is under way
   timeline   show a step that a run has recorded, and what its plan expected
+  doctor     look at devices, hosts and the network between them before a run
   lanes      make a host's network carry urgent packets first
 
 options:

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_pipeshift.checkpoint import export
 from lightning_pipeshift.commands import check as check_command
+from lightning_pipeshift.commands import doctor as doctor_command
 from lightning_pipeshift.commands import memory as memory_command
 from lightning_pipeshift.commands import planning as planning_command
 from lightning_pipeshift.commands.brief_errors import brief_errors
@@ -54,7 +55,7 @@ def _strategy_help() -> str:
 
 def main() -> None:
     """Runs the parts of the ``pipeshift`` command that need torch: ``fit`` and the other commands
-    of a LightningCLI, ``check``, ``plan``, ``memory`` and ``export``.
+    of a LightningCLI, ``check``, ``doctor``, ``plan``, ``memory`` and ``export``.
 
     PipeShift's own errors are printed by
     :func:`~lightning_pipeshift.commands.brief_errors.brief_errors`.
@@ -73,6 +74,7 @@ def _run() -> None:
         sys.path.insert(0, os.getcwd())
     configured = {
         "check": check_command.main,
+        "doctor": doctor_command.main,
         "plan": planning_command.main,
         "memory": memory_command.main,
     }

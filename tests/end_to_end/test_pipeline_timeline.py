@@ -74,7 +74,7 @@ def train_all(cases: Mapping[str, Any], num_ranks: int, folder: str) -> Any:
 def recordings(folder: Path) -> dict[int, Recording]:
     """Those of a run, each with a file that Perfetto can draw."""
     found = {}
-    for path in folder.iterdir():
+    for path in folder.glob("*.json"):
         check_trace(json.loads(path.read_text())["traceEvents"])
         recording = Recording.load(path)
         found[recording.step] = recording
