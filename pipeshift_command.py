@@ -26,6 +26,7 @@ commands:
   move       move layers of a run that is under way
   timeline   show a step that a run has recorded, and what its plan expected
   doctor     look at devices, hosts and the network between them before a run
+  report     write a page about a run: plans, step times, stages, memory, lanes
   lanes      make a host's network carry urgent packets first
 
 options:
@@ -48,6 +49,9 @@ def main() -> None:
     elif arguments[:1] == ["timeline"]:
         _leave_out_package_code()
         from lightning_pipeshift.commands.timeline import main as run
+    elif arguments[:1] == ["report"]:
+        _leave_out_package_code()
+        from lightning_pipeshift.commands.report import main as run
     elif arguments[:1] == ["lanes"]:
         _leave_out_package_code()
         from lightning_pipeshift.commands.lanes import main as run

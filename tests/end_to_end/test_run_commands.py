@@ -37,6 +37,7 @@ MANY = 4000
         (["status", "--help"], "--run DIR"),
         (["move", "--help"], "LAYER STAGE"),
         (["status", "--run", "nowhere"], "No run is in progress"),
+        (["report", "--run", "nowhere"], "No step of a run is recorded"),
         (["timeline", "nowhere"], "the timeline 'nowhere' cannot be read"),
     ],
 )

@@ -1,0 +1,58 @@
+"""Makes ``timeline.png``: a recorded step of two stages beside what its plan expected.
+
+    python docs/pictures/make_timeline.py
+
+GPT-2 of transformers, small, on two CPU processes. The plan is made after some measured steps.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+# Benchmarks and tests are no part of the package.
+sys.path.insert(0, str(HERE.parent.parent))
+
+import lightning as L  # noqa: E402
+import torch  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
+
+from benchmarks.placements import Repeated  # noqa: E402
+from benchmarks.timeline_cost import LENGTH, LanguageModel  # noqa: E402
+from lightning_pipeshift import PipelineTimeline, PipeShiftStrategy  # noqa: E402
+from lightning_pipeshift.pictures.figure import save  # noqa: E402
+from lightning_pipeshift.pictures.gantt import gantt  # noqa: E402
+from lightning_pipeshift.plan.timeline.recording import Recording  # noqa: E402
+from lightning_pipeshift.testing.ranks import run_ranks  # noqa: E402
+from tests.features_models import quiet_trainer  # noqa: E402
+
+NUM_STEPS = 16
+
+
+def train(folder: str) -> None:
+    """Runs on both ranks."""
+    L.seed_everything(0, verbose=False)
+    torch.set_num_threads(1)
+    strategy: Any = PipeShiftStrategy(microbatches=4, profile_steps=4, recompute="full")
+    trainer = quiet_trainer(
+        {"devices": 2, "strategy": strategy},
+        max_steps=NUM_STEPS,
+        max_epochs=-1,
+        callbacks=[PipelineTimeline(every_n_steps=NUM_STEPS - 2, folder=folder)],
+    )
+    sample = torch.randint(512, (LENGTH,))
+    trainer.fit(LanguageModel(), DataLoader(Repeated(sample), batch_size=16))
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(train, 2, folder, timeout=300)
+        recording = Recording.load(Path(folder) / f"timeline-{NUM_STEPS - 2}.json")
+    save(gantt(recording), HERE / "timeline.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""``pipeshift report``: one page about a run, of the steps that it has recorded."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_pipeshift.commands.brief_errors import brief_errors
+from lightning_pipeshift.commands.report_page import page
+from lightning_pipeshift.errors import ConfigurationError
+from lightning_pipeshift.files import write_text
+from lightning_pipeshift.plan.timeline.recording import Recording
+from lightning_pipeshift.runtime.step.control_files import FOLDER
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs ``pipeshift report``, which imports neither torch nor Lightning."""
+    parser = argparse.ArgumentParser(
+        prog="pipeshift report",
+        description="Writes one HTML page about a run that had `PipelineTimeline()`: its plans "
+        "before and after each move, step times, stages, memory and lanes, expected and measured. "
+        "The page needs no network.",
+    )
+    parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="the run's folder")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="by default `pipeshift/report.html` in it"
+    )
+    options = parser.parse_args(arguments)
+    with brief_errors():
+        folder, recordings = recordings_of(options.run)
+        path = options.html or folder / "report.html"
+        write_text(path, page(f"PipeShift: {options.run.resolve().name}", recordings))
+        print(f"written to {path}")
+
+
+def recordings_of(run: Path) -> tuple[Path, list[Recording]]:
+    """The folder of a run's recordings, and these in the order of their steps.
+
+    Args:
+        run: the run's own folder, or that of the recordings.
+
+    Raises:
+        ConfigurationError: there are none.
+        PlanError: one is damaged.
+    """
+    for folder in (run / FOLDER, run):
+        if paths := list(folder.glob("timeline-*.json")):
+            found = [Recording.load(path) for path in paths]
+            return folder, sorted(found, key=lambda each: each.step)
+    raise ConfigurationError(
+        f"No step of a run is recorded in {str(run)!r}: there is no `{FOLDER}/timeline-*.json`."
+        " Pass the logger's folder of a run whose Trainer has the callback `PipelineTimeline()`,"
+        " and that was longer than its `every_n_steps`."
+    )
