@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="by default `pipeshift/report.html` in it"
     )
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(sys.argv[2:] if arguments is None else arguments)
     with brief_errors():
         folder, recordings = recordings_of(options.run)
         path = options.html or folder / "report.html"

@@ -19,7 +19,8 @@ _STYLE: Final = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2em auto; padding: 0 1em; }
 pre { font: 12px/1.25 monospace; overflow-x: auto; background: #f6f6f6; padding: 1em; }
 table { border-collapse: collapse; } th, td { padding: .2em .8em; text-align: right; }
-th { border-bottom: 1px solid #888; } svg text { font: 12px system-ui, sans-serif; }
+th { border-bottom: 1px solid #888; } svg { width: 100%; }
+svg text { font: 12px system-ui, sans-serif; }
 .measured { stroke: #4878cf; } .predicted { stroke: #d65f5f; stroke-dasharray: 5 4; }
 polyline { fill: none; stroke-width: 2; } .measured-point { fill: #4878cf; }
 """
@@ -89,7 +90,7 @@ def _step_times(recordings: Sequence[Recording]) -> Iterator[str]:
         x = _EDGE + (step - first) / (last - first) * (_WIDTH - 2 * _EDGE)
         return f"{x:.1f},{_HEIGHT - _EDGE - seconds / top * (_HEIGHT - 2 * _EDGE):.1f}"
 
-    yield f'<svg id="steps" width="{_WIDTH}" height="{_HEIGHT}" role="img">'
+    yield f'<svg id="steps" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">'
     low, high = _HEIGHT - _EDGE, _EDGE
     yield f'<path d="M{_EDGE} {high} V{low} H{_WIDTH - _EDGE}" fill="none" stroke="#888"/>'
     for name, points in (("measured", measured), ("predicted", predicted)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--png", metavar="FILE", type=Path, help="draw a picture here instead (matplotlib)"
     )
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(sys.argv[2:] if arguments is None else arguments)
     with brief_errors():
         recording = Recording.load(options.file)
         if options.png is None:

@@ -10,6 +10,7 @@ from lightning_pipeshift.plan.timeline.compared import Compared
 from lightning_pipeshift.plan.timeline.recording import RankRecord, Recording, What
 from lightning_pipeshift.plan.timeline.shares import mean, shares_of
 from lightning_pipeshift.plan.timeline.text import headline
+from lightning_pipeshift.text import seconds_text
 
 _COLOURS: Final = {
     Kind.FORWARD: "#4878cf",
@@ -46,7 +47,7 @@ def gantt(measured: Recording) -> Any:
         shares = shares_of(recording)
         for row, record in enumerate(recording.ranks):
             _draw(axis, row, record, factor, max(each.seconds for each, _ in charts) * factor)
-        axis.set_title(f"{title}: {recording.seconds * factor:.3g} {unit}\n{mean(shares)}")
+        axis.set_title(f"{title}: {seconds_text(recording.seconds)}\n{mean(shares)}")
         axis.set_xlabel(f"{unit} since the step began")
         axis.set_ylim(num_rows - 0.5, -0.5)
         axis.set_yticks(range(num_rows), [_name(record, recording) for record in recording.ranks])
@@ -67,7 +68,7 @@ def gantt(measured: Recording) -> Any:
 
 
 def _unit(seconds: float) -> tuple[str, float]:
-    return ("s", 1.0) if seconds >= 2 else ("ms", 1e3) if seconds >= 2e-3 else ("µs", 1e6)
+    return ("s", 1.0) if seconds >= 1 else ("ms", 1e3) if seconds >= 1e-3 else ("µs", 1e6)
 
 
 def _name(record: RankRecord, recording: Recording) -> str:
