@@ -13,6 +13,7 @@ from lightning_pipeshift.commands.planning import add_budgets, measured_strategy
 from lightning_pipeshift.errors import ConfigurationError, PlanError
 from lightning_pipeshift.lightning.precision.memory_compression import MemoryCompression
 from lightning_pipeshift.plan.arrange.plan_builder import cut_of, workloads_of
+from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.inputs.policies import Planned
 from lightning_pipeshift.plan.offload.assignment_search import Problem
 from lightning_pipeshift.plan.offload.memory_report import MachineMemory, report
@@ -84,7 +85,7 @@ def machines_of(strategy: Any) -> list[MachineMemory] | None:
                 problem.links,
                 tuple(Compression(problem).records(cut.counts)),
                 footprints.of(cut, swaps),
-                footprints.of(replace(cut, recompute=frozenset())),
+                footprints.of(Cut(cut.counts)),
                 tuple(limit.budget_bytes for limit in problem.limits),
             )
         )
