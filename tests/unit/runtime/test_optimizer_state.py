@@ -232,9 +232,9 @@ def test_a_hook_that_is_registered_late_is_an_error() -> None:
 # --- beside the compute ---
 
 
-def on_a_simulated_device() -> Trained:
+def on_a_simulated_device(room: float = 3 * STATE_BYTES) -> Trained:
     trained = Trained(MAKERS["AdamW"], GPU)
-    moved(trained)
+    moved(trained, room=room)
     for _ in range(3):
         trained.step()
         # The host reads.
@@ -260,4 +260,5 @@ def test_each_wait_matters(
 ) -> None:
     forget(monkeypatch, copying, function, method, number)
     with pytest.raises(DataRaceError), SimulatedDevice():
-        on_a_simulated_device()
+        # Without layers ahead: the host asks earlier copies' events when it submits later ones.
+        on_a_simulated_device(room=STATE_BYTES)
