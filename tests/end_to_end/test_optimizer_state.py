@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_pipeshift import BudgetError, MemoryCompression, Move, PipeShiftStrategy
+from lightning_pipeshift import MemoryCompression, Move, PipeShiftStrategy
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import built, quiet_trainer
 
@@ -72,12 +72,21 @@ class Momentum(Trains):
     name = "SGD"
 
 
+class WithHook(Trains):
+    """Has a hook for the optimizer's steps."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters())
+        optimizer.register_step_pre_hook(lambda *_: None)
+        return optimizer
+
+
 class Moves(L.Callback):
     """Moves a layer back and forth."""
 
     def on_train_batch_end(self, trainer: Any, *others: Any) -> None:
         if others[-1] in (1, 3):
-            trainer.strategy.migrate(Move(layer="blocks.2", stage=int(others[-1] == 1)))
+            trainer.strategy.migrate(Move(layer="blocks.3", stage=int(others[-1] == 3)))
 
 
 class Reads(L.Callback):
@@ -134,7 +143,6 @@ def train(
         "reads": reads.total,
         "figures": trainer.strategy.memory_figures,
         "plan": trainer.strategy.plan,
-        "wrapped": "pipeshift" in str(trainer.optimizers[0].step.__func__.__code__.co_filename),
     }
 
 
@@ -166,7 +174,27 @@ def test_the_same_bits(name: str) -> None:
     for mine, plain in zip(found, expected, strict=True):
         figures = mine["figures"]
         assert same_bits(mine, plain)
-        assert mine["reads"] == plain["reads"]
+        if "virtual" not in name:
+            # There the plain run's late updates have not reached the state yet.
+            assert mine["reads"] == plain["reads"]
         assert any(mine["plan"].optimizer_on_host)
         assert figures["optimizer_moved_bytes"] > 0
-        assert not mine["wrapped"]
+
+
+def test_a_checkpoint_goes_on_with_another_split_and_another_budget(tmp_path: Path) -> None:
+    expected = run_ranks(train, 1, None, num_batches=3, max_epochs=2)
+    path = tmp_path / "half.ckpt"
+    run_ranks(train, 1, 3 * MODEL_BYTES, num_batches=3, save=path)
+    saved = torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
+    assert all(torch.isfinite(entry["exp_avg"]).all() for entry in saved.values())
+    for num_ranks, budget in ((2, 1.9 * MODEL_BYTES), (1, None)):
+        found = run_ranks(train, num_ranks, budget, num_batches=3, max_epochs=2, resume=path)
+        assert same_bits(found[0], expected[0])
+
+
+def test_what_fits_does_not_move_and_what_cannot_move_is_said() -> None:
+    (found,) = run_ranks(train, 1, 6 * MODEL_BYTES)
+    assert not found["plan"].optimizer_on_host
+    assert found["figures"]["optimizer_moved_bytes"] == 0
+    with pytest.raises(Exception, match=r"stays on the device: a hook is called"):
+        run_ranks(train, 1, 2.5 * MODEL_BYTES, module=WithHook)
