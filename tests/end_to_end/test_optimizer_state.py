@@ -5,6 +5,7 @@ same bits, and checkpoints and moves of layers know nothing of it.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,12 @@ SETTINGS: dict[str, tuple[int, float, dict[str, Any]]] = {
 def test_the_same_bits(name: str) -> None:
     num_ranks, budget, how = SETTINGS[name]
     expected = run_ranks(train, num_ranks, None, **how)
+    if "moves" in how:
+        # The planner's own leaves no room for one more layer.
+        plan = expected[0]["plan"]
+        everything = (tuple(range(len(plan.layers))),)
+        plan = replace(plan, optimizer_on_host=everything, prediction=None)
+        how = {**how, "how": {"plan": plan}}
     found = run_ranks(train, num_ranks, budget * MODEL_BYTES, **how)
     for mine, plain in zip(found, expected, strict=True):
         figures = mine["figures"]
