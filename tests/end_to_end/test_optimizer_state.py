@@ -122,7 +122,7 @@ def train(
         for _ in range(num_batches)
     ]
     model, reads = built(module), Reads()
-    strategy = PipeShiftStrategy(**{"microbatches": 2, "partition": "uniform", **(how or {})})
+    strategy: Any = PipeShiftStrategy(**{"microbatches": 2, "partition": "uniform", **(how or {})})
     trainer = quiet_trainer(
         {"devices": int(os.environ["WORLD_SIZE"]), "strategy": strategy},
         callbacks=[reads, *([Moves()] if moves else [])],
@@ -132,7 +132,7 @@ def train(
     trainer.fit(model, DataLoader(batches, batch_size=None), ckpt_path=resume)
     if save is not None:
         trainer.save_checkpoint(save)
-    state = trainer.strategy.optimizer_state(trainer.optimizers[0])["state"]
+    state: Any = strategy.optimizer_state(trainer.optimizers[0])["state"]
     return {
         "state": {name: value.detach().clone() for name, value in model.state_dict().items()},
         "optimizer": {
@@ -142,8 +142,8 @@ def train(
             if isinstance(value, Tensor)
         },
         "reads": reads.total,
-        "figures": trainer.strategy.memory_figures,
-        "plan": trainer.strategy.plan,
+        "figures": strategy.memory_figures,
+        "plan": strategy.plan,
     }
 
 
@@ -181,8 +181,9 @@ def test_the_same_bits(name: str) -> None:
     for mine, plain in zip(found, expected, strict=True):
         figures = mine["figures"]
         assert same_bits(mine, plain)
-        if "virtual" not in name:
-            # There the plain run's late updates have not reached the state yet.
+        if num_ranks == 1:
+            # With several, the plain run's late updates have not reached the state yet, and a rank
+            # has the state of different layers while they move.
             assert mine["reads"] == plain["reads"]
         assert any(mine["plan"].optimizer_on_host)
         assert figures["optimizer_moved_bytes"] > 0

@@ -45,7 +45,7 @@ class Trained:
     def step(self, without: tuple[int, ...] = (), by_closure: bool = False) -> Any:
         """Makes a step in which some layers have no gradient."""
 
-        def closure() -> Tensor:
+        def closure() -> Any:
             for number, layer in enumerate(self.layers):
                 for p in layer:
                     gradient = torch.randn(p.shape, generator=self._generator).to(p.device)
