@@ -14,6 +14,7 @@ from lightning_pipeshift.lightning.precision.memory_compression import MemoryCom
 from lightning_pipeshift.pictures.figure import require_matplotlib, save
 from lightning_pipeshift.pictures.memory import memory_chart
 from lightning_pipeshift.plan.arrange.plan_builder import cut_of, workloads_of
+from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.inputs.policies import Planned
 from lightning_pipeshift.plan.offload.assignment_search import Problem
 from lightning_pipeshift.plan.offload.memory_report import MachineMemory, report
@@ -85,7 +86,7 @@ def machines_of(strategy: Any) -> list[MachineMemory] | None:
                 problem.links,
                 tuple(Compression(problem).records(cut.counts)),
                 footprints.of(cut, swaps),
-                footprints.of(replace(cut, recompute=frozenset())),
+                footprints.of(Cut(cut.counts)),
                 tuple(limit.budget_bytes for limit in problem.limits),
             )
         )

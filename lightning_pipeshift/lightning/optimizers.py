@@ -64,6 +64,21 @@ def why_all_gradients(trainer: pl.Trainer) -> str:
     return ""
 
 
+def why_state_stays(optimizers: Sequence[Optimizer]) -> str:
+    """Returns why the optimizers' state cannot be in host memory between two steps, in words; empty
+    if it can: then a step is made for one layer after the other, with all gradients there.
+    """
+    for optimizer in optimizers:
+        if type(optimizer) not in _BY_PARAMETER:
+            return (
+                f"the optimizer {type(optimizer).__name__} is none of torch.optim's that update"
+                " each parameter by its own gradient and state only (such as SGD, Adam, AdamW)"
+            )
+        if has_step_hooks(optimizer):
+            return "a hook is called before or after each step of the optimizer"
+    return ""
+
+
 def only_clips_by_norm(trainer: pl.Trainer) -> bool:
     """Whether the Trainer clips gradients by their norm, and no code may change them before."""
     return _clips_by_norm(trainer) and not _who_looks(trainer)

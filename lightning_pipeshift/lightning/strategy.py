@@ -424,8 +424,10 @@ class PipeShiftStrategy(ParallelStrategy):
         began: ``peak_bytes`` of saved tensors on the device, the ``budget_bytes`` that they may
         take (the device's, less the other memory of its layers), ``moved_bytes``,
         ``waited_seconds`` (how long the compute has waited for copies), ``num_evicted`` (tensors
-        that were evicted although the plan keeps them) and ``host_peak_bytes``. Empty without the
-        plugin.
+        that were evicted although the plan keeps them) and ``host_peak_bytes`` (of all that has
+        moved there). Of the optimizer's state that moves: ``optimizer_host_bytes``, the bytes in
+        host memory; ``optimizer_peak_bytes``, the most of it on the device; and
+        ``optimizer_moved_bytes``, the sum of the bytes moved out. Empty without the plugin.
         """
         memory = self.pipeline.memory
         return memory.figures() if memory is not None else {}

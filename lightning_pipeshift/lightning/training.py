@@ -23,6 +23,7 @@ from lightning_pipeshift.lightning.optimizers import (
     outside_of_steps,
     step_with,
     why_all_gradients,
+    why_state_stays,
 )
 from lightning_pipeshift.lightning.patches import NO_LOSS, Adjustments
 from lightning_pipeshift.lightning.precision.all_stages import loss_scale_of
@@ -98,6 +99,9 @@ class TrainingSteps:
         length, pipeline = self._trainer.num_training_batches, self._pipeline
         require_same_lengths([length], "training", pipeline.channels)
         require_same_lengths_over_replicas(length, pipeline.replicas)
+        pipeline.planning.state_stays = stays = why_state_stays(self._trainer.optimizers)
+        if pipeline.memory is not None and not stays and not self.steps_itself:
+            pipeline.memory.take_steps_of(self._trainer.optimizers)
         if pipeline.replicas.count > 1 and not self.steps_itself:
             reason = why_all_gradients(self._trainer)
             self._leaves_late = not reason and pipeline.settings.overlap_updates

@@ -94,7 +94,7 @@ def test_every_tensor_is_shown_and_each_stage(tmp_path: Path) -> None:
     assert "code behind" in shown.split("── stage 1")[1], "the loss saves something, too"
     assert re.search("to the host|to stage 1|made again", made)
     assert "← budget" in first
-    assert re.search(r"a step: [\d.]+ s by the simulator, [\d.]+ s without swaps", shown)
+    assert re.search(r"a step: [\d.]+ s by the simulator, [\d.]+ s if all stays", shown)
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "memory.png"}
 

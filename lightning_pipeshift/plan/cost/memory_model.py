@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -21,7 +22,7 @@ from lightning_pipeshift.plan.cost.memory_timeline import (
     traces,
 )
 from lightning_pipeshift.plan.cost.simulator import Timeline
-from lightning_pipeshift.plan.cost.workload import Cut, Workload, passing_bytes
+from lightning_pipeshift.plan.cost.workload import Cut, Numbers, Workload, passing_bytes
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import LayerProfile, Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor, Swap
@@ -42,19 +43,31 @@ class Footprint:
         timeline: of the step.
         traces: of the saved tensors.
         static_bytes: memory held permanently, and memory reserved for messages.
+        update_bytes: memory that optimizer state from the host needs while the optimizer steps, and
+            no saved tensor is held.
+        update_seconds: by which moving that state delays a step, on average.
     """
 
     timeline: Timeline
     traces: tuple[StageTrace, ...]
     static_bytes: tuple[float, ...]
+    update_bytes: tuple[float, ...]
+    update_seconds: float = 0.0
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
         """The peak memory of each stage."""
         return tuple(
-            static + trace.peak_bytes
-            for static, trace in zip(self.static_bytes, self.traces, strict=True)
+            static + max(trace.peak_bytes, update)
+            for static, trace, update in zip(
+                self.static_bytes, self.traces, self.update_bytes, strict=True
+            )
         )
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of the step, or of a minibatch, with all that moves."""
+        return self.timeline.step_seconds + self.late_seconds + self.update_seconds
 
     @property
     def late_seconds(self) -> float:
@@ -126,6 +139,7 @@ class Footprints:
     def __init__(self, profile: Profile, workload: Workload, links: Links) -> None:
         self._workload = workload
         self._links = links
+        self._num_accumulated = profile.num_accumulated
         #: The bytes that each layer saves for a microbatch of the workload, by number.
         self.sizes = tuple(
             _sizes(layer, float(saved))
@@ -169,7 +183,39 @@ class Footprints:
             + float(passing_bytes(*workload.payload_bytes[[begin, end]]))
             for stage, (begin, end) in enumerate(pairwise(cut.bounds))
         ]
-        return Footprint(timeline, tuple(traces(found, self._traces)), tuple(static))
+        made = tuple(traces(found, self._traces))
+        if not cut.optimizer_on_host:
+            return Footprint(timeline, made, tuple(static), (0.0,) * len(static))
+        return self._with_moved_state(cut, Footprint(timeline, made, tuple(static), ()))
+
+    def _with_moved_state(self, cut: Cut, found: Footprint) -> Footprint:
+        """The footprint with some layers' optimizer state in host memory between two steps."""
+        workload, timeline = self._workload, found.timeline
+        static, traces_, updates, end = list(found.static_bytes), list(found.traces), [], 0.0
+        for stage, (begin, last) in enumerate(pairwise(cut.bounds)):
+            moved = [layer for layer in range(begin, last) if layer in cut.optimizer_on_host]
+            sizes = workload.optimizer_bytes[moved]
+            static[stage] -= float(sizes.sum())
+            on_host = traces_[stage].host_bytes + float(sizes.sum())
+            traces_[stage] = replace(traces_[stage], host_bytes=on_host)
+            updates.append(float(sizes.max(initial=0.0)))
+            ended = timeline.rows[stage][-1].end if timeline.rows[stage] else 0.0
+            end = max(end, ended + self._exposed_seconds(stage, sizes))
+        late = max(0.0, end - timeline.end_seconds) / self._num_accumulated
+        return replace(
+            found,
+            traces=tuple(traces_),
+            static_bytes=tuple(static),
+            update_bytes=tuple(updates),
+            update_seconds=late,
+        )
+
+    def _exposed_seconds(self, stage: int, sizes: Numbers) -> float:
+        """By how many seconds an optimizer step gets longer, at most, if these sizes of state come
+        from the host and return: both directions overlap, but for the first and the last layer.
+        """
+        seconds = [self._links.seconds(stage, HOST, size) for size in sizes if size]
+        return math.fsum(seconds) + max(seconds, default=0.0)
 
     def _load(self, stage: int, index: int, cut: Cut, swaps: Sequence[Swap]) -> LayerLoad:
         forward = float(self._workload.forward[stage, index])

@@ -82,7 +82,8 @@ def predict(
     made: dict[Hashable, tuple[Costs, Footprint]] = {}
     found = []
     for workload, cut, moved, machine in zip(workloads, cuts, swapped, ranks, strict=True):
-        links = links_of(links_left, machine) if moved else Links()
+        is_moving = moved or cut.optimizer_on_host
+        links = links_of(links_left, machine) if is_moving else Links()
         key = id(workload), cut, moved, links.key
         if key not in made:
             footprint = Footprints(profile, workload, links).of(cut, moved)
@@ -91,7 +92,7 @@ def predict(
     footprints = [footprint for _, footprint in found]
     timelines = [footprint.timeline for footprint in footprints]
     computed, summed = _seconds(profile, cluster, ranks, workloads, cuts, timelines, lane_shares)
-    late = max(each.timeline.step_seconds + each.late_seconds for each in footprints) - max(
+    late = max(each.seconds for each in footprints) - max(
         timeline.step_seconds for timeline in timelines
     )
     return Prediction(

@@ -6,7 +6,7 @@ stage and layer. All solvers take it as their input, so that they can be compare
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -46,10 +46,17 @@ _AT_ONCE = 512
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A solution: the number of layers of each stage, and the layers that are recomputed."""
+    """A solution.
+
+    Args:
+        counts: the number of layers of each stage.
+        recompute: the layers that are recomputed.
+        optimizer_on_host: the layers whose optimizer state is in host memory between two steps.
+    """
 
     counts: Counts
     recompute: frozenset[int] = frozenset()
+    optimizer_on_host: frozenset[int] = frozenset()
 
     @property
     def bounds(self) -> tuple[int, ...]:
@@ -74,6 +81,7 @@ class Workload:
             cut before layer b.
         gradient_seconds: (S - 1, L + 1): the transfer of the gradients back.
         static_bytes: (L,) held permanently.
+        optimizer_bytes: (L,) the part of it that is the optimizer's state.
         weight_bytes: (L,) of each further version of its trained weights.
         sent_bytes: (2, L) of each gradient on its way to other stages whose layers share its
             weights: of the first of these layers, and of the others.
@@ -99,6 +107,7 @@ class Workload:
     payload_seconds: Numbers
     gradient_seconds: Numbers
     static_bytes: Numbers
+    optimizer_bytes: Numbers
     weight_bytes: Numbers
     sent_bytes: Numbers
     saved_bytes: Numbers
@@ -237,7 +246,8 @@ class Workload:
         A recomputed layer holds its inputs for every microbatch in flight, and its saved tensors
         for the one whose backward is next. This is what
         :class:`~lightning_pipeshift.plan.cost.memory_model.Footprints` finds in the timeline, if
-        no tensor is swapped and every stage that recomputes does so in actions of its own.
+        no tensor is swapped, all optimizer state is on the device, and every stage that recomputes
+        does so in actions of its own.
         """
         peaks = []
         for s, (layers, num) in enumerate(zip(self._ranges(cut), self.in_flight, strict=True)):
@@ -351,6 +361,13 @@ class Workload:
     def _ranges(self, cut: Cut) -> list[range]:
         return [range(*ends) for ends in pairwise(map(int, self._bounds([cut])[:, 0]))]
 
+    def without_state(self, layers: Collection[int]) -> Workload:
+        """The same layers, some of them without optimizer state."""
+        state = self.optimizer_bytes.copy()
+        state[sorted(layers)] = 0.0
+        static = self.static_bytes - self.optimizer_bytes + state
+        return replace(self, static_bytes=static, optimizer_bytes=state)
+
     def with_saved(self, part: float) -> Workload:
         """The same layers, as if they saved only a part of their tensors."""
         return replace(
@@ -461,6 +478,7 @@ def workload_of(
         payload_seconds=travel(payload),
         gradient_seconds=travel(gradient),
         static_bytes=of_layers("static_bytes") + (profile.num_gradients - 1) * gradients,
+        optimizer_bytes=of_layers("optimizer_bytes"),
         # Gradients are as large as the weights that they are for.
         weight_bytes=gradients,
         sent_bytes=sent,

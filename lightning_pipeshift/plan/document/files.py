@@ -422,7 +422,7 @@ _PROFILE: Final = Document(
     "the profile",
     "measure the profile again",
     PROFILE_VERSION,
-    optional=("num_accumulated", "num_gradients", "shared", "overlaps_updates"),
+    optional=("num_accumulated", "num_gradients", "shared", "overlaps_updates", "state_stays"),
     layers=tuple[_Layer, ...],
     kinds=dict[str, Annotated[KindProfile, Entry(())]],
     samples=Annotated[Number, check(lambda n: 0 < n < math.inf, "finite and above 0")],
@@ -457,6 +457,7 @@ def save_profile(profile: Profile, path: str | Path) -> None:
         "num_gradients": profile.num_gradients,
         "shared": [asdict(each) for each in profile.shared],
         "overlaps_updates": profile.overlaps_updates,
+        "state_stays": profile.state_stays,
         "layers": [_written(layer) for layer in profile.layers],
         "kinds": {kind: asdict(times) for kind, times in profile.kinds.items()},
     }

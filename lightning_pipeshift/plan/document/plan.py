@@ -91,6 +91,8 @@ class Plan:
             recomputed before the backward; empty if there are none.
         swaps: for each virtual machine, saved tensors that are swapped between their forward and
             their backward; empty if there are none.
+        optimizer_on_host: for each virtual machine the layers whose optimizer state is in host
+            memory between two steps of the optimizer; empty if there are none.
         ranks: for each virtual machine its ranks in stage order; empty if any ranks may be used.
         kinds: the kind of each of these ranks' devices; empty if they are not required.
         batch_shares: how a global batch is divided; empty for equally.
@@ -106,6 +108,7 @@ class Plan:
     microbatches: int
     recompute: tuple[tuple[int, ...], ...] = ()
     swaps: tuple[tuple[Swap, ...], ...] = ()
+    optimizer_on_host: tuple[tuple[int, ...], ...] = ()
     ranks: tuple[tuple[int, ...], ...] = ()
     kinds: tuple[tuple[str, ...], ...] = ()
     batch_shares: tuple[float, ...] = ()
@@ -125,6 +128,7 @@ class Plan:
         found: dict[str, Sequence[Any]] = {
             "recompute": self.recompute,
             "swaps": self.swaps,
+            "optimizer_on_host": self.optimizer_on_host,
             "ranks": self.ranks,
             "kinds": self.kinds,
             "batch_shares": self.batch_shares,
@@ -146,13 +150,20 @@ class Plan:
                     f"the field {name!r} is for virtual machines of {lengths} stages, and "
                     f"'placement' has {depths}; give one entry for each stage, or omit the field"
                 )
-        for vm, layers in enumerate(self.recompute):
-            wrong = [layer for layer in layers if not 0 <= layer < len(self.layers)]
-            if wrong or len(set(layers)) < len(layers):
-                raise PlanError(
-                    f"the field 'recompute' of virtual machine {vm} is {list(layers)}; it lists"
-                    f" layers from 0 to {len(self.layers) - 1}, each once"
-                )
+        for name in ("recompute", "optimizer_on_host"):
+            for vm, layers in enumerate(getattr(self, name)):
+                wrong = [layer for layer in layers if not 0 <= layer < len(self.layers)]
+                if wrong or len(set(layers)) < len(layers):
+                    raise PlanError(
+                        f"the field {name!r} of virtual machine {vm} is {list(layers)}; it lists"
+                        f" layers from 0 to {len(self.layers) - 1}, each once"
+                    )
+        if any(self.optimizer_on_host) and self.is_asynchronous:
+            raise PlanError(
+                f"the field 'optimizer_on_host' is for synchronous schedules: {self.schedule!r}"
+                " updates the layers after each backward. Omit the field, or choose another"
+                " 'schedule'"
+            )
         for vm, swaps in enumerate(self.swaps):
             self._check_swaps(vm, swaps, depths[vm])
         try:
@@ -240,6 +251,10 @@ class Plan:
         """The layers of a virtual machine that are recomputed before their backward."""
         return frozenset(self.recompute[vm]) if self.recompute else frozenset()
 
+    def optimizer_on_host_of(self, vm: int) -> frozenset[int]:
+        """The layers of a virtual machine whose optimizer state is in host memory."""
+        return frozenset(self.optimizer_on_host[vm]) if self.optimizer_on_host else frozenset()
+
     def swapped(self, vm: int) -> tuple[Swap, ...]:
         """The swaps of a virtual machine, without those that are impossible: a stage cannot take
         its own tensors.
@@ -314,10 +329,8 @@ class Plan:
 
     def is_like(self, other: Plan) -> bool:
         """Whether all ranks would act equally under the other plan."""
-        mine, theirs = (
-            (plan.placement, plan.recompute, plan.swaps, plan.ranks) for plan in (self, other)
-        )
-        return mine == theirs
+        names = ("placement", "recompute", "swaps", "optimizer_on_host", "ranks")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def require_layers(self, names: Sequence[str]) -> None:
         """Raises PlanError unless the plan was made for these layers in this order."""
@@ -352,7 +365,14 @@ class Plan:
             "microbatches": self.microbatches,
             "placement": self.placement.counts,
         }
-        for name in ("recompute", "ranks", "kinds", "batch_shares", "lane_shares"):
+        for name in (
+            "recompute",
+            "optimizer_on_host",
+            "ranks",
+            "kinds",
+            "batch_shares",
+            "lane_shares",
+        ):
             if getattr(self, name):
                 document[name] = getattr(self, name)
         if self.swaps:

@@ -123,7 +123,20 @@ def _swaps(plan: Plan, vm: int) -> list[str]:
             layers = _count(len({swap.layer for swap in swaps}), "layer")
             parts.append(f"{tensors} of {layers} to {to}")
         lines.append(_shortened_end(f"{stage:>5}  swaps {'; '.join(parts)}"))
+    lines += _state_on_host(plan, vm)
     return ["", *lines] if lines else []
+
+
+def _state_on_host(plan: Plan, vm: int) -> list[str]:
+    """The layers of each stage whose optimizer state is in host memory between two steps."""
+    on_host = plan.optimizer_on_host_of(vm)
+    lines = []
+    for stage in range(plan.placement.num_stages(vm)):
+        own = plan.placement.layers_of(vm, stage)
+        if count := len(on_host.intersection(own)):
+            which = "all layers" if count == len(own) else f"{count} of {_count(len(own), 'layer')}"
+            lines.append(f"{stage:>5}  has the optimizer's state of {which} in host memory")
+    return lines
 
 
 def _lanes(plan: Plan) -> list[str]:
@@ -141,7 +154,8 @@ def _equal_machines(plan: Plan) -> list[tuple[int, ...]]:
     groups: dict[Hashable, list[int]] = {}
     for vm, counts in enumerate(plan.placement.counts):
         costs = plan.prediction.costs[vm] if plan.prediction is not None else None
-        key = counts, plan.recomputed(vm), tuple(plan.swapped(vm)), costs
+        moved = tuple(plan.swapped(vm)), plan.optimizer_on_host_of(vm)
+        key = counts, plan.recomputed(vm), moved, costs
         groups.setdefault(key, []).append(vm)
     return [tuple(vms) for vms in groups.values()]
 

@@ -143,6 +143,8 @@ class Profile:
         shared: the parameters that several layers use.
         overlaps_updates: whether each layer is updated when its own gradient is summed over virtual
             machines, while the next step begins.
+        state_stays: why the optimizer's state cannot be in host memory between two steps, in words;
+            empty if it can.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -155,6 +157,7 @@ class Profile:
     num_gradients: int = 1
     shared: tuple[SharedWeights, ...] = ()
     overlaps_updates: bool = False
+    state_stays: str = ""
 
     def __post_init__(self) -> None:
         if not self.layers:

@@ -78,6 +78,7 @@ class Problem:
         policy: is called first; ``None`` if no saved tensor may be swapped, as there is no
             ``MemoryCompression``.
         recompute: ``"auto"``, ``"full"`` or ``"none"``.
+        optimizer_on_host: the layers whose optimizer state is in host memory between two steps.
         caution: see :class:`~lightning_pipeshift.plan.arrange.request.PlanRequest`.
     """
 
@@ -88,6 +89,7 @@ class Problem:
     policy: Policy | None
     recompute: str = "auto"
     caution: float = 2.0
+    optimizer_on_host: frozenset[int] = frozenset()
 
     @classmethod
     def of(
@@ -140,7 +142,7 @@ class Compressed:
     @property
     def seconds(self) -> float:
         """The seconds of the step."""
-        return self.footprint.timeline.step_seconds + self.footprint.late_seconds
+        return self.footprint.seconds
 
 
 class Score(NamedTuple):
@@ -185,7 +187,7 @@ class Search:
 
     def __init__(self, problem: Problem, cut: Cut) -> None:
         self._problem = problem
-        self._cut = cut
+        self._cut = cut = replace(cut, optimizer_on_host=problem.optimizer_on_host)
         self._workload = problem.workload
         self._links = problem.links
         self._limits = problem.limits

@@ -67,14 +67,11 @@ def report(machine: MachineMemory) -> str:
     parts = []
     for stage in range(len(machine.budget_bytes)):
         parts += ["", *_stage(machine, stage)]
-    step, before = (
-        found.timeline.step_seconds + found.late_seconds
-        for found in (machine.footprint, machine.uncompressed)
-    )
+    step, before = (found.seconds for found in (machine.footprint, machine.uncompressed))
     what = "a step" if machine.footprint.timeline.is_one_step else "a minibatch"
     parts += [
         "",
-        f"{what}: {step:.4g} s by the simulator, {before:.4g} s without swaps"
+        f"{what}: {step:.4g} s by the simulator, {before:.4g} s if all stays on the devices"
         f" ({step / before - 1:+.1%})"
         if before
         else f"{what}: no layer has been measured",
@@ -89,8 +86,9 @@ def _stage(machine: MachineMemory, stage: int) -> Iterator[str]:
     yield (
         f"── stage {stage}: at most {bytes_text(found.peak_bytes[stage])}{limit}"
         f" ({bytes_text(found.static_bytes[stage])} weights, gradients, optimizer, messages;"
-        f" {bytes_text(before.peak_bytes[stage])} without swaps) "
+        f" {bytes_text(before.peak_bytes[stage])} if all stays) "
     ).ljust(100, "─")
+    yield from _state_on_host(machine, stage)
     yield from _table(machine, stage)
     yield ""
     yield from picture(
@@ -99,6 +97,20 @@ def _stage(machine: MachineMemory, stage: int) -> Iterator[str]:
         budget,
         found.static_bytes[stage],
     )
+
+
+def _state_on_host(machine: MachineMemory, stage: int) -> Iterator[str]:
+    """What of the optimizer's state is in host memory between two steps."""
+    own = range(*machine.cut.bounds[stage : stage + 2])
+    moved = sorted(machine.cut.optimizer_on_host.intersection(own))
+    if moved:
+        sizes = [machine.profile.layers[layer].optimizer_bytes for layer in moved]
+        seconds = sum(machine.links.seconds(stage, HOST, size) for size in sizes)
+        yield (
+            f"the optimizer's state of {len(moved)} of {len(own)} layers ({bytes_text(sum(sizes))})"
+            f" is on the host between steps: {_time_text(seconds)} each way, in every update; at"
+            f" most {bytes_text(machine.footprint.update_bytes[stage])} for one layer"
+        )
 
 
 # --- the table ---

@@ -25,6 +25,7 @@ from lightning_pipeshift.plan.inputs.saved_tensors import Choice, Swap
 from lightning_pipeshift.plan.offload.assignment_search import (
     CLOSE,
     ROUNDING,
+    SMALLEST_BYTES,
     Assigned,
     Compressed,
     Problem,
@@ -57,6 +58,7 @@ def best_split(
         BudgetError: nothing fits; the message contains a budget for the first cut.
     """
     if problem.policy is None:
+        # Without `MemoryCompression` nothing moves.
         cut = _unswapped(problem, counts, start)
         footprint = problem.footprints.of(cut)
         return Compressed(cut, (), footprint, footprint)
@@ -102,6 +104,89 @@ def _worthwhile(problem: Problem) -> frozenset[int]:
 
 
 def fastest(
+    problem: Problem, cuts: Sequence[Sequence[int]], allowed: Collection[int] = ()
+) -> Compressed:
+    """The fastest of some cuts of a virtual machine, and of those near it, with the handling of its
+    saved tensors; of optimizer state, as much is in host memory as is faster than to move or
+    recompute more saved tensors, or as is needed for anything to fit.
+
+    Args:
+        problem: the virtual machine's.
+        cuts: layers per stage.
+        allowed: the boundaries for cuts near them; empty if only the given ones are.
+
+    Raises:
+        BudgetError: no cut fits; the message contains a budget for the first.
+    """
+    movable = movable_state(problem)
+    found: Compressed | None = None
+    try:
+        found = _fastest(problem, cuts, allowed)
+    except BudgetError:
+        if not movable:
+            raise
+    if found is not None:
+        unmoved = found.uncompressed.timeline.step_seconds
+        if not movable or found.seconds <= CLOSE * unmoved:
+            return found
+    try:
+        moved = _fastest(replace(problem, optimizer_on_host=movable), cuts, allowed)
+    except BudgetError:
+        if found is None:
+            raise
+        return found
+    moved = _with_less_moved(problem, moved)
+    return moved if found is None or moved.seconds < found.seconds else found
+
+
+def movable_state(problem: Problem) -> frozenset[int]:
+    """The layers whose optimizer state may be in host memory between two steps."""
+    workload = problem.workload
+    if problem.profile.state_stays or workload.objective.is_pace:
+        return frozenset()
+    if not all(limit.host_bytes for limit in problem.limits):
+        return frozenset()
+    sizes = workload.optimizer_bytes
+    return frozenset(layer for layer, size in enumerate(sizes) if size >= SMALLEST_BYTES)
+
+
+def _with_less_moved(problem: Problem, moved: Compressed) -> Compressed:
+    """The same with as much optimizer state on the device as fits. All state is idle for the same
+    time, so what is transferred fastest has the largest slack: small layers' state moves first.
+    """
+    sizes, bounds = problem.workload.optimizer_bytes, moved.cut.bounds
+    now = moved
+    for stage in range(len(problem.limits)):
+        others = now.cut.optimizer_on_host.difference(range(*bounds[stage : stage + 2]))
+        own = sorted(now.cut.optimizer_on_host - others, key=lambda layer: (sizes[layer], layer))
+
+        def first(count: int, others: frozenset[int] = others, own: list[int] = own) -> Compressed:
+            cut = replace(moved.cut, optimizer_on_host=others.union(own[:count]))
+            footprint = problem.footprints.of(cut, moved.swaps)
+            return Compressed(cut, moved.swaps, footprint, moved.uncompressed)
+
+        fewest, most = 0, len(own)
+        while fewest < most:
+            middle = (fewest + most) // 2
+            if _fits(problem, first(middle)):
+                most = middle
+            else:
+                fewest = middle + 1
+        now = first(fewest)
+    return now
+
+
+def _fits(problem: Problem, found: Compressed) -> bool:
+    footprint = found.footprint
+    return all(
+        peak <= ROUNDING * limit.budget_bytes and trace.host_bytes <= ROUNDING * limit.host_bytes
+        for peak, trace, limit in zip(
+            footprint.peak_bytes, footprint.traces, problem.limits, strict=True
+        )
+    )
+
+
+def _fastest(
     problem: Problem, cuts: Sequence[Sequence[int]], allowed: Collection[int] = ()
 ) -> Compressed:
     """The fastest of some cuts of a virtual machine, and of those near it, with the handling of its
@@ -235,11 +320,16 @@ class Compression:
             not any(limit.host_bytes for limit in self._limits)
         ):
             remedies.append("or more host memory (`host_budget`)")
+        state = " the optimizer's state"
+        if self._problem.optimizer_on_host:
+            state = ""
+        elif stays := self._problem.profile.state_stays:
+            state += f" (which stays on the device: {stays})"
         has, peak, fixed = map(ceil_bytes_text, (budget, found.peak_bytes[stage], static))
         return BudgetError(
             f"No plan keeps the memory budget: stage {stage} has {has}, and needs {peak} in the"
-            f" best plan found, {fixed} of it for {weights}, gradients, the optimizer's state and"
-            f" messages between stages. What would help: {'; '.join(remedies)}."
+            f" best plan found, {fixed} of it for {weights}, gradients,{state} and messages between"
+            f" stages. What would help: {'; '.join(remedies)}."
         )
 
     def _host_is_short(self, search: Search, best: Assigned) -> BudgetError:

@@ -5,14 +5,16 @@ stages that it keeps.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
 import torch
+from torch.optim import Optimizer
 
 from lightning_pipeshift.devices.streams import is_asynchronous, synchronize
+from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.model.saved.codec import codec_named
 from lightning_pipeshift.plan.cost.workload import passing_bytes
 from lightning_pipeshift.plan.document.plan import Plan
@@ -23,6 +25,7 @@ from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.offload.activation_store import ActivationStore, StagePolicy
 from lightning_pipeshift.runtime.offload.copying import BufferPool, copier_of
 from lightning_pipeshift.runtime.offload.lending import Borrower, Lender, RemoteTarget
+from lightning_pipeshift.runtime.offload.optimizer_state import Layers, OptimizerStates
 from lightning_pipeshift.runtime.offload.shared_memory import address_here
 from lightning_pipeshift.runtime.offload.targets import LocalTarget, OffloadTarget
 
@@ -109,6 +112,12 @@ class StageMemory:
             threads,
             self.store.lend,
             address,
+        )
+        self._states = OptimizerStates(
+            self._host,
+            self._copier,
+            device,
+            lambda: self.store.budget_bytes - self.store.held_bytes,
         )
         self._borrowers: dict[int, Borrower] = {}
         self.memory: RankMemory | None = None
@@ -213,6 +222,42 @@ class StageMemory:
             )
         )
 
+    def take_steps_of(self, optimizers: Iterable[Optimizer]) -> None:
+        """Makes steps of these optimizers layer by layer, if a plan says so."""
+        for optimizer in optimizers:
+            self._states.take_steps_of(optimizer)
+
+    def follow_with_state(
+        self,
+        plan: Plan,
+        vm: int,
+        optimizers: Iterable[Optimizer],
+        own: Layers,
+        state_bytes: Mapping[int, int],
+        state_stays: str,
+    ) -> None:
+        """Moves optimizer state as a plan says, after :meth:`follow`.
+
+        Args:
+            plan: the plan.
+            vm: this stage's virtual machine.
+            optimizers: those of the run.
+            own: the parameters of this stage's layers.
+            state_bytes: of each layer.
+            state_stays: why no state can move, in words; empty if it can.
+
+        Raises:
+            PlanError: the plan moves state that cannot move.
+        """
+        if state_stays and any(plan.optimizer_on_host):
+            raise PlanError(
+                "The plan has optimizer state in host memory between two steps (its field"
+                f" 'optimizer_on_host'), which is not possible: {state_stays}. Remove the field, or"
+                " use an optimizer that updates each parameter by itself."
+            )
+        moved = plan.optimizer_on_host_of(vm) & own.keys()
+        self._states.follow(optimizers, own, moved, state_bytes, self._names)
+
     def _ways(
         self, swap: Swap, host: OffloadTarget, spare: OffloadTarget | None
     ) -> tuple[OffloadTarget, ...]:
@@ -238,7 +283,7 @@ class StageMemory:
 
     def figures(self) -> dict[str, float]:
         """Statistics of the store, for users and tests."""
-        traffic = self.store.traffic
+        traffic, states = self.store.traffic, self._states.traffic
         return {
             "peak_bytes": traffic.peak_bytes,
             "budget_bytes": self.store.budget_bytes,
@@ -247,12 +292,16 @@ class StageMemory:
             "num_evicted": traffic.num_evicted,
             "num_direct": sum(borrower.num_direct for borrower in self._borrowers.values()),
             "host_peak_bytes": self._host.peak_bytes,
+            "optimizer_host_bytes": self._states.host_bytes,
+            "optimizer_peak_bytes": states.peak_bytes,
+            "optimizer_moved_bytes": states.moved_bytes,
         }
 
     def close(self) -> None:
         """Called at the end of the run: frees the memory, and ends the offloading between
         stages.
         """
+        self._states.close()
         for borrower in self._borrowers.values():
             borrower.close()
         self._borrowers.clear()

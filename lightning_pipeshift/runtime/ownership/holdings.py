@@ -115,6 +115,8 @@ class Holdings:
         self._posted: dict[tuple[str, int], deque[list[Sent]]] = {}
         """By parameter and stage, the gradients of shared parameters on their way there."""
         self.held: list[ParameterUse] = []
+        self.state_on_host: frozenset[int] = frozenset()
+        """The identities of parameters whose optimizer state is in host memory between steps."""
         self.shared = SharedParameters([])
         self._norms: dict[int, _Norm] = {}
         self.place(stage_of)
@@ -441,7 +443,7 @@ class Holdings:
                     if self.stage not in self.holders_of(parameter):
                         del optimizer.state[parameter]
                 # State restored from a checkpoint, or made by the optimizer's constructor.
-                optimizer_to_device(optimizer, device, deferred)
+                optimizer_to_device(optimizer, device, deferred, self.state_on_host)
 
     def _release(self, tensor: Tensor, name: str) -> None:
         try:
@@ -868,9 +870,20 @@ def _total(gradients: Iterable[Tensor]) -> Tensor:
     return reduce(torch.add, others, first)
 
 
-def optimizer_to_device(optimizer: Optimizer, device: torch.device, deferred: DeferredInit) -> None:
+def optimizer_to_device(
+    optimizer: Optimizer,
+    device: torch.device,
+    deferred: DeferredInit,
+    on_host: Collection[int] = (),
+) -> None:
     """Moves an optimizer's state, and initialises deferred tensors. Step counters are on the CPU,
     unless a kernel of the optimizer reads them (``fused`` and ``capturable``).
+
+    Args:
+        optimizer: the optimizer.
+        device: where its state is to be.
+        deferred: has the values of tensors that are on the meta device.
+        on_host: the identities of parameters whose state remains where it is.
     """
     kernel_counts = {
         parameter
@@ -885,5 +898,7 @@ def optimizer_to_device(optimizer: Optimizer, device: torch.device, deferred: De
                     continue
                 if deferred.knows(value):
                     entry[name] = value = deferred.values(value)
-                if not value.is_meta and (name != "step" or parameter in kernel_counts):
-                    entry[name] = value.to(device)
+                stays = id(parameter) in on_host and value.numel() > 1
+                if value.is_meta or stays or (name == "step" and parameter not in kernel_counts):
+                    continue
+                entry[name] = value.to(device)

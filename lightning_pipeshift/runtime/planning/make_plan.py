@@ -107,12 +107,16 @@ class Settings(Options):
                     f" {_stages(stages_per_vm)}. Use `Trainer(devices={sum(planned)})`, or make a"
                     " plan for the stages there are."
                 )
-            if any(self.plan.swaps) and self.memory is None:
-                raise PlanError(
-                    "The plan moves saved tensors (its field 'swaps'), but this run has no "
-                    "plugin that does so. Add `MemoryCompression(...)` to the Trainer's "
-                    "`plugins`, or remove the field from the plan."
-                )
+            for name, what in (
+                ("swaps", "saved tensors"),
+                ("optimizer_on_host", "the optimizer's state"),
+            ):
+                if any(getattr(self.plan, name)) and self.memory is None:
+                    raise PlanError(
+                        f"The plan moves {what} (its field {name!r}), but this run has no "
+                        "plugin that does so. Add `MemoryCompression(...)` to the Trainer's "
+                        "`plugins`, or remove the field from the plan."
+                    )
         else:
             require_equal_depths(self.schedule, stages_per_vm)
             resolve(self.partition, num_layers=len(gates), stages_per_vm=stages_per_vm)

@@ -204,10 +204,11 @@ def _always(old: Plan, new: Plan, window: Window) -> bool:
 def _changed(old: Plan, new: Plan, window: Window) -> Decision:
     assert old.prediction is not None
     assert new.prediction is not None
-    if old.placement == new.placement and any(old.swaps + new.swaps):
+    moved = old.swaps + new.swaps + old.optimizer_on_host + new.optimizer_on_host
+    if old.placement == new.placement and any(moved):
         message = (
-            f"{window.num_steps} steps have been measured, and other saved tensors move or are made"
-            f" again than before: {new.prediction.step_seconds:.3g} s a step are expected."
+            f"{window.num_steps} steps have been measured, and other tensors move or are made again"
+            f" than before: {new.prediction.step_seconds:.3g} s a step are expected."
         )
         return Decision(new.to_json(), True, message)
     now, then = old.prediction.step_seconds, new.prediction.step_seconds

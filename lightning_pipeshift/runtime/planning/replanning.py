@@ -132,6 +132,8 @@ class Replanning:
         """The trained parameters that several layers use, once they are known."""
         self.overlaps_updates = False
         """Whether layers are updated one by one while the next step begins."""
+        self.state_stays = ""
+        """Why the optimizer's state cannot be in host memory between two steps; empty if it can."""
         self.is_measured = False
         """Whether the first steps have been measured."""
         self.steps_left = math.inf
@@ -262,16 +264,32 @@ class Replanning:
             num_gradients=1 + self._settings.accumulates,
             shared=self.shared,
             overlaps_updates=self.overlaps_updates,
+            state_stays=self.state_stays,
         )
         return Measured(profile, cluster, topology.ranks)
 
-    def static_bytes(self, stage: int, num_stages: int) -> dict[int, float]:
-        """The bytes that each layer takes permanently on a stage: as ``Workload.fixed_bytes``."""
+    @property
+    def optimizer_bytes(self) -> dict[int, int]:
+        """The expected bytes of each layer's optimizer state."""
+        return {index: layer.optimizer_bytes for index, layer in enumerate(self._layers)}
+
+    def static_bytes(
+        self, stage: int, num_stages: int, on_host: Collection[int] = ()
+    ) -> dict[int, float]:
+        """The bytes that each layer takes permanently on a stage: as ``Workload.fixed_bytes``.
+
+        Args:
+            stage: the stage.
+            num_stages: of its virtual machine.
+            on_host: the layers whose optimizer state is in host memory.
+        """
         settings = self._settings
         pipeline = settings.schedule, num_stages, settings.num_accumulated
         num_more = weight_versions(*pipeline)[stage] - 1 + settings.accumulates
         found = {
-            index: layer.static_bytes + num_more * float(layer.gradient_bytes)
+            index: layer.static_bytes
+            - (layer.optimizer_bytes if index in on_host else 0)
+            + num_more * float(layer.gradient_bytes)
             for index, layer in enumerate(self._layers)
         }
         sums, parts = gradients_sent(*pipeline)[stage]

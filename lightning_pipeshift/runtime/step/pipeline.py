@@ -262,6 +262,7 @@ class Pipeline:
         self._plan: Plan | None = None
         self._ownership: Ownership | None = None
         self.holdings: Holdings | None = None
+        self._optimizers: Sequence[Optimizer] = ()
         self.memory: StageMemory | None = None
         if settings.memory is not None:
             self.memory = StageMemory(
@@ -373,6 +374,8 @@ class Pipeline:
             self._say_who_has_no_work()
         of_user_code = modules_of_user_code(self.root, layers, uses, seen.called)
         self.holdings = Holdings(self.root, uses, layers, stage_of, self.channels, of_user_code)
+        self._optimizers = optimizers
+        self._note_state_on_host()
         if not self._was_whole:
             self.holdings.obtain(self._deferred)
         self.holdings.match_shared()
@@ -608,14 +611,35 @@ class Pipeline:
             )
 
     def _follow_with_memory(self) -> None:
-        if self.memory is not None:
-            self.memory.follow(
-                self.plan,
-                self.vm,
-                self.planning.static_bytes(self.channels.stage, self.channels.num_stages),
-                self.planning.profiler.expected_bytes,
-                self._layers_on_their_way,
-            )
+        if self.memory is None:
+            return
+        stage, on_host = self.channels.stage, self.plan.optimizer_on_host_of(self.vm)
+        self.memory.follow(
+            self.plan,
+            self.vm,
+            self.planning.static_bytes(stage, self.channels.num_stages, on_host),
+            self.planning.profiler.expected_bytes,
+            self._layers_on_their_way,
+        )
+        self._note_state_on_host()
+        gates = self._trace_cache.gates
+        own = self.plan.placement.layers_of(self.vm, stage)
+        self.memory.follow_with_state(
+            self.plan,
+            self.vm,
+            self._optimizers,
+            {layer: list(gates[layer].layer.parameters()) for layer in own},
+            self.planning.optimizer_bytes,
+            self.planning.state_stays,
+        )
+
+    def _note_state_on_host(self) -> None:
+        """Tells the holdings which parameters' optimizer state is not to be on the device."""
+        assert self.holdings is not None
+        on_host, gates = self.plan.optimizer_on_host_of(self.vm), self._trace_cache.gates
+        self.holdings.state_on_host = frozenset(
+            id(parameter) for layer in on_host for parameter in gates[layer].layer.parameters()
+        )
 
     @property
     def _layers_on_their_way(self) -> frozenset[int]:

@@ -22,6 +22,7 @@ def workload(
     static=0.0,
     weight=0.0,
     saved=0.0,
+    state=0.0,
     inputs=0.0,
     outside=0.0,
     payload_bytes=0.0,
@@ -46,6 +47,7 @@ def workload(
         payload_seconds=travel,
         gradient_seconds=travel,
         static_bytes=np.broadcast_to(np.asarray(static, float), num_layers),
+        optimizer_bytes=np.broadcast_to(np.asarray(state, float), num_layers),
         weight_bytes=np.broadcast_to(np.asarray(weight, float), num_layers),
         sent_bytes=np.zeros((2, num_layers)),
         saved_bytes=np.broadcast_to(np.asarray(saved, float), num_layers),
@@ -109,6 +111,7 @@ def random_workload(
         payload_seconds=payload,
         gradient_seconds=payload * draw.choice([0, 1, 1]),
         static_bytes=static,
+        optimizer_bytes=np.zeros(num_layers),
         # No further draw, which would change what comes after it.
         weight_bytes=np.floor(static / 3),
         sent_bytes=np.zeros((2, num_layers)),

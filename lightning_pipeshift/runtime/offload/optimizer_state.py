@@ -1,0 +1,450 @@
+"""Optimizer state in host memory: the state of a layer is on the device only while its layer is
+updated.
+
+CN114880130B moves "every tensor related to a layer" while it is not used; optimizer state is not
+used between two steps of the optimizer. Such a step becomes one of the user's own optimizer for
+each layer: a layer's state is prefetched while layers before it are updated, and evicted while
+layers after it are.
+
+A state tensor remains the same object, and always has its true values: only its memory changes,
+between the device's and the host's. So whoever reads ``optimizer.state`` between two steps, or
+saves it, needs to know nothing of this.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
+from types import MethodType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_pipeshift.compat.torch_private import has_step_hooks
+from lightning_pipeshift.errors import BudgetError, ConfigurationError
+from lightning_pipeshift.runtime.offload.copying import BufferPool, Copier, Ticket
+from lightning_pipeshift.text import ceil_bytes_text
+
+_AHEAD: Final = 2
+"""How many layers' state may be prefetched ahead of the layer that is being updated."""
+
+Layers = Mapping[int, Sequence[nn.Parameter]]
+"""The parameters of layers, by the layers' numbers."""
+
+
+@dataclass
+class StateTraffic:
+    """Statistics.
+
+    Args:
+        device_bytes: the bytes of these layers' state that are on the device.
+        peak_bytes: the peak of these.
+        moved_bytes: the sum of the bytes moved out, over all steps.
+    """
+
+    device_bytes: int = 0
+    peak_bytes: int = 0
+    moved_bytes: int = 0
+
+    def count(self, num_bytes: int) -> None:
+        """Counts bytes that come to the device; negative when they leave it."""
+        self.device_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.device_bytes)
+
+
+@dataclass(frozen=True)
+class _Home:
+    """A state tensor's memory on the host.
+
+    Args:
+        tensor: the tensor.
+        values: of the same shape and layout.
+    """
+
+    tensor: weakref.ref[Tensor]
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class _Copying:
+    """The state of a layer that is being copied.
+
+    Args:
+        layer: the layer.
+        parts: its tensors, each with its new memory and the copy in progress.
+        promised_bytes: memory reserved for state that it does not have yet.
+    """
+
+    layer: int
+    parts: Sequence[tuple[Tensor, Tensor, Ticket]]
+    promised_bytes: int = 0
+
+    def finish(self) -> int:
+        """Waits for the copies, and gives the tensors their new memory; returns its bytes."""
+        for tensor, memory, ticket in self.parts:
+            ticket.wait()
+            tensor.data = memory
+        return sum(memory.nbytes for _, memory, _ in self.parts)
+
+    def is_done(self) -> bool:
+        """Whether the copies are complete."""
+        return all(ticket.is_done() for _, _, ticket in self.parts)
+
+
+class OptimizerStates:
+    """The optimizer state of one stage's layers that is in host memory between two steps.
+
+    Args:
+        host: the host's memory for it.
+        copier: makes the copies.
+        device: the stage's.
+        room: returns the bytes of the device's memory that the state of these layers may take now.
+    """
+
+    def __init__(
+        self, host: BufferPool, copier: Copier, device: torch.device, room: Callable[[], float]
+    ) -> None:
+        self.traffic = StateTraffic()
+        self._host = host
+        self._copier = copier
+        self._device = device
+        self._room = room
+        self._homes: dict[int, _Home] = {}
+        """By the identity of the tensor."""
+        # Sizes of homes whose tensors are gone: any thread may free one at any time.
+        self._dropped: deque[tuple[int, int]] = deque()
+        self._layers: dict[int, list[nn.Parameter]] = {}
+        self._expected: Mapping[int, int] = {}
+        self._names: Sequence[str] = ()
+        self._optimizers: list[Optimizer] = []
+        self._steps: list[tuple[Optimizer, Callable[..., Any], Any]] = []
+        self._leaving: deque[_Copying] = deque()
+        # Bytes of the coming layers' state that their update is going to make.
+        self._promised_bytes = 0
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of optimizer state in host memory."""
+        self._bury()
+        return sum(home.values.nbytes for home in self._homes.values())
+
+    # --- the plan ---
+
+    def follow(
+        self,
+        optimizers: Iterable[Optimizer],
+        own: Layers,
+        moved: Collection[int],
+        expected_bytes: Mapping[int, int],
+        names: Sequence[str] = (),
+    ) -> None:
+        """Applies a plan from now on.
+
+        Args:
+            optimizers: those of the run.
+            own: the stage's layers.
+            moved: those whose state is in host memory between two steps.
+            expected_bytes: of each layer's state, as it has none before the first step.
+            names: of the layers.
+
+        Raises:
+            BudgetError: the host has too little memory.
+        """
+        self._optimizers = list(optimizers)
+        self._expected, self._names = expected_bytes, names
+        seen: set[int] = set()
+        self._layers = {}
+        for layer in sorted(moved):
+            # A parameter that several layers use is updated with the first of them.
+            new = [p for p in own[layer] if id(p) not in seen]
+            seen.update(map(id, new))
+            self._layers[layer] = new
+        self._bring_back(p for layer in own.values() for p in layer if id(p) not in seen)
+        for optimizer in self._optimizers:
+            self._evict_all(optimizer)
+
+    def _bring_back(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Brings state back to the device for good."""
+        for parameter in parameters:
+            for optimizer in self._optimizers:
+                for tensor in _state_of(optimizer, [parameter]):
+                    if self._is_home(tensor):
+                        tensor.data = tensor.data.to(self._device, copy=True)
+                        self._forget(id(tensor))
+
+    def close(self) -> None:
+        """Called at the end of the run; what is in host memory remains there."""
+        self._uninstall()
+        self._layers = {}
+
+    # --- the optimizer ---
+
+    def take_steps_of(self, optimizer: Optimizer) -> None:
+        """Makes an optimizer's steps those of :meth:`step`, before the first one: the plan may be
+        made inside of it. Schedulers replace the method likewise, before or after.
+        """
+        plain = optimizer.step
+        earlier = vars(optimizer).get("step")
+
+        @wraps(getattr(plain, "__func__", plain))
+        def step(it: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return self.step(it, plain, *args, **kwargs)
+
+        mine = MethodType(step, optimizer)
+        optimizer.step = mine  # type: ignore[method-assign]
+        self._steps.append((optimizer, mine, earlier))
+
+    def _uninstall(self) -> None:
+        for optimizer, mine, earlier in self._steps:
+            # A scheduler may have wrapped it since; without layers it does nothing of its own.
+            if vars(optimizer).get("step") is mine:
+                if earlier is None:
+                    del optimizer.step
+                else:
+                    optimizer.step = earlier  # type: ignore[method-assign]
+        self._steps = []
+
+    def step(
+        self, optimizer: Optimizer, plain: Callable[..., Any], closure: Any = None, **kwargs: Any
+    ) -> Any:
+        """Makes a step of an optimizer, one layer after the other.
+
+        Args:
+            optimizer: the optimizer.
+            plain: its own step.
+            closure: is called first, if there is one.
+            kwargs: further arguments of its step.
+
+        Returns:
+            the closure's result.
+
+        Raises:
+            ConfigurationError: hooks are to be called before or after each step.
+            BudgetError: a layer's state does not fit.
+        """
+        if not self._layers and has_step_hooks(optimizer):
+            return plain(closure, **kwargs)
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        if not self._layers:
+            plain(**kwargs)
+            return result
+        if has_step_hooks(optimizer):
+            raise ConfigurationError(
+                "A hook was registered for the optimizer's steps after the training had begun, but"
+                " under this plan of `MemoryCompression` the optimizer steps once for each layer."
+                " Register the hook before `fit`: then the optimizer's state stays on the device."
+            )
+        self._evict_all(optimizer)
+        groups = optimizer.param_groups
+        everything = [group["params"] for group in groups]
+        layers = self._with_gradients(everything)
+        moved = {id(p) for layer in layers for p in self._layers[layer]}
+        try:
+            waiting, coming = deque(layers), deque[_Copying]()
+            self._prefetch(optimizer, waiting, coming)
+            for group, parameters in zip(groups, everything, strict=True):
+                group["params"] = [p for p in parameters if id(p) not in moved]
+            plain(**kwargs)
+            while coming:
+                layer = coming.popleft()
+                layer.finish()
+                own = set(map(id, self._layers[layer.layer]))
+                for group, parameters in zip(groups, everything, strict=True):
+                    group["params"] = [p for p in parameters if id(p) in own]
+                before = self._device_bytes(optimizer, layer.layer)
+                plain(**kwargs)
+                self._promised_bytes -= layer.promised_bytes
+                # The first step makes the state.
+                self.traffic.count(self._device_bytes(optimizer, layer.layer) - before)
+                self._evict(optimizer, layer.layer)
+                self._prefetch(optimizer, waiting, coming)
+        finally:
+            for group, parameters in zip(groups, everything, strict=True):
+                group["params"] = parameters
+            self._finish_leaving()
+            # What an error has left there is counted when it is evicted.
+            self.traffic.device_bytes = self._promised_bytes = 0
+        return result
+
+    def _with_gradients(self, groups: Sequence[Sequence[Tensor]]) -> list[int]:
+        """The layers with gradients of parameters in these groups, in their order."""
+        present = {id(p) for group in groups for p in group if p.grad is not None}
+        return [
+            layer
+            for layer, parameters in self._layers.items()
+            if any(id(p) in present for p in parameters)
+        ]
+
+    # --- there and back ---
+
+    def _prefetch(self, optimizer: Optimizer, waiting: deque[int], coming: deque[_Copying]) -> None:
+        """Starts to fetch the next layers' state: of the next one in any case, of those behind it
+        as far as there is room.
+        """
+        while waiting and len(coming) <= _AHEAD:
+            tensors = list(_state_of(optimizer, self._layers[waiting[0]]))
+            size = sum(tensor.nbytes for tensor in tensors)
+            promised = 0 if size else self._expected.get(waiting[0], 0)
+            if not self._has_room(size or promised, waiting[0], is_needed=not coming):
+                return
+            self._promised_bytes += promised
+            parts = []
+            for tensor in tensors:
+                if self._is_home(tensor):
+                    memory = torch.empty_strided(
+                        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device
+                    )
+                    self.traffic.count(memory.nbytes)
+                    work = partial(memory.copy_, tensor.data, non_blocking=True)
+                    parts.append((tensor, memory, self._copier.back(work, _nothing)))
+            coming.append(_Copying(waiting.popleft(), parts, promised))
+
+    def _has_room(self, num_bytes: int, layer: int, is_needed: bool) -> bool:
+        """Whether so many bytes of a layer's state may come to the device now. If they are needed
+        now, waits until they may.
+        """
+        while self.traffic.device_bytes + self._promised_bytes + num_bytes > self._room():
+            if not self._leaving:
+                if not is_needed:
+                    return False
+                break
+            if not is_needed and not self._leaving[0].is_done():
+                return False
+            self._finish_first()
+        if is_needed and num_bytes > self._room():
+            name = self._names[layer] if layer < len(self._names) else str(layer)
+            has, needs = map(ceil_bytes_text, (max(0.0, self._room()), num_bytes))
+            raise BudgetError(
+                f"The optimizer's state of layer {name!r} has {needs}, and the memory budget leaves"
+                f" {has} for it beside weights and gradients. A budget that is that much larger"
+                " would do; so would more stages, or smaller layers (`configure_layers`)."
+            )
+        return True
+
+    def _evict(self, optimizer: Optimizer, layer: int) -> None:
+        """Starts to copy a layer's state to the host."""
+        parts = []
+        for tensor in _state_of(optimizer, self._layers[layer]):
+            if not self._is_home(tensor):
+                values = self._home_of(tensor).values
+                work = partial(values.copy_, tensor.data, non_blocking=True)
+                parts.append((tensor, values, self._copier.out(work, _nothing)))
+                self.traffic.moved_bytes += values.nbytes
+        if parts:
+            self._leaving.append(_Copying(layer, parts))
+        while len(self._leaving) > _AHEAD:
+            self._finish_first()
+
+    def _evict_all(self, optimizer: Optimizer) -> None:
+        """Copies state to the host that has come in another way: that was loaded, or arrived with
+        its layer.
+        """
+        for layer in self._layers:
+            num_bytes = self._device_bytes(optimizer, layer)
+            if num_bytes:
+                self.traffic.count(num_bytes)
+                self._evict(optimizer, layer)
+        self._finish_leaving()
+
+    def _finish_first(self) -> None:
+        self.traffic.count(-self._leaving.popleft().finish())
+
+    def _finish_leaving(self) -> None:
+        """Returns when all state has been copied to the host."""
+        if self._leaving:
+            while self._leaving:
+                self._finish_first()
+            # The host itself reads it from now on.
+            self._copier.finish()
+
+    def _device_bytes(self, optimizer: Optimizer, layer: int) -> int:
+        state = _state_of(optimizer, self._layers[layer])
+        return sum(tensor.nbytes for tensor in state if not self._is_home(tensor))
+
+    # --- host memory ---
+
+    def _is_home(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory is its own on the host."""
+        home = self._homes.get(id(tensor))
+        return (
+            home is not None
+            and home.tensor() is tensor
+            and tensor.data_ptr() == home.values.data_ptr()
+        )
+
+    def _home_of(self, tensor: Tensor) -> _Home:
+        """A tensor's memory on the host, which it gets with its first eviction."""
+        self._bury()
+        key, home = id(tensor), self._homes.get(id(tensor))
+        if home is not None and _layout(home.values) == _layout(tensor):
+            return home
+        if home is not None:
+            self._forget(key)
+        if not self._host.claim(tensor.nbytes):
+            raise BudgetError(
+                f"The host has no memory for {ceil_bytes_text(tensor.nbytes)} more of the"
+                f" optimizer's state: {ceil_bytes_text(self._host.limit_bytes)} are allowed for all"
+                " that moves there. Raise `host_budget`."
+            )
+        buffer = self._host.take(tensor.nbytes)
+        values = buffer.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        gone = partial(self._note_dropped, key, tensor.nbytes)
+        home = self._homes[key] = _Home(weakref.ref(tensor, gone), values)
+        return home
+
+    def _note_dropped(self, key: int, num_bytes: int, _: Any) -> None:
+        self._dropped.append((key, num_bytes))
+
+    def _bury(self) -> None:
+        """Forgets the homes of tensors that are gone. Their buffers are not used for anything else,
+        as others may have aliases of them.
+        """
+        while self._dropped:
+            key, num_bytes = self._dropped.popleft()
+            self._host.unclaim(num_bytes)
+            home = self._homes.get(key)
+            # Another tensor may have the identity by now.
+            if home is not None and home.tensor() is None:
+                del self._homes[key]
+
+    def _forget(self, key: int) -> None:
+        home = self._homes.pop(key)
+        self._host.unclaim(home.values.nbytes)
+
+
+def _state_of(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The tensors of some parameters' state that may move: no counters, and no views."""
+    for parameter in parameters:
+        entry = optimizer.state.get(parameter)
+        for value in entry.values() if isinstance(entry, dict) else ():
+            if type(value) is Tensor and value.numel() > 1 and _is_dense(value):
+                yield value
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements fill a range of memory, each once."""
+    if tensor.layout != torch.strided or tensor.is_meta:
+        return False
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _nothing() -> None:
+    """The callback of copies whose end needs no handling."""
