@@ -94,9 +94,11 @@ class Results:
         """A figure as text.
 
         Args:
-            reference: ``file / key / key FORMAT``.
+            reference: ``file / key / key FORMAT``, or ``file command``.
         """
         where, _, form = " ".join(reference.split()).rpartition(" ")
+        if form == "command":
+            return f"`{_command(self.record(where))}`"
         value = self.value(where)
         spec, sign, factor = re.fullmatch(r"([^*/]*)([*/]?)(.*)", form).groups()  # type: ignore[union-attr]
         scale = (float(factor) if sign == "*" else 1 / float(factor)) if sign else 1
