@@ -24,8 +24,10 @@ def svg() -> str:
     """Two stages, each with all layers: those that it runs, and those that it does not."""
     width = _LEFT + _LAYERS * _WIDTH + 10
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 190"'
-        ' font-family="sans-serif" font-size="13">'
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 190"'
+            ' font-family="sans-serif" font-size="13">'
+        )
     ]
     for stage, y in enumerate((30, 120)):
         lines.append(f'<text x="6" y="{y + 22}" fill="#888888">stage {stage}</text>')
@@ -36,8 +38,10 @@ def svg() -> str:
     x = _LEFT + _CUT * _WIDTH - 5
     lines += [
         f'<path d="M{x} 64 V118" stroke="#e65100" stroke-width="2" fill="none"/>',
-        f'<path d="M{x - 5} 110 L{x} 119 L{x + 5} 110" stroke="#e65100" stroke-width="2"'
-        ' fill="none"/>',
+        (
+            f'<path d="M{x - 5} 110 L{x} 119 L{x + 5} 110" stroke="#e65100" stroke-width="2"'
+            ' fill="none"/>'
+        ),
         f'<text x="{x + 10}" y="96" fill="#e65100">the payload</text>',
         "</svg>",
     ]

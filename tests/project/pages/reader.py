@@ -85,6 +85,9 @@ def prepare(folder: Path, root: Path) -> None:
     """The files that commands take for granted: the reader's configuration, and the examples."""
     for name in ("examples", "benchmarks"):
         (folder / name).symlink_to(root / name)
+    (folder / "my_project.py").write_text(
+        "from tests.project.pages.reader import MyDataModule, MyModel\n"
+    )
     text = (root / "examples" / "gpt.yaml").read_text()
     (folder / "config.yaml").write_text(
         text.replace("num_layers: 4", "num_layers: 4\n    warmup_steps: 2")
