@@ -13,7 +13,8 @@ from typing import Any
 import lightning
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging  # noqa: F401
+from torch import Tensor, nn  # noqa: F401
 
 from examples.train_gpt import GPT, TextDataModule
 from lightning_pipeshift import *  # noqa: F403
