@@ -24,7 +24,13 @@ _ADDED = "the asynchronous schedules came since; what is measured here runs as b
 
 _CHANGED = "the planner and the lanes of gradients have changed since"
 
+_LANES_CHANGED = "the lanes, and what listens to a step, have changed since"
+
 OLD: dict[str, str] = {
+    **dict.fromkeys(
+        ("convergence", "migration_async", "migration_async_short", "rings", "rings_mtu1500"),
+        _LANES_CHANGED,
+    ),
     **dict.fromkeys(("compression", "recomputation", "throughput_eager"), _ADDED),
     **dict.fromkeys(
         (
