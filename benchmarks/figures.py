@@ -44,7 +44,7 @@ _BLOCK = re.compile(r"<!-- begin: (\w+) (.+?) -->\n.*?<!-- end: \1 \2 -->", re.D
 _REFERENCE = re.compile(r"\{(.+?)\}")
 # Blocks of others: the page of models has one, written by benchmarks/zoo_page.py.
 _WRITTEN = re.compile(r"<!-- begin: .*?<!-- end: .*?-->", re.DOTALL)
-_CODE = re.compile(r"^```\w+\n.*?^```$", re.DOTALL | re.MULTILINE)
+_CODE = re.compile(r"^```\w+[^\n]*\n.*?^```$", re.DOTALL | re.MULTILINE)
 _UNIT = (
     r"%|percent|ns|us|µs|ms|s|seconds?|minutes?|hours?|[kKMGT]i?B|bytes|[KMG]?bit/s|nats|times|x|×"
 )
@@ -94,9 +94,11 @@ class Results:
         """A figure as text.
 
         Args:
-            reference: ``file / key / key FORMAT``.
+            reference: ``file / key / key FORMAT``, or ``file command``.
         """
         where, _, form = " ".join(reference.split()).rpartition(" ")
+        if form == "command":
+            return f"`{_command(self.record(where))}`"
         value = self.value(where)
         spec, sign, factor = re.fullmatch(r"([^*/]*)([*/]?)(.*)", form).groups()  # type: ignore[union-attr]
         scale = (float(factor) if sign == "*" else 1 / float(factor)) if sign else 1

@@ -2,7 +2,7 @@
 
     python examples/watch_a_migration.py
 
-Three stages have four layers each. In the middle of the run the second stage takes three times as
+Three stages have four layers each. In the middle of the run the second stage takes twice as
 long for each of its layers, as if another job had started there. `LayerMigration` notices it, and
 moves layers to the other stages while training goes on. It prints the plan before and after, and
 the time of each step. The layers sleep instead of computing, so three stages fit on two cores.
@@ -39,7 +39,7 @@ class Watch(L.Callback):
             if trainer.is_global_zero:
                 print(f"\nbefore\n\n{strategy.plan}\n\nstage {SLOW_STAGE} gets slow\n")
             if strategy.stage == SLOW_STAGE:
-                slow_down(3.0)
+                slow_down(2.0)
         self.begin = time.perf_counter()
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from benchmarks import pictures
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests import ROOT
 from tests.project.pages import commands, reader
@@ -61,7 +62,7 @@ def run_python_of(blocks: Sequence[Block], folder: Path) -> None:
 
 def written(blocks: Sequence[Block], folder: Path, name: str) -> str:
     """Writes a module of some blocks, each at its line of the page."""
-    lines = ["from tests.project.pages.reader import *"]
+    lines = ["from tests.project.pages.reader import *; model, data = MyModel(), MyDataModule()"]
     for block in blocks:
         lines += [""] * (block.line - 1 - len(lines))
         lines += block.text.replace('accelerator="gpu"', 'accelerator="cpu"').rstrip().split("\n")
@@ -91,3 +92,19 @@ def test_what_a_page_shows_runs(path: Path, tmp_path: Path) -> None:
                 (commands.look_at if block.reason else commands.run_block)(block.text, tmp_path)
             except Exception as error:
                 raise AssertionError(f"{path.name}, line {block.line}: {error}") from error
+
+
+def test_the_tests_that_the_page_on_lightning_names_are_there() -> None:
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (ROOT / "docs/lightning.md").read_text())
+    assert len(named) > 15
+    for file, test in named:
+        source = (ROOT / "tests" / "end_to_end" / file).read_text()
+        assert f"\ndef {test}(" in source, f"{file} has no {test}"
+
+
+def test_the_picture_is_what_its_script_draws() -> None:
+    assert pictures.PICTURE.read_text() == pictures.svg()
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150

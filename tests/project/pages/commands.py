@@ -12,7 +12,6 @@ import contextlib
 import io
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import sys
@@ -68,6 +67,8 @@ def run_block(text: str, folder: Path) -> None:
             # The block has the line of each host: the job runs when the last one is there.
             if len(nodes) == int(options.nnodes):
                 num_ranks = int(options.nnodes) * int(options.nproc_per_node)
+                per_host = str(options.nproc_per_node)
+                environment |= {"GLOO_SOCKET_IFNAME": "lo", "RANKS_PER_HOST": per_host}
                 _run(script, num_ranks, [options.training_script], environment, folder)
                 nodes.clear()
         elif words[0] == "pipeshift":
@@ -161,12 +162,18 @@ def pipeshift(words: list[str]) -> None:
 
 def script(words: list[str]) -> None:
     """A script, as ``python`` and ``torchrun`` run it."""
+    host, local_rank = divmod(int(os.environ["RANK"]), int(os.environ["RANKS_PER_HOST"]))
+    os.environ |= {
+        "LOCAL_RANK": str(local_rank),
+        "NODE_RANK": str(host),
+        "GROUP_RANK": str(host),
+        "LOCAL_WORLD_SIZE": os.environ["RANKS_PER_HOST"],
+    }
     reader.become()
     sys.path.insert(0, os.getcwd())
     sys.argv = words
-    text = Path(words[0]).read_text()
-    Path(words[0]).write_text(text.replace('accelerator="gpu"', 'accelerator="cpu"'))
-    runpy.run_path(words[0], run_name="__main__")
+    text = Path(words[0]).read_text().replace('accelerator="gpu"', 'accelerator="cpu"')
+    exec(compile(text, words[0], "exec"), {"__name__": "__main__"})
 
 
 def helped(command: str) -> str:

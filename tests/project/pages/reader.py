@@ -13,7 +13,8 @@ from typing import Any
 import lightning
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging  # noqa: F401
+from torch import Tensor, nn  # noqa: F401
 
 from examples.train_gpt import GPT, TextDataModule
 from lightning_pipeshift import *  # noqa: F403
@@ -85,6 +86,9 @@ def prepare(folder: Path, root: Path) -> None:
     """The files that commands take for granted: the reader's configuration, and the examples."""
     for name in ("examples", "benchmarks"):
         (folder / name).symlink_to(root / name)
+    (folder / "my_project.py").write_text(
+        "from tests.project.pages.reader import MyDataModule, MyModel\n"
+    )
     text = (root / "examples" / "gpt.yaml").read_text()
     (folder / "config.yaml").write_text(
         text.replace("num_layers: 4", "num_layers: 4\n    warmup_steps: 2")
