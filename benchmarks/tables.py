@@ -41,6 +41,8 @@ OLD: dict[str, str] = {
             "memory",
             "migration",
             "moves",
+            "network_orders",
+            "planner",
             "simulator",
             "skip_cost",
             "sleeping_stages",
@@ -49,10 +51,6 @@ OLD: dict[str, str] = {
             "unequal_devices",
         ),
         _CHANGED,
-    ),
-    **dict.fromkeys(
-        ("convergence", "migration_async", "migration_async_short", "rings", "rings_mtu1500"),
-        "steps can be recorded since; what is measured here runs as before",
     ),
 }
 """Results that were not made with this code, and why they are still shown. They are marked as such
