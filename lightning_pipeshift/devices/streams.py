@@ -71,7 +71,7 @@ class HostEvent:
     """An event of a CPU, which has been reached when it is recorded."""
 
     def __init__(self) -> None:
-        self._seconds = time.perf_counter()
+        self.seconds = time.perf_counter()
 
     def query(self) -> bool:
         """See :class:`Event`."""
@@ -85,7 +85,7 @@ class HostEvent:
 
     def elapsed_time(self, end: HostEvent) -> float:
         """See :class:`Event`."""
-        return 1000 * (end._seconds - self._seconds)
+        return 1000 * (end.seconds - self.seconds)
 
 
 class Host:
@@ -220,6 +220,18 @@ def record_event(device: torch.device, is_timed: bool = False) -> Event:
         is_timed: whether the event's time is wanted: see :func:`elapsed_seconds`.
     """
     return _of(device).record_event(is_timed)
+
+
+def start_of_clock(device: torch.device) -> tuple[Event, float]:
+    """Returns an event, and the reading of ``time.perf_counter`` when the device reached it.
+
+    Args:
+        device: what is queued on it is waited for; with nothing queued, the device reaches an event
+            when the host records it.
+    """
+    synchronize(device)
+    event = record_event(device, is_timed=True)
+    return event, event.seconds if isinstance(event, HostEvent) else time.perf_counter()
 
 
 def elapsed_seconds(begin: Event, end: Event) -> float | None:

@@ -8,7 +8,6 @@ recorder: whoever could be recorded has a ``recorder`` that is ``None`` then.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count
@@ -16,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from lightning_pipeshift.devices.streams import Event, record_event, synchronize
+from lightning_pipeshift.devices.streams import Event, record_event, start_of_clock
 from lightning_pipeshift.plan.schedule.actions import Action
 from lightning_pipeshift.plan.timeline.recording import Mark, Memory, RankRecord, What
 from lightning_pipeshift.runtime.step.listeners import ActionListener
@@ -54,11 +53,8 @@ class Recorder(ActionListener):
         self._is_over = False
         self._action_begin: Event | None = None
         self._wait_end: Event | None = None
-        # What was queued before is no part of the step; and with nothing queued, the device reaches
-        # the event when the host reads its clock.
-        synchronize(device)
-        self._start = record_event(device, is_timed=True)
-        self._start_seconds = time.perf_counter()
+        # What was queued before is no part of the step.
+        self._start, self._start_seconds = start_of_clock(device)
         self._end: Event | None = None
 
     def now(self) -> Event:
