@@ -309,8 +309,9 @@ class TrainingSteps:
         if pipeline.holdings is not None:
             pipeline.holdings.show_gradients()
         if pipeline.late_updates.is_pending:
-            tag = _Tag(options_of(self._trainer.optimizers[0]), torch.get_default_dtype())
-            pipeline.late_updates.begin(tag, self._update_late)
+            (optimizer,) = self._trainer.optimizers
+            tag = _Tag(options_of(optimizer), torch.get_default_dtype())
+            pipeline.late_updates.begin(optimizer, tag, self._update_late)
             if pipeline.changes.last is not None:
                 # Layers are about to move.
                 pipeline.late_updates.finish()

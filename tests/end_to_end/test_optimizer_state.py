@@ -181,9 +181,8 @@ def test_the_same_bits(name: str) -> None:
     for mine, plain in zip(found, expected, strict=True):
         figures = mine["figures"]
         assert same_bits(mine, plain)
-        if num_ranks == 1:
-            # With several, the plain run's late updates have not reached the state yet, and a rank
-            # has the state of different layers while they move.
+        # A layer that has moved is at another rank at the beginning of the second run.
+        if "moves" not in how:
             assert mine["reads"] == plain["reads"]
         assert any(mine["plan"].optimizer_on_host)
         assert figures["optimizer_moved_bytes"] > 0

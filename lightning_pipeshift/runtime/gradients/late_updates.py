@@ -4,7 +4,8 @@ The next step's forwards begin while gradients of later layers are still on thei
 "method and system for accelerating distributed machine learning"; Geryon, INFOCOM 2020): a layer is
 updated before its own next forward, or earlier, with another layer, if its sum is complete then.
 
-Whatever reads or writes a parameter in between finds it updated: until then a
+Whatever reads or writes a parameter, or the optimizer's state of one, in between finds it updated:
+until then a
 :class:`torch.overrides.TorchFunctionMode` sees every call of torch's functions, and of a tensor's
 methods and attributes, in this thread, and makes the update first. So hooks and callbacks need no
 list of those that may look at weights. Not seen is what does not go through torch: other threads,
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipeshift.compat.torch_private import current_function_mode, storage_key_of
@@ -72,9 +74,11 @@ class LateUpdates(LayerListener, ActionListener):
         self._is_busy = False
         """Whether updates are being made, or one has failed."""
         self._layer_of: dict[int, int] = {}
-        """By the memory of a parameter that is still to be updated."""
+        """By the memory of a parameter that is still to be updated, and of its optimizer state."""
         self._guard = _Guard(self)
         self._thread = threading.get_ident()
+        self._is_first = True
+        """Whether the optimizer has not stepped yet in this run."""
         _made.add(self)
         self.num_made = 0
         """How many layers have been updated late, in the run."""
@@ -100,23 +104,34 @@ class LateUpdates(LayerListener, ActionListener):
         self._aggregation, self._correction, self._make = aggregation, correction, None
         self._groups = {group.number: group for group in groups}
 
-    def begin(self, tag: Any, make: MakeUpdate) -> None:
+    def begin(self, optimizer: Optimizer, tag: Any, make: MakeUpdate) -> None:
         """Called when the optimizer has stepped.
 
         Args:
+            optimizer: the optimizer.
             tag: is given back with the updates.
             make: makes one.
         """
         self._is_in_step = False
+        is_first, self._is_first = self._is_first, False
         if not self._groups:
             return
         self._tag, self._make = tag, make
-        self._layer_of = {
-            storage_key_of(parameter): layer
-            for layer, group in self._groups.items()
-            for parameter in group.parameters
-        }
-        self._guard.enter()
+        self._layer_of, num_without_state = {}, 0
+        for layer, group in self._groups.items():
+            for parameter in group.parameters:
+                entry = optimizer.state.get(parameter) or {}
+                num_without_state += not entry
+                for tensor in (parameter, *entry.values()):
+                    if isinstance(tensor, Tensor):
+                        self._layer_of[_memory(tensor)] = layer
+        self._layer_of.pop(_NONE, None)
+        # An update that makes state is made at once: what is not there cannot be watched. (Without
+        # any state, the optimizer keeps none.)
+        if num_without_state and (is_first or any(optimizer.state.values())):
+            self.finish()
+        elif self._groups:
+            self._guard.enter()
 
     def suspend(self) -> None:
         """Ends the watch of parameters until the stage runs user code again."""
