@@ -189,6 +189,8 @@ class Replanning:
         self._samples = samples
         self.profiler.held_bytes = held_bytes
         if memory is not None:
+            traffic = memory.store.traffic
+            self.profiler.waited_seconds = lambda: traffic.waited_seconds
             device = self._cluster.devices[self._replicas.rank]
             self.profiler.memory = memory.measure(
                 device.free_bytes + held_bytes,
@@ -263,7 +265,8 @@ class Replanning:
             shared=self.shared,
             overlaps_updates=self.overlaps_updates,
         )
-        return Measured(profile, cluster, topology.ranks)
+        waited = tuple(each.waited_seconds for each in figures)
+        return Measured(profile, cluster, topology.ranks, waited if any(waited) else ())
 
     def static_bytes(self, stage: int, num_stages: int) -> dict[int, float]:
         """The bytes that each layer takes permanently on a stage: as ``Workload.fixed_bytes``."""
