@@ -188,6 +188,8 @@ def shown(status: Mapping[str, Any], is_alive: bool) -> str:
         lines += ["", f"virtual machine {vm} (seconds per microbatch)", *table(rows)]
     if any("busy" not in s for stages in status["virtual_machines"] for s in stages):
         lines.append("\nTheir speed is measured if layers are watched, and takes some steps.")
+    if status.get("waits"):
+        lines += ["\nStages wait in each step:", *(f"  {wait}" for wait in status["waits"])]
     for decision in status["decisions"]:
         if "expected_gain" in decision:
             lines.append(f"\nLayers moved: {decision['expected_gain']:.2f} times as fast expected.")

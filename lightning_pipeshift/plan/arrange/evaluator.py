@@ -28,6 +28,7 @@ from lightning_pipeshift.plan.inputs.saved_tensors import Swap
 from lightning_pipeshift.plan.inputs.shares import shared_out
 from lightning_pipeshift.plan.partition.dynamic_programming import programme_of
 from lightning_pipeshift.plan.partition.equal_counts import uniform
+from lightning_pipeshift.plan.partition.integer_programming import optimal_cut
 from lightning_pipeshift.plan.partition.local_search import best_cut, fixed_cut
 from lightning_pipeshift.plan.partition.recomputation import Recomputation
 
@@ -281,6 +282,8 @@ class Evaluator:
             return make(replace(workload, allowed=possible), replace(hindered, allowed=possible))
 
     def _careful_cut(self, workload: Workload, hindered: Workload) -> Cut:
+        if self.request.solver == "milp":
+            return optimal_cut(hindered)
         return best_cut(hindered, self.request.recompute)
 
     def _quick_cut(self, workload: Workload, hindered: Workload) -> Cut:

@@ -23,11 +23,14 @@ class Measured:
         profile: of the model.
         cluster: the machines.
         ranks: of each virtual machine, in stage order; those of a plan take precedence.
+        waited_seconds: how long the compute of each rank has waited in a step for swapped tensors;
+            empty without swaps.
     """
 
     profile: Profile
     cluster: Cluster
     ranks: Sequence[Sequence[int]]
+    waited_seconds: Sequence[float] = ()
 
     def prediction(self, plan: Plan) -> Prediction:
         """The simulator's prediction of a plan."""

@@ -45,6 +45,7 @@ from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.topology import Topology
+from lightning_pipeshift.plan.partition.integer_programming import require_small
 from lightning_pipeshift.plan.schedule.asynchronous import require_equal_depths
 
 __all__ = ["Allowed", "Arrangement", "PlanRequest", "arrange_all", "evaluate"]
@@ -258,6 +259,8 @@ class _Planner:
     def _first_look(self, groups: Groups) -> _Look:
         """Evaluates a grouping in closed form, with its microbatches, order and shares."""
         cost = self._placer.closed_form
+        if self._request.solver == "milp":
+            require_small(max(map(len, groups)), self._profile.num_layers)
         if sum(layer.static_bytes for layer in self._profile.layers) > self._least_usable_bytes(
             groups
         ):
@@ -309,6 +312,8 @@ class _Planner:
 
     def _cut_with_care(self, placed: Candidate) -> Arrangement:
         """Returns an arrangement with the best cuts that can be found in limited time."""
+        if self._request.solver == "milp":
+            return self._placer.arrangement(placed, self._placer.cuts(placed, careful=True))
         found = self._placer.arrangement(placed, self._placer.cuts(placed))
         stages = sum(workload.num_stages for workload in set(placed.workloads))
         if stages > _MOST_CUT_WITH_CARE:

@@ -48,6 +48,7 @@ class RankFigures:
         budget_bytes: the device memory that it may take, if there is a limit.
         host_bytes: the memory of its host that it may take for swapped tensors.
         host_bandwidth: the bandwidth to the host and back, in bytes per second.
+        waited_seconds: how long its compute has waited in a step for swapped tensors.
     """
 
     guesses: Mapping[int, Times] = field(default_factory=dict)
@@ -65,6 +66,7 @@ class RankFigures:
     budget_bytes: int = 0
     host_bytes: int = 0
     host_bandwidth: float = 0.0
+    waited_seconds: float = 0.0
 
 
 def profile_of(

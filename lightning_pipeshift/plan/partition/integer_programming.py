@@ -1,9 +1,10 @@
 """Cuts and recomputation together, exactly: a mixed integer linear programme.
 
 ``dynamic_programming`` and ``recomputation`` find the same results some hundred times faster, so
-the planner uses them. But they require that the choices of stages are independent. A memory policy
-with resources that stages share (the host's memory, the link to it) would violate that, and would
-need only a few more variables and rows here. Until then, each implementation tests the other.
+the planner uses them, unless it is asked for ``solver="milp"``. But they require that the choices
+of stages are independent. A memory policy with resources that stages share (the host's memory, the
+link to it) would violate that, and would need only a few more variables and rows here. Each
+implementation tests the other.
 
 Indices: s a stage of S, l a layer of L, b a boundary (before layer b). Variables:
 
@@ -47,6 +48,7 @@ import numpy as np
 from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.cost.workload import Cut, Numbers, Workload
 from lightning_pipeshift.plan.partition.recomputation import bytes_freed
 
@@ -57,6 +59,34 @@ _NEXT_TO_NOTHING = 1e-7
 _SIZE = 1e3
 
 _TIMED_OUT = 1
+
+
+MOST_PLACES = 128
+"""The largest product of stages and layers for which users may ask for the integer programme."""
+
+
+def require_small(num_stages: int, num_layers: int) -> None:
+    """Raises PlanError for a pipeline that takes too long to solve."""
+    if num_stages * num_layers > MOST_PLACES:
+        raise PlanError(
+            f"solver='milp' for {num_layers} layers on {num_stages} stages: the integer programme"
+            f" is for at most {MOST_PLACES} layers times stages. Use solver='search', whose cuts"
+            " are nearly as good, or more virtual machines of fewer stages"
+        )
+
+
+def optimal_cut(workload: Workload) -> Cut:
+    """As :func:`joint_optimum`. Raises PlanError if the pipeline is too large, if nothing fits, or
+    if nothing was found in time.
+    """
+    require_small(workload.num_stages, workload.num_layers)
+    cut = joint_optimum(workload)
+    if cut is None:
+        raise PlanError(
+            "solver='milp' has found no cut that fits in memory within a minute; solver='search'"
+            " says what is lacking"
+        )
+    return cut
 
 
 def joint_optimum(workload: Workload, time_limit: float = 60.0) -> Cut | None:

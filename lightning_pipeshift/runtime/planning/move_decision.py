@@ -17,6 +17,7 @@ from lightning_pipeshift.plan.offload.assignment_search import Problem
 from lightning_pipeshift.plan.offload.planner import Compression
 from lightning_pipeshift.runtime.comm.link_meter import LinkChange
 from lightning_pipeshift.runtime.planning.make_plan import Settings, best_topology, make_plan
+from lightning_pipeshift.runtime.planning.waits import waits_of, waits_text
 
 MIN_GAIN: Final = 0.05
 """The fraction by which a step has to get shorter for layers to change their owners."""
@@ -223,6 +224,8 @@ def _changed(old: Plan, new: Plan, window: Window) -> Decision:
         f" {now / then:.2f} times as fast."
     )
     message += "".join(f" {link}." for link in window.links)
+    waited = waits_text(waits_of(old, window.middle))
+    message += f" Before the change: {waited[0].lower()}{waited[1:]}" if waited else ""
     return Decision(new.to_json(), True, message, now / then, window.took)
 
 

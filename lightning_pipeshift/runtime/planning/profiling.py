@@ -7,7 +7,7 @@ first steps (NUDT: the first samples are used for training and for the profile a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Final, TypeVar
 
@@ -59,6 +59,9 @@ class Profiler:
         self.num_steps = 0
         self.held_bytes = 0
         """The device memory that the model took before its layers were distributed."""
+        self.waited_seconds: Callable[[], float] = float
+        """How long the compute has waited for swapped tensors, since the run began."""
+        self._waited_before = 0.0
         self.memory: RankMemory | None = None
         """The rank's memory for saved tensors, if they have a budget."""
         self._guesses: dict[int, Figures] = {}
@@ -116,6 +119,7 @@ class Profiler:
         """Discards all measurements, and continues to measure without a break."""
         self.timer.forget()
         self.links.begin()
+        self._waited_before = self.waited_seconds()
         self._outside, self._steps = Samples(), Samples()
 
     @property
@@ -175,6 +179,8 @@ class Profiler:
             },
             is_last=is_last,
             held_bytes=self.held_bytes,
+            waited_seconds=(self.waited_seconds() - self._waited_before)
+            / max(1, self.num_measured),
             **(asdict(self.memory) if self.memory is not None else {}),
         )
 

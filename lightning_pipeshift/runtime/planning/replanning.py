@@ -191,6 +191,8 @@ class Replanning:
         self._samples = samples
         self.profiler.held_bytes = held_bytes
         if memory is not None:
+            traffic = memory.store.traffic
+            self.profiler.waited_seconds = lambda: traffic.waited_seconds
             device = self._cluster.devices[self._replicas.rank]
             self.profiler.memory = memory.measure(
                 device.free_bytes + held_bytes,
@@ -266,7 +268,8 @@ class Replanning:
             overlaps_updates=self.overlaps_updates,
             state_stays=self.state_stays,
         )
-        return Measured(profile, cluster, topology.ranks)
+        waited = tuple(each.waited_seconds for each in figures)
+        return Measured(profile, cluster, topology.ranks, waited if any(waited) else ())
 
     @property
     def optimizer_bytes(self) -> dict[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_pipeshift.runtime.planning.waits import waits_of
 from lightning_pipeshift.runtime.step.pipeline import Pipeline
 
 
@@ -16,12 +17,15 @@ def status_of(pipeline: Pipeline) -> dict[str, Any]:
         "step_seconds": pipeline.step_seconds,
         "decisions": list(pipeline.planning.decisions),
         "virtual_machines": [],
+        "waits": [],
     }
     if not pipeline.has_plan:
         return status
     # Each is an immutable value; a step may replace it meanwhile by another one.
     plan, planning = pipeline.plan, pipeline.planning
     measured = planning.measured if planning.is_measured else None
+    if measured is not None:
+        status["waits"] = [str(wait) for wait in waits_of(plan, measured)]
     expected = measured.prediction(plan) if measured is not None else None
     for vm, ranks in enumerate(plan.ranks):
         payloads = plan.stage_payload_bytes(vm)
