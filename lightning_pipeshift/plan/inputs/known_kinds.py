@@ -84,12 +84,13 @@ def _estimate(profile: Profile, kind: str) -> tuple[KindProfile, str]:
             f"{kind!r} is not in the table of known GPUs:"
             f" {some_of(sorted({gpu.kind for gpu in gpus().values()}))}"
             if known is None
-            else f"none of the measured kinds is a known GPU: {some_of(list(profile.kinds))}"
+            else "none of the measured kinds is a known GPU"
         )
+        have = some_of([repr(kind) for kind in profile.kinds])
         raise PlanError(
             f"the profile has no measurements of the kind {kind!r}, and they cannot be estimated:"
-            f" {missing}. Omit `kind` if one kind was measured, or name a measured kind, and give"
-            " the device a `speed` relative to that"
+            f" {missing}. Omit `kind` if one kind was measured, or name a measured one ({have}), and"
+            " give the device a `speed` relative to that"
         )
     name, gpu = measured
     factor = gpu.teraflops / known.teraflops
