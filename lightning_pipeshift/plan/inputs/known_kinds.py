@@ -89,8 +89,8 @@ def _estimate(profile: Profile, kind: str) -> tuple[KindProfile, str]:
         have = some_of([repr(kind) for kind in profile.kinds])
         raise PlanError(
             f"the profile has no measurements of the kind {kind!r}, and they cannot be estimated:"
-            f" {missing}. Omit `kind` if one kind was measured, or name a measured one ({have}), and"
-            " give the device a `speed` relative to that"
+            f" {missing}. Omit `kind` if one kind was measured, or name a measured kind ({have})"
+            " and give the device a `speed` relative to that"
         )
     name, gpu = measured
     factor = gpu.teraflops / known.teraflops
