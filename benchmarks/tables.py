@@ -172,7 +172,7 @@ def headlines() -> Rows:
             f"{{{unit} / times_everything_stays .2f}}",
         ),
         (
-            "payloads beside bulk on a network that honours the lanes: part of their pace alone",
+            "payloads while bulk is sent, with lanes honoured: part of their pace alone",
             "{lanes / flows / lanes / pipeline .2f}",
         ),
         ("an asynchronous sharded checkpoint, part of DDP's pause", f"{{{save} / over_ddp .2f}}"),

@@ -1,4 +1,4 @@
-"""Makes ``timeline.png``: a recorded step of two stages beside what its plan expected.
+"""Makes ``timeline.png``: a recorded step of two stages above what its plan expected.
 
     python docs/pictures/make_timeline.py
 

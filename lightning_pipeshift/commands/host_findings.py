@@ -1,4 +1,4 @@
-"""What a host has, and what would trouble a run on it: for ``pipeshift doctor``."""
+"""Looks at a host, and at what would disturb a run on it: for ``pipeshift doctor``."""
 
 from __future__ import annotations
 

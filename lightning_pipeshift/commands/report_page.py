@@ -144,7 +144,7 @@ def _stages(recordings: Sequence[Recording]) -> Iterator[str]:
 
 
 def _lanes(recordings: Sequence[Recording]) -> Iterator[str]:
-    """What blocks have carried in all recorded steps, by lane."""
+    """The bytes that blocks have carried in all recorded steps, by lane."""
     num_bytes: Counter[str] = Counter()
     seconds: defaultdict[str, float] = defaultdict(float)
     for each in recordings:

@@ -1,4 +1,4 @@
-"""``pipeshift timeline``: what was recorded of a step, beside what its plan expected."""
+"""``pipeshift timeline``: draws a recorded step and what its plan expected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs ``pipeshift timeline``, which imports neither torch nor Lightning."""
     parser = argparse.ArgumentParser(
         prog="pipeshift timeline",
-        description="Shows a step that `PipelineTimeline()` has recorded, stage by stage, beside "
+        description="Shows a step that `PipelineTimeline()` has recorded, stage by stage, next to "
         "what the plan in force expected of it. The same file opens in https://ui.perfetto.dev.",
     )
     parser.add_argument(

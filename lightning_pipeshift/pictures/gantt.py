@@ -1,4 +1,4 @@
-"""The Gantt chart of a step: what its plan expects beside what was measured."""
+"""The Gantt chart of a step: what its plan expects above what was measured."""
 
 from __future__ import annotations
 

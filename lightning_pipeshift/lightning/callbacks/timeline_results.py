@@ -1,4 +1,4 @@
-"""What the first rank does with recorded steps: files, figures for loggers, pictures, warnings.
+"""The first rank's use of recorded steps: files, figures for loggers, pictures, warnings.
 
 Recordings arrive in a thread while training goes on. Loggers are called by the thread of the
 Trainer only, after a later batch, with the step that was recorded.

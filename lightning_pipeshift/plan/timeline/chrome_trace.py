@@ -1,9 +1,9 @@
 """A recording as Chrome trace JSON, which opens in Perfetto (ui.perfetto.dev).
 
 The format is that of Google's "Trace Event Format": a process for each rank, with threads for its
-actions and for what runs beside them. Slices of one thread must not overlap unless they are nested,
-so what may overlap (rings, blocks of lanes) is written as nestable asynchronous events. An arrow
-(``s`` and ``f``) leads from each send to the action that has received it.
+actions and for what runs at the same time. Slices of one thread must not overlap unless they are
+nested, so what may overlap (rings, blocks of lanes) is written as nestable asynchronous events. An
+arrow (``s`` and ``f``) leads from each send to the action that has received it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A recording beside what its plan expects, under the same numbers."""
+"""A recording and what its plan expects, under the same numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan expects of a step, as a recording that can be compared with a measured one."""
+"""The step that a plan expects, as a recording that can be compared with a measured one."""
 
 from __future__ import annotations
 

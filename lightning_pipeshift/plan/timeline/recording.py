@@ -80,7 +80,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What one rank did.
+    """The record of one rank.
 
     Args:
         rank: its number.
@@ -227,7 +227,7 @@ class Recording:
 
 
 FIELD: Final = "pipeshift"
-"""The field of a timeline's file in which the recording stands, beside the events for Perfetto."""
+"""The field of a timeline's file in which the recording stands, next to the events for Perfetto."""
 
 VERSION: Final = 1
 _KINDS: Final = frozenset(value for name, value in vars(What).items() if name.isupper())

@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a rank has recorded.
+    """The record of a rank, to be gathered.
 
     Args:
         recorder: stopped.

@@ -1,4 +1,4 @@
-"""What parts of a rank need of a :class:`~.recorder.Recorder`, to tell it what they do."""
+"""The part of a :class:`~.recorder.Recorder` that those who are recorded use."""
 
 from __future__ import annotations
 
