@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -20,10 +20,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipeshift.compat.lightning_private import step_of_loggers
 from lightning_pipeshift.errors import ConfigurationError, PipeShiftError
-from lightning_pipeshift.lightning.strategy import PipeShiftStrategy
+from lightning_pipeshift.lightning.callbacks.strategy_of import strategy_of
 from lightning_pipeshift.plan.document.moves import Move, check_moves
 from lightning_pipeshift.runtime.planning.make_plan import Watch
 from lightning_pipeshift.runtime.step.control_files import WITHOUT_LOGGER
+
+_PURPOSE: Final = "`LayerMigration` moves layers between the stages of"
 
 
 class LayerMigration(Callback):
@@ -73,7 +75,7 @@ class LayerMigration(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Makes the strategy measure layers."""
-        strategy = _strategy_of(trainer)
+        strategy = strategy_of(trainer, _PURPOSE)
         strategy.watch(Watch(self.min_gain, self.patience) if self.watches else None)
         logged = trainer.log_dir if trainer.loggers else None
         folder = str(logged or os.path.join(trainer.default_root_dir, WITHOUT_LOGGER))
@@ -84,14 +86,14 @@ class LayerMigration(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Raises PlanError if one of the moves has an unknown layer, stage or virtual machine."""
-        strategy = _strategy_of(trainer)
+        strategy = strategy_of(trainer, _PURPOSE)
         check_moves(self.moves, strategy.layer_names, strategy.topology.stages_per_vm)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Makes the moves for this step."""
-        strategy = _strategy_of(trainer)
+        strategy = strategy_of(trainer, _PURPOSE)
         # The step that starts now prepares the move. There is a plan after the first step.
         step = trainer.fit_loop.epoch_loop.total_batch_idx + 1
         due = [move for move in self.moves if max(move.step or 0, 2) == step]
@@ -104,7 +106,7 @@ class LayerMigration(Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Logs decisions."""
-        strategy = _strategy_of(trainer)
+        strategy = strategy_of(trainer, _PURPOSE)
         strategy.steps_left = _steps_left(trainer)
         found = strategy.decisions
         for decision in found[self._num_logged :]:
@@ -112,17 +114,6 @@ class LayerMigration(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(figures, step=step_of_loggers(trainer))
         self._num_logged = len(found)
-
-
-def _strategy_of(trainer: pl.Trainer) -> PipeShiftStrategy:
-    strategy = trainer.strategy
-    if not isinstance(strategy, PipeShiftStrategy):
-        raise ConfigurationError(
-            "`LayerMigration` moves layers between the stages of a pipeline, and this Trainer has"
-            f" the strategy `{type(strategy).__name__}`. Use `Trainer(strategy='pipeshift')`, or"
-            " remove the callback."
-        )
-    return strategy
 
 
 def _steps_left(trainer: pl.Trainer) -> float:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -14,13 +14,15 @@ from lightning.pytorch.callbacks import Callback
 from lightning_pipeshift.compat.lightning_private import step_of_loggers
 from lightning_pipeshift.devices.properties import used_bytes
 from lightning_pipeshift.errors import ConfigurationError
+from lightning_pipeshift.lightning.callbacks.strategy_of import strategy_of
 from lightning_pipeshift.lightning.callbacks.timeline_results import TimelineResults
-from lightning_pipeshift.lightning.strategy import PipeShiftStrategy
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.timeline.recording import Recording
 from lightning_pipeshift.runtime.recording.gathering import Gathering, Place, Taken
 from lightning_pipeshift.runtime.recording.recorder import Recorder
 from lightning_pipeshift.runtime.step.control_files import FOLDER, WITHOUT_LOGGER
+
+_PURPOSE: Final = "`PipelineTimeline` records the stages of"
 
 
 class PipelineTimeline(Callback):
@@ -79,7 +81,7 @@ class PipelineTimeline(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Raises ConfigurationError if the Trainer has another strategy."""
-        strategy_of(trainer)
+        strategy_of(trainer, _PURPOSE)
         self._forget()
         # Lightning asks the first rank for it, so all ranks have to.
         self._files = self.folder_of(trainer)
@@ -89,7 +91,7 @@ class PipelineTimeline(Callback):
     ) -> None:
         """Starts to record, if it is time to."""
         step = trainer.fit_loop.epoch_loop.total_batch_idx
-        pipeline = strategy_of(trainer).pipeline
+        pipeline = strategy_of(trainer, _PURPOSE).pipeline
         if self._recorder is not None or not self._num_batches:
             # A run's first batch is no usual one: the plan is made, and layers are distributed.
             return
@@ -130,7 +132,7 @@ class PipelineTimeline(Callback):
             self._hand_over(trainer, recorder)
 
     def _hand_over(self, trainer: pl.Trainer, recorder: Recorder) -> None:
-        strategy = strategy_of(trainer)
+        strategy = strategy_of(trainer, _PURPOSE)
         pipeline, self._recorder = strategy.pipeline, None
         pipeline.record_actions(None)
         replicas = pipeline.replicas
@@ -151,7 +153,7 @@ class PipelineTimeline(Callback):
         """Waits for the records that are on their way."""
         if self._recorder is not None:
             # The run has ended before all of its batches.
-            strategy_of(trainer).pipeline.record_actions(None)
+            strategy_of(trainer, _PURPOSE).pipeline.record_actions(None)
             self._recorder.stop()
             self._recorder = None
         if self._gathering is not None:
@@ -183,18 +185,6 @@ def run_folder(trainer: pl.Trainer) -> Path:
     if logged is None or "://" in str(logged):
         logged = os.path.join(trainer.default_root_dir, WITHOUT_LOGGER)
     return Path(logged)
-
-
-def strategy_of(trainer: pl.Trainer) -> PipeShiftStrategy:
-    """The Trainer's strategy. Raises ConfigurationError if it is another one."""
-    strategy = trainer.strategy
-    if not isinstance(strategy, PipeShiftStrategy):
-        raise ConfigurationError(
-            "`PipelineTimeline` records the stages of a pipeline, and this Trainer has the strategy"
-            f" `{type(strategy).__name__}`. Use `Trainer(strategy='pipeshift')`, or remove the"
-            " callback."
-        )
-    return strategy
 
 
 def moves_between(before: Plan, after: Plan, vm: int) -> Iterator[str]:

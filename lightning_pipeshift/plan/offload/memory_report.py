@@ -100,7 +100,7 @@ def _stage(machine: MachineMemory, stage: int) -> Iterator[str]:
 
 
 def _state_on_host(machine: MachineMemory, stage: int) -> Iterator[str]:
-    """What of the optimizer's state is in host memory between two steps."""
+    """The optimizer state that is in host memory between two steps, in words."""
     own = range(*machine.cut.bounds[stage : stage + 2])
     moved = sorted(machine.cut.optimizer_on_host.intersection(own))
     if moved:

@@ -324,7 +324,7 @@ class OptimizerStates:
             has, needs = map(ceil_bytes_text, (max(0.0, self._room()), num_bytes))
             raise BudgetError(
                 f"The optimizer's state of layer {name!r} has {needs}, and the memory budget leaves"
-                f" {has} for it beside weights and gradients. A budget that is that much larger"
+                f" {has} for it besides weights and gradients. A budget that is that much larger"
                 " would do; so would more stages, or smaller layers (`configure_layers`)."
             )
         return True

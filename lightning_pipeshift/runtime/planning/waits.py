@@ -51,7 +51,7 @@ class Wait:
 
 
 def waits_of(plan: Plan, measured: Measured) -> list[Wait]:
-    """What stages noticeably wait for in a step, the longest first.
+    """The noticeable waits of stages in a step, the longest first.
 
     Args:
         plan: the one in force.

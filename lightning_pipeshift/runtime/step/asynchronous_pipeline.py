@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_pipeshift.errors import PipeShiftError, PlanError
@@ -85,7 +84,6 @@ class AsynchronousPipeline(Pipeline):
         self._timers: dict[int, Timer] = {}
         """By minibatch in flight."""
         self._live = LiveChanges(max(self.replicas.topology.stages_per_vm), self._start_moving)
-        self._optimizers: Sequence[Optimizer] = ()
         self._shared_updates: SharedUpdates
         self._late_changes: dict[tuple[str, str], Any] = {}
         """Changes of user code on the last stage since the pipeline was empty."""
