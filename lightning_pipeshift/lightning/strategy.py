@@ -357,33 +357,36 @@ class PipeShiftStrategy(ParallelStrategy):
         """
         return self.pipeline.planning.predicted(plan)
 
-    def adopt(self, plan: Plan, from_microbatch: int = 0) -> None:
+    def adopt(self, plan: Plan, from_microbatch: int | None = None) -> None:
         """Puts another plan in force: the next step prepares it, and still runs under the old one.
         Layers change their owners, and all results remain the same. If the plan has other ``ranks``
-        in its virtual machines' stages, these become other stages. Every rank calls this, with the
-        same plan, between the same steps (for example in ``on_train_batch_end``).
+        in its virtual machines' stages, these become other stages. Layers that take long to
+        transfer move one after the other in several steps. Every rank calls this, with the same
+        plan, between the same steps (for example in ``on_train_batch_end``).
 
         Args:
             plan: the plan.
-            from_microbatch: the microbatch of the step after the next from which on it is in force.
-                Earlier microbatches of that step run on the old owners, forward and backward.
+            from_microbatch: the microbatch of the step after the next from which on it is in force,
+                with all its layers. Earlier microbatches of that step run on the old owners,
+                forward and backward. ``None``: PipeShift chooses.
 
         Raises:
             PlanError: it is for another model, or would change more than the owners of layers, the
-                order of the ranks and the recomputation; or there is no such microbatch, or only
-                whole steps can change.
+                order of the ranks and the recomputation; there is no such microbatch; only whole
+                steps can change; or a device lacks memory for layers while they move.
         """
         self.pipeline.adopt(plan, from_microbatch)
 
     def migrate(self, *moves: Move) -> None:
         """Makes layers change their owners: the next step prepares that, and still runs under the
-        old placement. Every rank calls this, with the same moves, between the same steps; a second
-        call adds to the first.
+        old placement. Layers that take long to transfer move one after the other in several steps.
+        Every rank calls this, with the same moves, between the same steps; a second call adds to
+        the first.
 
         Raises:
             PlanError: a layer, a stage or a virtual machine that does not exist; two moves of one
                 layer; a stage whose layers would not be contiguous; or a stage that would have too
-                little memory. Then nothing changes.
+                little memory, if only while layers move. Then nothing changes.
         """
         self.pipeline.migrate(moves)
 

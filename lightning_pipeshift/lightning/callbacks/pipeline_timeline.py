@@ -96,7 +96,7 @@ class PipelineTimeline(Callback):
             # A run's first batch is no usual one: the plan is made, and layers are distributed.
             return
         self._plan = self._plan or pipeline.plan
-        moves = pipeline.changes.is_prepared or self._begins_live_move(pipeline)
+        moves = pipeline.changes.next is not None or self._begins_live_move(pipeline)
         if not moves and step % self.every_n_steps:
             return
         device = pipeline.channels.device

@@ -87,6 +87,42 @@ class Measured:
             "them"
         )
 
+    def lacking_during(self, old: Plan, new: Plan) -> str:
+        """A message about the device that lacks the most memory while layers change their owners;
+        empty if none does. In the step before, a new owner has memory for the weights that come,
+        and the old one has copies of them. In the step in which the layers change their owners,
+        the old owner still holds them.
+
+        Args:
+            old: the plan before.
+            new: the plan after. It has the same ranks.
+        """
+        before, after = (
+            self._places(plan, self.prediction(plan).memory_bytes) for plan in (old, new)
+        )
+        more = {(vm, stage): [0.0, 0.0] for vm, stage, _, _ in before}
+        for vm in range(old.placement.num_virtual_machines):
+            owners = zip(old.placement.stages(vm), new.placement.stages(vm), strict=True)
+            for layer, (source, to) in zip(self.profile.layers, owners, strict=True):
+                if source != to:
+                    more[vm, source][0] += layer.parameter_bytes
+                    more[vm, to][0] += layer.parameter_bytes
+                    more[vm, source][1] += layer.static_bytes
+        lacks, vm, stage, held, twice = max(
+            (held + twice - usable, vm, stage, held + twice, twice)
+            for number, places in enumerate((before, after))
+            for vm, stage, held, usable in places
+            for twice in [more[vm, stage][number]]
+        )
+        if lacks <= 0:
+            return ""
+        return (
+            f"while layers move, stage {stage} of virtual machine {vm} would hold"
+            f" {held / 1e6:.1f} MB for a step, {twice / 1e6:.1f} MB of them for layers that another"
+            f" stage has, too; that is {lacks / 1e6:.1f} MB more than it has. Move other layers, or"
+            " give it more memory"
+        )
+
     def _places(self, plan: Plan, memory_bytes: Memory) -> list[tuple[int, int, float, float]]:
         return [
             (vm, stage, held, self.cluster.devices[rank].usable_bytes)

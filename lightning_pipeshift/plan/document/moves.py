@@ -1,9 +1,11 @@
-"""Moves: each of one layer, from its stage to another; and the placement after several of them."""
+"""Moves: each of one layer, from its stage to another; the placement after several of them, and
+those in between if they are made one after the other.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import pairwise
@@ -98,3 +100,79 @@ def _counts(vm: int, stages: Sequence[int], names: Sequence[str], depth: int) ->
                 "stage's layers have to be contiguous. Move the layers between them too"
             )
     return tuple(stages.count(stage) for stage in range(depth))
+
+
+def in_parts(
+    old: Placement,
+    new: Placement,
+    seconds: Callable[[int, int, int, int], float],
+    most_seconds: float,
+    joined: Collection[int] = (),
+) -> list[Placement]:
+    """Splits a change of owners into several that follow one another, so that in each of them no
+    link is busy for too long. Every layer moves once, from its old stage to its new one, and the
+    layers of each stage are contiguous after every part.
+
+    Args:
+        old: the owners now.
+        new: the owners after the last part.
+        seconds: returns the time of a layer's transfer, given its virtual machine, itself, its old
+            and its new stage.
+        most_seconds: of all transfers over one link in one direction, in one part. A layer that
+            takes longer moves without others.
+        joined: layers that have to be on the stage of the next one.
+
+    Returns:
+        the owners after each part; the last ones are ``new``.
+    """
+    owners = [old.stages(vm) for vm in range(old.num_virtual_machines)]
+    waiting = [
+        order
+        for vm, stages in enumerate(owners)
+        for order in _orders(vm, stages, new.stages(vm), joined)
+    ]
+    depths = [old.num_stages(vm) for vm in range(old.num_virtual_machines)]
+    found = []
+    while any(waiting):
+        busy: dict[tuple[int, int, int], float] = {}
+        for order in waiting:
+            while order:
+                vm, layers, stage = order[0]
+                link = vm, owners[vm][layers[0]], stage
+                takes = sum(seconds(vm, layer, link[1], stage) for layer in layers)
+                if link in busy and busy[link] + takes > most_seconds:
+                    break
+                busy[link] = busy.get(link, 0.0) + takes
+                for layer in layers:
+                    owners[vm][layer] = stage
+                order.pop(0)
+        counts = (
+            tuple(stages.count(stage) for stage in range(depth))
+            for stages, depth in zip(owners, depths, strict=True)
+        )
+        found.append(Placement(tuple(counts)))
+    return found or [new]
+
+
+_Run = tuple[int, list[int], int]
+"""A virtual machine, layers of it that move together, and their new stage."""
+
+
+def _orders(
+    vm: int, old: Sequence[int], new: Sequence[int], joined: Collection[int]
+) -> tuple[list[_Run], list[_Run]]:
+    """The layers that move to later stages, from the last to the first, and those that move to
+    earlier stages, from the first to the last: in these orders, stages remain contiguous however
+    far either has got.
+    """
+    later: list[_Run] = []
+    earlier: list[_Run] = []
+    for layer, (before, after) in enumerate(zip(old, new, strict=True)):
+        if before == after:
+            continue
+        runs = later if after > before else earlier
+        if runs and layer - 1 in joined and runs[-1][1][-1] == layer - 1:
+            runs[-1][1].append(layer)
+        else:
+            runs.append((vm, [layer], after))
+    return later[::-1], earlier

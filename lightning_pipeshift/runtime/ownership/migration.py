@@ -12,9 +12,10 @@ connections of their own, while both stages compute. In a synchronous schedule:
    in which they are needed. After its last forward the old owner compares the values it has sent
    with the present ones, as user code may have run in between.
 4. Optimizer states, which the patent does not mention, and gradients are not needed before the end
-   of that step: they are sent when the old owner's last backward is over. The new owner adds its
-   own microbatches' gradients to them one by one, so the sum has the same bits as without a move.
-   The old owner frees nothing before the new owner has acknowledged that it has everything.
+   of that step: the states are sent after the weights, and the gradients when the old owner's last
+   backward is over. The new owner adds its own microbatches' gradients to them one by one, so the
+   sum has the same bits as without a move. The old owner frees nothing before the new owner has
+   acknowledged that it has everything.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ from lightning_pipeshift.runtime.recording.watcher import Watcher
 from lightning_pipeshift.runtime.step.listeners import ActionListener
 
 # The gradient from before the step, and that of the old owner's microbatches.
-_EARLIER = (-1, "gradient of earlier steps")
-_GRADIENT = (-1, "gradient")
+_EARLIER = "gradient of earlier steps"
+_GRADIENT = "gradient"
 # The lane of the new owners' acknowledgements: two stages may each get layers of the other.
 _ANSWERS = 4
 
@@ -77,8 +78,10 @@ class _Transfer:
         parameter: the parameter; ``None`` for a layer's other state.
         values: for a parameter, the copy that the old owner has sent, or the memory that the new
             owner receives it into; otherwise the layer's state, by name.
-        state: needed by the new owner at the end of the step: gradients and the optimizer state,
-            each under the optimizer's index and a name.
+        state: the optimizers' state, by the index of an optimizer and a name; it is needed by the
+            new owner at the end of the step.
+        gradients: by name; needed at the same time, and complete after the old owner's last
+            backward.
         fresh: at the new owner, the gradients of its microbatches, as long as the old owner's are
             not there.
         is_early: whether the parameter may have changed since ``values`` was sent.
@@ -89,6 +92,7 @@ class _Transfer:
     parameter: nn.Parameter | None
     values: Any = None
     state: dict[tuple[int, Any], Any] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
     fresh: list[Tensor] = field(default_factory=list)
     is_early: bool = False
     has_arrived: Future[None] = field(default_factory=Future)
@@ -171,6 +175,18 @@ class Migration(ActionListener, LayerListener):
         self._threads = threads
         self._deferred = deferred
         self._device = holdings.channels.device
+        self.leaving = frozenset(
+            layer
+            for layer, (_, stage) in enumerate(holdings.layers)
+            if stage == holdings.stage != stage_of[layer]
+        )
+        """The layers that this stage gives away."""
+        self.changing = self.leaving | {
+            layer
+            for layer, (_, stage) in enumerate(holdings.layers)
+            if stage != holdings.stage == stage_of[layer]
+        }
+        """The layers that this stage gives away or gets."""
         self._first = 0
         # After the work whose results threads may read.
         self._is_ready = record_event(self._device)
@@ -245,12 +261,14 @@ class Migration(ActionListener, LayerListener):
                     if is_same:
                         continue
                 lane.send_tensor(parameter, to)
+            for transfer in parameters:
+                lane.send_values(transfer.state, to)
         self._is_complete.wait()
         if self._is_cancelled:
             return
         with torch.no_grad(), self._on_side_stream():
             for transfer in parameters:
-                lane.send_values(transfer.state, to)
+                lane.send_values(transfer.gradients, to)
         lane.settle()
         answers.receive_object(to)
 
@@ -303,6 +321,8 @@ class Migration(ActionListener, LayerListener):
             transfer.has_arrived.set_result(None)
         for transfer in parameters:
             transfer.state = dict(lane.receive_values(source))
+        for transfer in parameters:
+            transfer.gradients = dict(lane.receive_values(source))
         answers.send_object(None, source)
         answers.settle()
 
@@ -406,7 +426,7 @@ class Migration(ActionListener, LayerListener):
             for name, value in optimizer.state.get(parameter, {}).items()
         }
         if parameter.grad is not None and keeps_gradients:
-            transfer.state[_EARLIER] = parameter.grad
+            transfer.gradients[_EARLIER] = parameter.grad
         if self._holdings.stage not in self._holdings.holders_of(parameter):
             # From now on the gradient is on its way.
             parameter.grad = None
@@ -453,7 +473,7 @@ class Migration(ActionListener, LayerListener):
         for transfer in self._leaving() if self._first else ():
             parameter = transfer.parameter
             if parameter is not None and parameter.grad is not None:
-                transfer.state[_GRADIENT], parameter.grad = parameter.grad, None
+                transfer.gradients[_GRADIENT], parameter.grad = parameter.grad, None
         self._mark()
         self._is_complete.set()
 
@@ -527,10 +547,10 @@ class Migration(ActionListener, LayerListener):
         self._holdings.settle(self._optimizers, final=True, deferred=self._deferred)
 
     def _unpack(self, transfer: _Transfer, parameter: nn.Parameter) -> None:
-        earlier = transfer.state.pop(_EARLIER, None)
+        earlier = transfer.gradients.pop(_EARLIER, None)
         if earlier is not None:
             self._holdings.put_gradient_aside(parameter, earlier.to(self._device))
-        total = transfer.state.pop(_GRADIENT, None)
+        total = transfer.gradients.pop(_GRADIENT, None)
         if total is not None:
             total = total.to(self._device)
         for gradient in transfer.fresh:

@@ -4,7 +4,8 @@ force.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from torch.optim import Optimizer
@@ -14,18 +15,12 @@ from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.runtime.ownership.migration import Migration
 from lightning_pipeshift.runtime.planning.make_plan import check_order
+from lightning_pipeshift.runtime.planning.move_parts import CutOver
 from lightning_pipeshift.runtime.recording.watcher import Watcher
 from lightning_pipeshift.runtime.step.listeners import StepListener, Traces
 from lightning_pipeshift.runtime.step.step_report import Report
 from lightning_pipeshift.runtime.step.trace_cache import TraceCache
 from lightning_pipeshift.runtime.step.training_batch import TrainingBatch
-
-
-class CutOver(NamedTuple):
-    """A plan, and the microbatch of a step from which on it is in force."""
-
-    plan: Plan
-    first: int
 
 
 class _Prepared(NamedTuple):
@@ -57,8 +52,9 @@ class Changes(StepListener):
         self._move = move
         self._put_in_force = put_in_force
         self._prepared: _Prepared | None = None
-        self.wanted: CutOver | None = None
-        """The plan that the next step is to prepare, and the step after it to put in force."""
+        # The plans that the next steps prepare, and the steps after them put in force.
+        self._wanted: deque[CutOver] = deque()
+        self._is_checked = True
         self.migration: Migration | None = None
         """The move of layers to new owners that the current step carries out."""
         self.seconds = 0.0
@@ -71,20 +67,35 @@ class Changes(StepListener):
         """The plan that will be in force after all requested changes; ``None`` if that is the
         present one.
         """
-        if self.wanted is not None:
-            return self.wanted.plan
-        return self._prepared.wanted.plan if self._prepared is not None else None
+        return self._wanted[-1].plan if self._wanted else self.next
 
     @property
-    def is_prepared(self) -> bool:
-        """Whether another plan will be in force with the next step."""
-        return self._prepared is not None
+    def next(self) -> Plan | None:
+        """The plan that will be in force with the next step, if it is another one."""
+        return self._prepared.wanted.plan if self._prepared is not None else None
+
+    def request(self, wanted: Iterable[CutOver]) -> None:
+        """Asks for plans, one after the other, in place of those that no step has prepared."""
+        self._wanted = deque(wanted)
+        self._is_checked = False
+
+    @property
+    def held_twice(self) -> tuple[frozenset[int], frozenset[int]]:
+        """The layers that this stage still holds, and another one owns already; and those of which
+        it holds the weights in addition, as they will move with the next step.
+        """
+        nothing: frozenset[int] = frozenset()
+        return (
+            self.migration.leaving if self.migration is not None else nothing,
+            self._prepared.migration.changing if self._prepared is not None else nothing,
+        )
 
     # --- a step, in the order of the calls ---
 
     def objection(self) -> str:
-        """The reason why the requested plan is impossible, in words; empty if it is possible."""
-        return "" if self.wanted is None else self.objection_to(self.wanted.plan.placement)
+        """The reason why a requested plan is impossible, in words; empty if all are possible."""
+        new, self._is_checked = () if self._is_checked else tuple(self._wanted), True
+        return next(filter(None, (self.objection_to(each.plan.placement) for each in new)), "")
 
     def objection_to(self, placement: Placement) -> str:
         """The reason why layers cannot be placed so, in words; empty if they can be."""
@@ -111,9 +122,9 @@ class Changes(StepListener):
                 first = 0
             first = self.migration.begin(given.keeps_gradients, min(first, len(traces)))
             self._put_in_force(plan, first)
-        if self.wanted is not None:
-            migration = self._move(self.wanted.plan, given.optimizers)
-            self._prepared, self.wanted = _Prepared(self.wanted, migration), None
+        if self._wanted:
+            wanted = self._wanted.popleft()
+            self._prepared = _Prepared(wanted, self._move(wanted.plan, given.optimizers))
 
     def finish(self) -> bool:
         """Waits until all layers have arrived; returns whether any were moving."""
@@ -138,6 +149,7 @@ class Changes(StepListener):
 
     def abandon(self) -> None:
         """Cancels all changes: see :meth:`Migration.abandon`."""
+        self._wanted.clear()
         if self._prepared is not None:
             self._prepared.migration.abandon()
         if self.migration is not None:
@@ -145,6 +157,7 @@ class Changes(StepListener):
 
     def cancel(self) -> None:
         """Cancels all changes on all stages, and waits for transfers in progress."""
+        self._wanted.clear()
         if self._prepared is not None:
             self._prepared.migration.cancel()
             self._prepared = None

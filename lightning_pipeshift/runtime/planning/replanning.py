@@ -41,6 +41,7 @@ from lightning_pipeshift.runtime.planning.move_decision import (
     Window,
     ranks_text,
 )
+from lightning_pipeshift.runtime.planning.move_parts import CutOver, cut_overs
 from lightning_pipeshift.runtime.planning.probe import host_memory, probe, time_slices
 from lightning_pipeshift.runtime.planning.profiling import Profiler, gather_figures, layers_of
 
@@ -276,6 +277,10 @@ class Replanning:
         """The expected bytes of each layer's optimizer state."""
         return {index: layer.optimizer_bytes for index, layer in enumerate(self._layers)}
 
+    def weight_bytes(self, layers: Iterable[int]) -> int:
+        """The bytes of the parameters of layers."""
+        return sum(self._layers[layer].parameter_bytes for layer in layers)
+
     def static_bytes(
         self, stage: int, num_stages: int, on_host: Collection[int] = ()
     ) -> dict[int, float]:
@@ -320,6 +325,34 @@ class Replanning:
         """
         shares = self.measured.lane_shares(plan) if self.measured is not None else ()
         return replace(plan, lane_shares=self._replicas.world.share_object(shares, source=0))
+
+    def cut_overs(self, old: Plan, new: Plan) -> list[CutOver]:
+        """The plans by which one plan turns into another. Every rank calls this.
+
+        Raises:
+            PlanError: a device lacks memory for layers while they move.
+        """
+        if old.placement == new.placement:
+            return [CutOver(new, 0)]
+        found: list[tuple[str, int]] | str = ""
+        if self._replicas.rank == 0:
+            try:
+                found = [
+                    (each.plan.to_json(), each.first) for each in self.cut_overs_here(old, new)
+                ]
+            except PlanError as error:
+                found = str(error)
+        found = self._replicas.world.share_object(found, source=0)
+        if isinstance(found, str):
+            raise PlanError(found)
+        return [CutOver(Plan.from_json(text), first) for text, first in found]
+
+    def cut_overs_here(self, old: Plan, new: Plan) -> list[CutOver]:
+        """As :meth:`cut_overs`, on the first rank only."""
+        has_budget = self._settings.memory is not None
+        measured = self.measured if self.measures else None
+        checks_memory = self.is_measured or has_budget
+        return cut_overs(old, new, self._layers, measured, has_budget, checks_memory)
 
     def require_memory(self, plan: Plan) -> None:
         """Raises PlanError if a stage would have too little memory according to the measurements,

@@ -103,7 +103,7 @@ class AsynchronousPipeline(Pipeline):
         """See :class:`Pipeline`."""
         return self._live.last or super().coming_plan
 
-    def _request(self, plan: Plan, from_microbatch: int) -> None:
+    def _request(self, plan: Plan, from_microbatch: int | None) -> None:
         self._require_movable(plan)
         self._live.request(plan)
 
@@ -113,8 +113,8 @@ class AsynchronousPipeline(Pipeline):
         self._live.record(recorder)
 
     @property
-    def _layers_on_their_way(self) -> frozenset[int]:
-        return self._live.layers
+    def _layers_held_twice(self) -> tuple[frozenset[int], frozenset[int]]:
+        return self._live.layers, frozenset()
 
     def release_gates(self) -> None:
         """See :class:`Pipeline`."""

@@ -76,13 +76,14 @@ from lightning_pipeshift.runtime.gradients.rings import Rings
 from lightning_pipeshift.runtime.offload.stage_memory import StageMemory
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.migration import Migration
-from lightning_pipeshift.runtime.ownership.plan_change import Changes, CutOver
+from lightning_pipeshift.runtime.ownership.plan_change import Changes
 from lightning_pipeshift.runtime.ownership.shared_updates import shared_weights
 from lightning_pipeshift.runtime.planning.make_plan import (
     Settings,
     check_order,
     stages_without_work,
 )
+from lightning_pipeshift.runtime.planning.move_parts import CutOver
 from lightning_pipeshift.runtime.planning.replanning import Replanning
 from lightning_pipeshift.runtime.recording.recorder import Recorder
 from lightning_pipeshift.runtime.step.checksum import (
@@ -263,6 +264,8 @@ class Pipeline:
         self._ownership: Ownership | None = None
         self.holdings: Holdings | None = None
         self._optimizers: Sequence[Optimizer] = ()
+        self._held_twice: tuple[frozenset[int], frozenset[int]] = frozenset(), frozenset()
+        """By which :attr:`memory` has been told of layers that move."""
         self.memory: StageMemory | None = None
         if settings.memory is not None:
             self.memory = StageMemory(
@@ -512,18 +515,20 @@ class Pipeline:
         """The plan that will be in force when all requested changes are done."""
         return self.changes.last or self.plan
 
-    def adopt(self, plan: Plan, from_microbatch: int = 0) -> None:
-        """Puts another plan in force after the next step. Every rank calls this, with the same
-        plan, between the same steps.
+    def adopt(self, plan: Plan, from_microbatch: int | None = None) -> None:
+        """Puts another plan in force after the next step; or part by part after the next steps, if
+        its layers take long to transfer. Every rank calls this, with the same plan, between the
+        same steps.
 
         Args:
             plan: the plan.
-            from_microbatch: the first microbatch of that step which runs under the new plan.
+            from_microbatch: the first microbatch of the step after the next which runs under the
+                new plan, in one part; ``None``: PipeShift chooses.
 
         Raises:
             PlanError: it is for another model, other virtual machines, or other settings of
                 training: only the owners of layers, the order of the ranks and the recomputation
-                can change.
+                can change. Or a device lacks memory for layers while they move.
         """
         now, coming = self.plan, self.coming_plan
         plan.require_layers([gate.name for gate in self._trace_cache.gates])
@@ -535,7 +540,7 @@ class Pipeline:
                 f"new plan has (schedule, microbatches, stages of each virtual machine) {found}, "
                 f"the one in force {allowed}. Start a run with the new plan instead."
             )
-        if not 0 <= from_microbatch < plan.microbatches:
+        if not 0 <= (from_microbatch or 0) < plan.microbatches:
             raise PlanError(
                 f"a plan from microbatch {from_microbatch} on; a step has the microbatches 0 to "
                 f"{plan.microbatches - 1}"
@@ -550,7 +555,7 @@ class Pipeline:
             )
         self._request(plan, from_microbatch)
 
-    def _require_reorderable(self, plan: Plan, from_microbatch: int) -> None:
+    def _require_reorderable(self, plan: Plan, from_microbatch: int | None) -> None:
         ranks, now = ([list(machine) for machine in one.ranks] for one in (plan, self.coming_plan))
         order = f"a plan for the ranks {ranks}, and the stages are the ranks {now}"
         if not Topology(plan.ranks).has_machines_of(self.replicas.topology):
@@ -570,8 +575,11 @@ class Pipeline:
                 " the new plan instead."
             )
 
-    def _request(self, plan: Plan, from_microbatch: int) -> None:
-        self.changes.wanted = CutOver(plan, from_microbatch)
+    def _request(self, plan: Plan, from_microbatch: int | None) -> None:
+        if from_microbatch is None:
+            self.changes.request(self.planning.cut_overs(self.changes.next or self.plan, plan))
+        else:
+            self.changes.request([CutOver(plan, from_microbatch)])
 
     def migrate(self, moves: Iterable[Move]) -> None:
         """Makes layers change their owners after the next step. Every rank calls this, with the
@@ -614,12 +622,14 @@ class Pipeline:
         if self.memory is None:
             return
         stage, on_host = self.channels.stage, self.plan.optimizer_on_host_of(self.vm)
+        self._held_twice = leaving, with_copies = self._layers_held_twice
         self.memory.follow(
             self.plan,
             self.vm,
             self.planning.static_bytes(stage, self.channels.num_stages, on_host),
             self.planning.profiler.expected_bytes,
-            self._layers_on_their_way,
+            leaving,
+            self.planning.weight_bytes(with_copies),
         )
         self._note_state_on_host()
         gates = self._trace_cache.gates
@@ -642,9 +652,13 @@ class Pipeline:
         )
 
     @property
-    def _layers_on_their_way(self) -> frozenset[int]:
-        """The layers that come to this stage or leave it while it computes."""
-        return frozenset()
+    def _layers_held_twice(self) -> tuple[frozenset[int], frozenset[int]]:
+        """See :attr:`Changes.held_twice`."""
+        return self.changes.held_twice
+
+    def _follow_moves_with_memory(self) -> None:
+        if self._held_twice != self._layers_held_twice:
+            self._follow_with_memory()
 
     def match_replicas(self, parameters_too: bool) -> None:
         """Copies the values of the first virtual machine to all others: the state of layers other
@@ -861,6 +875,7 @@ class Pipeline:
         traces = self._traces(keys, slices, given.step)
         for listener in self._listeners:
             listener.before_step(given, traces)
+        self._follow_moves_with_memory()
         step = self._step(given, self._microbatches(keys, slices, traces))
         report = self._run(step, given)
         # Before the sums: the gradients of layers that have moved arrive with them.
@@ -869,6 +884,7 @@ class Pipeline:
         self._num_microbatches_done += len(slices)
         for listener in self._listeners:
             listener.after_step(given, traces, report)
+        self._follow_moves_with_memory()
         self.is_to_end = self._votes.are_for_end
         self._replan(given.optimizers)
         if self._votes.are_for_requests:
@@ -906,7 +922,7 @@ class Pipeline:
             profiler.begin_anew(for_good=profiler.is_over)
 
     def _replan(self, optimizers: Sequence[Optimizer]) -> None:
-        if not self.changes.is_prepared:
+        if self.changes.last is None:
             own = self.plan.placement.layers_of(self.vm, self.channels.stage)
             self.planning.after_step(self.plan, own, self._trace_cache.gates, optimizers)
 
@@ -1023,7 +1039,10 @@ class Pipeline:
             decision = self.planning.announce(self.coming_plan)
             plan = Plan.from_json(decision.plan)
             if decision.is_new:
-                self.adopt(plan)
+                try:
+                    self.adopt(plan)
+                except PlanError as error:
+                    self.messages.append(f"the new plan was left alone. {error}.")
             elif self.changes.last is None:
                 self._plan = plan
 

@@ -1,9 +1,12 @@
 """Moves, one by one and together."""
 
+import itertools
+import random
+
 import pytest
 
 from lightning_pipeshift.errors import PlanError
-from lightning_pipeshift.plan.document.moves import Move, placement_after
+from lightning_pipeshift.plan.document.moves import Move, in_parts, placement_after
 from lightning_pipeshift.plan.document.plan import LayerRecord, Plan
 from lightning_pipeshift.plan.inputs.placement import Placement
 
@@ -57,3 +60,52 @@ def test_moves(counts, moves, expected):
 def test_what_cannot_be(moves, words):
     with pytest.raises(PlanError, match=words):
         after(((2, 2, 2),), *moves)
+
+
+def random_placement(draw, depths, joined, num_layers):
+    counts = []
+    for depth in depths:
+        cuts = sorted(
+            draw.choice([cut for cut in range(num_layers + 1) if cut - 1 not in joined])
+            for _ in range(depth - 1)
+        )
+        counts.append(tuple(b - a for a, b in itertools.pairwise((0, *cuts, num_layers))))
+    return Placement(tuple(counts))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_parts_of_a_change_move_each_layer_once_and_no_link_is_busy_for_long(seed):
+    draw = random.Random(seed)
+    num_layers, depths = (
+        draw.randint(2, 12),
+        [draw.randint(2, 5) for _ in range(draw.randint(1, 2))],
+    )
+    joined = {layer for layer in range(num_layers - 1) if draw.random() < 0.2}
+    old, new = (random_placement(draw, depths, joined, num_layers) for _ in range(2))
+    sizes = [draw.choice([1.0, 2.0, 9.0]) for _ in range(num_layers)]
+    most = draw.choice([1.0, 4.0, 1e9])
+    parts = in_parts(old, new, lambda vm, layer, source, to: sizes[layer], most, joined)
+    assert parts[-1] == new
+    assert len(parts) == 1 or most < 1e9
+    num_moves = 0
+    for before, after_it in itertools.pairwise([old, *parts]):
+        links: dict[tuple[int, int, int], list[int]] = {}
+        for vm in range(len(depths)):
+            owners = zip(before.stages(vm), after_it.stages(vm), strict=True)
+            for layer, (source, to) in enumerate(owners):
+                if source != to:
+                    assert (source, to) == (old.stages(vm)[layer], new.stages(vm)[layer])
+                    links.setdefault((vm, source, to), []).append(layer)
+                    num_moves += 1
+            for layer in joined:
+                assert after_it.stage_of(vm, layer) == after_it.stage_of(vm, layer + 1)
+        for layers in links.values():
+            # More than a link may carry is only what cannot be apart.
+            together = sorted(layers)
+            is_one = all(layer in joined for layer in together[:-1])
+            assert is_one or sum(sizes[layer] for layer in layers) <= most
+    assert num_moves == sum(
+        a != b
+        for vm in range(len(depths))
+        for a, b in zip(old.stages(vm), new.stages(vm), strict=True)
+    )

@@ -1,0 +1,139 @@
+"""Splits a change of the plan into several, when its layers take long to transfer.
+
+CN115454655A hides the transfer of a layer behind the compute of both stages. A synchronous step can
+hide only so much as its links carry in the meantime, so the layers of a large change move in
+several steps. In each of them the new owners begin in the middle of the step: the weights travel
+during the first microbatches, and gradients during the last ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.plan.arrange.measurements import Measured
+from lightning_pipeshift.plan.document.moves import in_parts
+from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.plan.inputs.placement import Placement
+from lightning_pipeshift.plan.inputs.profile import LayerProfile
+
+_PART_OF_STEP: Final = 0.5
+"""The part of a step in which a link may be busy with layers that move: payloads need it, too."""
+
+_UNMEASURED_BYTES: Final = float(32 << 20)
+"""What moves over a link in one step if its speed is not known."""
+
+_SHORT: Final = 1 / 8
+"""By this fraction of the time that a part may take, weights come too late to matter."""
+
+
+class CutOver(NamedTuple):
+    """A plan, and the microbatch of a step from which on it is in force."""
+
+    plan: Plan
+    first: int
+
+
+def cut_overs(
+    old: Plan,
+    new: Plan,
+    layers: Sequence[LayerProfile],
+    measured: Measured | None,
+    has_budget: bool,
+    checks_memory: bool,
+) -> list[CutOver]:
+    """Returns the plans by which one plan turns into another, each for one step or more.
+
+    Args:
+        old: the plan in force.
+        new: the plan that is wanted.
+        layers: the model's, in call order.
+        measured: the measurements, if there are any.
+        has_budget: whether the devices have a memory budget, which holds for whole steps.
+        checks_memory: whether the measurements say how much memory stages take.
+
+    Raises:
+        PlanError: a device lacks the memory that the layers take in addition while they move.
+    """
+    borrows = any(swap.stages for swaps in (*old.swaps, *new.swaps) for swap in swaps)
+    if old.ranks != new.ranks or old.placement == new.placement or borrows:
+        return [CutOver(new, 0)]
+    costs = _Costs(layers, measured, old)
+    joined = {index for index, layer in enumerate(layers) if layer.joins_next}
+
+    def plans(most: float) -> list[Plan]:
+        placements = in_parts(old.placement, new.placement, costs.seconds, most, joined)
+        return [*(_part(new, placement, measured) for placement in placements[:-1]), new]
+
+    found = plans(costs.most_seconds)
+    if measured is not None and checks_memory:
+        if any(measured.lacking_during(*pair) for pair in pairwise([old, *found])):
+            # Less is held twice at a time.
+            found = plans(0.0)
+        for pair in pairwise([old, *found]):
+            if problem := measured.lacking_during(*pair):
+                raise PlanError(problem)
+    return [
+        CutOver(after, 0 if has_budget else costs.first(before, after))
+        for before, after in pairwise([old, *found])
+    ]
+
+
+class _Costs:
+    """How long layers take to change their stages.
+
+    Args:
+        layers: the model's.
+        measured: the measurements, if there are any.
+        plan: the one in force.
+    """
+
+    def __init__(
+        self, layers: Sequence[LayerProfile], measured: Measured | None, plan: Plan
+    ) -> None:
+        self._layers = layers
+        self._measured = measured
+        self._ranks: Sequence[Sequence[int]] = plan.ranks
+        self.most_seconds = 1.0
+        """Of the transfers over one link in a step."""
+        if measured is not None:
+            self._ranks = measured.ranks_of(plan)
+            self.most_seconds = _PART_OF_STEP * measured.prediction(plan).step_seconds
+
+    def seconds(self, vm: int, layer: int, source: int, to: int) -> float:
+        """Of all that belongs to a layer."""
+        return self._seconds(vm, self._layers[layer].static_bytes, source, to)
+
+    def _seconds(self, vm: int, num_bytes: float, source: int, to: int) -> float:
+        if self._measured is None:
+            return num_bytes / _UNMEASURED_BYTES
+        ranks = self._ranks[vm]
+        return self._measured.cluster.link(ranks[source], ranks[to]).seconds(num_bytes)
+
+    def first(self, old: Plan, new: Plan) -> int:
+        """The microbatch from which on the new owners of a part are to own their layers."""
+        busy: dict[tuple[int, int, int], float] = {}
+        for vm, layer, source, to in _moved(old.placement, new.placement):
+            takes = self._seconds(vm, self._layers[layer].parameter_bytes, source, to)
+            busy[vm, source, to] = busy.get((vm, source, to), 0.0) + takes
+        is_short = max(busy.values(), default=0.0) <= _SHORT * self.most_seconds
+        return 0 if is_short else new.microbatches // 2
+
+
+def _moved(old: Placement, new: Placement) -> list[tuple[int, int, int, int]]:
+    return [
+        (vm, layer, source, to)
+        for vm in range(old.num_virtual_machines)
+        for layer, (source, to) in enumerate(zip(old.stages(vm), new.stages(vm), strict=True))
+        if source != to
+    ]
+
+
+def _part(new: Plan, placement: Placement, measured: Measured | None) -> Plan:
+    plan = replace(new.with_placement(placement), lane_shares=new.lane_shares)
+    if new.prediction is None or measured is None:
+        return plan
+    return replace(plan, prediction=measured.prediction(plan))
