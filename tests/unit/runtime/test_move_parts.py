@@ -1,0 +1,78 @@
+"""How a change of the plan is split into parts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.plan.arrange.measurements import Measured
+from lightning_pipeshift.plan.document.plan import LayerRecord, Plan
+from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
+from lightning_pipeshift.plan.inputs.placement import Placement
+from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
+from lightning_pipeshift.runtime.planning.move_parts import CutOver, cut_overs
+
+MB = 10**6
+# Weights, gradients and Adam's state of a layer; a forward takes 10 ms, a backward 20 ms.
+WEIGHTS = 25 * MB
+LAYERS = tuple(
+    LayerProfile(f"layer{n}", WEIGHTS, gradient_bytes=WEIGHTS, optimizer_bytes=2 * WEIGHTS)
+    for n in range(8)
+)
+STATIC = 4 * WEIGHTS
+
+
+def measured(bandwidth: float, memory_bytes: int = 0) -> Measured:
+    devices = tuple(Device(f"host{n}", "cpu", memory_bytes=memory_bytes) for n in range(2))
+    times = KindProfile((0.010,) * 8, (0.020,) * 8)
+    profile = Profile(LAYERS, {"cpu": times}, 1.0, 4)
+    return Measured(profile, Cluster(devices, outside=Link(0.0, bandwidth)), ((0, 1),))
+
+
+def plan(*counts: int) -> Plan:
+    records = tuple(LayerRecord(layer.name, WEIGHTS, 0.01, 1) for layer in LAYERS)
+    return Plan(records, Placement((counts,)), "1f1b", 4, ranks=((0, 1),))
+
+
+def split(
+    old: Plan, new: Plan, known: Measured | None, has_budget: bool = False
+) -> list[tuple[tuple[int, ...], int]]:
+    parts = cut_overs(old, new, LAYERS, known, has_budget, checks_memory=True)
+    assert parts[-1].plan is new
+    return [(part.plan.placement.counts[0], part.first) for part in parts]
+
+
+def test_as_much_moves_at_a_time_as_the_link_carries_in_half_a_step() -> None:
+    # A step takes about 0.75 s: four microbatches of six layers on the first stage, and the rest.
+    fast, slow, slower = (measured(rate * MB) for rate in (100_000, 600, 25))
+    assert split(plan(6, 2), plan(3, 5), fast) == [((3, 5), 0)]
+    # A layer takes 0.17 s. The weights of two of them travel during two microbatches.
+    assert split(plan(6, 2), plan(3, 5), slow) == [((4, 4), 2), ((3, 5), 0)]
+    assert split(plan(6, 2), plan(3, 5), slow, has_budget=True) == [((4, 4), 0), ((3, 5), 0)]
+    one_by_one = [((5, 3), 2), ((4, 4), 2), ((3, 5), 2)]
+    assert split(plan(6, 2), plan(3, 5), slower) == one_by_one
+    assert split(plan(3, 5), plan(6, 2), slower) == [((4, 4), 2), ((5, 3), 2), ((6, 2), 2)]
+
+
+def test_links_that_are_not_measured_carry_32_mib_in_a_step() -> None:
+    assert split(plan(6, 2), plan(4, 4), None) == [((5, 3), 2), ((4, 4), 2)]
+
+
+def test_ranks_that_change_places_do_it_at_once() -> None:
+    new = replace(plan(3, 5), ranks=((1, 0),))
+    assert cut_overs(plan(6, 2), new, LAYERS, measured(1.0), False, True) == [CutOver(new, 0)]
+
+
+def test_what_is_held_twice_counts() -> None:
+    enough = 6 * STATIC + WEIGHTS
+    assert split(plan(6, 2), plan(3, 5), measured(1e12, enough)) == [
+        ((5, 3), 0),
+        ((4, 4), 0),
+        ((3, 5), 0),
+    ]
+    with pytest.raises(PlanError, match=r"stage 0 .* 625.0 MB for a step, 25.0 MB of them .* 1.0"):
+        split(plan(6, 2), plan(3, 5), measured(1e12, enough - MB))
+    # The new owner lacks no more than the old one did.
+    assert split(plan(2, 6), plan(3, 5), measured(1e12, enough)) == [((3, 5), 0)]
