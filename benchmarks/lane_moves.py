@@ -6,7 +6,8 @@ Two hosts with 200 Mbit/s between them that honour the lanes (needs root), and a
 layers on each. Layers of 100 MB together, which take next to no time, move from the first stage to
 the second, by hand. How much longer do all steps from the request on take together than the median
 step before it: in seconds, and as a part of the time that the transfer takes alone? With the lanes'
-marks, and without; with a synchronous and an asynchronous pipeline.
+marks, and without; in parts, a layer in each step, and at once; with a synchronous and an
+asynchronous pipeline.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as L
+import pytest
 import torch
 
+import lightning_pipeshift.runtime.planning.move_parts as move_parts
 from benchmarks.hosts import Link, hosts, why_not
 from benchmarks.lanes import MEGABITS, honour
 from benchmarks.measuring import arguments, interval, print_table, save, shown
@@ -29,6 +32,7 @@ NUM_LAYERS, NUM_MOVED, WIDTH = 12, 4, 2500
 MOVED_BYTES = NUM_MOVED * WIDTH * WIDTH * 4
 FORWARD, BACKWARD = 0.020, 0.040
 _WARM_UP, _BEFORE = 3, 10
+PARTS, UNMARKED, AT_ONCE = "in parts", "in parts, without marks", "at once"
 
 
 class Mover(Clock):
@@ -41,8 +45,15 @@ class Mover(Clock):
             trainer.strategy.migrate(*(Move(layer=name, stage=1) for name in names))
 
 
-def step_seconds(schedule: str, has_marks: bool, num_after: int) -> list[float]:
+def step_seconds(schedule: str, microbatches: int, contender: str, num_after: int) -> list[float]:
     """The seconds of each step after the warm-up."""
+    with pytest.MonkeyPatch.context() as patch:
+        if contender == AT_ONCE:
+            patch.setattr(move_parts, "_UNMEASURED_BYTES", float("inf"))
+        return _step_seconds(schedule, microbatches, contender != UNMARKED, num_after)
+
+
+def _step_seconds(schedule: str, microbatches: int, has_marks: bool, num_after: int) -> list[float]:
     torch.set_num_threads(1)
     clock = Mover()
     trainer = L.Trainer(
@@ -51,7 +62,7 @@ def step_seconds(schedule: str, has_marks: bool, num_after: int) -> list[float]:
         num_nodes=2,
         strategy=PipeShiftStrategy(
             schedule=schedule,
-            microbatches=1 if schedule.startswith("async") else 4,
+            microbatches=microbatches,
             partition=[NUM_LAYERS - 2, 2],
             profile_steps=0,
             lane_marks=has_marks,
@@ -65,13 +76,13 @@ def step_seconds(schedule: str, has_marks: bool, num_after: int) -> list[float]:
         accumulate_grad_batches=2 if schedule == "async-2bw" else 1,
     )
     num_batches = (_WARM_UP + _BEFORE + num_after) * trainer.accumulate_grad_batches
-    rows = torch.zeros(4 * num_batches, WIDTH)
+    rows = torch.zeros(8 * num_batches, WIDTH)
     data = torch.utils.data.TensorDataset(rows, rows)
     module = Sleeper(NUM_LAYERS, WIDTH, FORWARD, BACKWARD)
     for layer in module.layers[NUM_LAYERS - NUM_MOVED - 2 : NUM_LAYERS - 2]:
         # So that a step is as long after the move as before it.
         layer.seconds = (0.0, 0.0)  # type: ignore[assignment]
-    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4))
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=8))
     assert trainer.strategy.plan.placement.counts == ((6, 6),)  # type: ignore[attr-defined]
     return [b - a for a, b in pairwise(clock.begins[_WARM_UP:])]
 
@@ -80,7 +91,12 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--num-rounds", type=int, default=3)
     parser.add_argument("--num-after", type=int, default=15, help="steps after the request")
-    parser.add_argument("--schedules", nargs="+", default=["1f1b", "async-2bw"])
+    parser.add_argument(
+        "--schedules",
+        nargs="+",
+        default=["1f1b:4", "1f1b:8", "async-2bw:1"],
+        help="name:microbatches",
+    )
     options = parser.parse_args()
     reason = why_not()
     if reason is not None:
@@ -92,12 +108,13 @@ def main() -> None:
     with hosts(2, Link(megabits=MEGABITS)) as made:
         honour(made)
         for schedule in options.schedules:
-            extra: dict[str, list[float]] = {"with marks": [], "without": []}
+            extra: dict[str, list[float]] = {PARTS: [], UNMARKED: [], AT_ONCE: []}
+            given, _, microbatches = schedule.partition(":")
             steps: list[float] = []
             for _ in range(options.num_rounds):
                 for name in extra:
                     seconds = made.run(
-                        step_seconds, schedule, name == "with marks", options.num_after
+                        step_seconds, given, int(microbatches), name, options.num_after
                     )[1]
                     usual = statistics.median(seconds[:_BEFORE])
                     steps.append(usual)

@@ -165,8 +165,8 @@ def train(
     schedule: str = "1f1b",
     reorders: bool = False,
 ) -> dict[str, Any]:
-    """Trains on all ranks; what is left behind. With a first microbatch of ``None``, one layer moves
-    over a link at a time.
+    """Trains on all ranks; what is left behind. With ``None`` in ``firsts``, one layer moves over a
+    link at a time.
     """
     if None in firsts:
         move_parts._UNMEASURED_BYTES = 1.0  # type: ignore[misc]
