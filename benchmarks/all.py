@@ -114,9 +114,19 @@ RUNS = (
         (f"{PACKAGE}/runtime/recording", f"{PACKAGE}/runtime/step/stage.py"),
     ),
     Run("lanes", "lanes", (*RINGS, f"{PACKAGE}/commands/lanes.py")),
-    Run("overlap", "overlap", (*RINGS, *STEP)),
-    Run("overlap_jobs", "overlap --num-jobs 2 --num-layers 12 --width 480", (*RINGS, *STEP)),
-    Run("lane_moves", "lane_moves", (*RINGS, *STEP)),
+    Run("overlap", "overlap --num-rounds 3", (*RINGS, *STEP)),
+    Run(
+        "overlap_jobs",
+        "overlap --num-rounds 3 --num-jobs 2 --num-layers 12 --forward 0.04 --backward 0.08"
+        " --contenders 'one lane' 'urgent first' lanes",
+        (*RINGS, *STEP),
+    ),
+    Run(
+        "overlap_fast",
+        "overlap --num-rounds 3 --megabits 10000 --contenders 'one lane' lanes",
+        (*RINGS, *STEP),
+    ),
+    Run("lane_moves", "lane_moves --num-rounds 1 --num-after 7", (*RINGS, *STEP)),
     Run(
         "migration_async",
         "migration --only reaction --schedule async --num-rounds 2 --seconds 0.032 --at 16"

@@ -106,6 +106,10 @@ NOT_MEASURED: Mapping[str, Mapping[str, str]] = {
         "keep 2 % of the link": _LIMIT,
         "of more than 4 MB": _LIMIT,
         "from NCCL 2.26 on": "a version",
+        "on two hosts with 200 Mbit/s between": _SETUP,
+        "so 1.33 is the most that": "(F + B) / (F + (F + B)) of the pace, F a third of both",
+        "with one lane at 10 Gbit/s": _SETUP,
+        "or 32 MB if the link was not": _LIMIT,
     },
 }
 """The numbers on the pages that are no measurement, and what they are instead."""
@@ -132,6 +136,7 @@ def tables(results: Values) -> dict[str, Callable[[], Rows]]:
         "moves": moves,
         "compression": lambda: compression(results),
         "lanes": lanes,
+        "overlap": overlap,
         "convergence": lambda: convergence(results),
     }
 
@@ -449,6 +454,24 @@ def lanes() -> Rows:
     for lane, what in (("pipeline", "`pipeline`, of what it has alone"), ("bulk", "`bulk`")):
         names = ("lanes", "no marks")
         rows.append([what, *(f"{{lanes / flows / {name} / {lane} .3f}}" for name in names)])
+    return rows
+
+
+def overlap() -> Rows:
+    """Steps that overlap with the sums of gradients."""
+    rows = [["a step", "times as fast as with one lane", "two jobs on the link"]]
+    names = {
+        "one lane": "one lane, first come, first served, and a barrier",
+        "split": "reduce-scatter behind the backward, all-gather behind the next forward",
+        "urgent first": "the most urgent first, decided by each sender",
+        "lanes": "lanes that the network honours",
+    }
+    for name, what in names.items():
+        cells = [
+            f"{{{file} / times_as_fast_as / one lane / {name} .2f}}"
+            for file in ("overlap", "overlap_jobs")
+        ]
+        rows.append([what, cells[0], "" if name == "split" else cells[1]])
     return rows
 
 
