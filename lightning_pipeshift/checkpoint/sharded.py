@@ -22,9 +22,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_pipeshift.checkpoint import atomic
 from lightning_pipeshift.checkpoint.zip_reader import TorchZipReader, load_file
@@ -225,6 +223,9 @@ class Writing:
             CheckpointError: a rank could not write. An earlier checkpoint of this name is
                 unchanged.
         """
+        # It takes longer to import than most of this package, and few runs write a folder.
+        import torch.distributed.checkpoint as dcp
+
         data = self._temporary / self._data
         error: BaseException | None = None
         try:
@@ -245,7 +246,7 @@ class Writing:
                     file.flush()
                     os.fsync(file.fileno())
                 atomic.publish(self._temporary, self._path, self._data)
-        except (Exception, CheckpointException) as found:
+        except (Exception, dcp.CheckpointException) as found:
             error = found
         self._tensors, self._rest = {}, {}
         failed = [
@@ -264,9 +265,9 @@ class Writing:
 
 
 def _reason(error: BaseException | None) -> str | None:
-    if isinstance(error, CheckpointException):
-        # The exception has the errors of all ranks, each with its traceback.
-        return "; ".join(str(found) for found, _ in error.failures.values())
+    # torch's CheckpointException has the errors of all ranks, each with its traceback.
+    if failures := getattr(error, "failures", None):
+        return "; ".join(str(found) for found, _ in failures.values())
     return None if error is None else str(error) or type(error).__name__
 
 

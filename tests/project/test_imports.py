@@ -7,6 +7,7 @@ and for type checkers only, count.
 """
 
 import ast
+import importlib
 from pathlib import Path
 
 import pytest
@@ -183,7 +184,10 @@ def parts():
 warnings.simplefilter("ignore")
 before = parts()
 assert ("lightning.pytorch.trainer.trainer", "Trainer", "fit") in before
-import lightning_pipeshift, lightning_pipeshift.commands.cli, lightning_pipeshift.testing
+modules = set(sys.modules)
+import lightning_pipeshift
+print("loaded:", sorted(set(sys.modules) - modules))
+import lightning_pipeshift.commands.cli, lightning_pipeshift.testing
 how = {"accelerator": "cpu", "logger": False}
 strategies = ["pipeshift", lightning_pipeshift.PipeShiftStrategy(), "auto"]
 trainers = [L.Trainer(strategy=strategy, **how) for strategy in strategies]
@@ -193,8 +197,29 @@ print("replaced:", [name for name in before if after.get(name) is not before[nam
 """
 
 
-def test_importing_replaces_nothing_of_torch_and_lightning():
+def test_importing_loads_one_module_and_replaces_nothing_of_torch_and_lightning():
     """So that an ordinary Trainer runs Lightning's own code; ``Trainer(strategy="pipeshift")``,
-    too.
+    too. And so that the import is quick: all else is loaded with the first name that is used.
     """
-    assert "replaced: []\n" in launch_script(REPLACED).output
+    output = launch_script(REPLACED).output
+    assert "loaded: ['lightning_pipeshift']\n" in output
+    assert "replaced: []\n" in output
+
+
+def test_public_names_are_the_same_for_python_and_for_type_checkers():
+    tree = ast.parse((ROOT / "__init__.py").read_text())
+    checked = next(node for node in tree.body if isinstance(node, ast.If))
+    for_checkers = {
+        alias.name: str(node.module)
+        for node in checked.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert sorted(for_checkers) == sorted(lightning_pipeshift.__all__)
+    assert set(lightning_pipeshift.__all__) <= set(dir(lightning_pipeshift))
+    for name, module in for_checkers.items():
+        assert getattr(lightning_pipeshift, name) is getattr(importlib.import_module(module), name)
+    with pytest.raises(ImportError, match="'Pipeline'"):
+        exec("from lightning_pipeshift import Pipeline")
+    with pytest.raises(AttributeError, match="no attribute 'Pipeline'"):
+        lightning_pipeshift.Pipeline  # noqa: B018
