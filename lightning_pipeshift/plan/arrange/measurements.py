@@ -103,11 +103,14 @@ class Measured:
         more = {(vm, stage): [0.0, 0.0] for vm, stage, _, _ in before}
         for vm in range(old.placement.num_virtual_machines):
             owners = zip(old.placement.stages(vm), new.placement.stages(vm), strict=True)
-            for layer, (source, to) in zip(self.profile.layers, owners, strict=True):
+            on_host = old.optimizer_on_host_of(vm)
+            for index, (source, to) in enumerate(owners):
                 if source != to:
+                    layer = self.profile.layers[index]
+                    state = 0 if index in on_host else layer.optimizer_bytes
                     more[vm, source][0] += layer.parameter_bytes
                     more[vm, to][0] += layer.parameter_bytes
-                    more[vm, source][1] += layer.static_bytes
+                    more[vm, source][1] += layer.parameter_bytes + state
         lacks, vm, stage, held, twice = max(
             (held + twice - usable, vm, stage, held + twice, twice)
             for number, places in enumerate((before, after))

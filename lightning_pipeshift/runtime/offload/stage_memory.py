@@ -180,7 +180,7 @@ class StageMemory:
         static_bytes: Mapping[int, float],
         expected_bytes: Mapping[int, int],
         moving: Collection[int] = (),
-        copied_bytes: float = 0.0,
+        twice_bytes: float = 0.0,
     ) -> None:
         """Applies a plan from now on. Every stage calls this, with the same plan.
 
@@ -190,8 +190,8 @@ class StageMemory:
             static_bytes: the memory that each layer takes permanently.
             expected_bytes: the memory that each layer is expected to save for a microbatch.
             moving: layers that take memory here in addition, as they come to this stage or leave it
-                while it computes.
-            copied_bytes: of copies of weights that are on their way.
+                while minibatches are in flight.
+            twice_bytes: what layers that change their owners between two steps take in addition.
         """
         stage = self._channels.stage
         own = plan.placement.layers_of(vm, stage)
@@ -203,7 +203,7 @@ class StageMemory:
         if self.memory is not None:
             payloads = (0, *plan.stage_payload_bytes(vm), 0)
             budget = self.memory.budget_bytes - passing_bytes(*payloads[stage : stage + 2])
-            budget -= sum(static_bytes.get(layer, 0.0) for layer in {*own, *moving}) + copied_bytes
+            budget -= sum(static_bytes.get(layer, 0.0) for layer in {*own, *moving}) + twice_bytes
         host = LocalTarget([self._host], self._copier, codec=self._codec)
         spare = host if self._host.limit_bytes else None
         places: dict[tuple[int, int], tuple[OffloadTarget, ...]] = {}

@@ -277,9 +277,20 @@ class Replanning:
         """The expected bytes of each layer's optimizer state."""
         return {index: layer.optimizer_bytes for index, layer in enumerate(self._layers)}
 
-    def weight_bytes(self, layers: Iterable[int]) -> int:
-        """The bytes of the parameters of layers."""
-        return sum(self._layers[layer].parameter_bytes for layer in layers)
+    def bytes_held_twice(
+        self, leaving: Iterable[int], copied: Iterable[int], on_host: Collection[int]
+    ) -> int:
+        """What layers take on a stage because they move: as ``Measured.lacking_during`` counts it.
+
+        Args:
+            leaving: those that the stage still holds, and another one owns already.
+            copied: those of which it holds the weights in addition.
+            on_host: those whose optimizer state is in host memory.
+        """
+        layers = self._layers
+        return sum(layers[layer].parameter_bytes for layer in (*leaving, *copied)) + sum(
+            layers[layer].optimizer_bytes for layer in leaving if layer not in on_host
+        )
 
     def static_bytes(
         self, stage: int, num_stages: int, on_host: Collection[int] = ()

@@ -113,8 +113,8 @@ class AsynchronousPipeline(Pipeline):
         self._live.record(recorder)
 
     @property
-    def _layers_held_twice(self) -> tuple[frozenset[int], frozenset[int]]:
-        return self._live.layers, frozenset()
+    def _layers_on_their_way(self) -> frozenset[int]:
+        return self._live.layers
 
     def release_gates(self) -> None:
         """See :class:`Pipeline`."""

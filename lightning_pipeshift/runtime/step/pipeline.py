@@ -622,14 +622,14 @@ class Pipeline:
         if self.memory is None:
             return
         stage, on_host = self.channels.stage, self.plan.optimizer_on_host_of(self.vm)
-        self._held_twice = leaving, with_copies = self._layers_held_twice
+        self._held_twice = self.changes.held_twice
         self.memory.follow(
             self.plan,
             self.vm,
             self.planning.static_bytes(stage, self.channels.num_stages, on_host),
             self.planning.profiler.expected_bytes,
-            leaving,
-            self.planning.weight_bytes(with_copies),
+            self._layers_on_their_way,
+            self.planning.bytes_held_twice(*self.changes.held_twice, on_host),
         )
         self._note_state_on_host()
         gates = self._trace_cache.gates
@@ -652,12 +652,12 @@ class Pipeline:
         )
 
     @property
-    def _layers_held_twice(self) -> tuple[frozenset[int], frozenset[int]]:
-        """See :attr:`Changes.held_twice`."""
-        return self.changes.held_twice
+    def _layers_on_their_way(self) -> frozenset[int]:
+        """The layers that come to this stage or leave it while minibatches are in flight."""
+        return frozenset()
 
     def _follow_moves_with_memory(self) -> None:
-        if self._held_twice != self._layers_held_twice:
+        if self._held_twice != self.changes.held_twice:
             self._follow_with_memory()
 
     def match_replicas(self, parameters_too: bool) -> None:
