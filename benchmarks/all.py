@@ -99,7 +99,7 @@ RUNS = (
         "compression --layer-mb 8 64 --microbatches 8 --num-rounds 3 --num-steps 1",
         (*PLANNING, *STEP, f"{PACKAGE}/lightning/precision"),
     ),
-    Run("stage_orders", "stage_orders", (*PLANNING, *STEP)),
+    Run("stage_orders", "stage_orders --num-rounds 3 --num-steps 2", (*PLANNING, *STEP)),
     Run("slow_links", "slow_links", (*PLANNING, *STEP, f"{PACKAGE}/lightning/callbacks")),
     Run("network_orders", "network_orders --num-rounds 2 --num-steps 2", (*PLANNING, *RINGS)),
     Run("moves", "migration --only gap --num-moves 4", (*STEP, f"{PACKAGE}/lightning/callbacks")),
@@ -126,7 +126,7 @@ RUNS = (
         "overlap --num-rounds 3 --megabits 10000 --contenders 'one lane' lanes",
         (*RINGS, *STEP),
     ),
-    Run("lane_moves", "lane_moves --num-rounds 1 --num-after 7", (*RINGS, *STEP)),
+    Run("lane_moves", "lane_moves --num-rounds 1 --num-after 7 --schedules 1f1b:4", (*RINGS, *STEP)),
     Run(
         "migration_async",
         "migration --only reaction --schedule async --num-rounds 2 --seconds 0.032 --at 16"
