@@ -13,6 +13,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -108,6 +109,7 @@ def train(
     budget: float | None,
     module: type[Trains] = Trains,
     moves: bool = False,
+    average: bool = False,
     num_batches: int = 6,
     save: Path | None = None,
     resume: Path | None = None,
@@ -125,7 +127,11 @@ def train(
     strategy: Any = PipeShiftStrategy(**{"microbatches": 2, "partition": "uniform", **(how or {})})
     trainer = quiet_trainer(
         {"devices": int(os.environ["WORLD_SIZE"]), "strategy": strategy},
-        callbacks=[reads, *([Moves()] if moves else [])],
+        callbacks=[
+            reads,
+            *([Moves()] if moves else []),
+            *([EMAWeightAveraging(decay=0.8)] if average else []),
+        ],
         plugins=[MemoryCompression(budget=budget)] if budget is not None else [],
         **{"max_epochs": 1, **kwargs},
     )
@@ -160,7 +166,7 @@ SETTINGS: dict[str, tuple[int, float, dict[str, Any]]] = {
     "bf16 and SGD": (1, 2.5, {"precision": "bf16-mixed", "module": Momentum}),
     "moves of layers": (
         2,
-        1.9,
+        2.2,
         {"moves": True, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
     ),
     "two virtual machines": (2, 2.5, {"how": {"virtual_machines": 2}}),

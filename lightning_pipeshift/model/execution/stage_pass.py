@@ -522,7 +522,7 @@ class StagePass(PlaceholderListener):
                 self._enter_interval()
             else:
                 self._enter(gate, position)
-                output = gate.original(*args, **kwargs)
+                output = gate.run_plainly(*args, **kwargs)
                 self._leave()
             return output
         calls = self.trace.flow.calls

@@ -9,12 +9,14 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any, Protocol
 
 from torch import nn
 
 from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.model.execution.trees import leaves_of
 from lightning_pipeshift.model.gates.side_outputs import SideOutputs
 
 
@@ -40,6 +42,19 @@ class Scoped(Protocol):
 
     def leave_scope(self) -> None:
         """Called when such a module ends."""
+
+
+class Weights(Protocol):
+    """Weights that are on the device only while they are used."""
+
+    def running(self, index: int) -> AbstractContextManager[Any]:
+        """Context of a call of a layer."""
+
+    def before_backward_of(self, index: int, results: Iterable[Any]) -> None:
+        """Brings a layer's weights when a backward reaches its results."""
+
+    def use(self, index: int) -> None:
+        """Returns when a layer's weights are on the device."""
 
 
 class CurrentPass:
@@ -71,6 +86,8 @@ class Gate:
         self._installed: Callable[..., Any] | None = None
         self.reports: SideOutputs | None = None
         """The values that leave the layer other than by its return value, if any were found."""
+        self.weights: Weights | None = None
+        """Brings the layer's weights before they are used, if they are elsewhere in between."""
         self.had_own_forward = "forward" in layer.__dict__
         self.original: Callable[..., Any] = layer.forward
         """The layer's own ``forward``."""
@@ -90,15 +107,29 @@ class Gate:
         """Handles a call of the layer, and returns its result."""
         current = self._current_pass.value
         if current is None:
-            return self.original(*args, **kwargs)
+            return self.run_plainly(*args, **kwargs)
         return current.visit(self, args, kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer itself."""
         if self.reports is None:
-            return self.original(*args, **kwargs)
+            return self.run_plainly(*args, **kwargs)
         with self.reports.collecting():
+            return self.run_plainly(*args, **kwargs)
+
+    def run_plainly(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the layer itself, without looking for side outputs."""
+        if self.weights is None:
             return self.original(*args, **kwargs)
+        with self.weights.running(self.index):
+            output = self.original(*args, **kwargs)
+        self.weights.before_backward_of(self.index, leaves_of(output))
+        return output
+
+    def bring_weights(self) -> None:
+        """Returns when the layer's weights are on the device."""
+        if self.weights is not None:
+            self.weights.use(self.index)
 
     def remove(self) -> None:
         """Restores the layer's own ``forward``."""

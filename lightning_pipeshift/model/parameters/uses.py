@@ -104,6 +104,15 @@ class ParameterUse:
         return sorted({stage_of[layer] for layer in self.layers})
 
 
+def of_one_layer(uses: Iterable[ParameterUse]) -> dict[int, list[nn.Parameter]]:
+    """The parameters that one layer only uses, by layer."""
+    found: dict[int, list[nn.Parameter]] = {}
+    for use in uses:
+        if not use.is_shared and set(use.used_in) <= set(use.layers):
+            found.setdefault(use.layers[0], []).append(use.parameter)
+    return found
+
+
 def parameter_uses(
     root: nn.Module,
     layers: list[nn.Module],

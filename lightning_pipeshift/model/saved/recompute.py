@@ -68,6 +68,7 @@ class LayerCall:
         self._args, self._kwargs = args, kwargs
         self._table = table
         self._observer = observer
+        gate.bring_weights()
         self._resident = resident_in(gate.layer)
         self._count = 0
 
@@ -83,7 +84,9 @@ class LayerCall:
                     self._observer.around(self.gate, args, kwargs, self._table)
                 )
             pack = partial(self._pack, origins)
-            stack.enter_context(saving(pack, Saved.get))
+            # A saved tensor may be a view of a weight.
+            unpack = Saved.get if self.gate.weights is None else partial(_unpacked, self.gate)
+            stack.enter_context(saving(pack, unpack))
             return self.gate.run(*args, **kwargs)
 
     def _pack(self, origins: Origins | None, tensor: Tensor) -> Saved:
@@ -96,6 +99,12 @@ class LayerCall:
 
     def _save(self, tensor: Tensor, number: int) -> Saved:
         return self._table.save(tensor, self.gate.index, number, self._resident)
+
+
+def _unpacked(gate: Gate, saved: Saved) -> Tensor:
+    """A saved tensor, and its layer's weights."""
+    gate.bring_weights()
+    return saved.get()
 
 
 class RecomputedRegion(LayerCall):

@@ -51,6 +51,9 @@ def plan_of(
         optimizer_on_host=tuple(tuple(sorted(cut.optimizer_on_host)) for cut in cuts)
         if any(cut.optimizer_on_host for cut in cuts)
         else (),
+        weights_on_host=tuple(tuple(sorted(cut.weights_on_host)) for cut in cuts)
+        if any(cut.weights_on_host for cut in cuts)
+        else (),
     )
     if any(first.forward):
         plan = replace(plan, lane_shares=lane_shares_of(plan, profile, cluster, ranks))
@@ -81,7 +84,12 @@ def plan_of_arrangement(arrangement: Arrangement, profile: Profile, cluster: Clu
 
 def cut_of(plan: Plan, vm: int) -> Cut:
     """A plan's cut of a virtual machine."""
-    return Cut(plan.placement.counts[vm], plan.recomputed(vm), plan.optimizer_on_host_of(vm))
+    return Cut(
+        plan.placement.counts[vm],
+        plan.recomputed(vm),
+        plan.optimizer_on_host_of(vm),
+        plan.weights_on_host_of(vm),
+    )
 
 
 def workloads_of(

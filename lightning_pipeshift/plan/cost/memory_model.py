@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
+
+import numpy as np
 
 from lightning_pipeshift.plan.cost.memory_timeline import (
     HOST,
@@ -22,7 +24,13 @@ from lightning_pipeshift.plan.cost.memory_timeline import (
     traces,
 )
 from lightning_pipeshift.plan.cost.simulator import Timeline
-from lightning_pipeshift.plan.cost.workload import Cut, Numbers, Workload, passing_bytes
+from lightning_pipeshift.plan.cost.workload import (
+    Cut,
+    Numbers,
+    Workload,
+    passing_bytes,
+    window_bytes,
+)
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import LayerProfile, Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor, Swap
@@ -43,9 +51,9 @@ class Footprint:
         timeline: of the step.
         traces: of the saved tensors.
         static_bytes: memory held permanently, and memory reserved for messages.
-        update_bytes: memory that optimizer state from the host needs while the optimizer steps, and
-            no saved tensor is held.
-        update_seconds: by which moving that state delays a step, on average.
+        update_bytes: memory that optimizer state and weights from the host need in addition while
+            the optimizer steps, and no saved tensor is held.
+        update_seconds: by which moving them then delays a step, on average.
     """
 
     timeline: Timeline
@@ -154,7 +162,7 @@ class Footprints:
         """The footprint of a cut with its recomputation and swaps."""
         workload = self._workload
         if cut not in self._timelines:
-            self._timelines[cut] = workload.timeline(cut)
+            self._timelines[cut] = self._with_waits(cut).timeline(cut)
         timeline = self._timelines[cut]
         by_layer: dict[int, list[Swap]] = {}
         for swap in swaps:
@@ -184,21 +192,28 @@ class Footprints:
             for stage, (begin, end) in enumerate(pairwise(cut.bounds))
         ]
         made = tuple(traces(found, self._traces))
-        if not cut.optimizer_on_host:
+        if not cut.optimizer_on_host and not cut.weights_on_host:
             return Footprint(timeline, made, tuple(static), (0.0,) * len(static))
-        return self._with_moved_state(cut, Footprint(timeline, made, tuple(static), ()))
+        return self._with_moved(cut, Footprint(timeline, made, tuple(static), ()))
 
-    def _with_moved_state(self, cut: Cut, found: Footprint) -> Footprint:
-        """The footprint with some layers' optimizer state in host memory between two steps."""
+    def _with_moved(self, cut: Cut, found: Footprint) -> Footprint:
+        """The footprint with some layers' optimizer state or weights in host memory."""
         workload, timeline = self._workload, found.timeline
         static, traces_, updates, end = list(found.static_bytes), list(found.traces), [], 0.0
         for stage, (begin, last) in enumerate(pairwise(cut.bounds)):
-            moved = [layer for layer in range(begin, last) if layer in cut.optimizer_on_host]
-            sizes = workload.optimizer_bytes[moved]
-            static[stage] -= float(sizes.sum())
+            state, weights = (
+                np.where([layer in on_host for layer in range(begin, last)], sizes[begin:last], 0.0)
+                for sizes, on_host in (
+                    (workload.optimizer_bytes, cut.optimizer_on_host),
+                    (workload.waiting_bytes, cut.weights_on_host),
+                )
+            )
+            sizes, window = state + weights, window_bytes([size for size in weights if size])
+            static[stage] += window - float(sizes.sum())
             on_host = traces_[stage].host_bytes + float(sizes.sum())
             traces_[stage] = replace(traces_[stage], host_bytes=on_host)
-            updates.append(float(sizes.max(initial=0.0)))
+            # In an update the memory of weights in the forward and backward is free.
+            updates.append(max(0.0, float(sizes.max(initial=0.0)) - window))
             ended = timeline.rows[stage][-1].end if timeline.rows[stage] else 0.0
             end = max(end, ended + self._exposed_seconds(stage, sizes))
         late = max(0.0, end - timeline.end_seconds) / self._num_accumulated
@@ -210,9 +225,46 @@ class Footprints:
             update_seconds=late,
         )
 
+    def _with_waits(self, cut: Cut) -> Workload:
+        """The workload with the time that layers wait for their weights from the host: a layer's
+        are prefetched from the beginning of the one that used its own before.
+        """
+        if not cut.weights_on_host:
+            return self._workload
+        forward, backward = self._workload.forward.copy(), self._workload.backward.copy()
+        for stage, (begin, end) in enumerate(pairwise(cut.bounds)):
+            moved = [layer for layer in range(begin, end) if layer in cut.weights_on_host]
+            sizes = self._workload.waiting_bytes[moved]
+            if sizes.sum() <= window_bytes(list(sizes)):
+                continue
+            self._add_waits(stage, cut.weights_on_host, forward, range(begin, end))
+            self._add_waits(stage, cut.weights_on_host, backward, range(begin, end)[::-1])
+        return replace(self._workload, forward=forward, backward=backward)
+
+    def _add_waits(
+        self, stage: int, moved: Collection[int], seconds: Numbers, order: Sequence[int]
+    ) -> None:
+        """Adds the waits of one action to the seconds of its layers.
+
+        Args:
+            stage: the stage.
+            moved: the layers whose weights come from the host.
+            seconds: (S, L) of the layers.
+            order: the stage's layers in the action's order.
+        """
+        computed = {layer: float(seconds[stage, layer]) for layer in order}
+        # The first one's are prefetched in the action before, while its last one runs.
+        places = [place for place, layer in enumerate(order) if layer in moved]
+        for place, earlier in zip(places, [places[-1] - len(order), *places], strict=False):
+            layer = order[place]
+            hidden = math.fsum(computed[order[other]] for other in range(earlier, place))
+            size = float(self._workload.waiting_bytes[layer])
+            seconds[stage, layer] += max(0.0, self._links.seconds(stage, HOST, size) - hidden)
+
     def _exposed_seconds(self, stage: int, sizes: Numbers) -> float:
-        """By how many seconds an optimizer step gets longer, at most, if these sizes of state come
-        from the host and return: both directions overlap, but for the first and the last layer.
+        """By how many seconds an optimizer step gets longer, at most, if tensors of these sizes
+        come from the host and return: both directions overlap, but for the first and the last
+        layer.
         """
         seconds = [self._links.seconds(stage, HOST, size) for size in sizes if size]
         return math.fsum(seconds) + max(seconds, default=0.0)

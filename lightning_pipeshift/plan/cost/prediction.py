@@ -82,7 +82,7 @@ def predict(
     made: dict[Hashable, tuple[Costs, Footprint]] = {}
     found = []
     for workload, cut, moved, machine in zip(workloads, cuts, swapped, ranks, strict=True):
-        is_moving = moved or cut.optimizer_on_host
+        is_moving = moved or cut.optimizer_on_host or cut.weights_on_host
         links = links_of(links_left, machine) if is_moving else Links()
         key = id(workload), cut, moved, links.key
         if key not in made:

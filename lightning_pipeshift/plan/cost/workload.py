@@ -52,11 +52,13 @@ class Cut:
         counts: the number of layers of each stage.
         recompute: the layers that are recomputed.
         optimizer_on_host: the layers whose optimizer state is in host memory between two steps.
+        weights_on_host: the layers whose weights are in host memory while they wait.
     """
 
     counts: Counts
     recompute: frozenset[int] = frozenset()
     optimizer_on_host: frozenset[int] = frozenset()
+    weights_on_host: frozenset[int] = frozenset()
 
     @property
     def bounds(self) -> tuple[int, ...]:
@@ -82,6 +84,7 @@ class Workload:
         gradient_seconds: (S - 1, L + 1): the transfer of the gradients back.
         static_bytes: (L,) held permanently.
         optimizer_bytes: (L,) the part of it that is the optimizer's state.
+        waiting_bytes: (L,) the part of it that is weights which may wait in host memory.
         weight_bytes: (L,) of each further version of its trained weights.
         sent_bytes: (2, L) of each gradient on its way to other stages whose layers share its
             weights: of the first of these layers, and of the others.
@@ -108,6 +111,7 @@ class Workload:
     gradient_seconds: Numbers
     static_bytes: Numbers
     optimizer_bytes: Numbers
+    waiting_bytes: Numbers
     weight_bytes: Numbers
     sent_bytes: Numbers
     saved_bytes: Numbers
@@ -379,6 +383,16 @@ class Workload:
         return replace(self, microbatches=microbatches, schedule=schedule or self.schedule)
 
 
+def window_bytes(sizes: Sequence[float]) -> float:
+    """The device's memory for the weights of a stage's layers that wait in host memory: those of
+    the layer that runs, and of the one that is prefetched meanwhile.
+
+    Args:
+        sizes: of the weights of these layers, in call order.
+    """
+    return float(max(map(sum, pairwise(sizes)), default=sum(sizes)))
+
+
 def passing_bytes(received: Any, sent: Any) -> Any:
     """The memory that a stage reserves for messages between stages: a payload and a gradient whose
     receives are posted during the compute on earlier ones, and gradients that it sends.
@@ -479,6 +493,7 @@ def workload_of(
         gradient_seconds=travel(gradient),
         static_bytes=of_layers("static_bytes") + (profile.num_gradients - 1) * gradients,
         optimizer_bytes=of_layers("optimizer_bytes"),
+        waiting_bytes=of_layers("waiting_bytes"),
         # Gradients are as large as the weights that they are for.
         weight_bytes=gradients,
         sent_bytes=sent,

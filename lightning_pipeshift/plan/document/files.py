@@ -416,7 +416,9 @@ def _link_entry(link: Link) -> dict[str, Any]:
 _Seconds = Annotated[Number, check(lambda s: 0 <= s < math.inf, "finite and at least 0")]
 _FromOne = Annotated[Whole, check(lambda n: n >= 1, "at least 1")]
 _Tensor = Annotated[SavedTensor, Entry(())]
-_Layer = Annotated[LayerProfile, Entry(("tensors", "joins_next"), tensors=tuple[_Tensor, ...])]
+_Layer = Annotated[
+    LayerProfile, Entry(("tensors", "joins_next", "waiting_bytes"), tensors=tuple[_Tensor, ...])
+]
 _PROFILE: Final = Document(
     Profile,
     "the profile",

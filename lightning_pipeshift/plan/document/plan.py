@@ -93,6 +93,8 @@ class Plan:
             their backward; empty if there are none.
         optimizer_on_host: for each virtual machine the layers whose optimizer state is in host
             memory between two steps of the optimizer; empty if there are none.
+        weights_on_host: for each virtual machine the layers whose weights are in host memory except
+            around their forward, their backward and their update; empty if there are none.
         ranks: for each virtual machine its ranks in stage order; empty if any ranks may be used.
         kinds: the kind of each of these ranks' devices; empty if they are not required.
         batch_shares: how a global batch is divided; empty for equally.
@@ -109,6 +111,7 @@ class Plan:
     recompute: tuple[tuple[int, ...], ...] = ()
     swaps: tuple[tuple[Swap, ...], ...] = ()
     optimizer_on_host: tuple[tuple[int, ...], ...] = ()
+    weights_on_host: tuple[tuple[int, ...], ...] = ()
     ranks: tuple[tuple[int, ...], ...] = ()
     kinds: tuple[tuple[str, ...], ...] = ()
     batch_shares: tuple[float, ...] = ()
@@ -129,6 +132,7 @@ class Plan:
             "recompute": self.recompute,
             "swaps": self.swaps,
             "optimizer_on_host": self.optimizer_on_host,
+            "weights_on_host": self.weights_on_host,
             "ranks": self.ranks,
             "kinds": self.kinds,
             "batch_shares": self.batch_shares,
@@ -150,7 +154,7 @@ class Plan:
                     f"the field {name!r} is for virtual machines of {lengths} stages, and "
                     f"'placement' has {depths}; give one entry for each stage, or omit the field"
                 )
-        for name in ("recompute", "optimizer_on_host"):
+        for name in ("recompute", "optimizer_on_host", "weights_on_host"):
             for vm, layers in enumerate(getattr(self, name)):
                 wrong = [layer for layer in layers if not 0 <= layer < len(self.layers)]
                 if wrong or len(set(layers)) < len(layers):
@@ -158,12 +162,12 @@ class Plan:
                         f"the field {name!r} of virtual machine {vm} is {list(layers)}; it lists"
                         f" layers from 0 to {len(self.layers) - 1}, each once"
                     )
-        if any(self.optimizer_on_host) and self.is_asynchronous:
-            raise PlanError(
-                f"the field 'optimizer_on_host' is for synchronous schedules: {self.schedule!r}"
-                " updates the layers after each backward. Omit the field, or choose another"
-                " 'schedule'"
-            )
+        for name in ("optimizer_on_host", "weights_on_host"):
+            if any(getattr(self, name)) and self.is_asynchronous:
+                raise PlanError(
+                    f"the field {name!r} is for synchronous schedules: {self.schedule!r} updates"
+                    " the layers after each backward. Omit the field, or choose another 'schedule'"
+                )
         for vm, swaps in enumerate(self.swaps):
             self._check_swaps(vm, swaps, depths[vm])
         try:
@@ -255,6 +259,10 @@ class Plan:
         """The layers of a virtual machine whose optimizer state is in host memory."""
         return frozenset(self.optimizer_on_host[vm]) if self.optimizer_on_host else frozenset()
 
+    def weights_on_host_of(self, vm: int) -> frozenset[int]:
+        """The layers of a virtual machine whose weights wait in host memory."""
+        return frozenset(self.weights_on_host[vm]) if self.weights_on_host else frozenset()
+
     def swapped(self, vm: int) -> tuple[Swap, ...]:
         """The swaps of a virtual machine, without those that are impossible: a stage cannot take
         its own tensors.
@@ -329,7 +337,7 @@ class Plan:
 
     def is_like(self, other: Plan) -> bool:
         """Whether all ranks would act equally under the other plan."""
-        names = ("placement", "recompute", "swaps", "optimizer_on_host", "ranks")
+        names = ("placement", "recompute", "swaps", "optimizer_on_host", "weights_on_host", "ranks")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def require_layers(self, names: Sequence[str]) -> None:
@@ -368,6 +376,7 @@ class Plan:
         for name in (
             "recompute",
             "optimizer_on_host",
+            "weights_on_host",
             "ranks",
             "kinds",
             "batch_shares",

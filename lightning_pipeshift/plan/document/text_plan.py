@@ -128,14 +128,18 @@ def _swaps(plan: Plan, vm: int) -> list[str]:
 
 
 def _state_on_host(plan: Plan, vm: int) -> list[str]:
-    """The layers of each stage whose optimizer state is in host memory between two steps."""
-    on_host = plan.optimizer_on_host_of(vm)
+    """The layers of each stage whose optimizer state or weights are in host memory."""
     lines = []
     for stage in range(plan.placement.num_stages(vm)):
         own = plan.placement.layers_of(vm, stage)
-        if count := len(on_host.intersection(own)):
-            which = "all layers" if count == len(own) else f"{count} of {_count(len(own), 'layer')}"
-            lines.append(f"{stage:>5}  has the optimizer's state of {which} in host memory")
+        for what, on_host in (
+            ("the optimizer's state", plan.optimizer_on_host_of(vm)),
+            ("the waiting weights", plan.weights_on_host_of(vm)),
+        ):
+            if count := len(on_host.intersection(own)):
+                layers = _count(len(own), "layer")
+                which = "all layers" if count == len(own) else f"{count} of {layers}"
+                lines.append(f"{stage:>5}  has {what} of {which} in host memory")
     return lines
 
 
@@ -154,7 +158,7 @@ def _equal_machines(plan: Plan) -> list[tuple[int, ...]]:
     groups: dict[Hashable, list[int]] = {}
     for vm, counts in enumerate(plan.placement.counts):
         costs = plan.prediction.costs[vm] if plan.prediction is not None else None
-        moved = tuple(plan.swapped(vm)), plan.optimizer_on_host_of(vm)
+        moved = plan.swapped(vm), plan.optimizer_on_host_of(vm), plan.weights_on_host_of(vm)
         key = counts, plan.recomputed(vm), moved, costs
         groups.setdefault(key, []).append(vm)
     return [tuple(vms) for vms in groups.values()]

@@ -34,6 +34,7 @@ class LayerProfile:
         tensors: the tensors in ``saved_bytes``, one by one; empty if they are not known.
         joins_next: whether the next layer has to be on the same stage: this layer, or one before
             it, is called again with results of a layer after it.
+        waiting_bytes: the part of ``parameter_bytes`` that may be in host memory while it waits.
     """
 
     name: str
@@ -46,11 +47,14 @@ class LayerProfile:
     input_bytes: int = 0
     tensors: tuple[SavedTensor, ...] = ()
     joins_next: bool = False
+    waiting_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not self.name:
             raise PlanError("a layer with an empty name; use its name in the model")
-        for name in self.__slots__[1:-2]:
+        for name in self.__slots__:
+            if name in ("name", "tensors", "joins_next"):
+                continue
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise PlanError(

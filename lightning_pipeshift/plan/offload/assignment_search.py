@@ -79,6 +79,7 @@ class Problem:
             ``MemoryCompression``.
         recompute: ``"auto"``, ``"full"`` or ``"none"``.
         optimizer_on_host: the layers whose optimizer state is in host memory between two steps.
+        weights_on_host: the layers whose weights are in host memory while they wait.
         caution: see :class:`~lightning_pipeshift.plan.arrange.request.PlanRequest`.
     """
 
@@ -90,6 +91,7 @@ class Problem:
     recompute: str = "auto"
     caution: float = 2.0
     optimizer_on_host: frozenset[int] = frozenset()
+    weights_on_host: frozenset[int] = frozenset()
 
     @classmethod
     def of(
@@ -187,7 +189,11 @@ class Search:
 
     def __init__(self, problem: Problem, cut: Cut) -> None:
         self._problem = problem
-        self._cut = cut = replace(cut, optimizer_on_host=problem.optimizer_on_host)
+        self._cut = cut = replace(
+            cut,
+            optimizer_on_host=problem.optimizer_on_host,
+            weights_on_host=problem.weights_on_host,
+        )
         self._workload = problem.workload
         self._links = problem.links
         self._limits = problem.limits

@@ -100,17 +100,27 @@ def _stage(machine: MachineMemory, stage: int) -> Iterator[str]:
 
 
 def _state_on_host(machine: MachineMemory, stage: int) -> Iterator[str]:
-    """The optimizer state that is in host memory between two steps, in words."""
-    own = range(*machine.cut.bounds[stage : stage + 2])
-    moved = sorted(machine.cut.optimizer_on_host.intersection(own))
-    if moved:
-        sizes = [machine.profile.layers[layer].optimizer_bytes for layer in moved]
-        seconds = sum(machine.links.seconds(stage, HOST, size) for size in sizes)
-        yield (
-            f"the optimizer's state of {len(moved)} of {len(own)} layers ({bytes_text(sum(sizes))})"
-            f" is on the host between steps: {_time_text(seconds)} each way, in every update; at"
-            f" most {bytes_text(machine.footprint.update_bytes[stage])} for one layer"
-        )
+    """The optimizer state and weights that are in host memory, in words."""
+    own, layers = range(*machine.cut.bounds[stage : stage + 2]), machine.profile.layers
+    for what, sizes, when in (
+        (
+            "the optimizer's state",
+            [layers[n].optimizer_bytes for n in own if n in machine.cut.optimizer_on_host],
+            "is on the host between steps: {} each way, in every update",
+        ),
+        (
+            "the weights",
+            [layers[n].waiting_bytes for n in own if n in machine.cut.weights_on_host],
+            "wait on the host: {} in every forward and backward, and each way in every update",
+        ),
+    ):
+        if sizes:
+            seconds = sum(machine.links.seconds(stage, HOST, size) for size in sizes)
+            yield (
+                f"{what} of {len(sizes)} of {len(own)} layers ({bytes_text(sum(sizes))})"
+                f" {when.format(_time_text(seconds))}; the largest layer's have"
+                f" {bytes_text(max(sizes))}"
+            )
 
 
 # --- the table ---

@@ -14,7 +14,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -108,7 +108,8 @@ def fastest(
 ) -> Compressed:
     """The fastest of some cuts of a virtual machine, and of those near it, with the handling of its
     saved tensors; of optimizer state, as much is in host memory as is faster than to move or
-    recompute more saved tensors, or as is needed for anything to fit.
+    recompute more saved tensors, or as is needed for anything to fit; of weights, as much as is
+    needed for that.
 
     Args:
         problem: the virtual machine's.
@@ -118,50 +119,70 @@ def fastest(
     Raises:
         BudgetError: no cut fits; the message contains a budget for the first.
     """
-    movable = movable_state(problem)
+    state, weights = movable(problem, "optimizer_bytes"), movable(problem, "waiting_bytes")
     found: Compressed | None = None
-    try:
-        found = _fastest(problem, cuts, allowed)
-    except BudgetError:
-        if not movable:
-            raise
-    if found is not None:
-        unmoved = found.uncompressed.timeline.step_seconds
-        if not movable or found.seconds <= CLOSE * unmoved:
-            return found
-    try:
-        moved = _fastest(replace(problem, optimizer_on_host=movable), cuts, allowed)
-    except BudgetError:
-        if found is None:
-            raise
-        return found
-    moved = _with_less_moved(problem, moved)
-    return moved if found is None or moved.seconds < found.seconds else found
+    error: BudgetError | None = None
+    attempts: list[dict[str, Any]] = [{}]
+    attempts += [{"optimizer_on_host": state}] if state else []
+    attempts += [{"optimizer_on_host": state, "weights_on_host": weights}] if weights else []
+    for moving in attempts:
+        if "weights_on_host" in moving and found is not None:
+            break
+        try:
+            moved = _fastest(replace(problem, **moving), cuts, allowed)
+        except BudgetError as nothing_fits:
+            error = nothing_fits
+            continue
+        for name in reversed(moving):
+            moved = _with_less_moved(problem, moved, name)
+        if found is None or moved.seconds < found.seconds:
+            found = moved
+        if found.seconds <= CLOSE * found.uncompressed.timeline.step_seconds:
+            break
+    if found is None:
+        assert error is not None
+        raise error
+    return found
 
 
-def movable_state(problem: Problem) -> frozenset[int]:
-    """The layers whose optimizer state may be in host memory between two steps."""
+def movable(problem: Problem, what: str) -> frozenset[int]:
+    """The layers of which something may be in host memory while it is not used.
+
+    Args:
+        problem: the virtual machine's.
+        what: the field of the workload with its bytes: ``"optimizer_bytes"`` or
+            ``"waiting_bytes"``.
+    """
     workload = problem.workload
     if problem.profile.state_stays or workload.objective.is_pace:
         return frozenset()
     if not all(limit.host_bytes for limit in problem.limits):
         return frozenset()
-    sizes = workload.optimizer_bytes
+    sizes = getattr(workload, what)
     return frozenset(layer for layer, size in enumerate(sizes) if size >= SMALLEST_BYTES)
 
 
-def _with_less_moved(problem: Problem, moved: Compressed) -> Compressed:
-    """The same with as much optimizer state on the device as fits. All state is idle for the same
-    time, so what is transferred fastest has the largest slack: small layers' state moves first.
+def _with_less_moved(problem: Problem, moved: Compressed, name: str) -> Compressed:
+    """The same with as much optimizer state, or weights, on the device as fits. All layers' are
+    idle for the same time, so what is transferred fastest has the largest slack: small layers move
+    first.
+
+    Args:
+        problem: the virtual machine's.
+        moved: with all that may move in host memory.
+        name: the cut's field that is to become smaller.
     """
-    sizes, bounds = problem.workload.optimizer_bytes, moved.cut.bounds
+    of_weights = name == "weights_on_host"
+    workload, bounds = problem.workload, moved.cut.bounds
+    sizes = workload.waiting_bytes if of_weights else workload.optimizer_bytes
     now = moved
     for stage in range(len(problem.limits)):
-        others = now.cut.optimizer_on_host.difference(range(*bounds[stage : stage + 2]))
-        own = sorted(now.cut.optimizer_on_host - others, key=lambda layer: (sizes[layer], layer))
+        others = getattr(now.cut, name).difference(range(*bounds[stage : stage + 2]))
+        own = sorted(getattr(now.cut, name) - others, key=lambda layer: (sizes[layer], layer))
 
         def first(count: int, others: frozenset[int] = others, own: list[int] = own) -> Compressed:
-            cut = replace(moved.cut, optimizer_on_host=others.union(own[:count]))
+            on_host: Any = {name: others.union(own[:count])}
+            cut = replace(moved.cut, **on_host)
             footprint = problem.footprints.of(cut, moved.swaps)
             return Compressed(cut, moved.swaps, footprint, moved.uncompressed)
 
@@ -320,16 +341,18 @@ class Compression:
             not any(limit.host_bytes for limit in self._limits)
         ):
             remedies.append("or more host memory (`host_budget`)")
-        state = " the optimizer's state"
-        if self._problem.optimizer_on_host:
+        state, own_weights = " the optimizer's state", f"{weights}, "
+        if self._problem.weights_on_host:
+            own_weights = "the weights of two layers at a time, "
+        if self._problem.optimizer_on_host or self._problem.weights_on_host:
             state = ""
         elif stays := self._problem.profile.state_stays:
             state += f" (which stays on the device: {stays})"
         has, peak, fixed = map(ceil_bytes_text, (budget, found.peak_bytes[stage], static))
         return BudgetError(
             f"No plan keeps the memory budget: stage {stage} has {has}, and needs {peak} in the"
-            f" best plan found, {fixed} of it for {weights}, gradients,{state} and messages between"
-            f" stages. What would help: {'; '.join(remedies)}."
+            f" best plan found, {fixed} of it for {own_weights}gradients,{state} and messages"
+            f" between stages. What would help: {'; '.join(remedies)}."
         )
 
     def _host_is_short(self, search: Search, best: Assigned) -> BudgetError:

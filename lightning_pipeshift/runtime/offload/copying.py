@@ -240,6 +240,11 @@ class BufferPool:
         self._free: dict[int, list[Tensor]] = {}
         self._free_bytes = 0
 
+    @property
+    def allocated_bytes(self) -> int:
+        """The bytes of all buffers, those that are kept for reuse included."""
+        return self.used_bytes + self._free_bytes
+
     def claim(self, num_bytes: int) -> bool:
         """Reserves ``num_bytes``; returns whether that was possible."""
         with self._lock:

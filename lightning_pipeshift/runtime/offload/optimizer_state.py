@@ -8,12 +8,12 @@ layers after it are.
 
 A state tensor remains the same object, and always has its true values: only its memory changes,
 between the device's and the host's. So whoever reads ``optimizer.state`` between two steps, or
-saves it, needs to know nothing of this.
+saves it, needs to know nothing of this. Weights that wait in host memory (``waiting_weights.py``)
+come and go with the state of their layer.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +28,8 @@ from torch.optim import Optimizer
 from lightning_pipeshift.compat.torch_private import has_step_hooks
 from lightning_pipeshift.errors import BudgetError, ConfigurationError
 from lightning_pipeshift.runtime.offload.copying import BufferPool, Copier, Ticket
+from lightning_pipeshift.runtime.offload.host_copies import HostCopies, Traffic, is_dense
+from lightning_pipeshift.runtime.offload.waiting_weights import Arrival, WaitingWeights
 from lightning_pipeshift.text import ceil_bytes_text
 
 _AHEAD: Final = 2
@@ -37,63 +39,38 @@ Layers = Mapping[int, Sequence[nn.Parameter]]
 """The parameters of layers, by the layers' numbers."""
 
 
-@dataclass
-class StateTraffic:
-    """Statistics.
-
-    Args:
-        device_bytes: the bytes of these layers' state that are on the device.
-        peak_bytes: the peak of these.
-        moved_bytes: the sum of the bytes moved out, over all steps.
-    """
-
-    device_bytes: int = 0
-    peak_bytes: int = 0
-    moved_bytes: int = 0
-
-    def count(self, num_bytes: int) -> None:
-        """Counts bytes that come to the device; negative when they leave it."""
-        self.device_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.device_bytes)
-
-
-@dataclass(frozen=True)
-class _Home:
-    """A state tensor's memory on the host.
-
-    Args:
-        tensor: the tensor.
-        values: of the same shape and layout.
-    """
-
-    tensor: weakref.ref[Tensor]
-    values: Tensor
-
-
 @dataclass(frozen=True)
 class _Copying:
-    """The state of a layer that is being copied.
+    """The state of a layer, and its weights, that are being copied.
 
     Args:
         layer: the layer.
         parts: its tensors, each with its new memory and the copy in progress.
+        weights: those of its weights, if they move.
         promised_bytes: memory reserved for state that it does not have yet.
     """
 
     layer: int
     parts: Sequence[tuple[Tensor, Tensor, Ticket]]
+    weights: Arrival | None = None
     promised_bytes: int = 0
 
     def finish(self) -> int:
-        """Waits for the copies, and gives the tensors their new memory; returns its bytes."""
+        """Waits for the copies, and gives the tensors their new memory; returns the state's
+        bytes.
+        """
         for tensor, memory, ticket in self.parts:
             ticket.wait()
             tensor.data = memory
+        if self.weights is not None:
+            self.weights.finish()
         return sum(memory.nbytes for _, memory, _ in self.parts)
 
     def is_done(self) -> bool:
         """Whether the copies are complete."""
-        return all(ticket.is_done() for _, _, ticket in self.parts)
+        return all(ticket.is_done() for _, _, ticket in self.parts) and (
+            self.weights is None or self.weights.is_done()
+        )
 
 
 class OptimizerStates:
@@ -103,22 +80,28 @@ class OptimizerStates:
         host: the host's memory for it.
         copier: makes the copies.
         device: the stage's.
-        room: returns the bytes of the device's memory that the state of these layers may take now.
+        room: returns the bytes of the device's memory that these layers may take now.
+        weights: those of the weights that wait in host memory.
     """
 
     def __init__(
-        self, host: BufferPool, copier: Copier, device: torch.device, room: Callable[[], float]
+        self,
+        host: BufferPool,
+        copier: Copier,
+        device: torch.device,
+        room: Callable[[], float],
+        weights: WaitingWeights | None = None,
     ) -> None:
-        self.traffic = StateTraffic()
-        self._host = host
+        self.traffic = Traffic()
+        self.homes = HostCopies(host, "the optimizer's state")
+        """The host's memory for the state."""
+        self._weights = weights or WaitingWeights(host, copier)
         self._copier = copier
         self._device = device
         self._room = room
-        self._homes: dict[int, _Home] = {}
-        """By the identity of the tensor."""
-        # Sizes of homes whose tensors are gone: any thread may free one at any time.
-        self._dropped: deque[tuple[int, int]] = deque()
         self._layers: dict[int, list[nn.Parameter]] = {}
+        """Those that are updated one after the other: their state moves, or their weights do."""
+        self._moved: Collection[int] = ()
         self._expected: Mapping[int, int] = {}
         self._names: Sequence[str] = ()
         self._optimizers: list[Optimizer] = []
@@ -126,12 +109,6 @@ class OptimizerStates:
         self._leaving: deque[_Copying] = deque()
         # Bytes of the coming layers' state that their update is going to make.
         self._promised_bytes = 0
-
-    @property
-    def host_bytes(self) -> int:
-        """The bytes of optimizer state in host memory."""
-        self._bury()
-        return sum(home.values.nbytes for home in self._homes.values())
 
     # --- the plan ---
 
@@ -143,7 +120,7 @@ class OptimizerStates:
         expected_bytes: Mapping[int, int],
         names: Sequence[str] = (),
     ) -> None:
-        """Applies a plan from now on.
+        """Applies a plan from now on, after :meth:`WaitingWeights.follow`.
 
         Args:
             optimizers: those of the run.
@@ -159,12 +136,15 @@ class OptimizerStates:
         self._expected, self._names = expected_bytes, names
         seen: set[int] = set()
         self._layers = {}
-        for layer in sorted(moved):
+        self._moved = frozenset(moved)
+        for layer in sorted({*moved, *self._weights.layers}):
             # A parameter that several layers use is updated with the first of them.
             new = [p for p in own[layer] if id(p) not in seen]
             seen.update(map(id, new))
             self._layers[layer] = new
-        self._bring_back(p for layer in own.values() for p in layer if id(p) not in seen)
+        stays = own.keys() - self._moved
+        away = {id(p) for layer in self._moved for p in self._layers[layer]}
+        self._bring_back(p for layer in stays for p in own[layer] if id(p) not in away)
         for optimizer in self._optimizers:
             self._evict_all(optimizer)
 
@@ -173,9 +153,9 @@ class OptimizerStates:
         for parameter in parameters:
             for optimizer in self._optimizers:
                 for tensor in _state_of(optimizer, [parameter]):
-                    if self._is_home(tensor):
+                    if self.homes.has(tensor):
                         tensor.data = tensor.data.to(self._device, copy=True)
-                        self._forget(id(tensor))
+                        self.homes.forget(tensor)
 
     def close(self) -> None:
         """Called at the end of the run; what is in host memory remains there."""
@@ -270,6 +250,7 @@ class OptimizerStates:
             for group, parameters in zip(groups, everything, strict=True):
                 group["params"] = parameters
             self._finish_leaving()
+            self._weights.leave_all()
             # What an error has left there is counted when it is evicted.
             self.traffic.device_bytes = self._promised_bytes = 0
         return result
@@ -290,22 +271,25 @@ class OptimizerStates:
         as far as there is room.
         """
         while waiting and len(coming) <= _AHEAD:
-            tensors = list(_state_of(optimizer, self._layers[waiting[0]]))
+            tensors = self._state_of(optimizer, waiting[0])
             size = sum(tensor.nbytes for tensor in tensors)
-            promised = 0 if size else self._expected.get(waiting[0], 0)
-            if not self._has_room(size or promised, waiting[0], is_needed=not coming):
+            is_new = not size and waiting[0] in self._moved
+            promised = self._expected.get(waiting[0], 0) if is_new else 0
+            needed = (size or promised) + self._weights.bytes_of(waiting[0])
+            if not self._has_room(needed, waiting[0], is_needed=not coming):
                 return
             self._promised_bytes += promised
+            weights = self._weights.begin_update(waiting[0], self.traffic)
             parts = []
             for tensor in tensors:
-                if self._is_home(tensor):
+                if self.homes.has(tensor):
                     memory = torch.empty_strided(
                         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device
                     )
                     self.traffic.count(memory.nbytes)
                     work = partial(memory.copy_, tensor.data, non_blocking=True)
                     parts.append((tensor, memory, self._copier.back(work, _nothing)))
-            coming.append(_Copying(waiting.popleft(), parts, promised))
+            coming.append(_Copying(waiting.popleft(), parts, weights, promised))
 
     def _has_room(self, num_bytes: int, layer: int, is_needed: bool) -> bool:
         """Whether so many bytes of a layer's state may come to the device now. If they are needed
@@ -323,23 +307,24 @@ class OptimizerStates:
             name = self._names[layer] if layer < len(self._names) else str(layer)
             has, needs = map(ceil_bytes_text, (max(0.0, self._room()), num_bytes))
             raise BudgetError(
-                f"The optimizer's state of layer {name!r} has {needs}, and the memory budget leaves"
-                f" {has} for it besides weights and gradients. A budget that is that much larger"
-                " would do; so would more stages, or smaller layers (`configure_layers`)."
+                f"The optimizer's state of layer {name!r}, and its weights if they move, have"
+                f" {needs}, and the memory budget leaves {has} for them. A budget that is that much"
+                " larger would do; so would more stages, or smaller layers (`configure_layers`)."
             )
         return True
 
     def _evict(self, optimizer: Optimizer, layer: int) -> None:
         """Starts to copy a layer's state to the host."""
         parts = []
-        for tensor in _state_of(optimizer, self._layers[layer]):
-            if not self._is_home(tensor):
-                values = self._home_of(tensor).values
+        for tensor in self._state_of(optimizer, layer):
+            if not self.homes.has(tensor):
+                values = self.homes.memory_of(tensor)
                 work = partial(values.copy_, tensor.data, non_blocking=True)
                 parts.append((tensor, values, self._copier.out(work, _nothing)))
                 self.traffic.moved_bytes += values.nbytes
-        if parts:
-            self._leaving.append(_Copying(layer, parts))
+        weights = self._weights.end_update(layer)
+        if parts or weights is not None:
+            self._leaving.append(_Copying(layer, parts, weights))
         while len(self._leaving) > _AHEAD:
             self._finish_first()
 
@@ -366,58 +351,12 @@ class OptimizerStates:
             self._copier.finish()
 
     def _device_bytes(self, optimizer: Optimizer, layer: int) -> int:
-        state = _state_of(optimizer, self._layers[layer])
-        return sum(tensor.nbytes for tensor in state if not self._is_home(tensor))
+        state = self._state_of(optimizer, layer)
+        return sum(tensor.nbytes for tensor in state if not self.homes.has(tensor))
 
-    # --- host memory ---
-
-    def _is_home(self, tensor: Tensor) -> bool:
-        """Whether a tensor's memory is its own on the host."""
-        home = self._homes.get(id(tensor))
-        return (
-            home is not None
-            and home.tensor() is tensor
-            and tensor.data_ptr() == home.values.data_ptr()
-        )
-
-    def _home_of(self, tensor: Tensor) -> _Home:
-        """A tensor's memory on the host, which it gets with its first eviction."""
-        self._bury()
-        key, home = id(tensor), self._homes.get(id(tensor))
-        if home is not None and _layout(home.values) == _layout(tensor):
-            return home
-        if home is not None:
-            self._forget(key)
-        if not self._host.claim(tensor.nbytes):
-            raise BudgetError(
-                f"The host has no memory for {ceil_bytes_text(tensor.nbytes)} more of the"
-                f" optimizer's state: {ceil_bytes_text(self._host.limit_bytes)} are allowed for all"
-                " that moves there. Raise `host_budget`."
-            )
-        buffer = self._host.take(tensor.nbytes)
-        values = buffer.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
-        gone = partial(self._note_dropped, key, tensor.nbytes)
-        home = self._homes[key] = _Home(weakref.ref(tensor, gone), values)
-        return home
-
-    def _note_dropped(self, key: int, num_bytes: int, _: Any) -> None:
-        self._dropped.append((key, num_bytes))
-
-    def _bury(self) -> None:
-        """Forgets the homes of tensors that are gone. Their buffers are not used for anything else,
-        as others may have aliases of them.
-        """
-        while self._dropped:
-            key, num_bytes = self._dropped.popleft()
-            self._host.unclaim(num_bytes)
-            home = self._homes.get(key)
-            # Another tensor may have the identity by now.
-            if home is not None and home.tensor() is None:
-                del self._homes[key]
-
-    def _forget(self, key: int) -> None:
-        home = self._homes.pop(key)
-        self._host.unclaim(home.values.nbytes)
+    def _state_of(self, optimizer: Optimizer, layer: int) -> list[Tensor]:
+        """The tensors of a layer's state, if it moves."""
+        return list(_state_of(optimizer, self._layers[layer])) if layer in self._moved else []
 
 
 def _state_of(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -425,25 +364,8 @@ def _state_of(optimizer: Optimizer, parameters: Iterable[Tensor]) -> Iterator[Te
     for parameter in parameters:
         entry = optimizer.state.get(parameter)
         for value in entry.values() if isinstance(entry, dict) else ():
-            if type(value) is Tensor and value.numel() > 1 and _is_dense(value):
+            if type(value) is Tensor and value.numel() > 1 and is_dense(value):
                 yield value
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor's elements fill a range of memory, each once."""
-    if tensor.layout != torch.strided or tensor.is_meta:
-        return False
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _nothing() -> None:

@@ -28,6 +28,7 @@ from lightning_pipeshift.runtime.offload.lending import Borrower, Lender, Remote
 from lightning_pipeshift.runtime.offload.optimizer_state import Layers, OptimizerStates
 from lightning_pipeshift.runtime.offload.shared_memory import address_here
 from lightning_pipeshift.runtime.offload.targets import LocalTarget, OffloadTarget
+from lightning_pipeshift.runtime.offload.waiting_weights import WaitingWeights
 
 MARGIN: Final = 0.1
 """The part of a device's free memory that is reserved for uncounted uses: kernels' workspaces, and
@@ -113,11 +114,13 @@ class StageMemory:
             self.store.lend,
             address,
         )
+        self.weights = WaitingWeights(self._host, self._copier)
         self._states = OptimizerStates(
             self._host,
             self._copier,
             device,
-            lambda: self.store.budget_bytes - self.store.held_bytes,
+            lambda: self.store.budget_bytes - self.store.held_bytes + self.weights.free_bytes,
+            self.weights,
         )
         self._borrowers: dict[int, Borrower] = {}
         self.memory: RankMemory | None = None
@@ -191,7 +194,8 @@ class StageMemory:
             expected_bytes: the memory that each layer is expected to save for a microbatch.
             moving: layers that take memory here in addition, as they come to this stage or leave it
                 while minibatches are in flight.
-            twice_bytes: what layers that change their owners between two steps take in addition.
+            twice_bytes: what layers that change their owners between two steps take in addition,
+                and the part for weights that wait in host memory and come for a part of a step.
         """
         stage = self._channels.stage
         own = plan.placement.layers_of(vm, stage)
@@ -235,28 +239,38 @@ class StageMemory:
         vm: int,
         optimizers: Iterable[Optimizer],
         own: Layers,
+        only_theirs: Layers,
+        window_bytes: float,
         state_bytes: Mapping[int, int],
         state_stays: str,
     ) -> None:
-        """Moves optimizer state as a plan says, after :meth:`follow`.
+        """Moves optimizer state and weights as a plan says, after :meth:`follow`.
 
         Args:
             plan: the plan.
             vm: this stage's virtual machine.
             optimizers: those of the run.
             own: the parameters of this stage's layers.
+            only_theirs: those of them that nothing else uses.
+            window_bytes: the part of the device's memory for weights that come and go.
             state_bytes: of each layer.
             state_stays: why no state can move, in words; empty if it can.
 
         Raises:
-            PlanError: the plan moves state that cannot move.
+            PlanError: the plan moves what cannot move.
         """
-        if state_stays and any(plan.optimizer_on_host):
-            raise PlanError(
-                "The plan has optimizer state in host memory between two steps (its field"
-                f" 'optimizer_on_host'), which is not possible: {state_stays}. Remove the field, or"
-                " use an optimizer that updates each parameter by itself."
-            )
+        for name, what in (
+            ("optimizer_on_host", "optimizer state in host memory between two steps"),
+            ("weights_on_host", "the weights of layers that wait in host memory"),
+        ):
+            if state_stays and any(getattr(plan, name)):
+                raise PlanError(
+                    f"The plan has {what} (its field {name!r}), which is not possible:"
+                    f" {state_stays}. Remove the field, or use an optimizer that updates each"
+                    " parameter by itself."
+                )
+        waiting = plan.weights_on_host_of(vm)
+        self.weights.follow(only_theirs, waiting, window_bytes, self._names)
         moved = plan.optimizer_on_host_of(vm) & own.keys()
         self._states.follow(optimizers, own, moved, state_bytes, self._names)
 
@@ -293,16 +307,21 @@ class StageMemory:
             "waited_seconds": traffic.waited_seconds,
             "num_evicted": traffic.num_evicted,
             "num_direct": sum(borrower.num_direct for borrower in self._borrowers.values()),
+            "host_bytes": self._host.allocated_bytes,
             "host_peak_bytes": self._host.peak_bytes,
-            "optimizer_host_bytes": self._states.host_bytes,
+            "optimizer_host_bytes": self._states.homes.num_bytes,
             "optimizer_peak_bytes": states.peak_bytes,
             "optimizer_moved_bytes": states.moved_bytes,
+            "weights_host_bytes": self.weights.host_bytes,
+            "weights_peak_bytes": self.weights.traffic.peak_bytes,
+            "weights_moved_bytes": self.weights.traffic.moved_bytes,
         }
 
     def close(self) -> None:
         """Called at the end of the run: frees the memory, and ends the offloading between
         stages.
         """
+        self.weights.close()
         self._states.close()
         for borrower in self._borrowers.values():
             borrower.close()

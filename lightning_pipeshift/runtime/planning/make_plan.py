@@ -110,6 +110,7 @@ class Settings(Options):
             for name, what in (
                 ("swaps", "saved tensors"),
                 ("optimizer_on_host", "the optimizer's state"),
+                ("weights_on_host", "weights"),
             ):
                 if any(getattr(self.plan, name)) and self.memory is None:
                     raise PlanError(

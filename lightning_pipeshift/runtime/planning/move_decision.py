@@ -205,7 +205,8 @@ def _always(old: Plan, new: Plan, window: Window) -> bool:
 def _changed(old: Plan, new: Plan, window: Window) -> Decision:
     assert old.prediction is not None
     assert new.prediction is not None
-    moved = old.swaps + new.swaps + old.optimizer_on_host + new.optimizer_on_host
+    moved = [one for plan in (old, new) for one in (*plan.swaps, *plan.optimizer_on_host)]
+    moved += [one for plan in (old, new) for one in plan.weights_on_host]
     if old.placement == new.placement and any(moved):
         message = (
             f"{window.num_steps} steps have been measured, and other tensors move or are made again"

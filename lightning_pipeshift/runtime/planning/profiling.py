@@ -7,7 +7,7 @@ first steps (NUDT: the first samples are used for training and for the profile a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Final, TypeVar
 
@@ -246,7 +246,10 @@ def _state_of(optimizer: Optimizer, parameter: Tensor) -> Iterable[Any]:
 
 
 def layers_of(
-    gates: Sequence[Gate], trace: Trace, optimizers: Iterable[Optimizer] | None
+    gates: Sequence[Gate],
+    trace: Trace,
+    optimizers: Iterable[Optimizer] | None,
+    waiting_bytes: Mapping[int, int] | None = None,
 ) -> tuple[LayerProfile, ...]:
     """The layers' properties that need no measurement.
 
@@ -255,6 +258,7 @@ def layers_of(
         trace: of one microbatch.
         optimizers: the size of their future state is estimated from their kind; ``None``: not known
             yet.
+        waiting_bytes: by layer, of the weights that may wait in host memory.
     """
     copies = _USUAL_COPIES if optimizers is None else max(map(_copies, optimizers), default=0)
     possible = possible_cuts(trace.flow, len(gates))
@@ -267,6 +271,7 @@ def layers_of(
                 parameter_bytes=bytes_of(gate.layer.parameters()),
                 gradient_bytes=trained,
                 optimizer_bytes=copies * trained,
+                waiting_bytes=(waiting_bytes or {}).get(index, 0),
                 payload_bytes=sum(spec.num_bytes for _, spec in trace.payload(index + 1)),
                 payload_gradient_bytes=sum(
                     spec.num_bytes for _, spec in trace.gradients(index + 1)

@@ -9,7 +9,7 @@ boundary, by changes of owners.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,6 +24,7 @@ from lightning_pipeshift.model.execution.measure import Figures
 from lightning_pipeshift.model.gates.gate import Gate
 from lightning_pipeshift.model.trace.trace import Trace
 from lightning_pipeshift.plan.arrange.measurements import Measured
+from lightning_pipeshift.plan.cost.workload import window_bytes
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
 from lightning_pipeshift.plan.inputs.profile import LayerProfile, SharedWeights
@@ -130,6 +131,8 @@ class Replanning:
         # The seconds of a step before the plan changed, and the expected speedup.
         self._before: tuple[float, float] | None = None
         self.shared: tuple[SharedWeights, ...] = ()
+        self.waiting_bytes: Mapping[int, int] = {}
+        """By layer, of the weights that may wait in host memory."""
         """The trained parameters that several layers use, once they are known."""
         self.overlaps_updates = False
         """Whether layers are updated one by one while the next step begins."""
@@ -188,7 +191,7 @@ class Replanning:
             self._slice_seconds = probed.seconds[self._replicas.rank]
             self._messages.extend(probed.notes)
         self.profiler.take_guesses(guesses)
-        self._layers = layers_of(gates, trace, optimizers)
+        self._layers = layers_of(gates, trace, optimizers, self.waiting_bytes)
         self._samples = samples
         self.profiler.held_bytes = held_bytes
         if memory is not None:
@@ -293,7 +296,11 @@ class Replanning:
         )
 
     def static_bytes(
-        self, stage: int, num_stages: int, on_host: Collection[int] = ()
+        self,
+        stage: int,
+        num_stages: int,
+        on_host: Collection[int] = (),
+        waiting: Collection[int] = (),
     ) -> dict[int, float]:
         """The bytes that each layer takes permanently on a stage: as ``Workload.fixed_bytes``.
 
@@ -301,6 +308,7 @@ class Replanning:
             stage: the stage.
             num_stages: of its virtual machine.
             on_host: the layers whose optimizer state is in host memory.
+            waiting: the layers whose weights wait there.
         """
         settings = self._settings
         pipeline = settings.schedule, num_stages, settings.num_accumulated
@@ -308,6 +316,7 @@ class Replanning:
         found = {
             index: layer.static_bytes
             - (layer.optimizer_bytes if index in on_host else 0)
+            - (layer.waiting_bytes if index in waiting else 0)
             + num_more * float(layer.gradient_bytes)
             for index, layer in enumerate(self._layers)
         }
@@ -316,6 +325,14 @@ class Replanning:
             for place, layer in enumerate(shared.layers):
                 found[layer] += (parts if place else sums) * shared.sent_bytes
         return found
+
+    def window_bytes(self, waiting: Iterable[int]) -> float:
+        """The device's memory for the weights of layers that wait in host memory.
+
+        Args:
+            waiting: these layers of a stage, in order.
+        """
+        return window_bytes([self._layers[layer].waiting_bytes for layer in waiting])
 
     def predicted(self, plan: Plan) -> Plan:
         """A plan with the simulator's prediction. Every rank calls this."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from lightning_pipeshift.model.parameters.deferred_init import DeferredInit, is_
 from lightning_pipeshift.model.parameters.uses import (
     ParameterUse,
     modules_of_user_code,
+    of_one_layer,
     parameter_uses,
 )
 from lightning_pipeshift.model.saved.saved_tensors import (
@@ -74,6 +75,7 @@ from lightning_pipeshift.runtime.gradients.replica_sync import (
 )
 from lightning_pipeshift.runtime.gradients.rings import Rings
 from lightning_pipeshift.runtime.offload.stage_memory import StageMemory
+from lightning_pipeshift.runtime.offload.waiting_weights import may_wait
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.migration import Migration
 from lightning_pipeshift.runtime.ownership.plan_change import Changes
@@ -452,6 +454,10 @@ class Pipeline:
             trains: whether the run trains.
         """
         self.planning.shared = shared_weights(seen.uses, self.channels.device)
+        self.planning.waiting_bytes = {
+            layer: bytes_of(p for p in parameters if p.is_meta or may_wait(p))
+            for layer, parameters in of_one_layer(seen.uses).items()
+        }
         return self.planning.measure(
             self._trace_cache.gates,
             seen.trace,
@@ -622,26 +628,35 @@ class Pipeline:
         if self.memory is None:
             return
         stage, on_host = self.channels.stage, self.plan.optimizer_on_host_of(self.vm)
+        waiting = self.plan.weights_on_host_of(self.vm)
+        own = self.plan.placement.layers_of(self.vm, stage)
+        window_bytes = self.planning.window_bytes([layer for layer in own if layer in waiting])
         self._held_twice = self.changes.held_twice
         self.memory.follow(
             self.plan,
             self.vm,
-            self.planning.static_bytes(stage, self.channels.num_stages, on_host),
+            self.planning.static_bytes(stage, self.channels.num_stages, on_host, waiting),
             self.planning.profiler.expected_bytes,
             self._layers_on_their_way,
-            self.planning.bytes_held_twice(*self.changes.held_twice, on_host),
+            self.planning.bytes_held_twice(*self.changes.held_twice, on_host) + window_bytes,
         )
         self._note_state_on_host()
         gates = self._trace_cache.gates
-        own = self.plan.placement.layers_of(self.vm, stage)
+        assert self.holdings is not None
+        only_theirs = of_one_layer(self.holdings.uses)
         self.memory.follow_with_state(
             self.plan,
             self.vm,
             self._optimizers,
             {layer: list(gates[layer].layer.parameters()) for layer in own},
+            {layer: only_theirs.get(layer, []) for layer in own},
+            window_bytes,
             self.planning.optimizer_bytes,
             self.planning.state_stays,
         )
+        for gate in gates:
+            comes_and_goes = gate.index in self.memory.weights.layers
+            gate.weights = self.memory.weights if comes_and_goes else None
 
     def _note_state_on_host(self) -> None:
         """Tells the holdings which parameters' optimizer state is not to be on the device."""
@@ -985,7 +1000,8 @@ class Pipeline:
         self.holdings.set_gradients_aside(given.keeps_gradients)
         posted = None if self.is_last else self.channels.post_object(source)
         self.planning.profiler.begin_step()
-        self._stage.run(row, step)
+        with self._waiting_weights():
+            self._stage.run(row, step)
         self.planning.profiler.end_step()
         # Of layers that the step has not called.
         self.late_updates.finish()
@@ -1000,6 +1016,10 @@ class Pipeline:
         assert report is not None
         require_same_end(given.is_last_batch, report.is_last_batch, given.batch_idx)
         return report
+
+    def _waiting_weights(self) -> AbstractContextManager[None]:
+        """A context in which weights that wait in host memory come to the device."""
+        return self.memory.weights.in_step() if self.memory is not None else nullcontext()
 
     def _collect_gradients(self, given: TrainingBatch, report: Report) -> None:
         assert self.holdings is not None
@@ -1105,7 +1125,8 @@ class Pipeline:
             shared=self.holdings.shared,
             losses=Losses(sizes=[1]),
         )
-        self._evaluations.run(self._row("forward", 1), todo, size_or_one(batch), wants_result)
+        with self._waiting_weights():
+            self._evaluations.run(self._row("forward", 1), todo, size_or_one(batch), wants_result)
         return microbatch.trace
 
     def fetch_reports(self) -> list[Report]:

@@ -48,6 +48,7 @@ def workload(
         gradient_seconds=travel,
         static_bytes=np.broadcast_to(np.asarray(static, float), num_layers),
         optimizer_bytes=np.broadcast_to(np.asarray(state, float), num_layers),
+        waiting_bytes=np.zeros(num_layers),
         weight_bytes=np.broadcast_to(np.asarray(weight, float), num_layers),
         sent_bytes=np.zeros((2, num_layers)),
         saved_bytes=np.broadcast_to(np.asarray(saved, float), num_layers),
@@ -112,6 +113,7 @@ def random_workload(
         gradient_seconds=payload * draw.choice([0, 1, 1]),
         static_bytes=static,
         optimizer_bytes=np.zeros(num_layers),
+        waiting_bytes=np.zeros(num_layers),
         # No further draw, which would change what comes after it.
         weight_bytes=np.floor(static / 3),
         sent_bytes=np.zeros((2, num_layers)),

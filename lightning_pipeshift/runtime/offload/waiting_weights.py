@@ -1,0 +1,482 @@
+"""Weights in host memory: those of a layer are on the device only around its forward, its backward
+and its update.
+
+A parameter remains the same object, and always has its true values: while its layer waits, its
+``data`` is the host's memory. So whoever reads or writes it between two steps, or saves it, needs
+to know nothing of this, in whatever thread. Its memory on the device remains the same storage,
+which is resized to nothing and back (as in FSDP), so what autograd has saved of it remains valid: a
+saved parameter, or a view of one, has its values again before the backward reads them.
+
+Weights change in the update only, so a layer that leaves after its forward or backward is not
+copied: its memory is freed. That is checked. A write that raises the version counter is copied to
+the host; one that does not (through ``data``) is found by comparison in the first steps, and now
+and then later, and is an error.
+
+CN114880130B moves "every tensor related to a layer" while it is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeshift.compat.torch_private import storage_use_count, version_of
+from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.runtime.offload.copying import BufferPool, Copier, Ticket
+from lightning_pipeshift.runtime.offload.host_copies import (
+    Traffic,
+    host_memory_like,
+    is_dense,
+    layout_of,
+)
+
+_CHECKED_STEPS: Final = 2
+"""How many steps of a run compare the weights that leave the device with those on the host."""
+_STEPS_BETWEEN_CHECKS: Final = 100
+_AHEAD: Final = 2
+"""How many layers may be prefetched, if there is room for them."""
+
+
+def may_wait(parameter: Tensor) -> bool:
+    """Whether a parameter's memory can be freed and come back: it is a dense tensor with memory of
+    its own, whose size nothing else has fixed (NumPy arrays and other processes do).
+    """
+    if type(parameter) is not nn.Parameter or not parameter.numel() or not is_dense(parameter):
+        return False
+    storage = parameter.untyped_storage()
+    return storage.nbytes() == parameter.nbytes and storage.resizable()
+
+
+@dataclass(eq=False)
+class _Weight:
+    """A parameter that comes and goes.
+
+    Args:
+        parameter: the parameter.
+        device: an alias of its memory on the device, whose storage is empty while it waits.
+        host: its memory on the host.
+        version: the parameter's count of writes when it was last equal to the host's values.
+        is_of_step: whether it came to the device within a step.
+    """
+
+    parameter: nn.Parameter
+    device: Tensor
+    host: Tensor
+    version: int = -1
+    is_of_step: bool = False
+
+    def begin_to_come(self, is_in_step: bool) -> None:
+        """Allocates its memory on the device."""
+        if self.parameter.data_ptr() != self.host.data_ptr():
+            # User code has given it other memory.
+            self.host.copy_(self.parameter.data)
+            self.parameter.data = self.host
+        self.version, self.is_of_step = version_of(self.parameter), is_in_step
+        self.device.untyped_storage().resize_(self.host.nbytes)
+
+    def copy_to_device(self) -> None:
+        """Copies the values, on whatever stream is current."""
+        self.device.copy_(self.host, non_blocking=True)
+
+    def come(self) -> None:
+        """Makes the device's memory the parameter's own."""
+        if version_of(self.parameter) != self.version:
+            # Written to while it was copied.
+            self.version = version_of(self.parameter)
+            self.device.copy_(self.host)
+        self.parameter.data = self.device
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether nothing is known to have written to it since it came."""
+        return (
+            self.is_of_step
+            and version_of(self.parameter) == self.version
+            and self.parameter.data_ptr() == self.device.data_ptr()
+        )
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the host has the same bits."""
+        return torch.equal(_bytes_of(self.device).cpu(), _bytes_of(self.host))
+
+    def copy_to_host(self) -> None:
+        """Copies the values, on whatever stream is current."""
+        self.host.copy_(self.parameter.data, non_blocking=True)
+
+    def leave(self) -> None:
+        """Makes the host's memory the parameter's own, and frees the device's."""
+        self.parameter.data = self.host
+        self.device.untyped_storage().resize_(0)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    vector = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return vector.set_(tensor.untyped_storage(), 0, (tensor.nbytes,), (1,))
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Weights that are being copied.
+
+    Args:
+        ticket: the copy in progress.
+        arrive: gives them their new memory.
+    """
+
+    ticket: Ticket
+    arrive: Callable[[], None]
+
+    def finish(self) -> None:
+        """Waits for the copy, and gives the weights their new memory."""
+        self.ticket.wait()
+        self.arrive()
+
+    def is_done(self) -> bool:
+        """Whether the copy is complete."""
+        return self.ticket.is_done()
+
+
+@dataclass(eq=False)
+class _Layer:
+    """A layer whose weights come and go.
+
+    Args:
+        name: of the layer.
+        weights: its parameters.
+        num_bytes: of them.
+        ticket: the copy to the device in progress.
+        is_here: whether they are on the device, or on their way there.
+        traffic: counts them as long as they are.
+        num_runs: how many calls of the layer are in progress.
+    """
+
+    name: str
+    weights: list[_Weight]
+    num_bytes: int = field(init=False)
+    ticket: Ticket | None = None
+    is_here: bool = False
+    traffic: Traffic = field(default_factory=Traffic)
+    num_runs: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_bytes = sum(weight.host.nbytes for weight in self.weights)
+
+
+class WaitingWeights:
+    """The weights of one stage's layers that are in host memory while their layer waits.
+
+    Args:
+        host: the host's memory for them.
+        copier: makes the copies.
+    """
+
+    def __init__(self, host: BufferPool, copier: Copier) -> None:
+        self.traffic = Traffic()
+        self.window_bytes = 0.0
+        """The device's memory for the layer that runs, and for those that are prefetched."""
+        self._host = host
+        self._copier = copier
+        self._layers: dict[int, _Layer] = {}
+        self._current = self._before = -1
+        self._next: dict[tuple[int, int], int] = {}
+        """By two layers used one after the other, the one that was used then, last time."""
+        self._is_in_step = False
+        self._num_steps = 0
+
+    @property
+    def layers(self) -> Collection[int]:
+        """The layers whose weights come and go."""
+        return self._layers.keys()
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of host memory that they take."""
+        return sum(layer.num_bytes for layer in self._layers.values())
+
+    @property
+    def free_bytes(self) -> float:
+        """The part of their memory on the device that is not in use."""
+        return self.window_bytes - self.traffic.device_bytes
+
+    # --- the plan ---
+
+    def follow(
+        self,
+        own: Mapping[int, Sequence[nn.Parameter]],
+        moved: Collection[int],
+        window_bytes: float,
+        names: Sequence[str] = (),
+    ) -> None:
+        """Applies a plan from now on, between two steps.
+
+        Args:
+            own: for each of the stage's layers, the parameters that only it uses.
+            moved: the layers whose weights wait in host memory.
+            window_bytes: the device's memory for layers that run, or are prefetched.
+            names: of the layers.
+
+        Raises:
+            BudgetError: the host has too little memory.
+        """
+        self.window_bytes = window_bytes
+        held = {id(p): p for layer in own.values() for p in layer}
+        before = {id(w.parameter): w for layer in self._layers.values() for w in layer.weights}
+        kept: set[int] = set()
+        self._layers, self._next = {}, {}
+        for index in sorted(set(moved) & own.keys()):
+            weights = []
+            for parameter in own[index]:
+                known = before.get(id(parameter))
+                if known is not None and _is_at(parameter, known.host):
+                    kept.add(id(parameter))
+                    weights.append(known)
+                elif may_wait(parameter) and _is_alone(parameter):
+                    weights.append(self._put_away(parameter))
+            if weights:
+                name = names[index] if index < len(names) else str(index)
+                self._layers[index] = _Layer(name, weights)
+        for key, weight in before.items():
+            if key in kept:
+                continue
+            # It stays on the device from now on, or has left this stage.
+            if key in held and _is_at(held[key], weight.host):
+                weight.begin_to_come(False)
+                weight.copy_to_device()
+                weight.come()
+            self._host.unclaim(weight.host.nbytes)
+
+    def _put_away(self, parameter: nn.Parameter) -> _Weight:
+        values = host_memory_like(self._host, parameter, "the weights")
+        weight = _Weight(parameter, parameter.data, values)
+        weight.copy_to_host()
+        self._copier.finish()
+        weight.leave()
+        self.traffic.moved_bytes += values.nbytes
+        return weight
+
+    def close(self) -> None:
+        """Called at the end of the run; what is in host memory remains there."""
+        self.leave_all()
+
+    # --- a step ---
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Context of a step's forwards and backwards. After it, all weights are in host memory:
+        user code may write to them there.
+        """
+        self.leave_all()
+        self._is_in_step = True
+        try:
+            yield
+            self.leave_all()
+            self._num_steps += 1
+        finally:
+            self._is_in_step = False
+
+    @contextmanager
+    def running(self, index: int) -> Iterator[None]:
+        """Context of a call of a layer.
+
+        Args:
+            index: the layer's.
+        """
+        layer = self._layers.get(index)
+        if layer is None:
+            yield
+            return
+        self.use(index)
+        layer.num_runs += 1
+        try:
+            yield
+        finally:
+            layer.num_runs -= 1
+            if not self._is_in_step and not any(one.num_runs for one in self._layers.values()):
+                # User code has called it by itself, and may write to it afterwards.
+                self.leave_all()
+
+    def before_backward_of(self, index: int, results: Iterable[Any]) -> None:
+        """Brings a layer's weights when a backward reaches its results.
+
+        Args:
+            index: the layer's.
+            results: the tensors that it has computed, maybe among other objects.
+        """
+        if index not in self._layers:
+            return
+
+        def reached(_: Any) -> None:
+            self.use(index)
+
+        for result in results:
+            if isinstance(result, Tensor) and result.grad_fn is not None:
+                result.grad_fn.register_prehook(reached)
+
+    def use(self, index: int) -> None:
+        """Returns when a layer's weights are on the device, and begins to prefetch those that were
+        used after them last time.
+
+        Args:
+            index: the layer's.
+        """
+        if index not in self._layers or (index == self._current and self._layers[index].is_here):
+            return
+        if self._current >= 0:
+            self._next[self._before, self._current] = index
+        self._before, self._current = self._current, index
+        wanted = self._wanted()
+        for other, layer in self._layers.items():
+            if layer.is_here and other not in wanted and not layer.num_runs:
+                self._leave(other)
+        for other in wanted:
+            self._begin_to_come(other, self.traffic)
+        self._finish_to_come(index)
+
+    def _wanted(self) -> list[int]:
+        """The layers that are to be on the device: the current one, and those that are expected
+        next, as far as there is room.
+        """
+        wanted, before, last = [self._current], self._before, self._current
+        room = self.window_bytes - self._layers[last].num_bytes
+        for _ in range(2 * _AHEAD):
+            following = self._next.get((before, last))
+            if following is None or following not in self._layers:
+                break
+            before, last = last, following
+            if following not in wanted:
+                room -= self._layers[following].num_bytes
+                if room < 0 or len(wanted) > _AHEAD:
+                    break
+                wanted.append(following)
+        return wanted
+
+    # --- there and back ---
+
+    def _begin_to_come(self, index: int, traffic: Traffic) -> None:
+        layer = self._layers[index]
+        if layer.is_here:
+            return
+        layer.is_here = True
+        for weight in layer.weights:
+            weight.begin_to_come(self._is_in_step)
+        layer.traffic = traffic
+        traffic.count(layer.num_bytes)
+        layer.ticket = self._copier.back(_each(_Weight.copy_to_device, layer.weights), _nothing)
+
+    def _finish_to_come(self, index: int) -> None:
+        layer = self._layers[index]
+        ticket, layer.ticket = layer.ticket, None
+        if ticket is not None:
+            ticket.wait()
+            for weight in layer.weights:
+                weight.come()
+
+    def leave_all(self) -> None:
+        """Frees the device's memory of all weights."""
+        for index in self._layers:
+            self._leave(index)
+        self._before = self._current = -1
+
+    def _leave(self, index: int) -> None:
+        """Frees a layer's memory on the device. Only what has been written to is copied first."""
+        layer = self._layers[index]
+        if not layer.is_here:
+            return
+        self._finish_to_come(index)
+        changed = [weight for weight in layer.weights if not weight.is_unchanged]
+        if self._is_in_step and self._is_checked:
+            self._check(layer, changed)
+        if changed:
+            self._copier.out(_each(_Weight.copy_to_host, changed), _nothing).wait()
+            self._copier.finish()
+            self.traffic.moved_bytes += sum(weight.host.nbytes for weight in changed)
+        self._left(layer)
+
+    @staticmethod
+    def _left(layer: _Layer) -> None:
+        for weight in layer.weights:
+            weight.leave()
+        layer.is_here = False
+        layer.traffic.count(-layer.num_bytes)
+
+    @property
+    def _is_checked(self) -> bool:
+        return self._num_steps < _CHECKED_STEPS or self._num_steps % _STEPS_BETWEEN_CHECKS == 0
+
+    def _check(self, layer: _Layer, changed: Collection[_Weight]) -> None:
+        for weight in layer.weights:
+            if weight not in changed and not weight.is_equal:
+                raise LayerError(
+                    f"A weight of shape {tuple(weight.parameter.shape)} of the layer"
+                    f" {layer.name!r} was written to in its forward or backward, through its"
+                    " `data` or in another way that autograd does not see. Under this plan of"
+                    " `MemoryCompression` the weight is in host memory between two uses, and the"
+                    " change would be lost. Write to the parameter itself (`with torch.no_grad():"
+                    " self.weight.copy_(...)`), or use a budget with which weights stay on the"
+                    " device."
+                )
+
+    # --- an update ---
+
+    def bytes_of(self, index: int) -> int:
+        """The bytes of a layer's weights, if they wait."""
+        layer = self._layers.get(index)
+        return layer.num_bytes if layer is not None else 0
+
+    def begin_update(self, index: int, traffic: Traffic) -> Arrival | None:
+        """Starts to bring a layer's weights for its update.
+
+        Args:
+            index: the layer's.
+            traffic: counts them until they have left again.
+
+        Returns:
+            the copy in progress; ``None`` if they do not wait.
+        """
+        layer = self._layers.get(index)
+        if layer is None:
+            return None
+        self._leave(index)
+        self._begin_to_come(index, traffic)
+        assert layer.ticket is not None
+        return Arrival(layer.ticket, partial(self._finish_to_come, index))
+
+    def end_update(self, index: int) -> Arrival | None:
+        """Starts to copy a layer's weights to the host after its update."""
+        layer = self._layers.get(index)
+        if layer is None or not layer.is_here:
+            return None
+        self._finish_to_come(index)
+        self.traffic.moved_bytes += layer.num_bytes
+        ticket = self._copier.out(_each(_Weight.copy_to_host, layer.weights), _nothing)
+        return Arrival(ticket, partial(self._left, layer))
+
+
+def _is_at(parameter: Tensor, memory: Tensor) -> bool:
+    return layout_of(parameter) == layout_of(memory) and parameter.data_ptr() == memory.data_ptr()
+
+
+def _is_alone(parameter: Tensor) -> bool:
+    """Whether no other tensor has a parameter's memory."""
+    storage = parameter.untyped_storage()
+    # The parameter's own reference, and the variable's.
+    return storage_use_count(storage) <= 2
+
+
+def _each(what: Callable[[_Weight], None], weights: Sequence[_Weight]) -> Callable[[], None]:
+    def work() -> None:
+        for weight in weights:
+            what(weight)
+
+    return work
+
+
+def _nothing() -> None:
+    """Does nothing."""
