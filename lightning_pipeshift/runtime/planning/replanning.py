@@ -131,9 +131,9 @@ class Replanning:
         # The seconds of a step before the plan changed, and the expected speedup.
         self._before: tuple[float, float] | None = None
         self.shared: tuple[SharedWeights, ...] = ()
+        """The trained parameters that several layers use, once they are known."""
         self.waiting_bytes: Mapping[int, int] = {}
         """By layer, of the weights that may wait in host memory."""
-        """The trained parameters that several layers use, once they are known."""
         self.overlaps_updates = False
         """Whether layers are updated one by one while the next step begins."""
         self.state_stays = ""

@@ -454,9 +454,12 @@ class Pipeline:
             trains: whether the run trains.
         """
         self.planning.shared = shared_weights(seen.uses, self.channels.device)
+        # On a GPU, a parameter whose memory is the host's could not be given its gradient.
+        may_move = self.channels.device.type == "cpu"
         self.planning.waiting_bytes = {
             layer: bytes_of(p for p in parameters if p.is_meta or may_wait(p))
             for layer, parameters in of_one_layer(seen.uses).items()
+            if may_move
         }
         return self.planning.measure(
             self._trace_cache.gates,
