@@ -31,6 +31,7 @@ OLD: dict[str, str] = {
         ("convergence", "migration_async", "migration_async_short", "rings", "rings_mtu1500"),
         _LANES_CHANGED,
     ),
+    "checkpoints": "how files are read and written has been cleaned up since",
     **dict.fromkeys(("compression", "recomputation", "throughput_eager"), _ADDED),
     **dict.fromkeys(
         (
@@ -110,6 +111,8 @@ NOT_MEASURED: Mapping[str, Mapping[str, str]] = {
         "so 1.33 is the most that": "(F + B) / (F + (F + B)) of the pace, F a third of both",
         "with one lane at 10 Gbit/s": _SETUP,
         "or 32 MB if the link was not": _LIMIT,
+        "Four layers of 25 MB move": _SETUP,
+        "with 200 Mbit/s between two": _SETUP,
     },
 }
 """The numbers on the pages that are no measurement, and what they are instead."""
@@ -137,6 +140,7 @@ def tables(results: Values) -> dict[str, Callable[[], Rows]]:
         "compression": lambda: compression(results),
         "lanes": lanes,
         "overlap": overlap,
+        "lane_moves": lambda: lane_moves(results),
         "convergence": lambda: convergence(results),
     }
 
@@ -472,6 +476,14 @@ def overlap() -> Rows:
             for file in ("overlap", "overlap_jobs")
         ]
         rows.append([what, cells[0], "" if name == "split" else cells[1]])
+    return rows
+
+
+def lane_moves(results: Values) -> Rows:
+    """Moves of large layers over a slow link."""
+    rows = [["layers move", "all steps together take longer by, s"]]
+    for name in results.value("lane_moves / 1f1b:4 / extra_seconds"):
+        rows.append([name, f"{{lane_moves / 1f1b:4 / extra_seconds / {name} .2f}}"])
     return rows
 
 
