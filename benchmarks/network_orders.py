@@ -27,8 +27,8 @@ from benchmarks.hosts import Link, hosts, why_not
 from benchmarks.measuring import arguments, interval, print_table, ratios, save, shown
 from benchmarks.placements import Repeated
 from lightning_pipeshift import PipeShiftStrategy
-from lightning_pipeshift.plan.arrange.planner import arrange_all
 from lightning_pipeshift.plan.arrange.request import PlanRequest
+from lightning_pipeshift.plan.offload.arrange import arrange
 from lightning_pipeshift.testing.sleeping import Sleeper
 from tests.features_models import quiet_trainer
 
@@ -109,7 +109,7 @@ def main() -> None:
             batch_samples=float(ROWS * NUM_MICROBATCHES),
             batch_shares=(1.0, 1.0),
         )
-        best = arrange_all(profile, cluster, request)
+        best = arrange(profile, cluster, request)
         chosen = sorted(map(list, best.ranks), key=lambda ranks: 0 not in ranks)
         seconds: dict[str, list[float]] = {str(order): [] for order in every_arrangement()}
         cuts = {}

@@ -20,9 +20,10 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.measuring import arguments, print_table, save
-from lightning_pipeshift.plan.arrange.planner import Arrangement, PlanRequest, arrange_all
+from lightning_pipeshift.plan.arrange.request import Arrangement, PlanRequest
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
+from lightning_pipeshift.plan.offload.arrange import arrange
 from tests.unit.plan.clusters import NARROW, WIDE, every_arrangement, unlike
 
 NUM_LAYERS = 12
@@ -108,7 +109,7 @@ CLUSTERS = {
 def compare(name: str, profile: Profile, cluster: Cluster, request: PlanRequest) -> Comparison:
     """The planner's choice beside all there is to choose from."""
     rates = [found.samples_per_second for found in every_arrangement(profile, cluster, request)]
-    chosen = arrange_all(profile, cluster, request)
+    chosen = arrange(profile, cluster, request)
     return Comparison(
         name,
         str(request.num_virtual_machines or "any"),
@@ -164,7 +165,7 @@ def planning_times() -> list[dict[str, Any]]:
     for which, memory_bytes in itertools.product(("X", "XYZ"), (0, 4 * 10**9, 10**9)):
         begin = time.perf_counter()
         cpu = time.process_time()
-        chosen = arrange_all(profile, thousand(which, memory_bytes), PlanRequest(batch_samples=32))
+        chosen = arrange(profile, thousand(which, memory_bytes), PlanRequest(batch_samples=32))
         found.append(
             {
                 "kinds": len(which),

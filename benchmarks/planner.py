@@ -31,7 +31,7 @@ from benchmarks.measuring import arguments, print_table, save
 from lightning_pipeshift.errors import BudgetError, PlanError
 from lightning_pipeshift.plan.cost.workload import workload_of
 from lightning_pipeshift.plan.inputs.policies import Planned
-from lightning_pipeshift.plan.offload.arrange import arrange_compressed
+from lightning_pipeshift.plan.offload.arrange import arrange
 from lightning_pipeshift.plan.offload.assignment_search import Problem
 from lightning_pipeshift.plan.offload.planner import best_split
 from lightning_pipeshift.plan.partition.local_search import best_cut
@@ -103,11 +103,12 @@ def budget_ratios(num_cases: int) -> list[float]:
     seed = FIRST_SEED
     while len(found) < num_cases:
         seed += 1
-        profile, cluster, request = little_memory(seed, *((2, 4) if seed % 2 else (3, 3)))
+        size = ((3, 3, 1), (2, 4, 1), (2, 2, 2))[seed % 3]
+        profile, cluster, request = little_memory(seed, *size, spares=True)
         best = least_seconds(profile, cluster, request)
         if math.isfinite(best):
             try:
-                arranged = arrange_compressed(profile, cluster, request)
+                arranged = arrange(profile, cluster, request)
                 found.append(best / arranged.prediction.step_seconds)
             except (BudgetError, PlanError):
                 found.append(0.0)

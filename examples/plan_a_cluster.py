@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_pipeshift.commands.planning import make, report
-from lightning_pipeshift.plan.arrange.planner import PlanRequest
+from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.known_kinds import gpus
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile

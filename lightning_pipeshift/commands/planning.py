@@ -31,7 +31,8 @@ from lightning_pipeshift.errors import BudgetError, ConfigurationError, PlanErro
 from lightning_pipeshift.lightning.precision.memory_compression import MemoryCompression
 from lightning_pipeshift.lightning.strategy import PipeShiftStrategy
 from lightning_pipeshift.plan.arrange.plan_builder import plan_of_arrangement
-from lightning_pipeshift.plan.arrange.planner import Arrangement, PlanRequest, evaluate
+from lightning_pipeshift.plan.arrange.planner import evaluate
+from lightning_pipeshift.plan.arrange.request import Arrangement, PlanRequest
 from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.document.files import (
     load_cluster,

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from lightning_pipeshift.compat.torch_private import dispatch_modes_disabled, without_torch_function
 from lightning_pipeshift.devices.streams import synchronize
-from lightning_pipeshift.model.execution.trees import flatten, leaves_of
+from lightning_pipeshift.model.execution.trees import address_of, flatten, leaves_of
 from lightning_pipeshift.model.gates.gate import Gate
 from lightning_pipeshift.model.parameters.gradient_box import GradientBox
 from lightning_pipeshift.model.parameters.uses import Slot, slots_of, substituted
 from lightning_pipeshift.model.saved.recompute import LayerCall
-from lightning_pipeshift.model.saved.saved_tensors import Observer, SavedTable, address_of
+from lightning_pipeshift.model.saved.saved_tensors import Observer, SavedTable
 from lightning_pipeshift.model.trace.placeholder import Placeholder
 from lightning_pipeshift.model.user_state.preserve import Arguments
 from lightning_pipeshift.model.user_state.random_streams import RandomStreams
@@ -120,7 +120,7 @@ class Stopwatch:
     ) -> Figures | None:
         slots = slots_of(gate.layer)
         forward = backward = float("inf")
-        observer = Observer()
+        observer = Observer(self._device)
         try:
             with (
                 self._streams.switched("measure", gate.index),
@@ -138,7 +138,8 @@ class Stopwatch:
                     before = Arguments(args, kwargs)
                     # Counting takes time; the best of several runs excludes it.
                     run: Callable[[], Any] = partial(gate.run, *args, **kwargs)
-                    if repeat == 0:
+                    # The last run, when the device is warm: each operation is timed.
+                    if repeat == _REPEATS - 1:
                         table = SavedTable(left_out=self._stand_ins(leaves, made_up))
                         run = LayerCall(gate, args, kwargs, table, observer).run
                     try:
@@ -152,7 +153,7 @@ class Stopwatch:
                         ones = [torch.ones_like(end) for end in ends]
                         _, seconds = self._seconds(partial(torch.autograd.backward, ends, ones))
                     backward = min(backward, seconds)
-                    observer.end()
+                observer.end()
         except Exception:
             # Any error only means that this layer needs real inputs; the planner estimates its time
             # from its parameters instead.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -102,7 +102,8 @@ class StagePass(PlaceholderListener):
         streams: the generators to switch.
         key: determines the random streams of this microbatch.
         shared: the shared parameters held here.
-        recompute: the layers that drop their saved tensors and are recomputed before the backward.
+        recompute: the layers that drop their saved tensors and are recomputed before the backward,
+            with the numbers of the tensors that they do not drop.
         table: the saved tensors of the layers.
         memory: enforces their budget, if there is one.
         observer: records the saved tensors of the layers, if needed.
@@ -125,7 +126,7 @@ class StagePass(PlaceholderListener):
     streams: RandomStreams
     key: tuple[int | str, ...]
     shared: SharedParameters
-    recompute: frozenset[int] = frozenset()
+    recompute: Mapping[int, Set[int]] = field(default_factory=dict)
     table: SavedTable = field(default_factory=SavedTable)
     memory: Memory | None = None
     observer: Observer | None = None
@@ -262,7 +263,7 @@ class StagePass(PlaceholderListener):
         them, and as many as fit in the budget. The rest is recomputed on demand.
         """
         for region in reversed(self._regions):
-            if not self.table.has_room(region.num_bytes):
+            if not self.table.has_room(region.needed_bytes):
                 break
             region.run_again()
         self._regions.clear()
@@ -667,7 +668,8 @@ class StagePass(PlaceholderListener):
         table, observer = self.table, self.observer
         if gate.index in self.recompute:
             draw = partial(self._draw_again, gate, position)
-            region = RecomputedRegion(gate, args, kwargs, draw, table, observer)
+            held = self.recompute[gate.index]
+            region = RecomputedRegion(gate, args, kwargs, draw, table, observer, held)
             output = region.run()
             # Known from earlier microbatches: user code does not modify the inputs.
             if self.memory is not None and gate.keeps_inputs:

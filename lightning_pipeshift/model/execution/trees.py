@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from lightning_pipeshift.compat.torch_private import pytree
@@ -150,3 +151,10 @@ def _with_fields(original: Any, values: list[dict[str, Any]]) -> Any:
         for name, value in fields.items():
             object.__setattr__(fresh, name, value)
     return fresh
+
+
+def address_of(tensor: Tensor) -> int:
+    """Identifies a tensor's memory; a view has the address of its base."""
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    return tensor.untyped_storage().data_ptr()

@@ -82,6 +82,9 @@ class Gate:
         """Whether the layer writes to its buffers when it runs; ``None`` until that is known."""
         self.keeps_inputs = False
         """Whether the layer's inputs were unchanged at the end of the last forward."""
+        self.left_out: dict[Any, bool] = {}
+        """Operations that a recomputation of the layer may leave out: whether that changes no
+        bit."""
         self._current_pass = current_pass
         self._installed: Callable[..., Any] | None = None
         self.reports: SideOutputs | None = None

@@ -15,8 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from lightning_pipeshift.compat.torch_private import top_saved_hooks
+from lightning_pipeshift.model.execution.trees import address_of
 from lightning_pipeshift.model.saved.hooks import saving
-from lightning_pipeshift.model.saved.saved_tensors import Observer, Saved, SavedTable, address_of
+from lightning_pipeshift.model.saved.saved_tensors import Observer, Saved, SavedTable
 from lightning_pipeshift.model.trace.placeholder import Placeholder
 from lightning_pipeshift.plan.inputs.saved_tensors import BEHIND, FRONT
 

@@ -15,8 +15,8 @@ ran, the layer cannot be recomputed, and keeps its saved tensors.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,10 +26,11 @@ from torch import Tensor, nn
 from lightning_pipeshift.compat.torch_private import NormBase, version_of
 from lightning_pipeshift.devices.streams import initialized_accelerator
 from lightning_pipeshift.errors import LayerError
-from lightning_pipeshift.model.execution.trees import flatten
+from lightning_pipeshift.model.execution.trees import address_of, flatten
 from lightning_pipeshift.model.gates.gate import Gate
 from lightning_pipeshift.model.parameters.gradient_box import GradientBox
 from lightning_pipeshift.model.parameters.uses import Slot, slots_of, substituted
+from lightning_pipeshift.model.saved.held_results import HeldResults, Key, LeftOut
 from lightning_pipeshift.model.saved.hooks import saving
 from lightning_pipeshift.model.saved.saved_tensors import (
     GIVEN,
@@ -37,7 +38,6 @@ from lightning_pipeshift.model.saved.saved_tensors import (
     Origins,
     Saved,
     SavedTable,
-    address_of,
     resident_in,
 )
 from lightning_pipeshift.model.trace.placeholder import Placeholder
@@ -93,8 +93,8 @@ class LayerCall:
         number, self._count = self._count, self._count + 1
         if origins is not None and self._observer is not None:
             is_there = self._table.is_there_anyway(address_of(tensor), self._resident)
-            maker = origins.maker_of(tensor)
-            self._observer.note(tensor, self.gate.index, number, maker, is_there)
+            maker, seconds = origins.maker_of(tensor), origins.seconds_of(tensor)
+            self._observer.note(tensor, self.gate.index, number, maker, is_there, seconds)
         return self._save(tensor, number)
 
     def _save(self, tensor: Tensor, number: int) -> Saved:
@@ -117,6 +117,7 @@ class RecomputedRegion(LayerCall):
         draw: restarts the call's own random stream.
         table: the microbatch's saved tensors.
         observer: records the layer's saved tensors, if needed.
+        held: the numbers of saved tensors that are not dropped.
     """
 
     def __init__(
@@ -127,8 +128,13 @@ class RecomputedRegion(LayerCall):
         draw: Callable[[], object],
         table: SavedTable | None = None,
         observer: Observer | None = None,
+        held: Set[int] = frozenset(),
     ) -> None:
         super().__init__(gate, args, kwargs, table or SavedTable(), observer)
+        self._held = held
+        self._results = HeldResults() if held else None
+        self._makers: dict[int, tuple[Key, int]] = {}
+        """By number of a held tensor, its operation, and the address that it had."""
         self._draw = draw
         self._ambient = _ambient()
         leaves, self._rebuild = flatten((args, kwargs))
@@ -157,7 +163,8 @@ class RecomputedRegion(LayerCall):
         versions = None
         if self._buffers is None:
             versions = [(slot, slot.get(), _version(slot.get())) for slot in self._buffer_slots()]
-        output = super().run()
+        with self._results or nullcontext():
+            output = super().run()
         if versions is not None and any(
             slot.get() is not before or _version(before) != version
             for slot, before, version in versions
@@ -174,6 +181,10 @@ class RecomputedRegion(LayerCall):
         saved = super()._save(tensor, number)
         if address_of(tensor) not in self._parameters:
             saved.maker = self
+        if self._results is not None and number in self._held:
+            key = self._results.maker_of(tensor)
+            if key is not None:
+                self._makers[number] = key, address_of(tensor)
         self._saved.append(weakref.ref(saved))
         return saved
 
@@ -201,15 +212,46 @@ class RecomputedRegion(LayerCall):
         self._is_let_go = True
         self.num_bytes = 0
         counted: set[int] = set()
-        for reference in self._saved:
+        held = {number: saved for number in self._held if (saved := self._saved_as(number))}
+        blocks = {id(saved.block) for saved in held.values() if saved.block is not None}
+        for number, reference in enumerate(self._saved):
             saved = reference()
             if saved is not None and saved.maker is self:
+                # What shares the memory of a held tensor is held with it.
+                if number in held or id(saved.block) in blocks:
+                    continue
                 if saved.block is not None and id(saved.block) not in counted:
                     counted.add(id(saved.block))
                     self.num_bytes += saved.block.num_bytes
                 saved.let_go()
                 saved.leave_block()
         return True
+
+    def _saved_as(self, number: int) -> Saved | None:
+        return self._saved[number]() if number < len(self._saved) else None
+
+    @property
+    def needed_bytes(self) -> int:
+        """The bytes that running again takes: of what was dropped, and of what is swapped."""
+        away = {
+            id(block): block.num_bytes
+            for number in self._makers
+            if (saved := self._saved_as(number)) is not None
+            and (block := saved.block) is not None
+            and saved.tensor is None
+        }
+        return self.num_bytes + sum(away.values())
+
+    def _left_out(self) -> LeftOut | None:
+        """The mode that leaves out the operations whose results are held."""
+        if self._results is None:
+            return None
+        held = {
+            address: (key, saved.get)
+            for number, (key, address) in self._makers.items()
+            if (saved := self._saved_as(number)) is not None
+        }
+        return self._results.left_out(held, self.gate.left_out)
 
     def run_again(self) -> None:
         """Recomputes the dropped tensors; does nothing if they are present."""
@@ -232,18 +274,24 @@ class RecomputedRegion(LayerCall):
             inputs = [entry.again() for entry in self._inputs]
             args, kwargs = self._rebuild([inputs[place] for place in self._places])
             self._draw()
+            left_out = self._left_out()
             # The saved tensors of this graph are moved to the first graph; its backward never runs.
             stack.enter_context(saving(pack, _never))
+            if left_out is not None:
+                stack.enter_context(left_out)
             self.gate.run(*args, **kwargs)
+        if left_out is not None and not left_out.is_like_the_first:
+            self._fail("the results of other operations", "not the same")
         if len(fresh) != len(self._saved):
             self._fail(f"{len(fresh)} tensors", f"{len(self._saved)}")
         for number, (reference, tensor) in enumerate(zip(self._saved, fresh, strict=True)):
             saved = reference()
-            if saved is not None and saved.maker is self:
+            is_dropped = saved is not None and saved.tensor is None and saved.block is None
+            if saved is not None and saved.maker is self and is_dropped:
                 self._table.make_good(saved, tensor, self.gate.index, number)
         # Frees the memory reserved for recomputed tensors that are no longer needed.
         self._table.make_room(0, self.gate.index)
-        self._inputs = []
+        self._inputs, self._results = [], None
 
     def _fail(self, found: str, expected: str) -> None:
         raise LayerError(

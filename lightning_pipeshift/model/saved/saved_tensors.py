@@ -10,9 +10,11 @@ tensor has been written to since it was saved.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
@@ -20,8 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeshift.compat.torch_private import TorchDispatchMode, version_of
-from lightning_pipeshift.model.execution.trees import leaves_of
+from lightning_pipeshift.devices.streams import synchronize
+from lightning_pipeshift.model.execution.trees import address_of, leaves_of
 from lightning_pipeshift.model.gates.gate import Gate
+from lightning_pipeshift.model.saved.held_results import is_skippable
 from lightning_pipeshift.model.trace.placeholder import Placeholder
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
 
@@ -206,7 +210,7 @@ class Saved:
 
     def get(self) -> Tensor:
         """The tensor. Raises torch's error if it has been written to since it was saved."""
-        if self.tensor is None and self.maker is not None:
+        if self.tensor is None and self._reference is None and self.maker is not None:
             self.maker.run_again()
         elif self._reference is not None:
             # Even if it is on the device: it may be about to be offloaded.
@@ -327,9 +331,14 @@ class Observer:
 
     Parameters, buffers and the batch are in use anyway and are omitted, and so are a layer's inputs
     that the layer before it saved: they are counted there.
+
+    Args:
+        timed: the device, to time the operation that computes each of a layer's tensors, which
+            waits for the device; ``None``: not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timed: torch.device | None = None) -> None:
+        self._timed = timed
         self.of_layers: dict[int, list[SavedTensor]] = {}
         self.of_inputs: dict[int, int] = {}
         self._known: set[int] = set()
@@ -354,14 +363,30 @@ class Observer:
         self.of_layers[gate.index] = [
             tensor for tensor in self.of_layers.get(gate.index, ()) if tensor.is_outside
         ]
-        with Origins(gate.layer) as origins:
+        with Origins(gate.layer, self._timed) as origins:
             for leaf in leaves_of((args, kwargs)):
                 if isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder):
                     origins.note(leaf, "input")
             yield origins
+        self.of_layers[gate.index] = [
+            replace(tensor, spares=min(1.0, tensor.spares / origins.seconds))
+            if tensor.spares
+            else tensor
+            for tensor in self.of_layers[gate.index]
+        ]
 
-    def note(self, tensor: Tensor, layer: int, number: int, origin: str, is_resident: bool) -> None:
-        """Records a tensor saved by a layer, or by the code around it."""
+    def note(
+        self,
+        tensor: Tensor,
+        layer: int,
+        number: int,
+        origin: str,
+        is_resident: bool,
+        seconds: float = 0.0,
+    ) -> None:
+        """Records a tensor saved by a layer, or by the code around it; ``seconds`` of computing it,
+        if they are known.
+        """
         address = address_of(tensor)
         num_bytes = 0
         if not is_resident and address not in self._known:
@@ -377,6 +402,7 @@ class Observer:
                 shape=tuple(tensor.shape),
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 maker="parameter" if is_resident else origin,
+                spares=min(1.0, seconds) if num_bytes else 0.0,
             )
         )
 
@@ -391,10 +417,19 @@ class Observer:
 
 
 class Origins(TorchDispatchMode):
-    """Records the operation, and its module, that computed each tensor."""
+    """Records the operation, and its module, that computed each tensor.
 
-    def __init__(self, layer: nn.Module) -> None:
+    Args:
+        layer: has the modules.
+        timed: see :class:`Observer`.
+    """
+
+    def __init__(self, layer: nn.Module, timed: torch.device | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._timed = timed
+        self._seconds: dict[int, float] = {}
+        self.seconds = 0.0
+        """Those of all operations."""
         self._names = {id(module): name for name, module in layer.named_modules()}
         self._inside: list[str] = []
         self._hooks: list[Any] = []
@@ -415,7 +450,7 @@ class Origins(TorchDispatchMode):
             hook.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **(kwargs or {}))
+        results = self._run(func, args, kwargs)
         given = {address_of(x) for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)}
         name = func.overloadpacket.__name__
         maker = f"{self._inside[-1]}: {name}" if self._inside and self._inside[-1] else name
@@ -424,6 +459,27 @@ class Origins(TorchDispatchMode):
             if isinstance(result, Tensor) and address_of(result) not in given:
                 self.note(result, maker)
         return results
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._timed is None:
+            return func(*args, **(kwargs or {}))
+        synchronize(self._timed)
+        begun = time.perf_counter()
+        results = func(*args, **(kwargs or {}))
+        synchronize(self._timed)
+        taken = time.perf_counter() - begun
+        self.seconds += taken
+        if is_skippable(func, args, kwargs, results):
+            # Only with all of its results the operation is spared.
+            found = [leaf for leaf in leaves_of(results) if isinstance(leaf, Tensor)]
+            total = sum(leaf.nbytes for leaf in found)
+            for leaf in found:
+                self._seconds[address_of(leaf)] = taken * leaf.nbytes / total if total else 0.0
+        return results
+
+    def seconds_of(self, tensor: Tensor) -> float:
+        """The seconds that a recomputation spares if it has this tensor."""
+        return self._seconds.get(address_of(tensor), 0.0)
 
     def note(self, tensor: Tensor, maker: str) -> None:
         """Records the maker of a tensor."""
@@ -447,13 +503,6 @@ def bytes_of(tensors: Iterable[Any]) -> int:
         for tensor in tensors
         if isinstance(tensor, Tensor) and not isinstance(tensor, Placeholder)
     )
-
-
-def address_of(tensor: Tensor) -> int:
-    """Identifies a tensor's memory; a view has the address of its base."""
-    if tensor.layout is not torch.strided:
-        return id(tensor)
-    return tensor.untyped_storage().data_ptr()
 
 
 def addresses_of(tree: Any) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_pipeshift.plan.arrange.planner import Arrangement
+from lightning_pipeshift.plan.arrange.request import Arrangement
 from lightning_pipeshift.plan.cost.prediction import LanePlanner, Prediction, predict
 from lightning_pipeshift.plan.cost.workload import Cut, Workload, workload_of
 from lightning_pipeshift.plan.document.plan import LayerRecord, Plan

@@ -30,7 +30,7 @@ from lightning_pipeshift.plan.arrange.num_microbatches import (
     resliced,
     slices,
 )
-from lightning_pipeshift.plan.arrange.request import Allowed, Arrangement, PlanRequest
+from lightning_pipeshift.plan.arrange.request import Arrangement, PlanRequest
 from lightning_pipeshift.plan.arrange.stage_order import (
     Order,
     best_order,
@@ -47,8 +47,6 @@ from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.plan.partition.integer_programming import require_small
 from lightning_pipeshift.plan.schedule.asynchronous import require_equal_depths
-
-__all__ = ["Allowed", "Arrangement", "PlanRequest", "arrange_all", "evaluate"]
 
 _PROMISING: Final = 0.9
 """Groupings that cannot reach this fraction of the best so far in closed form are skipped."""
@@ -70,25 +68,6 @@ _MOST_REFINED: Final = 8
 _MOST_SECOND_LOOKS: Final = ((_FEW, 16), (MOST_STAGES, 6), (math.inf, 3))
 _MOST_FINISHED: Final = ((MOST_STAGES, 3), (math.inf, 1))
 """How many groupings are tried on the simulator, and how many are finished, by number of ranks."""
-
-
-def arrange_all(
-    profile: Profile, cluster: Cluster, request: PlanRequest, allowed: Allowed | None = None
-) -> Arrangement:
-    """The arrangement with the most samples per second, by the simulator.
-
-    Args:
-        profile: of the model.
-        cluster: the machines.
-        request: the fixed settings.
-        allowed: the boundaries that may be cut, if anything fits with them.
-
-    Raises:
-        PlanError: no allowed arrangement fits in memory, or has the requested number of virtual
-            machines.
-        ConfigurationError: the request has unknown ranks, or one rank twice.
-    """
-    return _Planner(Evaluator(profile, cluster, request, allowed)).best()
 
 
 def evaluate(
@@ -126,8 +105,12 @@ class _Look(NamedTuple):
     """Orders of the stages whose step time is near the best."""
 
 
-class _Planner:
-    """Chooses one arrangement from all groupings."""
+class GroupingSearch:
+    """Chooses one arrangement without swaps from all groupings.
+
+    Args:
+        placer: evaluates them.
+    """
 
     def __init__(self, placer: Evaluator) -> None:
         self._placer = placer
@@ -138,7 +121,13 @@ class _Planner:
         self._place = {rank: place for place, rank in enumerate(host_order(self._cluster))}
 
     def best(self) -> Arrangement:
-        """See :func:`arrange_all`."""
+        """The arrangement with the most samples per second, by the simulator.
+
+        Raises:
+            PlanError: no allowed arrangement fits in memory, or has the requested number of virtual
+                machines.
+            ConfigurationError: the request has unknown ranks, or one rank twice.
+        """
         second, finished = (
             next(most for limit, most in table if self._cluster.num_ranks <= limit)
             for table in (_MOST_SECOND_LOOKS, _MOST_FINISHED)

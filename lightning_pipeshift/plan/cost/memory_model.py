@@ -33,7 +33,7 @@ from lightning_pipeshift.plan.cost.workload import (
 )
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import LayerProfile, Profile
-from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor, Swap
+from lightning_pipeshift.plan.inputs.saved_tensors import FRONT, SavedTensor, Swap
 
 LENDING_SECONDS: Final = 3e-4
 """The time of a swap to another stage in addition to the link's own: threads wake up at both ends,
@@ -125,6 +125,20 @@ def links_of(cluster: Cluster, ranks: Sequence[int]) -> Links:
     return Links(between, tuple(to_host))
 
 
+def sparing(profile: Profile, cut: Cut, swaps: Sequence[Swap]) -> Cut:
+    """The cut, whose recomputed layers do not run what computed the tensors that they do not
+    drop.
+    """
+    parts: dict[int, float] = {}
+    for swap in swaps:
+        if swap.layer in cut.recompute:
+            for tensor in profile.layers[swap.layer].tensors:
+                if tensor.number in swap.tensors and tensor.spares:
+                    parts[swap.layer] = parts.get(swap.layer, 0.0) + tensor.spares
+    spared = frozenset((layer, min(1.0, part)) for layer, part in parts.items())
+    return cut if spared == cut.spared else replace(cut, spared=spared)
+
+
 def parts_of(swap: Swap) -> tuple[Part, ...]:
     """Returns the stages that take each tensor, with their parts."""
     if not swap.stages:
@@ -145,6 +159,7 @@ class Footprints:
     """
 
     def __init__(self, profile: Profile, workload: Workload, links: Links) -> None:
+        self._profile = profile
         self._workload = workload
         self._links = links
         self._num_accumulated = profile.num_accumulated
@@ -160,7 +175,7 @@ class Footprints:
 
     def of(self, cut: Cut, swaps: Sequence[Swap] = ()) -> Footprint:
         """The footprint of a cut with its recomputation and swaps."""
-        workload = self._workload
+        workload, cut = self._workload, sparing(self._profile, cut, swaps)
         if cut not in self._timelines:
             self._timelines[cut] = self._with_waits(cut).timeline(cut)
         timeline = self._timelines[cut]
@@ -273,24 +288,33 @@ class Footprints:
         forward = float(self._workload.forward[stage, index])
         backward = float(self._workload.backward[stage, index])
         sizes = self.sizes[index]
-        total = sum(sizes.values())
+        named = {swap: sum(sizes.get(number, 0) for number in swap.tensors) for swap in swaps}
+        kept = sum(sizes.values()) - sum(named.values())
+        again = inputs = 0.0
         if index in cut.recompute:
             if stage not in self._workload.recomputing:
-                backward += forward
-            return LayerLoad(
-                index,
-                forward,
-                backward,
-                again_bytes=round(total - float(self._workload.outside_bytes[index])),
-                input_bytes=round(float(self._workload.input_bytes[index])),
-            )
-        moved = {swap: sum(sizes.get(number, 0) for number in swap.tensors) for swap in swaps}
+                backward += forward * (1 - dict(cut.spared).get(index, 0.0))
+            numbers = {number for swap in swaps for number in swap.tensors if number >= FRONT}
+            moved_outside = sum(sizes.get(number, 0) for number in numbers)
+            # They are part of both.
+            outside = float(self._workload.outside_bytes[index]) - moved_outside
+            inputs = float(self._workload.input_bytes[index]) - moved_outside
+            again, kept = kept - outside, 0.0
+            if not again:
+                inputs, kept = 0.0, outside
+        kept += sum(size for swap, size in named.items() if swap.stays)
         return LayerLoad(
             index,
             forward,
             backward,
-            kept_bytes=round(total - sum(moved.values())),
-            moved=tuple(Moved(round(size), parts_of(swap)) for swap, size in moved.items() if size),
+            kept_bytes=round(kept),
+            again_bytes=round(again),
+            input_bytes=round(inputs),
+            moved=tuple(
+                Moved(round(size), parts_of(swap))
+                for swap, size in named.items()
+                if size and not swap.stays
+            ),
         )
 
 

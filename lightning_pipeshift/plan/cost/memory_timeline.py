@@ -214,6 +214,8 @@ def effects(stage: int, moments: Moments, loads: Sequence[LayerLoad], links: Lin
     here.add(made, used, sizes("sent_bytes"))
     here.add(begun, made, again)
     here.add(rerun, freed, again)
+    # What a recomputation uses has to be present when it starts.
+    used = np.where((again > 0)[:, None], rerun, used)
     transfers: dict[int, list[tuple[float, int]]] = {}
     for index, load in enumerate(loads):
         for moved in load.moved:

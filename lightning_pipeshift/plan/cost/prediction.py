@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from lightning_pipeshift.plan.cost.lanes import best_shares, equal_shares, lanes_by_share
-from lightning_pipeshift.plan.cost.memory_model import Footprint, Footprints, links_of
+from lightning_pipeshift.plan.cost.memory_model import Footprint, Footprints, links_of, sparing
 from lightning_pipeshift.plan.cost.memory_timeline import Links
 from lightning_pipeshift.plan.cost.overlap import (
     Machine,
@@ -77,6 +77,7 @@ def predict(
         lane_shares: the part of all gradient bytes that each lane carries; empty for equal parts.
     """
     swapped = [tuple(each) for each in swaps] or [()] * len(cuts)
+    cuts = [sparing(profile, cut, moved) for cut, moved in zip(cuts, swapped, strict=True)]
     # The links between stages take long to list, and only swaps use them.
     links_left = crowded(cluster, ranks) if any(swapped) else cluster
     made: dict[Hashable, tuple[Costs, Footprint]] = {}

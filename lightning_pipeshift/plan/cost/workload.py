@@ -53,12 +53,15 @@ class Cut:
         recompute: the layers that are recomputed.
         optimizer_on_host: the layers whose optimizer state is in host memory between two steps.
         weights_on_host: the layers whose weights are in host memory while they wait.
+        spared: of recomputed layers that do not drop all of their tensors, the layer and the part
+            of its forward that does not run again.
     """
 
     counts: Counts
     recompute: frozenset[int] = frozenset()
     optimizer_on_host: frozenset[int] = frozenset()
     weights_on_host: frozenset[int] = frozenset()
+    spared: frozenset[tuple[int, float]] = frozenset()
 
     @property
     def bounds(self) -> tuple[int, ...]:
@@ -200,12 +203,14 @@ class Workload:
         # Seconds of recomputation: in actions of its own, or in the middle of the backward.
         again, inside = np.zeros((2, self.num_stages, len(cuts)))
         if any(cut.recompute for cut in cuts):
-            chosen = np.zeros((len(cuts), self.num_layers), dtype=bool)
+            chosen = np.zeros((len(cuts), self.num_layers))
             for number, cut in enumerate(cuts):
-                chosen[number, list(cut.recompute)] = True
+                chosen[number, list(cut.recompute)] = 1.0
+                for layer, part in cut.spared:
+                    chosen[number, layer] -= part
             layers = np.arange(self.num_layers)
             owners = (ends[:-1, :, None] <= layers).sum(axis=0)
-            seconds = np.where(chosen, self.forward[owners, layers], 0.0)
+            seconds = chosen * self.forward[owners, layers]
             at_bounds = np.take_along_axis(running_sums(seconds), bounds.T, axis=1)
             waits = np.array([[s in self.recomputing] for s in range(self.num_stages)])
             total = np.diff(at_bounds, axis=1).T

@@ -415,7 +415,7 @@ def _link_entry(link: Link) -> dict[str, Any]:
 
 _Seconds = Annotated[Number, check(lambda s: 0 <= s < math.inf, "finite and at least 0")]
 _FromOne = Annotated[Whole, check(lambda n: n >= 1, "at least 1")]
-_Tensor = Annotated[SavedTensor, Entry(())]
+_Tensor = Annotated[SavedTensor, Entry(("spares",))]
 _Layer = Annotated[
     LayerProfile, Entry(("tensors", "joins_next", "waiting_bytes"), tensors=tuple[_Tensor, ...])
 ]
@@ -470,6 +470,9 @@ def _written(layer: LayerProfile) -> dict[str, Any]:
     found = asdict(layer)
     if not layer.tensors:
         del found["tensors"]
+    for tensor in found.get("tensors", ()):
+        if not tensor["spares"]:
+            del tensor["spares"]
     if not layer.joins_next:
         del found["joins_next"]
     return found

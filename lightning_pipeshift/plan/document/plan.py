@@ -90,7 +90,7 @@ class Plan:
         recompute: for each virtual machine the layers that drop their saved tensors, and are
             recomputed before the backward; empty if there are none.
         swaps: for each virtual machine, saved tensors that are swapped between their forward and
-            their backward; empty if there are none.
+            their backward, and those that recomputed layers keep; empty if there are none.
         optimizer_on_host: for each virtual machine the layers whose optimizer state is in host
             memory between two steps of the optimizer; empty if there are none.
         weights_on_host: for each virtual machine the layers whose weights are in host memory except
@@ -194,8 +194,8 @@ class Plan:
             problem = ""
             if not 0 <= swap.layer < len(self.layers):
                 problem = f"there are the layers 0 to {len(self.layers) - 1}"
-            elif swap.layer in self.recomputed(vm):
-                problem = "the layer is recomputed; choose one of the two"
+            elif swap.stays and swap.layer not in self.recomputed(vm):
+                problem = "the layer is not recomputed, so all of its other tensors stay; omit them"
             elif named & seen:
                 problem = "a tensor has one target"
             elif any(stage >= depth for stage in swap.stages):
@@ -264,13 +264,21 @@ class Plan:
         return frozenset(self.weights_on_host[vm]) if self.weights_on_host else frozenset()
 
     def swapped(self, vm: int) -> tuple[Swap, ...]:
-        """The swaps of a virtual machine, without those that are impossible: a stage cannot take
-        its own tensors.
+        """The swaps of a virtual machine, and what recomputed layers keep, without the swaps that
+        are impossible: a stage cannot take its own tensors.
         """
         swaps = self.swaps[vm] if self.swaps else ()
         return tuple(
             swap for swap in swaps if self.placement.stage_of(vm, swap.layer) not in swap.stages
         )
+
+    def recomputations(self, vm: int) -> dict[int, frozenset[int]]:
+        """The layers that are recomputed, with the numbers of the tensors that they do not drop."""
+        found: dict[int, frozenset[int]] = dict.fromkeys(self.recomputed(vm), frozenset())
+        for swap in self.swapped(vm):
+            if swap.layer in found:
+                found[swap.layer] |= frozenset(swap.tensors)
+        return found
 
     def recomputing_stages(self, vm: int) -> frozenset[int]:
         """The stages of a virtual machine that recompute any layer."""
@@ -435,7 +443,10 @@ _DOCUMENT: Final = Document(
 
 
 def _as_entry(swap: Swap) -> dict[str, Any]:
-    return {name: value for name, value in asdict(swap).items() if value != ()}
+    found = {name: value for name, value in asdict(swap).items() if value != ()}
+    if not swap.stays:
+        del found["stays"]
+    return found
 
 
 def _checksum(plan: dict[str, Any]) -> str:

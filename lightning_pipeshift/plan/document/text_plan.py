@@ -108,7 +108,7 @@ def _stage_table(plan: Plan, vm: int) -> list[str]:
 def _swaps(plan: Plan, vm: int) -> list[str]:
     """The tensors that each stage offloads between forward and backward."""
     found: dict[int, dict[str, list[Swap]]] = {}
-    for swap in plan.swapped(vm):
+    for swap in (swap for swap in plan.swapped(vm) if not swap.stays):
         to = "the host"
         if swap.stages:
             noun = "stage" if len(swap.stages) == 1 else "stages"

@@ -59,7 +59,7 @@ class Policy(Protocol):
     def choose(self, record: TensorRecord) -> Choice | None:
         """Returns the handling of a tensor; ``None`` leaves it to the planner.
 
-        If one tensor of a layer is recomputed, the layer is recomputed with all of its tensors.
+        If one tensor of a layer is recomputed, so are those for which there is no other choice.
         """
 
 

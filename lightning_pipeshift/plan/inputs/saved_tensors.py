@@ -22,7 +22,7 @@ class Choice(enum.Enum):
     KEEP = "keep"
     """It remains on the device."""
     RECOMPUTE = "recompute"
-    """Its layer drops all its saved tensors, and is recomputed."""
+    """It is dropped, and its layer is recomputed."""
     HOST = "host"
     """It moves to the memory of the host, and back."""
     DEVICE = "device"
@@ -41,6 +41,8 @@ class SavedTensor:
         shape: its shape.
         dtype: its type, as torch names it.
         maker: the module inside of the layer, and the operation, that computed it.
+        spares: the part of the layer's forward that a recomputation leaves out if this tensor is
+            not dropped: that of the operation that computed it.
     """
 
     number: int
@@ -48,6 +50,7 @@ class SavedTensor:
     shape: tuple[int, ...] = ()
     dtype: str = "float32"
     maker: str = "unknown"
+    spares: float = 0.0
 
     @property
     def is_outside(self) -> bool:
@@ -60,6 +63,11 @@ class SavedTensor:
                 f"a saved tensor with number {self.number} and {self.num_bytes} bytes; both are at"
                 " least 0"
             )
+        if not 0 <= self.spares <= 1:
+            raise PlanError(
+                f"saved tensor {self.number} spares {self.spares} of its layer's forward; allowed"
+                " are 0 to 1"
+            )
 
 
 def place_in_forward(number: int) -> int:
@@ -69,19 +77,23 @@ def place_in_forward(number: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Saved tensors of a layer that are offloaded between their forward and their backward.
+    """Saved tensors of a layer that are offloaded between their forward and their backward. If the
+    layer is recomputed, these are not dropped, and the operations that computed them do not run
+    again.
 
     Args:
         layer: the layer's index.
         tensors: their numbers among those that the layer saves.
         stages: the stages that take them, each a part of every tensor; empty: the host.
         shares: the relative sizes of the parts; empty: equal ones.
+        stays: whether they are kept on the device instead, while the layer drops others.
     """
 
     layer: int
     tensors: tuple[int, ...]
     stages: tuple[int, ...] = ()
     shares: tuple[float, ...] = ()
+    stays: bool = False
 
     def __post_init__(self) -> None:
         if not self.tensors or len(set(self.tensors)) < len(self.tensors) or min(self.tensors) < 0:
@@ -93,6 +105,11 @@ class Swap:
             raise PlanError(
                 f"a swap of layer {self.layer} to the stages {list(self.stages)}; each is named"
                 " once"
+            )
+        if self.stays and self.stages:
+            raise PlanError(
+                f"tensors of layer {self.layer} that stay, and move to the stages"
+                f" {list(self.stages)}; choose one of the two"
             )
         if self.shares and (
             len(self.shares) != len(self.stages)
@@ -106,6 +123,8 @@ class Swap:
     @property
     def choice(self) -> Choice:
         """The handling of its tensors."""
+        if self.stays:
+            return Choice.KEEP
         return Choice.DEVICE if self.stages else Choice.HOST
 
     def parts(self, num_items: int) -> list[tuple[int, int]]:

@@ -1,5 +1,5 @@
-"""Arrangements under ``MemoryCompression``: the number of virtual machines, the device of each
-stage, and the handling of saved tensors.
+"""The search for an arrangement: the number of virtual machines, the device of each stage, the
+cuts, and the handling of every saved tensor.
 
 CN114880130B, after MPress (HPCA 2023), step 3: the mappings of stages to devices are enumerated and
 scored by how well they fill spare memory and links, and the best are compressed and tried on the
@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 from lightning_pipeshift.errors import BudgetError, PlanError
 from lightning_pipeshift.plan.arrange.evaluator import Candidate, Evaluator
-from lightning_pipeshift.plan.arrange.planner import arrange_all
+from lightning_pipeshift.plan.arrange.planner import GroupingSearch
 from lightning_pipeshift.plan.arrange.request import Allowed, Arrangement, PlanRequest
 from lightning_pipeshift.plan.arrange.stage_order import (
     Order,
@@ -29,13 +29,13 @@ from lightning_pipeshift.plan.arrange.stage_order import (
 )
 from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.inputs.cluster import Cluster
-from lightning_pipeshift.plan.inputs.policies import Policy
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.offload.assignment_search import Compressed, Problem
 from lightning_pipeshift.plan.offload.peers import mapping_score
 from lightning_pipeshift.plan.offload.planner import fastest
-from lightning_pipeshift.plan.partition.boundaries import worthwhile_cuts
+from lightning_pipeshift.plan.partition.boundaries import cuts_to_try
 from lightning_pipeshift.plan.partition.equal_counts import uniform
+from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
 
 _PARTS: Final = (0.0, 0.5, 1.0)
 """The fractions of their saved tensors that must fit on stages in searches for virtual machines,
@@ -79,28 +79,7 @@ def arrange(
         ConfigurationError: the request has unknown ranks, or one rank twice.
     """
     if allowed is None:
-        possible = profile.possible_cuts
-        allowed = partial(worthwhile_cuts, profile.payload_bytes, possible=possible)
-    find = arrange_all if request.policy is None else arrange_compressed
-    return find(profile, cluster, request, allowed)
-
-
-def arrange_compressed(
-    profile: Profile, cluster: Cluster, request: PlanRequest, allowed: Allowed | None = None
-) -> Arrangement:
-    """The arrangement with the most samples per second, by the simulator, with swaps of saved
-    tensors.
-
-    Args:
-        profile: of the model.
-        cluster: the machines.
-        request: the fixed settings, and the policy, which is called first.
-        allowed: the boundaries that may be cut, if any such cut fits.
-
-    Raises:
-        PlanError: the weights and the optimizer's state alone do not fit.
-        BudgetError: no arrangement fits in memory; the message contains a budget that would.
-    """
+        allowed = partial(cuts_to_try, profile)
     return _Mapper(profile, cluster, request, allowed).best()
 
 
@@ -134,13 +113,11 @@ class _Option(NamedTuple):
 
 
 class _Mapper:
-    """See :func:`arrange_compressed`."""
+    """See :func:`arrange`."""
 
     def __init__(
         self, profile: Profile, cluster: Cluster, request: PlanRequest, allowed: Allowed | None
     ) -> None:
-        assert request.policy is not None
-        self._policy: Policy = request.policy
         self._profile = profile
         self._cluster = cluster
         self._request = request
@@ -151,15 +128,20 @@ class _Mapper:
 
     def best(self) -> Arrangement:
         """The best of the planner's arrangements for several assumptions on the needed memory."""
-        found, errors = [], []
-        for profile, start in self._starts():
-            try:
-                found.append(self._mapped(profile, start))
-            except BudgetError as error:
-                errors.append(error)
-        if not found:
-            raise errors[0]
-        return max(found, key=lambda one: one.samples_per_second)
+        if self._request.policy is None:
+            return GroupingSearch(self._placer).best()
+        errors: list[PlanError | BudgetError] = []
+        for assumed in self._assumptions():
+            found = []
+            for profile, start in self._starts(assumed, errors):
+                try:
+                    found.append(self._mapped(profile, start))
+                except BudgetError as error:
+                    errors.append(error)
+            if found:
+                return max(found, key=lambda one: one.samples_per_second)
+        # A budget that would do helps more than that the weights do not fit.
+        raise next((error for error in errors if isinstance(error, BudgetError)), errors[0])
 
     def compressed(self, arrangement: Arrangement) -> Arrangement:
         """See :func:`compressed`."""
@@ -172,15 +154,27 @@ class _Mapper:
 
     # --- where to start ---
 
-    def _starts(self) -> Iterator[tuple[Profile, Arrangement]]:
-        """Arrangements, each with the profile for which it is the best.
+    def _assumptions(self) -> Iterator[list[Profile]]:
+        """The model, as if a part of its saved tensors took no memory; if nothing fits in that way,
+        as if the optimizer's state took none either.
+        """
+        yield [_with_saved(self._profile, part) for part in _PARTS]
+        is_pace = self._request.schedule in ASYNCHRONOUS
+        if not self._profile.state_stays and not is_pace:
+            layers = tuple(replace(layer, optimizer_bytes=0) for layer in self._profile.layers)
+            yield [_with_saved(replace(self._profile, layers=layers), 0.0)]
 
-        Raises PlanError if not even the weights fit."""
-        seen, errors = set(), []
-        for part in _PARTS:
-            profile = _with_saved(self._profile, part)
+    def _starts(
+        self, assumed: Sequence[Profile], errors: list[PlanError | BudgetError]
+    ) -> Iterator[tuple[Profile, Arrangement]]:
+        """Arrangements, each with the profile for which it is the best; where nothing fits, adds
+        the error to ``errors``.
+        """
+        seen = set()
+        for profile in assumed:
+            placer = Evaluator(profile, self._cluster, self._request, self._allowed)
             try:
-                start = arrange_all(profile, self._cluster, self._request, self._allowed)
+                start = GroupingSearch(placer).best()
             except PlanError as error:
                 errors.append(error)
                 continue
@@ -189,8 +183,6 @@ class _Mapper:
             if key not in seen:
                 seen.add(key)
                 yield profile, start
-        if not seen:
-            raise errors[0]
 
     def _placed(self, start: Arrangement, ranks: Sequence[Order]) -> Candidate:
         return self._placer.placed(ranks, start.microbatches, start.batch_shares)
@@ -249,8 +241,7 @@ class _Mapper:
         """The boundaries for cuts near an option; none if the request fixes the cuts."""
         if self._request.partition != "auto":
             return frozenset()
-        profile, num_stages = self._profile, len(option.order)
-        return worthwhile_cuts(profile.payload_bytes, num_stages, profile.possible_cuts)
+        return cuts_to_try(self._profile, len(option.order))
 
     def _options(
         self, profile: Profile, start: Arrangement, placed: Candidate, vm: int
@@ -300,7 +291,7 @@ class _Mapper:
         samples = self._placer.sizes(len(placed.ranks), placed.batch_shares)[vm]
         workload = self._placer.workload(placed.links, order, samples, placed.microbatches)
         request = self._request
-        how = self._policy, request.recompute, request.caution
+        how = request.policy, request.recompute, request.caution
         return Problem.of(self._profile, workload, placed.links, order, *how)
 
     # --- the result ---

@@ -25,7 +25,7 @@ from lightning_pipeshift.plan.cost.workload import Cut, Workload
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.policies import Policy, TensorRecord
 from lightning_pipeshift.plan.inputs.profile import Profile
-from lightning_pipeshift.plan.inputs.saved_tensors import Choice, Swap
+from lightning_pipeshift.plan.inputs.saved_tensors import FRONT, Choice, Swap
 from lightning_pipeshift.plan.offload.peers import Lenders, mappings, shares_of
 from lightning_pipeshift.plan.schedule.actions import Kind
 
@@ -159,6 +159,19 @@ class Score(NamedTuple):
 Way = Lenders | None
 """The target of a tensor: these stages; ``()``: the host. ``None``: it is recomputed."""
 
+
+@dataclass(frozen=True)
+class Mixed:
+    """A way for a whole layer: tensors that take more than their share of its forward to compute,
+    by their bytes, are kept or swapped, and the others are recomputed from them.
+
+    Args:
+        held: the target of the former; ``None``: they are kept.
+    """
+
+    held: Lenders | None
+
+
 Assigned = Mapping[tuple[int, int], Way]
 """The targets of tensors, by layer and number, without those that are kept."""
 
@@ -203,6 +216,21 @@ class Search:
             for stage in range(self._workload.num_stages)
             for layer in range(cut.bounds[stage], cut.bounds[stage + 1])
         }
+        self._spares = {
+            (layer, tensor.number): tensor.spares
+            for layer, profile in enumerate(problem.profile.layers)
+            for tensor in profile.tensors
+            if tensor.spares
+        }
+        self._costly = {
+            (layer, number)
+            for (layer, number), spares in self._spares.items()
+            if spares * sum(problem.footprints.sizes[layer].values())
+            > self._sizes.get((layer, number), math.inf)
+        }
+        self._inside: dict[int, list[int]] = {}
+        for layer, number in self._sizes:
+            self._inside.setdefault(layer, []).append(number)
         self._known: dict[frozenset[tuple[tuple[int, int], Way]], tuple[Footprint, Score]] = {}
         self._parts: dict[tuple[int, tuple[tuple[int, Way], ...]], _Part] = {}
         self.num_trials = 0
@@ -245,7 +273,16 @@ class Search:
         if (layer, ways) not in self._parts:
             stage = self._owner[layer]
             is_recomputed = any(way is None for _, way in ways)
-            work = float(self._workload.forward[stage, layer]) if is_recomputed else 0.0
+            work = 0.0
+            kept: tuple[int, ...] = ()
+            if is_recomputed:
+                work = float(self._workload.forward[stage, layer])
+                named = dict(ways)
+                kept = tuple(
+                    number
+                    for number in self._inside[layer]
+                    if number not in named and number < FRONT
+                )
             groups: dict[Lenders, list[int]] = {}
             for number, way in ways:
                 if way is not None:
@@ -260,6 +297,8 @@ class Search:
                 )
                 for way, numbers in groups.items()
             )
+            if kept:
+                swaps += (Swap(layer, kept, stays=True),)
             self._parts[layer, ways] = _Part(layer, is_recomputed, swaps, work)
         return self._parts[layer, ways]
 
@@ -374,11 +413,8 @@ class Search:
                 self._require_way(record, choice, record.device_seconds)
                 fixed[key] = self._default_lenders(record.stage)
         for key in self._sizes:
-            if key[0] in again:
+            if key[0] in again and key not in fixed and key not in self._stays:
                 fixed[key] = None
-                self._stays.discard(key)
-        # Layers that must not be recomputed, as some of their tensors are swapped or kept.
-        self._bound = {layer for layer, _ in {*fixed, *self._stays} if layer not in again}
         return fixed
 
     def _require_way(self, record: TensorRecord, choice: Choice, seconds: float) -> None:
@@ -433,10 +469,10 @@ class Search:
                 groups.setdefault(key[0], []).append(key)
         return groups
 
-    def _ways(self, layer: int) -> list[Way]:
+    def _ways(self, layer: int) -> list[Way | Mixed]:
         """The possible targets of a layer's tensors."""
         stage = self._owner[layer]
-        found: list[Way] = []
+        found: list[Way | Mixed] = []
         if self._links.rate(stage, HOST) and self._limits[stage].host_bytes:
             found.append(())
         found += self._lenders.get(stage, ())
@@ -445,19 +481,27 @@ class Search:
             for other in range(self._workload.num_stages)
             if self._links.rate(stage, other) and (other,) not in found
         ]
-        if self._problem.recompute != "none" and layer not in self._bound:
+        if self._problem.recompute != "none":
+            if any((layer, number) in self._costly for number in self._inside.get(layer, ())):
+                found += [Mixed(None), *(Mixed(way) for way in found if isinstance(way, tuple))]
             found.append(None)
         return found
 
     def _with(
-        self, assigned: Assigned, keys: Iterable[tuple[int, int]], way: Way
+        self, assigned: Assigned, keys: Iterable[tuple[int, int]], way: Way | Mixed
     ) -> dict[tuple[int, int], Way]:
         """The same with another target for some tensors; those too small to move are kept."""
         changed = dict(assigned)
         for key in keys:
             changed.pop(key, None)
-            if way is None or self._sizes[key] >= SMALLEST_BYTES:
-                changed[key] = way
+            target = way
+            if isinstance(way, Mixed):
+                if key in self._costly and way.held is None:
+                    continue
+                target = way.held if key in self._costly else None
+            assert not isinstance(target, Mixed)
+            if target is None or self._sizes[key] >= SMALLEST_BYTES:
+                changed[key] = target
         return changed
 
     def _beginnings(self, start: Assigned) -> Iterator[tuple[Assigned, dict[int, list[Lenders]]]]:
@@ -511,7 +555,7 @@ class Search:
         score = self.score(now)
         # A rate at which all stages together would lose next to nothing.
         free = (CLOSE - 1) * score.seconds / score.excess_bytes if score.excess_bytes else 0.0
-        options: list[tuple[float, int, Way, Any, Assigned]] = []
+        options: list[tuple[float, int, Way | Mixed, Any, Assigned]] = []
         for way in self._common_ways(stage):
             groups = self._candidates(now, stage, way)
             if groups:
@@ -542,14 +586,21 @@ class Search:
             or found.traces[stage].host_bytes / ROUNDING > limit.host_bytes
         )
 
-    def _common_ways(self, stage: int) -> list[Way]:
+    def _common_ways(self, stage: int) -> list[Way | Mixed]:
         """The ways that are open to some layer of a stage; one set of lenders at most."""
         own = range(*self._cut.bounds[stage : stage + 2])
         ways = dict.fromkeys(way for layer in own for way in self._ways(layer))
         lenders = self._lenders.get(stage)
-        return [way for way in ways if not (way and lenders and way not in lenders)]
 
-    def _candidates(self, now: Assigned, stage: int, way: Way) -> list[Sequence[tuple[int, int]]]:
+        def is_asked(way: Way | Mixed) -> bool:
+            target = way.held if isinstance(way, Mixed) else way
+            return not target or not lenders or target in lenders
+
+        return [way for way in ways if is_asked(way)]
+
+    def _candidates(
+        self, now: Assigned, stage: int, way: Way | Mixed
+    ) -> list[Sequence[tuple[int, int]]]:
         """Tensors that may change to a way together, the best first: for a recomputation a layer
         each, those that free most for their time; for swaps a tensor each, those with the longest
         time until they are needed.
@@ -557,9 +608,14 @@ class Search:
         groups = [
             (layer, keys)
             for layer, keys in self._groups(stage).items()
-            if way in self._ways(layer) and any(now.get(key, "stays") != way for key in keys)
+            if way in self._ways(layer)
+            and (
+                not all(key in now for key in keys)
+                if isinstance(way, Mixed)
+                else any(now.get(key, "stays") != way for key in keys)
+            )
         ]
-        if way is None:
+        if way is None or isinstance(way, Mixed):
             seconds = self._workload.forward[stage]
 
             def price(group: tuple[int, list[tuple[int, int]]]) -> float:
@@ -611,30 +667,29 @@ class Search:
             signature = (
                 tuple((self._sizes[key], now.get(key, "stays")) for key in keys),
                 _roughly(float(self._workload.forward[stage, layer])),
-                layer in self._bound,
             )
             alike.setdefault(signature, []).append(layer)
         for layers in alike.values():
             for layer in sorted({layers[0], layers[-1]}):
-                for part, rest in self._changeable(now, groups[layer], one_by_one):
+                for part in self._changeable(now, groups[layer], one_by_one):
                     for way in self._ways(layer):
-                        if way is not None or not one_by_one:
-                            yield self._with(rest, part, way)
-                    yield {key: way for key, way in rest.items() if key not in part}
+                        yield self._with(now, part, way)
+                    yield {key: way for key, way in now.items() if key not in part}
 
     def _changeable(
         self, now: Assigned, keys: Sequence[tuple[int, int]], one_by_one: bool
-    ) -> Iterator[tuple[Sequence[tuple[int, int]], Assigned]]:
-        """Tensors of a layer that may change their target together, each with its assignment."""
+    ) -> Iterator[Sequence[tuple[int, int]]]:
+        """Tensors of a layer that may change their target together."""
         if not one_by_one:
-            yield keys, now
+            yield keys
         elif len(keys) > 1:
-            # Then no tensor of the layer is recomputed.
-            rest = {key: way for key, way in now.items() if way is not None or key not in keys}
             # One of each group of equal tensors.
-            alike = {(self._sizes[key], now.get(key, "stays")): key for key in keys}
+            alike = {
+                (self._sizes[key], self._spares.get(key, 0.0), now.get(key, "stays")): key
+                for key in keys
+            }
             for one in alike.values():
-                yield [one], rest
+                yield [one]
 
     def _improved(self, assigned: Assigned) -> Assigned:
         """Improves an assignment layer by layer, and tensor by tensor, until no change helps."""
@@ -700,7 +755,13 @@ class Search:
             layers = [[key for key in groups[layer] if key in now] for layer in groups]
             # The last layer's tensors have the least time for transfers.
             now = self._without_most(now, [keys for keys in reversed(layers) if keys])
-            tensors = [key for keys in groups.values() for key in keys if now.get(key) is not None]
+            # A dropped tensor that spares nothing would only take memory.
+            tensors = [
+                key
+                for keys in groups.values()
+                for key in keys
+                if key in now and (now[key] is not None or key in self._spares)
+            ]
             tensors.sort(key=lambda key: (self._sizes[key], -key[0]))
             now = self._without_most(now, [[key] for key in tensors])
         return now

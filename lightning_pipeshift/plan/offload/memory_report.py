@@ -157,10 +157,11 @@ def _lines(machine: MachineMemory, layer: int) -> Iterator[_Line]:
             continue
         record = records[tensor.number]
         choice, costs = "stays", ""
-        if again and not tensor.is_outside:
+        if tensor.number in ways:
+            if not ways[tensor.number].stays:
+                choice, costs = _swapped(machine, record, ways[tensor.number])
+        elif again and not tensor.is_outside:
             choice, costs = "made again", f"{_time_text(record.recompute_seconds)} for the layer"
-        elif tensor.number in ways:
-            choice, costs = _swapped(machine, record, ways[tensor.number])
         shape = f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
         yield _Line(
             (

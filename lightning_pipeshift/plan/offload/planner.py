@@ -32,7 +32,7 @@ from lightning_pipeshift.plan.offload.assignment_search import (
     Search,
     most_trials,
 )
-from lightning_pipeshift.plan.partition.boundaries import worthwhile_cuts
+from lightning_pipeshift.plan.partition.boundaries import cuts_to_try
 from lightning_pipeshift.plan.partition.equal_counts import uniform
 from lightning_pipeshift.plan.partition.local_search import best_cut_of, fixed_cut, neighbours
 from lightning_pipeshift.plan.schedule.asynchronous import weight_versions
@@ -97,10 +97,7 @@ def candidates(problem: Problem, start: Sequence[Cut] = ()) -> list[Counts]:
 
 
 def _worthwhile(problem: Problem) -> frozenset[int]:
-    profile = problem.profile
-    return worthwhile_cuts(
-        profile.payload_bytes, problem.workload.num_stages, profile.possible_cuts
-    )
+    return cuts_to_try(problem.profile, problem.workload.num_stages)
 
 
 def fastest(
@@ -310,10 +307,8 @@ class Compression:
             swaps: the swapped tensors.
         """
         search = Search(self._problem, Cut(cut.counts))
-        ways: dict[tuple[int, int], Choice] = {
-            (swap.layer, number): swap.choice for swap in swaps for number in swap.tensors
-        }
-        ways |= {key: Choice.RECOMPUTE for key in self._problem.sizes if key[0] in cut.recompute}
+        ways = {key: Choice.RECOMPUTE for key in self._problem.sizes if key[0] in cut.recompute}
+        ways |= {(swap.layer, number): swap.choice for swap in swaps for number in swap.tensors}
         return all(ways.get(key, Choice.KEEP) is choice for key, choice in search.asked.items())
 
     def _nothing_fits(self, search: Search, best: Assigned) -> BudgetError:

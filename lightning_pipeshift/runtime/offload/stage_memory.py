@@ -199,7 +199,7 @@ class StageMemory:
         """
         stage = self._channels.stage
         own = plan.placement.layers_of(vm, stage)
-        swaps = plan.swapped(vm)
+        swaps = [swap for swap in plan.swapped(vm) if not swap.stays]
         for swap in swaps:
             if stage in swap.stages:
                 self._lender.serve(plan.placement.stage_of(vm, swap.layer))

@@ -156,7 +156,13 @@ class Profiler:
             for layer, found in self._guesses.items()
         }
         tensors = {layer: found.tensors for layer, found in self._guesses.items()}
-        tensors |= {layer: tuple(found) for layer, found in self.observer.of_layers.items()}
+        for layer, found in self.observer.of_layers.items():
+            # Only the first measurement times the operations.
+            spares = {tensor.number: tensor.spares for tensor in tensors.get(layer, ())}
+            tensors[layer] = tuple(
+                replace(tensor, spares=spares.get(tensor.number, 0.0) if tensor.num_bytes else 0.0)
+                for tensor in found
+            )
         inputs = {layer: found.input_bytes for layer, found in self._guesses.items()}
         return RankFigures(
             guesses=guesses,

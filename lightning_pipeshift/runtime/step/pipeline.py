@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -19,6 +19,7 @@ from lightning_pipeshift.model.execution.microbatch import (
     size_or_one,
     split,
 )
+from lightning_pipeshift.model.execution.trees import address_of
 from lightning_pipeshift.model.gates.gate import CurrentPass, Gate, Scope, install, remove
 from lightning_pipeshift.model.gates.layers import find_layers, find_scopes, require_layers
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit, is_whole
@@ -29,7 +30,6 @@ from lightning_pipeshift.model.parameters.uses import (
     parameter_uses,
 )
 from lightning_pipeshift.model.saved.saved_tensors import (
-    address_of,
     addresses_of,
     bytes_of,
 )
@@ -954,7 +954,7 @@ class Pipeline:
     ) -> list[Microbatch]:
         # Where the schedule has no recompute action, a layer runs again in the middle of the
         # backward.
-        recompute = self.plan.recomputed(self.vm)
+        recompute = self.plan.recomputations(self.vm)
         return [
             self._microbatch(key, part, trace, size, recompute)
             for key, (part, size), trace in zip(keys, slices, traces, strict=True)
@@ -1078,7 +1078,7 @@ class Pipeline:
         part: Any,
         trace: Trace | None,
         size: int,
-        recompute: frozenset[int] = frozenset(),
+        recompute: Mapping[int, Set[int]] | None = None,
     ) -> Microbatch:
         assert self._ownership is not None
         placement = self._ownership.placement(self._num_microbatches_done + int(key[3]))
@@ -1086,7 +1086,7 @@ class Pipeline:
             check_order(trace.flow, placement, self.vm, self._trace_cache.gates)
             trace.checked = placement
         layers = placement.layers_of(self.vm, self.channels.stage)
-        return Microbatch(part, size, trace, layers, key, recompute)
+        return Microbatch(part, size, trace, layers, key, recompute or {})
 
     def _row(
         self, schedule: str, num_microbatches: int, recomputing: frozenset[int] = frozenset()

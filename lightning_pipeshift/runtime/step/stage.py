@@ -6,7 +6,7 @@ microbatch, from its first action to its last, is in :class:`_InFlight`, and goe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -63,7 +63,8 @@ class Microbatch:
         trace: the flow of a slice of this shape; ``None`` where one stage runs the step as it is.
         layers: the layers that this stage owns for it.
         key: its random streams depend on it.
-        recompute: the layers that run again before the backward.
+        recompute: the layers that run again before the backward, with the numbers of the saved
+            tensors that they do not drop.
     """
 
     batch: Any
@@ -71,7 +72,7 @@ class Microbatch:
     trace: Trace | None
     layers: range
     key: tuple[int | str, ...]
-    recompute: frozenset[int] = frozenset()
+    recompute: Mapping[int, Set[int]] = field(default_factory=dict)
 
     @property
     def recomputes(self) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_pipeshift.model.execution.trees import address_of
 from lightning_pipeshift.model.gates.gate import CurrentPass, Gate
 from lightning_pipeshift.model.saved.recompute import LayerCall
 from lightning_pipeshift.model.saved.saved_tensors import (
@@ -21,7 +22,6 @@ from lightning_pipeshift.model.saved.saved_tensors import (
     Saved,
     SavedBlock,
     SavedTable,
-    address_of,
 )
 from lightning_pipeshift.plan.inputs.saved_tensors import FRONT
 

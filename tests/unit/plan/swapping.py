@@ -23,14 +23,19 @@ ROUNDING = 1 + 1e-9
 
 
 def little_memory(
-    seed: int, num_stages: int, num_layers: int, num_tensors: int = 1
+    seed: int, num_stages: int, num_layers: int, num_tensors: int = 1, spares: bool = False
 ) -> tuple[Profile, Cluster, PlanRequest]:
     """Unlike layers, each of so many equal tensors, unlike devices and links; some devices have no
-    way to the host, and what is asked for is one virtual machine.
+    way to the host, and what is asked for is one virtual machine. With ``spares``, a recomputation
+    leaves out a part of its layer for each tensor that is not dropped.
     """
     draw = np.random.default_rng(seed)
     forward = 0.01 * np.exp(0.5 * draw.normal(size=num_layers))
     saved = [num_tensors * MB * int(size) for size in draw.integers(1, 9, num_layers)]
+    parts = [[0.0] * num_tensors] * num_layers
+    if spares:
+        rows = np.random.default_rng(seed).dirichlet([0.7] * (num_tensors + 1), num_layers)
+        parts = rows[:, 1:].tolist()
     layers = tuple(
         LayerProfile(
             f"l{index}",
@@ -39,7 +44,10 @@ def little_memory(
             payload_gradient_bytes=10**5 * int(draw.integers(1, 5)),
             saved_bytes=size,
             input_bytes=min(size, MB * int(draw.integers(0, 3))),
-            tensors=tuple(SavedTensor(n, size // num_tensors) for n in range(num_tensors)),
+            tensors=tuple(
+                SavedTensor(n, size // num_tensors, spares=part)
+                for n, part in enumerate(parts[index])
+            ),
         )
         for index, size in enumerate(saved)
     )
@@ -76,8 +84,9 @@ def little_memory(
 
 
 def least_seconds(profile: Profile, cluster: Cluster, request: PlanRequest) -> float:
-    """The shortest step of all plans for layers of one tensor; infinite if none fits."""
+    """The shortest step of all plans; infinite if none fits."""
     best = math.inf
+    keys = [(i, t.number) for i, layer in enumerate(profile.layers) for t in layer.tensors]
     stages = range(cluster.num_ranks)
     assert isinstance(request.microbatches, int)
     for order in itertools.permutations(stages):
@@ -98,14 +107,15 @@ def least_seconds(profile: Profile, cluster: Cluster, request: PlanRequest) -> f
                     *[(other,) for other in stages if other != owner],
                     *([()] if devices[owner].host_bytes else []),
                 ]
-                for owner in owners
+                for owner in (owners[layer] for layer, _ in keys)
             ]
             for chosen in itertools.product(*ways):
-                again = {layer for layer, way in enumerate(chosen) if way == "recompute"}
+                handled = list(zip(keys, chosen, strict=True))
+                again = {layer for (layer, _), way in handled if way == "recompute"}
                 swaps = [
-                    Swap(layer, (0,), way)
-                    for layer, way in enumerate(chosen)
-                    if isinstance(way, tuple)
+                    Swap(layer, (number,), way or (), stays=way is None)
+                    for (layer, number), way in handled
+                    if isinstance(way, tuple) or (way is None and layer in again)
                 ]
                 found = footprints.of(Cut(counts, frozenset(again)), swaps)
                 seconds = found.timeline.step_seconds + found.late_seconds

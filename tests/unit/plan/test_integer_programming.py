@@ -2,8 +2,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import scipy.optimize
 
 from lightning_pipeshift.plan.cost.workload import Cut
+from lightning_pipeshift.plan.partition import integer_programming
 from lightning_pipeshift.plan.partition.dynamic_programming import fastest_cuts, programme_of
 from lightning_pipeshift.plan.partition.integer_programming import joint_optimum
 from lightning_pipeshift.plan.partition.recomputation import Recomputation
@@ -106,3 +108,23 @@ def test_units_do_not_matter(unit):
         assert (cut is None) == (same is None), f"seed {seed}"
         if cut is not None and same is not None:
             assert given.estimate(same) == pytest.approx(given.estimate(cut), rel=1e-6)
+
+
+def test_an_unproven_solution_is_said_to_be_one(monkeypatch, caplog):
+    """As if the time had ended when the best solution was found."""
+    workload = random_workload(3, num_stages=2, num_layers=4)
+    solve = scipy.optimize.milp
+
+    def timed_out(*args, **kwargs):
+        result = solve(*args, **kwargs)
+        result.status, result.mip_gap = 1, 0.125
+        return result
+
+    monkeypatch.setattr(integer_programming, "milp", timed_out)
+    assert joint_optimum(workload, time_limit=7.0) is not None
+    assert "not proven within 7 s" in caplog.text
+    assert "12.5 %" in caplog.text
+    monkeypatch.undo()
+    caplog.clear()
+    assert joint_optimum(workload) is not None
+    assert not caplog.text

@@ -437,13 +437,16 @@ def test_the_planner_does_its_part_where_a_policy_says_something():
 
 @pytest.mark.parametrize("other", [None, Choice.KEEP, Choice.HOST, Choice.DEVICE])
 def test_a_layer_is_recomputed_where_one_of_its_tensors_says_so(other):
+    """With those of its tensors that the policy leaves open; the others go where it says."""
     given = case([[1, 2, 3], [1], [1]], [2, 1], host=1000)
     choices = {(0, 1): Choice.RECOMPUTE, (1, 0): Choice.HOST}
     if other is not None:
         choices |= {(0, 0): other, (0, 2): other}
     found = given.compressed([BOUNDLESS] * 2, Fixed(choices))
     assert found.cut.recompute == {0}
-    assert ways(found) == {(1, 0): ()}
+    held = {key: swap for swap in found.swaps for key in ((swap.layer, n) for n in swap.tensors)}
+    chosen = {key: swap.choice for key, swap in held.items()}
+    assert chosen == {key: c for key, c in choices.items() if c is not Choice.RECOMPUTE}
 
 
 def test_what_a_policy_sees():
@@ -570,19 +573,18 @@ def test_as_much_stays_as_fits():
 
 
 @pytest.mark.parametrize("other", [Choice.KEEP, Choice.HOST, Choice.DEVICE])
-def test_a_layer_of_which_something_is_fixed_is_not_recomputed(other):
-    """Recomputing both layers would be all that fits: it would take in what the policy has said."""
+def test_a_layer_of_which_something_is_fixed_is_recomputed_for_the_rest(other):
+    """Recomputing both layers is all that fits; what the policy has said holds even so."""
     given = case([[1, 8], [9]], [1, 1], host=0.1, link=0.1)
     limits = [MemoryLimits(10 * MB, 0), MemoryLimits(10 * MB, 0)]
     if other is Choice.HOST:
         limits = [MemoryLimits(10 * MB, MB)] * 2
     assert given.compressed(limits).cut.recompute >= {0}
-    with pytest.raises(BudgetError):
-        given.compressed(limits, Fixed({(0, 0): other}))
-    enough = [MemoryLimits(20 * MB, 20 * MB)] * 2
-    found = given.compressed(enough, Fixed({(0, 0): other}))
-    assert 0 not in found.cut.recompute
-    assert ((0, 0) in ways(found)) == (other is not Choice.KEEP)
+    found = given.compressed(limits, Fixed({(0, 0): other}))
+    assert 0 in found.cut.recompute
+    assert [swap.choice for swap in found.swaps if (swap.layer, swap.tensors) == (0, (0,))] == [
+        other
+    ]
 
 
 @pytest.mark.parametrize(

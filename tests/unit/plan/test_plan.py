@@ -289,8 +289,8 @@ def test_a_document_says_of_swaps_what_there_is_to_say():
         ),
         ({"swaps": ((Swap(-1, (0,)),), ())}, "of layer -1: there are the layers 0 to 3"),
         (
-            {"swaps": ((Swap(2, (1, 0)),), ()), "recompute": ((2,), ())},
-            r"virtual machine 0 has tensors \[1, 0\] of layer 2: the layer is recomputed; ",
+            {"swaps": ((Swap(2, (1, 0), stays=True),), ()), "recompute": ((1,), ())},
+            r"virtual machine 0 has tensors \[1, 0\] of layer 2: the layer is not recomputed",
         ),
         (
             {"swaps": ((Swap(2, (0, 1)), Swap(2, (3, 1), (0,))), ())},

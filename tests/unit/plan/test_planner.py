@@ -4,10 +4,12 @@ from dataclasses import replace
 import pytest
 
 from lightning_pipeshift.errors import ConfigurationError, PlanError
-from lightning_pipeshift.plan.arrange.planner import PlanRequest, arrange_all, evaluate
+from lightning_pipeshift.plan.arrange.planner import evaluate
+from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.cost.workload import Cut, workload_of
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
+from lightning_pipeshift.plan.offload.arrange import arrange
 from lightning_pipeshift.plan.partition.boundaries import worthwhile_cuts
 from tests.unit.plan.clusters import NARROW, WIDE, devices, every_arrangement, profile, unlike
 
@@ -25,14 +27,14 @@ def test_near_the_best_of_all_groupings_and_orders(seed):
     # Links of 200 and 50 Mbit/s between stages and replicas, devices of two speeds.
     case = unlike(seed)
     every = [found.samples_per_second for found in every_arrangement(*case)]
-    assert arrange_all(*case).samples_per_second >= 0.97 * max(every)
+    assert arrange(*case).samples_per_second >= 0.97 * max(every)
 
 
 @pytest.mark.parametrize("seed", [4, 12, 21, 23])
 def test_near_the_best_where_memory_is_short(seed):
     case = unlike(seed, room=0.8)
     every = [found.samples_per_second for found in every_arrangement(*case)]
-    found = arrange_all(*case)
+    found = arrange(*case)
     assert found.samples_per_second >= 0.97 * max(every)
     for ranks, held in zip(found.ranks, found.prediction.memory_bytes, strict=True):
         for rank, num_bytes in zip(ranks, held, strict=True):
@@ -44,7 +46,7 @@ def test_near_the_best_of_a_number_of_virtual_machines(seed):
     model, cluster, request = unlike(seed)
     request = replace(request, virtual_machines=2)
     every = [found.samples_per_second for found in every_arrangement(model, cluster, request)]
-    found = arrange_all(model, cluster, request)
+    found = arrange(model, cluster, request)
     assert len(found.ranks) == 2
     assert found.samples_per_second >= 0.97 * max(every)
 
@@ -53,7 +55,7 @@ def test_near_the_best_of_a_number_of_virtual_machines(seed):
 
 
 def test_nothing_to_send_means_a_virtual_machine_for_each_device():
-    found = arrange_all(profile(8), Cluster(devices("a:X " * 4)), PlanRequest(batch_samples=4))
+    found = arrange(profile(8), Cluster(devices("a:X " * 4)), PlanRequest(batch_samples=4))
     assert machines(found) == "0 1 2 3"
     assert found.cuts == (Cut((8,)),) * 4
     # One sample takes 24 s, and four of them at once as long as one after the other.
@@ -64,7 +66,7 @@ def test_nothing_to_send_means_a_virtual_machine_for_each_device():
 def test_gradients_that_take_long_stay_inside_of_one_virtual_machine():
     model = profile(8, gradient=10**9)
     cluster = Cluster(devices("a:X b:X c:X d:X"), outside=NARROW)
-    found = arrange_all(model, cluster, PlanRequest(batch_samples=64))
+    found = arrange(model, cluster, PlanRequest(batch_samples=64))
     assert machines(found) == "0123"
     assert found.cuts == (Cut((2, 2, 2, 2)),)
 
@@ -72,14 +74,14 @@ def test_gradients_that_take_long_stay_inside_of_one_virtual_machine():
 def test_payloads_stay_inside_of_a_host():
     model = profile(8, payload=10**7, gradient=1000, seconds=1e-3)
     cluster = Cluster(devices("a:X b:X a:X b:X"), Link(0.0, 1e10), NARROW)
-    found = arrange_all(model, cluster, PlanRequest(batch_samples=8, virtual_machines=2))
+    found = arrange(model, cluster, PlanRequest(batch_samples=8, virtual_machines=2))
     assert machines(found) == "02 13"
 
 
 def test_gradients_stay_inside_of_a_host_where_they_are_larger():
     model = profile(8, payload=10, gradient=10**8, seconds=1e-2)
     cluster = Cluster(devices("a:X a:X b:X b:X"), Link(0.0, 1e10), NARROW)
-    found = arrange_all(model, cluster, PlanRequest(batch_samples=8, virtual_machines=2))
+    found = arrange(model, cluster, PlanRequest(batch_samples=8, virtual_machines=2))
     assert machines(found) == "02 13"
 
 
@@ -87,7 +89,7 @@ def test_one_of_each_kind():
     model = profile(6, "XY", gradient=10**5, seconds=1e-3)
     cluster = Cluster(devices("a:X a:X b:Y b:Y"), outside=WIDE)
     request = PlanRequest(batch_samples=8, virtual_machines=2, batch_shares=(1.0, 1.0))
-    found = arrange_all(model, cluster, request)
+    found = arrange(model, cluster, request)
     assert {frozenset(ranks) for ranks in found.ranks} in (
         {frozenset({0, 2}), frozenset({1, 3})},
         {frozenset({0, 3}), frozenset({1, 2})},
@@ -98,7 +100,7 @@ def test_one_of_each_kind():
 
 
 def test_shares_follow_the_speed_of_virtual_machines():
-    found = arrange_all(
+    found = arrange(
         profile(4, "XY"),
         Cluster(devices("a:X b:Y")),
         PlanRequest(batch_samples=6, virtual_machines=2),
@@ -117,7 +119,7 @@ def test_shares_count_what_does_not_depend_on_samples():
     }
     model = Profile((LayerProfile("l"),), times)
     request = PlanRequest(batch_samples=6, virtual_machines=2, microbatches=4)
-    found = arrange_all(model, Cluster(devices("a:X b:Y")), request)
+    found = arrange(model, Cluster(devices("a:X b:Y")), request)
     # 4 x 6 s for the actions, and 3 s or 6 s for each sample.
     assert found.prediction.step_seconds == pytest.approx(24 + 24)
     assert found.batch_shares == (2, 1)
@@ -125,14 +127,14 @@ def test_shares_count_what_does_not_depend_on_samples():
 
 def test_shares_that_hardly_gain_are_equal():
     cluster = Cluster((Device("a", "X"), Device("b", "X", speed=0.985)))
-    found = arrange_all(profile(4), cluster, PlanRequest(batch_samples=128, virtual_machines=2))
+    found = arrange(profile(4), cluster, PlanRequest(batch_samples=128, virtual_machines=2))
     assert found.batch_shares is None
 
 
 def test_wished_shares_go_to_the_faster_ones():
     model, cluster = profile(4, "XY"), Cluster(devices("a:X b:Y"))
     for shares, expected in (((3.0, 1.0), "0 1"), ((1.0, 3.0), "1 0")):
-        found = arrange_all(model, cluster, PlanRequest(batch_samples=4, batch_shares=shares))
+        found = arrange(model, cluster, PlanRequest(batch_samples=4, batch_shares=shares))
         assert machines(found) == expected
         assert found.batch_shares == shares
         assert found.prediction.step_seconds == pytest.approx(6 * 12)
@@ -141,7 +143,7 @@ def test_wished_shares_go_to_the_faster_ones():
 def test_microbatches_fill_the_pipeline():
     # Nothing speaks for fewer than there are samples, but the last percent.
     model, cluster = profile(4), Cluster(devices("a:X a:X a:X a:X"))
-    found = arrange_all(model, cluster, PlanRequest(batch_samples=32, virtual_machines=1))
+    found = arrange(model, cluster, PlanRequest(batch_samples=32, virtual_machines=1))
     assert found.microbatches == 32
     assert found.prediction.step_seconds == pytest.approx((32 + 3) * 3)
 
@@ -150,7 +152,7 @@ def test_microbatches_are_fewer_where_actions_cost():
     times = KindProfile((1.0,) * 4, (2.0,) * 4, action_forward=3.0, action_backward=3.0)
     model = Profile(tuple(LayerProfile(f"l{n}") for n in range(4)), {"X": times})
     cluster = Cluster(devices("a:X a:X a:X a:X"))
-    found = arrange_all(model, cluster, PlanRequest(batch_samples=32, virtual_machines=1))
+    found = arrange(model, cluster, PlanRequest(batch_samples=32, virtual_machines=1))
     seconds = {
         count: evaluate(
             model, cluster, PlanRequest(batch_samples=32), found.ranks, found.cuts, count
@@ -169,8 +171,8 @@ def test_more_microbatches_where_memory_is_short():
     layers = tuple(LayerProfile(f"l{n}", 24, saved_bytes=8, input_bytes=8) for n in range(2))
     model = Profile(layers, {"X": times})
     request = PlanRequest(batch_samples=16, virtual_machines=1)
-    assert arrange_all(model, Cluster(devices("a:X a:X")), request).microbatches <= 2
-    found = arrange_all(model, cluster, request)
+    assert arrange(model, Cluster(devices("a:X a:X")), request).microbatches <= 2
+    found = arrange(model, cluster, request)
     assert found.microbatches == 16
     assert found.prediction.memory_bytes == ((40, 32),)
 
@@ -181,7 +183,7 @@ def test_memory_makes_pipelines_deeper():
     depths = {}
     for room in (0, 160, 80, 40, 20):
         cluster = Cluster(devices("a:X " * 8, memory_bytes=room))
-        found = arrange_all(model, cluster, PlanRequest(batch_samples=8))
+        found = arrange(model, cluster, PlanRequest(batch_samples=8))
         depths[room] = {len(ranks) for ranks in found.ranks}
     assert depths == {0: {1}, 160: {1}, 80: {2}, 40: {4}, 20: {8}}
 
@@ -192,7 +194,7 @@ def test_what_does_not_fit_in_one_order_fits_in_another():
     cluster = Cluster(tuple(Device(host, "X", memory_bytes=room[host]) for host in "ab"))
     model = profile(2, saved=20, static=5)
     request = PlanRequest(batch_samples=2, microbatches=2, recompute="none", virtual_machines=1)
-    found = arrange_all(model, cluster, request)
+    found = arrange(model, cluster, request)
     assert machines(found) == "10"
 
 
@@ -200,7 +202,7 @@ def test_equal_shares_that_do_not_fit():
     # The slow device has room for a third of the batch only.
     cluster = Cluster((Device("a", "X", memory_bytes=100), Device("b", "Y", memory_bytes=50)))
     request = PlanRequest(batch_samples=6, virtual_machines=2, microbatches=1)
-    found = arrange_all(profile(1, "XY", saved=10), cluster, request)
+    found = arrange(profile(1, "XY", saved=10), cluster, request)
     assert found.batch_shares == (2, 1)
 
 
@@ -208,7 +210,7 @@ def test_unequal_depths():
     # A device as fast as the three others together.
     cluster = Cluster(devices("a:X b:Z b:Z b:Z"), Link(0.0, 1e9), WIDE)
     model = profile(6, "XYZ", gradient=10**7, seconds=1e-2, payload=1000)
-    found = arrange_all(model, cluster, PlanRequest(batch_samples=64, virtual_machines=2))
+    found = arrange(model, cluster, PlanRequest(batch_samples=64, virtual_machines=2))
     assert machines(found) == "0 123"
     assert [cut.counts for cut in found.cuts] == [(6,), (2, 2, 2)]
 
@@ -219,7 +221,7 @@ def test_unequal_depths():
 def test_wished_ranks_stay_where_they_are():
     model, cluster = profile(6, "XY"), Cluster(devices("a:X a:Y b:X b:Y"), outside=NARROW)
     request = PlanRequest(batch_samples=8, virtual_machines=((3, 0), (1, 2)))
-    found = arrange_all(model, cluster, request)
+    found = arrange(model, cluster, request)
     assert machines(found) == "30 12"
     assert [cut.counts for cut in found.cuts] == [(2, 4), (2, 4)]
 
@@ -242,7 +244,7 @@ def test_wished_partitions(partition, expected):
         partition=partition,
         virtual_machines=2 if partition == "uniform" else "auto",
     )
-    found = arrange_all(model, cluster, request)
+    found = arrange(model, cluster, request)
     assert [cut.counts for cut in found.cuts] == expected
     assert [len(ranks) for ranks in found.ranks] == list(map(len, expected))
 
@@ -259,25 +261,25 @@ def test_recomputation_of_a_wished_partition(recompute):
         virtual_machines=1,
         recompute=recompute,
     )
-    boundless = arrange_all(model, Cluster(devices("a:X a:X")), request)
+    boundless = arrange(model, Cluster(devices("a:X a:X")), request)
     assert bool(boundless.cuts[0].recompute) == (recompute == "full")
     short = Cluster(devices("a:X a:X", memory_bytes=15))
     if recompute == "none":
         with pytest.raises(PlanError, match=r"partition \[1, 1\] needs 20 bytes on stage 0"):
-            arrange_all(model, short, request)
+            arrange(model, short, request)
     else:
-        assert arrange_all(model, short, request).cuts == (Cut((1, 1), frozenset({0})),)
+        assert arrange(model, short, request).cuts == (Cut((1, 1), frozenset({0})),)
 
 
 def test_cuts_at_allowed_boundaries_where_that_fits():
     model, cluster = profile(6), Cluster(devices("a:X a:X"))
     request = PlanRequest(batch_samples=8, virtual_machines=1)
-    found = arrange_all(model, cluster, request, lambda num_stages: frozenset({2, 4}))
+    found = arrange(model, cluster, request, lambda num_stages: frozenset({2, 4}))
     assert found.cuts[0].counts in ((2, 4), (4, 2))
     # Not where only another boundary leaves room.
     short = Cluster(devices("a:X a:X", memory_bytes=30))
     model = profile(6, static=10)
-    found = arrange_all(model, short, request, lambda num_stages: frozenset({2, 4}))
+    found = arrange(model, short, request, lambda num_stages: frozenset({2, 4}))
     assert found.cuts == (Cut((3, 3)),)
 
 
@@ -285,7 +287,7 @@ def test_worthwhile_boundaries():
     payloads = [0, 1, 9, 1, 9, 1, 9, 1]
     layers = tuple(LayerProfile(f"l{n}", payload_bytes=b) for n, b in enumerate(payloads[1:]))
     model = Profile(layers, {"X": KindProfile((1.0,) * 7, (2.0,) * 7)})
-    found = arrange_all(
+    found = arrange(
         model,
         Cluster(devices("a:X a:X")),
         PlanRequest(batch_samples=8, virtual_machines=1),
@@ -325,13 +327,13 @@ def test_requests_that_do_not_go_together(wanted, message):
 )
 def test_requests_that_do_not_fit_the_machines(wanted, message):
     with pytest.raises(ConfigurationError, match=message):
-        arrange_all(profile(2), Cluster(devices("a:X a:X")), PlanRequest(**wanted))
+        arrange(profile(2), Cluster(devices("a:X a:X")), PlanRequest(**wanted))
 
 
 def test_the_error_tells_of_what_comes_nearest_to_fitting():
     cluster = Cluster(devices("a:X a:X a:X a:X", memory_bytes=15))
     with pytest.raises(PlanError, match=r"\[2, 2, 2, 2\] layers.*lacks 5 bytes"):
-        arrange_all(profile(8, static=10), cluster, PlanRequest(batch_samples=4))
+        arrange(profile(8, static=10), cluster, PlanRequest(batch_samples=4))
 
 
 # --- asynchronous pipelines ---
@@ -343,7 +345,7 @@ def test_near_the_best_of_all_asynchronous_pipelines(schedule, seed, room):
     model, cluster, request = unlike(seed, room=room)
     request = replace(request, schedule=schedule, microbatches="auto")
     every = list(every_arrangement(model, cluster, request))
-    found = arrange_all(model, cluster, request)
+    found = arrange(model, cluster, request)
     assert found.microbatches == 1
     assert found.samples_per_second >= 0.97 * max(
         one.samples_per_second
@@ -356,8 +358,8 @@ def test_an_asynchronous_pipeline_is_deeper_than_a_step_of_few_microbatches_allo
     model = profile(4, gradient=1, saved=1)
     cluster = Cluster(devices("a:X " * 4))
     request = PlanRequest(batch_samples=2, virtual_machines=1)
-    step = arrange_all(model, cluster, replace(request, microbatches=2))
-    minibatch = arrange_all(model, cluster, replace(request, schedule="async"))
+    step = arrange(model, cluster, replace(request, microbatches=2))
+    minibatch = arrange(model, cluster, replace(request, schedule="async"))
     # Two microbatches through four stages take five times as long as one on a stage.
     assert step.prediction.step_seconds == 5 * 3
     # Both samples at once, on one of four stages.
@@ -368,11 +370,11 @@ def test_three_devices_are_no_two_asynchronous_pipelines_of_equal_depth():
     model, cluster = profile(4), Cluster(devices("a:X " * 3))
     request = PlanRequest(schedule="async", virtual_machines=2, batch_samples=4)
     with pytest.raises(PlanError, match="a deeper pipeline uses older weights"):
-        arrange_all(model, cluster, request)
-    found = arrange_all(model, cluster, replace(request, schedule="async-2bw"))
+        arrange(model, cluster, request)
+    found = arrange(model, cluster, replace(request, schedule="async-2bw"))
     assert sorted(map(len, found.ranks)) == [1, 2]
     # The planner itself never chooses them.
-    chosen = arrange_all(model, cluster, replace(request, virtual_machines="auto"))
+    chosen = arrange(model, cluster, replace(request, virtual_machines="auto"))
     assert len({len(ranks) for ranks in chosen.ranks}) == 1
 
 
@@ -381,7 +383,7 @@ def test_three_devices_are_no_two_asynchronous_pipelines_of_equal_depth():
 
 def test_an_evaluation_is_what_was_arranged():
     model, cluster, request = unlike(3)
-    found = arrange_all(model, cluster, request)
+    found = arrange(model, cluster, request)
     again = evaluate(
         model, cluster, request, found.ranks, found.cuts, found.microbatches, found.batch_shares
     )
@@ -391,7 +393,7 @@ def test_an_evaluation_is_what_was_arranged():
 def test_the_uniform_split_beside_the_chosen_one():
     model, cluster = profile(6, "XY"), Cluster(devices("a:X a:Y"))
     request = PlanRequest(batch_samples=4, virtual_machines=1)
-    found = arrange_all(model, cluster, request)
+    found = arrange(model, cluster, request)
     beside = evaluate(model, cluster, request, ((0, 1),), [Cut((3, 3))], found.microbatches)
     assert beside.prediction.step_seconds == pytest.approx(3 * 3 + 4 * 18)
     assert beside.samples_per_second == pytest.approx(4 / 81)
@@ -462,7 +464,7 @@ def test_a_thousand_devices(kinds, memory_bytes, schedule):
         step_seconds=1e-2,
     )
     request = PlanRequest(batch_samples=32, schedule=schedule)
-    found = arrange_all(model, thousand(kinds, memory_bytes), request)
+    found = arrange(model, thousand(kinds, memory_bytes), request)
     assert sorted(rank for ranks in found.ranks for rank in ranks) == list(range(1024))
     depth = max(map(len, found.ranks))
     assert depth > 1 if memory_bytes else depth == 1

@@ -1,0 +1,228 @@
+"""Lets a recomputation leave out the operations whose results have not been dropped.
+
+It is the idea of torch's selective checkpointing (``create_selective_checkpoint_contexts``): when a
+layer runs again, an operation whose result is there is not computed, and its result is taken
+instead. Here the result may have been swapped meanwhile, and it is always one of the tensors that
+the layer has saved for its backward, so it is held once.
+
+An operation is left out only if that changes no bit: all of its results are held and as it has made
+them, and it draws no random numbers, as later ones would change. (Dropout's mask is drawn again,
+whether it is held or not.) A kernel that torch does not see may have written to a result; so the
+first time each operation runs as well, and is left out only if its bits are those that are held.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_pipeshift.compat.torch_private import COPY_TO, TorchDispatchMode, schema_of
+from lightning_pipeshift.model.execution.trees import address_of, flatten, leaves_of
+
+Fetch = Callable[[], Tensor]
+"""Returns a held tensor, when it is on the device."""
+
+Layout = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
+"""A tensor's offset, size, strides and type, in its memory."""
+
+Key = tuple[Any, int]
+"""An operation, and how many of its kind ran before it."""
+
+
+class Result(NamedTuple):
+    """What an operation has returned.
+
+    Args:
+        inputs: the layouts of the tensors that it was given.
+        leaves: for each tensor that it returned the address and the layout; anything else as it is.
+        rebuild: returns what it returned, given these leaves.
+    """
+
+    inputs: tuple[Layout, ...]
+    leaves: tuple[Any, ...]
+    rebuild: Callable[[list[Any]], Any]
+
+    @property
+    def addresses(self) -> set[int]:
+        """Of the tensors that it returned."""
+        return {leaf.address for leaf in self.leaves if isinstance(leaf, _Tensor)}
+
+
+class _Tensor(NamedTuple):
+    address: int
+    layout: Layout
+
+
+def is_skippable(operation: Any, args: Any, kwargs: Any, results: Any) -> bool:
+    """Whether a run without an operation is the same, if its results are there."""
+    schema = schema_of(operation)
+    if schema.is_mutable or _draws(operation, args, kwargs or {}):
+        return False
+    # Weights that autocast converts may be converted earlier, or later, in another run.
+    if operation is COPY_TO:
+        return False
+    given = {address_of(leaf) for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)}
+    tensors = [leaf for leaf in leaves_of(results) if isinstance(leaf, Tensor)]
+    # Other results than plain tensors in new memory are views.
+    return bool(given and tensors) and all(
+        type(leaf) is Tensor and leaf.layout is torch.strided and address_of(leaf) not in given
+        for leaf in tensors
+    )
+
+
+def _draws(operation: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation draws random numbers: attention only with dropout."""
+    if torch.Tag.nondeterministic_seeded not in operation.tags:
+        return False
+    for place, argument in enumerate(schema_of(operation).arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
+            return bool(given)
+    return True
+
+
+class HeldResults(TorchDispatchMode):
+    """Active in a layer's first run: remembers which operation computed which tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._counts: Counter[Any] = Counter()
+        self._made: dict[Key, Result] = {}
+        self._by_address: dict[int, Key] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        key = func, self._counts[func]
+        self._counts[func] += 1
+        leaves, rebuild = flatten(results)
+        if schema_of(func).is_mutable:
+            # What has been written to is not what its operation has made.
+            for leaf in leaves_of((args, kwargs)):
+                if isinstance(leaf, Tensor):
+                    self._forget(address_of(leaf))
+            return results
+        can_skip = is_skippable(func, args, kwargs, results)
+        described = tuple(
+            _Tensor(address_of(leaf), _layout(leaf)) if isinstance(leaf, Tensor) else leaf
+            for leaf in leaves
+        )
+        for leaf in described:
+            if isinstance(leaf, _Tensor) and not _is_view(func):
+                # Memory that was freed is used again.
+                self._forget(leaf.address)
+                if can_skip:
+                    self._by_address[leaf.address] = key
+        if can_skip:
+            self._made[key] = Result(_inputs(args, kwargs), described, rebuild)
+        return results
+
+    def _forget(self, address: int) -> None:
+        key = self._by_address.pop(address, None)
+        if key is not None:
+            self._made.pop(key, None)
+
+    def maker_of(self, tensor: Tensor) -> Key | None:
+        """The operation that computed a tensor's memory, and may be left out; called when it is
+        saved.
+        """
+        return self._by_address.get(address_of(tensor))
+
+    def left_out(self, held: Mapping[int, tuple[Key, Fetch]], known: dict[Key, bool]) -> LeftOut:
+        """The mode for the second run.
+
+        Args:
+            held: by the address that a result had: its operation, and what fetches its memory.
+            known: whether the operations have the bits that are held, as far as that is known; the
+                mode adds what it finds.
+        """
+        skips = {}
+        for key in {key for key, _ in held.values()}:
+            result = self._made.get(key)
+            if result is not None and all(
+                address in held and held[address][0] == key for address in result.addresses
+            ):
+                fetches = {address: held[address][1] for address in result.addresses}
+                skips[key] = result, fetches
+        return LeftOut(skips, self._counts, known)
+
+
+class LeftOut(TorchDispatchMode):
+    """Active in a layer's second run: leaves operations out.
+
+    Args:
+        skips: the operations, with what fetches the memory of each of their results.
+        counts: how often each operation ran in the first run.
+        known: see :meth:`HeldResults.left_out`.
+    """
+
+    def __init__(
+        self,
+        skips: Mapping[Key, tuple[Result, Mapping[int, Fetch]]],
+        counts: Mapping[Any, int],
+        known: dict[Key, bool],
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._skips = skips
+        self._known = known
+        self._expected = {func: counts[func] for func, _ in skips}
+        self._counts: Counter[Any] = Counter()
+        self.num_left_out = 0
+        """How many operations have not run."""
+
+    @property
+    def is_like_the_first(self) -> bool:
+        """Whether the operations were those of the first run, as far as any is left out."""
+        return all(self._counts[func] == count for func, count in self._expected.items())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        key = func, self._counts[func]
+        self._counts[func] += 1
+        skip = self._skips.get(key)
+        if skip is None or skip[0].inputs != _inputs(args, kwargs) or self._known.get(key) is False:
+            return func(*args, **(kwargs or {}))
+        result, fetches = skip
+        held = [
+            _in(fetches[leaf.address](), leaf.layout) if isinstance(leaf, _Tensor) else leaf
+            for leaf in result.leaves
+        ]
+        if key not in self._known:
+            computed = func(*args, **(kwargs or {}))
+            pairs = zip(flatten(computed)[0], held, strict=True)
+            self._known[key] = all(_is_same(one, other) for one, other in pairs)
+            return computed
+        self.num_left_out += 1
+        return result.rebuild(held)
+
+
+def _in(memory: Tensor, layout: Layout) -> Tensor:
+    offset, size, strides, dtype = layout
+    view = torch.empty(0, dtype=dtype, device=memory.device)
+    return view.set_(memory.untyped_storage(), offset, size, strides)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two results have the same bits."""
+    if not isinstance(one, Tensor):
+        return bool(one == other)
+    if _layout(one)[1:] != _layout(other)[1:]:
+        return False
+    bits = [each.contiguous().view(-1).view(torch.uint8) for each in (one, other)]
+    return torch.equal(*bits)
+
+
+def _is_view(operation: Any) -> bool:
+    return any(each.alias_info is not None for each in schema_of(operation).returns)
+
+
+def _inputs(args: Any, kwargs: Any) -> tuple[Layout, ...]:
+    return tuple(_layout(leaf) for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor))
+
+
+def _layout(tensor: Tensor) -> Layout:
+    if tensor.layout is not torch.strided:
+        return 0, tuple(tensor.shape), (), tensor.dtype
+    return int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype
