@@ -93,6 +93,7 @@ RUNS = (
     Run("unequal_devices", "unequal_devices --num-rounds 4", (*PLANNING, *STEP)),
     Run("simulator", "simulator --stages 4 --num-rounds 3", (*PLANNING, *STEP)),
     Run("planner", "planner", PLANNING),
+    Run("planner_memory", "planner_memory", PLANNING),
     Run("slow_network", "slow_network", (*PLANNING, "examples/plan_a_cluster.py")),
     Run(
         "compression",

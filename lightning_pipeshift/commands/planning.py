@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import textwrap
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -52,6 +53,7 @@ from lightning_pipeshift.text import bytes_text
 
 _ENOUGH_STEPS: Final = 100_000
 _SHOWN_EVERY: Final = 5
+_MOST_SHOWN: Final = 4
 
 Made = tuple[Plan, Arrangement, Arrangement | None]
 """A plan, its arrangement, and the uniform split for comparison, if that is possible."""
@@ -107,6 +109,8 @@ def report(made: Made, cluster: Cluster) -> str:
     ]
     lines = [str(plan), ""]
     lines += [f"{name:<24}" + "".join(f"{cell:>21}" for cell in cells) for name, cells in rows]
+    if best.tried:
+        lines.append(f"\n{_why(best)}")
     if even is not None:
         lines.append(
             f"\n{best.samples_per_second / even.samples_per_second:.2f} times the uniform"
@@ -115,6 +119,23 @@ def report(made: Made, cluster: Cluster) -> str:
     else:
         lines.append("\nthe uniform split would exceed the budget, with any swaps")
     return "\n".join(lines)
+
+
+def _why(best: Arrangement) -> str:
+    """The best of each pipeline depth that was tried, and what limits it."""
+    depth = max(map(len, best.ranks))
+    fits = [one for one in best.tried if one.samples_per_second]
+    shown = [one for one in fits if one.num_stages == depth]
+    shown += [one for one in fits if one.num_stages != depth][: _MOST_SHOWN - len(shown)]
+    parts = [
+        f"{one.num_stages} stages{' (chosen)' if one.num_stages == depth else ''}"
+        f" {one.samples_per_second:.4g}, {one.limit}"
+        for one in shown
+    ]
+    if small := [one.num_stages for one in best.tried if not one.samples_per_second]:
+        parts.append(f"{', '.join(map(str, sorted(small)))} stages: does not fit in memory")
+    text = "samples per second by the deepest pipeline, without swaps: " + "; ".join(parts)
+    return textwrap.fill(text, 100)
 
 
 def _peak(arrangement: Arrangement) -> str:

@@ -22,9 +22,9 @@ from lightning_pipeshift.plan.cost.pace import Objective
 _WORTH: Final = 1.01
 """The factor by which more microbatches must increase the samples per second."""
 
-_MOST_ACTIONS: Final = 1 << 14
-"""The largest product of stages and microbatches that PipeShift chooses: the simulator takes a
-second for it.
+MOST_ACTIONS: Final = 1 << 14
+"""The largest product of stages and microbatches that PipeShift chooses, and that is simulated to
+find the best order: the simulator takes a second for it.
 """
 
 _MOST_TRIED: Final = 4
@@ -82,7 +82,7 @@ def numbers_of_slices(request: PlanRequest, num_stages: int) -> list[int]:
     return sorted(
         count
         for count in counts
-        if count == 1 or (count <= most and count * num_stages <= _MOST_ACTIONS)
+        if count == 1 or (count <= most and count * num_stages <= MOST_ACTIONS)
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 from lightning_pipeshift.errors import PlanError
@@ -25,13 +26,15 @@ from lightning_pipeshift.plan.arrange.groupings import (
     ring_order,
 )
 from lightning_pipeshift.plan.arrange.num_microbatches import (
+    MOST_ACTIONS,
     fewest,
     numbers_of_slices,
     resliced,
     slices,
 )
-from lightning_pipeshift.plan.arrange.request import Arrangement, PlanRequest
+from lightning_pipeshift.plan.arrange.request import Arrangement, PlanRequest, Tried
 from lightning_pipeshift.plan.arrange.stage_order import (
+    MOST_ORDERS,
     Order,
     best_order,
     by_ratio,
@@ -54,16 +57,12 @@ _PROMISING: Final = 0.9
 _FEW: Final = 8
 """With at most this many devices, all groupings are tried."""
 
-_MOST_ACTIONS: Final = 1 << 14
-"""Stages times microbatches that are simulated to find the best order."""
-
 _MOST_SIMULATED: Final = 1 << 11
 """Up to this product, the simulator decides about orders, microbatches and shares."""
 
 _MOST_CUT_WITH_CARE: Final = 32
 """Up to this many stages, cuts are improved on the simulator."""
 
-_MOST_ORDERS: Final = 120
 _MOST_REFINED: Final = 8
 _MOST_SECOND_LOOKS: Final = ((_FEW, 16), (MOST_STAGES, 6), (math.inf, 3))
 _MOST_FINISHED: Final = ((MOST_STAGES, 3), (math.inf, 1))
@@ -118,6 +117,7 @@ class GroupingSearch:
         self._cluster = placer.cluster
         self._request = placer.request
         self._alike = interchangeable(self._cluster)
+        self._tried: dict[int, Tried] = {}
         self._place = {rank: place for place, rank in enumerate(host_order(self._cluster))}
 
     def best(self) -> Arrangement:
@@ -134,7 +134,36 @@ class GroupingSearch:
         )
         again = [self._second_look(look) for look in _highest(self._first_looks(), second)]
         found = [self._finished(look) for look in _highest(again, finished)]
-        return max(found, key=lambda one: one.samples_per_second)
+        best = max(found, key=lambda one: one.samples_per_second)
+        placed = self._placer.placed(best.ranks, best.microbatches, best.batch_shares)
+        self._note(_Look(best.samples_per_second, placed, best.cuts), is_final=True)
+        tried = sorted(self._tried.values(), key=lambda one: -one.samples_per_second)
+        return replace(best, tried=tuple(tried))
+
+    def _note(self, look: _Look, is_final: bool = False) -> None:
+        """Keeps the best evaluation of each depth, and what limits it."""
+        placed, depth = look.placed, max(map(len, look.placed.ranks))
+        known = self._tried.get(depth)
+        if known is not None and known.samples_per_second >= look.rate and not is_final:
+            return
+        cost, pairs = self._placer.closed_form, set(zip(placed.workloads, look.cuts, strict=True))
+        alone = max(cost.alone(workload, cut) for workload, cut in pairs)
+        again = max(
+            max(workload.costs(cut).recompute_seconds, default=0.0) * workload.microbatches
+            for workload, cut in pairs
+        )
+        total = self._placer.total(len(placed.ranks))
+        besides = self._profile.step_seconds
+        busy = total / sum(self._placer.powers) / self._profile.samples
+        lost = {
+            "gradients are waited for": cost.step(placed, look.cuts) - besides - alone,
+            "recomputation, for memory": again,
+            "stages wait for each other": alone - again - busy,
+        }
+        limit = max(lost, key=lambda name: lost[name])
+        if lost[limit] < (1 - _PROMISING) * alone:
+            limit = "all devices compute nearly all the time"
+        self._tried[depth] = Tried(depth, look.rate, limit)
 
     def _first_looks(self) -> list[_Look]:
         """The groupings that fit, with their samples per second in closed form."""
@@ -146,8 +175,11 @@ class GroupingSearch:
                 continue
             try:
                 seen.append(self._first_look(groups))
+                self._note(seen[-1])
             except PlanError as error:
                 errors[groups] = error
+                depth = max(map(len, groups))
+                self._tried.setdefault(depth, Tried(depth, 0.0, "does not fit in memory"))
         if not seen:
             # The error of the grouping that is nearest to fitting is the most useful.
             nearest = max(errors, key=self._least_usable_bytes)
@@ -267,7 +299,7 @@ class GroupingSearch:
         placed, cuts, cost = look.placed, look.cuts, self._placer.simulator
         if self._is_large:
             return _Look(self._placer.rate(placed, cuts, cost), placed, cuts)
-        ranked = self._ranked(placed, cost, _MOST_ORDERS)
+        ranked = self._ranked(placed, cost, MOST_ORDERS)
         placed, cuts = balanced_shares(self._placer, self._in_best_order(placed, ranked[:1]), cost)
         orders = tuple(ranks for ranks, step in ranked[:_MOST_REFINED] if math.isfinite(step))
         return _Look(self._placer.rate(placed, cuts, cost), placed, cuts, orders)
@@ -276,7 +308,7 @@ class GroupingSearch:
         """Finds the best order, microbatches, shares and cuts of a grouping."""
         cost, placed = self._placer.simulator, look.placed
         if self._is_large:
-            ranked = self._ranked(placed, cost, _MOST_ORDERS)
+            ranked = self._ranked(placed, cost, MOST_ORDERS)
             placed = self._in_best_order(placed, ranked)
         elif self._cluster.num_ranks <= _FEW:
             # Which of the best orders is the best may depend on the exact cuts.
@@ -348,8 +380,8 @@ class GroupingSearch:
         # The time for a fixed number of orders varies from milliseconds to minutes.
         most = min(
             most,
-            _MOST_ACTIONS // (self._num_actions(placed) + 64),
-            _MOST_ACTIONS // self._cluster.num_ranks // 2,
+            MOST_ACTIONS // (self._num_actions(placed) + 64),
+            MOST_ACTIONS // self._cluster.num_ranks // 2,
         )
 
         def seconds(ranks: Groups) -> float:
@@ -449,7 +481,7 @@ class GroupingSearch:
             yield tuple(sorted(machine, key=lambda rank: sign * devices[rank].usable_bytes))
             yield tuple(sorted(machine, key=lambda rank: sign * self._placer.powers[rank]))
         alike = [self._alike[rank] for rank in machine]
-        if num_orders(alike) <= _MOST_ORDERS:
+        if num_orders(alike) <= MOST_ORDERS:
             yield from distinct_orders(machine, alike)
 
 

@@ -160,6 +160,21 @@ class PlanRequest:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """The best that was found with pipelines of some depth.
+
+    Args:
+        num_stages: of the deepest pipeline.
+        samples_per_second: of all virtual machines together, without swaps; 0 if nothing fits.
+        limit: what keeps it from more, in words.
+    """
+
+    num_stages: int
+    samples_per_second: float
+    limit: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
     """A planner's result, and its prediction. Tuples are per virtual machine.
@@ -173,6 +188,7 @@ class Arrangement:
         prediction: of a step.
         samples_per_second: of all virtual machines together.
         swaps: saved tensors that are swapped; empty if none are.
+        tried: what else was found, the fastest first.
     """
 
     ranks: Groups
@@ -183,3 +199,4 @@ class Arrangement:
     prediction: Prediction
     samples_per_second: float
     swaps: tuple[tuple[Swap, ...], ...] = ()
+    tried: tuple[Tried, ...] = ()

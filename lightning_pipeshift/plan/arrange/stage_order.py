@@ -17,7 +17,11 @@ Order = tuple[int, ...]
 Orders = tuple[Order, ...]
 """The orders of all virtual machines."""
 
-_PATIENCE: Final = 1.02
+MOST_ORDERS: Final = 120
+"""If a virtual machine has at most this many orders of stages (those of five), all are tried;
+otherwise, pairs are swapped."""
+
+WORTH_REORDERING: Final = 1.02
 """The factor by which a step may be slower if the ranks keep the order in which they were given."""
 
 
@@ -143,7 +147,7 @@ def best_order(ranked: Sequence[tuple[Orders, float]], machines: Orders) -> Orde
         ranked: orders with their step times, as of :func:`ranked_orders`.
         machines: the ranks of each virtual machine, in the preferred order.
     """
-    limit = _PATIENCE * min(seconds for _, seconds in ranked)
+    limit = WORTH_REORDERING * min(seconds for _, seconds in ranked)
     within = [entry for entry in ranked if entry[1] <= limit]
     return min(within, key=lambda entry: (_num_out_of_order(entry[0], machines), entry[1]))[0]
 

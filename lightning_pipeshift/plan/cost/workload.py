@@ -40,6 +40,9 @@ SENDS_UNDER_WAY: Final = 2
 """The largest number of microbatches with an incomplete send of one kind on a stage, if no later
 action shows that sends are complete: for gradients, and for payloads of an evaluation."""
 
+ROUNDING: Final = 1 + 1e-9
+"""Sums depend on their order by rounding: a difference of less than this factor is none."""
+
 # Many cuts are timed in one pass, but at most this many: each takes memory for every action.
 _AT_ONCE = 512
 

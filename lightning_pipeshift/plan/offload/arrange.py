@@ -22,6 +22,8 @@ from lightning_pipeshift.plan.arrange.evaluator import Candidate, Evaluator
 from lightning_pipeshift.plan.arrange.planner import GroupingSearch
 from lightning_pipeshift.plan.arrange.request import Allowed, Arrangement, PlanRequest
 from lightning_pipeshift.plan.arrange.stage_order import (
+    MOST_ORDERS,
+    WORTH_REORDERING,
     Order,
     distinct_orders,
     interchangeable,
@@ -32,30 +34,18 @@ from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.offload.assignment_search import Compressed, Problem
 from lightning_pipeshift.plan.offload.peers import mapping_score
-from lightning_pipeshift.plan.offload.planner import fastest
+from lightning_pipeshift.plan.offload.planner import PARTS, fastest
 from lightning_pipeshift.plan.partition.boundaries import cuts_to_try
 from lightning_pipeshift.plan.partition.equal_counts import uniform
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
-
-_PARTS: Final = (0.0, 0.5, 1.0)
-"""The fractions of their saved tensors that must fit on stages in searches for virtual machines,
-cuts and orders: 0 if all tensors may be swapped, 1 if none is."""
-
-_MOST_ORDERS: Final = 120
-"""If a virtual machine has at most this many orders of stages, all are tried; otherwise, pairs are
-swapped.
-"""
 
 _MOST_COMPRESSED: Final = 6
 """The number of orders and cuts of a virtual machine for which the handling of saved tensors is
 planned.
 """
 
-_LIKE_SECONDS: Final = 1.05
+_EQUAL_STEPS: Final = 1.05
 """Steps that differ by less count as equal until the swaps are known."""
-
-_PATIENCE: Final = 1.02
-"""The factor by which a step may be slower with the order that was found without swaps."""
 
 
 def arrange(
@@ -108,7 +98,7 @@ class _Option(NamedTuple):
     @property
     def promise(self) -> tuple[int, tuple[float, float], float]:
         """A sort key: lower is more promising."""
-        size = round(math.log(self.seconds, _LIKE_SECONDS)) if self.seconds > 0 else 0
+        size = round(math.log(self.seconds, _EQUAL_STEPS)) if self.seconds > 0 else 0
         return size, self.score, self.seconds
 
 
@@ -158,7 +148,7 @@ class _Mapper:
         """The model, as if a part of its saved tensors took no memory; if nothing fits in that way,
         as if the optimizer's state took none either.
         """
-        yield [_with_saved(self._profile, part) for part in _PARTS]
+        yield [_with_saved(self._profile, part) for part in PARTS]
         is_pace = self._request.schedule in ASYNCHRONOUS
         if not self._profile.state_stays and not is_pace:
             layers = tuple(replace(layer, optimizer_bytes=0) for layer in self._profile.layers)
@@ -220,7 +210,7 @@ class _Mapper:
         best: tuple[float, Order, Compressed] | None = None
         errors = []
         for option in own + others[:_MOST_COMPRESSED]:
-            handicap = 1.0 if option.order == given else _PATIENCE
+            handicap = 1.0 if option.order == given else WORTH_REORDERING
             # Swaps can only make a step longer.
             if best is not None and handicap * option.seconds >= best[0]:
                 continue
@@ -276,11 +266,11 @@ class _Mapper:
         if self._request.has_order:
             return
         alike = [self._alike[rank] for rank in machine]
-        if num_orders(alike) <= _MOST_ORDERS:
+        if num_orders(alike) <= MOST_ORDERS:
             yield from (order for order in distinct_orders(machine, alike) if order != machine)
             return
         pairs = itertools.combinations(range(len(machine)), 2)
-        for one, other in itertools.islice(pairs, _MOST_ORDERS):
+        for one, other in itertools.islice(pairs, MOST_ORDERS):
             if alike[one] != alike[other]:
                 order = list(machine)
                 order[one], order[other] = order[other], order[one]
@@ -301,7 +291,8 @@ class _Mapper:
     ) -> Arrangement:
         placed = self._placed(start, ranks)
         cuts = tuple(each.cut for each in found)
-        return self._placer.arrangement(placed, cuts, tuple(each.swaps for each in found))
+        made = self._placer.arrangement(placed, cuts, tuple(each.swaps for each in found))
+        return replace(made, tried=start.tried)
 
 
 def _with_saved(profile: Profile, part: float) -> Profile:

@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.cost.memory_model import Footprint, Footprints, links_of, tensors_of
 from lightning_pipeshift.plan.cost.memory_timeline import HOST, Links, StageTrace
-from lightning_pipeshift.plan.cost.workload import Cut, Workload
+from lightning_pipeshift.plan.cost.workload import ROUNDING, Cut, Workload
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.policies import Policy, TensorRecord
 from lightning_pipeshift.plan.inputs.profile import Profile
@@ -38,10 +38,6 @@ _MOST_TRIALS: Final = 500
 _MOST_TRIED_TENSORS: Final = 1 << 17
 """How many assignments are tried, and how many tensors these may have together: beyond that, a
 result is not improved any more."""
-
-ROUNDING: Final = 1 + 1e-9
-"""Sums depend on their order by rounding: exceeding a budget by less than this factor is allowed.
-"""
 
 CLOSE: Final = 1.001
 """A result within this factor of the lower bound is not improved further."""

@@ -19,12 +19,11 @@ from typing import Any, Final
 import numpy as np
 
 from lightning_pipeshift.errors import BudgetError, PlanError
-from lightning_pipeshift.plan.cost.workload import Counts, Cut
+from lightning_pipeshift.plan.cost.workload import ROUNDING, Counts, Cut
 from lightning_pipeshift.plan.inputs.policies import TensorRecord
 from lightning_pipeshift.plan.inputs.saved_tensors import Choice, Swap
 from lightning_pipeshift.plan.offload.assignment_search import (
     CLOSE,
-    ROUNDING,
     SMALLEST_BYTES,
     Assigned,
     Compressed,
@@ -38,9 +37,9 @@ from lightning_pipeshift.plan.partition.local_search import best_cut_of, fixed_c
 from lightning_pipeshift.plan.schedule.asynchronous import weight_versions
 from lightning_pipeshift.text import ceil_bytes_text
 
-_PARTS: Final = (0.0, 0.5, 1.0)
-"""The fractions of their saved tensors that must fit on stages in searches for cuts, if tensors may
-be swapped: 0 if all may be, 1 if none is."""
+PARTS: Final = (0.0, 0.5, 1.0)
+"""The fractions of their saved tensors that must fit on stages in searches for virtual machines,
+orders and cuts, if tensors may be swapped: 0 if all may be, 1 if none is."""
 
 
 def best_split(
@@ -86,7 +85,7 @@ def candidates(problem: Problem, start: Sequence[Cut] = ()) -> list[Counts]:
     workload = problem.workload
     boundless = replace(workload, usable_bytes=np.full(workload.num_stages, np.inf))
     found = []
-    for given in (workload.with_saved(part) for part in _PARTS):
+    for given in (workload.with_saved(part) for part in PARTS):
         with suppress(PlanError):
             found.append(best_cut_of(given, _worthwhile(problem), problem.recompute).counts)
     if not found:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_pipeshift.errors import PlanError
-from lightning_pipeshift.plan.cost.workload import Counts, Cut, Workload
+from lightning_pipeshift.plan.cost.workload import ROUNDING, Counts, Cut, Workload
 from lightning_pipeshift.plan.partition.dynamic_programming import PartitionDP, programme_of
 from lightning_pipeshift.plan.partition.equal_counts import uniform
 from lightning_pipeshift.plan.partition.infeasible import nothing_fits
@@ -40,11 +40,8 @@ _FEW_STAGES: Final = 4
 # Runs of neighbouring cuts that move together have at most this length.
 _LONGEST_RUN: Final = 8
 
-# A difference of a billionth is rounding.
-_EQUAL: Final = 1 + 1e-9
-
 # A stage that exceeds its even share of the estimated time by this factor is never useful.
-_PATIENCE: Final = 1.5
+_MOST_UNEVEN: Final = 1.5
 
 
 def best_cut(workload: Workload, recompute: str = "auto", start: Sequence[Cut] = ()) -> Cut:
@@ -152,7 +149,7 @@ def _settled(
             programme = programme_of(workload, Recomputation(workload, simpler).seconds)
             if solutions := programme.fastest(1):
                 # The step's seconds include each stage's own, for each microbatch.
-                longest_seconds = _PATIENCE * solutions[0].seconds / workload.microbatches
+                longest_seconds = _MOST_UNEVEN * solutions[0].seconds / workload.microbatches
                 break
     recomputation = Recomputation(workload, recompute, longest_seconds)
     while True:
@@ -196,7 +193,7 @@ class _Search:
             ahead = []
             for counts, near in zip(front, around, strict=True):
                 best = min(near, key=self._order, default=counts)
-                is_better = self._seconds[best] * _EQUAL < self._seconds[counts]
+                is_better = self._seconds[best] * ROUNDING < self._seconds[counts]
                 if is_better and best not in been:
                     been.add(best)
                     ahead.append(best)
@@ -204,7 +201,7 @@ class _Search:
 
     def best(self, known: Sequence[Counts]) -> Cut:
         """The fastest of all cuts; of equally fast ones see :func:`best_cut`."""
-        least = self.least_seconds * _EQUAL
+        least = self.least_seconds * ROUNDING
         fastest = [counts for counts in self._cuts if self._seconds[counts] <= least]
 
         def preference(counts: Counts) -> tuple[object, ...]:

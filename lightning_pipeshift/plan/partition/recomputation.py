@@ -15,12 +15,17 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_pipeshift.plan.cost.workload import Counts, Cut, Numbers, Workload, sums_of_ranges
+from lightning_pipeshift.plan.cost.workload import (
+    ROUNDING,
+    Counts,
+    Cut,
+    Numbers,
+    Workload,
+    sums_of_ranges,
+)
 
 # A front longer than this is thinned: a nearly optimal result is better than a very slow one.
 _LONGEST_FRONT = 512
-
-_ROUNDING = 1 + 1e-9
 
 
 def bytes_freed(workload: Workload) -> Numbers:
@@ -213,7 +218,7 @@ def lightest_cover(gains: Numbers, weights: Numbers, needed: float) -> list[int]
                 enough, best = w, items
                 break
             # Tolerates rounding: sums in different orders differ.
-            if g > furthest and g + left * _ROUNDING >= needed:
+            if g > furthest and g + left * ROUNDING >= needed:
                 furthest = g
                 if w + (needed - g) * ratio < enough:
                     longer.append(state)

@@ -1174,11 +1174,9 @@ def test_layers_that_drop_some_tensors_and_move_others(
     rows = with_recomputation((ROWS[row],), [0])
     case = Case(layers_of("PNNP"), rows[0], copier=COPIERS[copier]())
     expected = case.expected()
-    held = {
-        layer: {number for _, of, number in case.blocks if of == layer and number % 2}
-        for layer in range(4)
-    }
-    assert all(held[layer] for layer in (0, 3))
+    numbers = [sorted(n for _, of, n in case.blocks if of == layer) for layer in range(4)]
+    held = {layer: set(found[::-2]) for layer, found in enumerate(numbers)}
+    assert any(len(held[layer]) < len(found) for layer, found in enumerate(numbers))
     places = {key: way for key, way in case.all_to(case.host).items() if key[1] in held[key[0]]}
     budget = 1.5 * case.microbatch_bytes if is_tight else NO_LIMIT
     store = case.store(budget, places, case.host)
