@@ -127,7 +127,9 @@ RUNS = (
         "overlap --num-rounds 3 --megabits 10000 --contenders 'one lane' lanes",
         (*RINGS, *STEP),
     ),
-    Run("lane_moves", "lane_moves --num-rounds 1 --num-after 7 --schedules 1f1b:4", (*RINGS, *STEP)),
+    Run(
+        "lane_moves", "lane_moves --num-rounds 1 --num-after 7 --schedules 1f1b:4", (*RINGS, *STEP)
+    ),
     Run(
         "migration_async",
         "migration --only reaction --schedule async --num-rounds 2 --seconds 0.032 --at 16"

@@ -146,13 +146,26 @@ class _Mapper:
 
     def _assumptions(self) -> Iterator[list[Profile]]:
         """The model, as if a part of its saved tensors took no memory; if nothing fits in that way,
-        as if the optimizer's state took none either.
+        as if the optimizer's state took none either, and then the weights that may wait on the host.
         """
-        yield [_with_saved(self._profile, part) for part in PARTS]
-        is_pace = self._request.schedule in ASYNCHRONOUS
-        if not self._profile.state_stays and not is_pace:
-            layers = tuple(replace(layer, optimizer_bytes=0) for layer in self._profile.layers)
-            yield [_with_saved(replace(self._profile, layers=layers), 0.0)]
+        profile = self._profile
+        yield [_with_saved(profile, part) for part in PARTS]
+        if self._request.schedule in ASYNCHRONOUS:
+            return
+        if not profile.state_stays:
+            layers = tuple(replace(layer, optimizer_bytes=0) for layer in profile.layers)
+            profile = replace(profile, layers=layers)
+            yield [_with_saved(profile, 0.0)]
+        if any(layer.waiting_bytes for layer in profile.layers):
+            layers = tuple(
+                replace(
+                    layer,
+                    parameter_bytes=layer.parameter_bytes - layer.waiting_bytes,
+                    waiting_bytes=0,
+                )
+                for layer in profile.layers
+            )
+            yield [_with_saved(replace(profile, layers=layers), 0.0)]
 
     def _starts(
         self, assumed: Sequence[Profile], errors: list[PlanError | BudgetError]
