@@ -468,11 +468,10 @@ def save_profile(profile: Profile, path: str | Path) -> None:
 
 def _written(layer: LayerProfile) -> dict[str, Any]:
     found = asdict(layer)
-    if not layer.tensors:
-        del found["tensors"]
-    for tensor in found.get("tensors", ()):
+    for tensor in found["tensors"]:
         if not tensor["spares"]:
             del tensor["spares"]
-    if not layer.joins_next:
-        del found["joins_next"]
+    for name in ("tensors", "joins_next", "waiting_bytes"):
+        if not found[name]:
+            del found[name]
     return found

@@ -146,7 +146,7 @@ class _Mapper:
 
     def _assumptions(self) -> Iterator[list[Profile]]:
         """The model, as if a part of its saved tensors took no memory; if nothing fits in that way,
-        as if the optimizer's state took none either, and then the weights that may wait on the host.
+        as if the optimizer's state took none either, and then weights that may wait on the host.
         """
         profile = self._profile
         yield [_with_saved(profile, part) for part in PARTS]
