@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import lightning.pytorch as L
 import pytest
 import torch
 from torch import Tensor
