@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import lightning.pytorch as L
 import pytest
 import torch
 from torch import Tensor
@@ -39,12 +40,15 @@ class Validates(Trains):
             cast(Block, self.blocks[2]).down.bias.mul_(0.5)
 
 
-def held_bytes() -> int:
+def held_bytes(model: L.LightningModule) -> int:
     """The bytes of all tensors that the process can reach."""
+    found = [tensor for tensor in gc.get_objects() if isinstance(tensor, Tensor)]
+    # Those that Python has not seen yet.
+    found += [p.grad for p in model.parameters() if p.grad is not None]
     storages = {
         tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-        for tensor in gc.get_objects()
-        if isinstance(tensor, Tensor) and not tensor.is_meta
+        for tensor in found
+        if not tensor.is_meta
     }
     return sum(storages.values())
 
@@ -62,7 +66,7 @@ class Measured(Trains):
     def note(self) -> None:
         if self._trainer is not None and self.trainer.global_step > 1:
             figures = cast(Any, self.trainer.strategy).memory_figures
-            self.most = max(self.most, held_bytes() - figures.get("host_bytes", 0))
+            self.most = max(self.most, held_bytes(self) - figures.get("host_bytes", 0))
 
     def on_before_optimizer_step(self, *_: Any) -> None:
         self.note()
