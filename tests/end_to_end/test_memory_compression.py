@@ -175,11 +175,20 @@ def same_bits(found: dict[str, Any], expected: dict[str, Any]) -> bool:
 
 # --- nothing that is computed changes ---
 
+
+class OfEach:
+    """Of each layer, recomputes every third tensor from the others, which are kept or swapped."""
+
+    def choose(self, record: TensorRecord) -> Choice:
+        return (Choice.RECOMPUTE, Choice.HOST, Choice.KEEP)[record.number % 3]
+
+
 POLICIES = {
     "host": {"policy": SwapAll(min_bytes=1)},
     "device": {"policy": SwapAll("device", min_bytes=1)},
     "again": {"policy": RecomputeAll()},
     "lossless": {"policy": SwapAll(min_bytes=1), "compression": "lossless"},
+    "of each": {"policy": OfEach()},
 }
 
 SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -221,6 +230,12 @@ def test_no_policy_changes_a_bit(setting: str) -> None:
         # One device has nobody to lend it room.
         moves = name != "again" and not (name == "device" and ranks == 1)
         assert bool(moved) == moves, name
+        if name == "of each":
+            document = json.loads(found[0]["plan"])
+            again = {layer for layers in document["recompute"] for layer in layers}
+            held = [swap for swaps in document["swaps"] for swap in swaps if swap["layer"] in again]
+            assert any(swap.get("stays") for swap in held)
+            assert not all(swap.get("stays") for swap in held)
         if name == "host" and how.get("module") is Transforms:
             swaps = json.loads(found[0]["plan"])["swaps"][0]
             numbers = {number for swap in swaps for number in swap["tensors"]}
