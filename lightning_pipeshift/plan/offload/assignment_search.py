@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.cost.memory_model import Footprint, Footprints, links_of, tensors_of
@@ -490,15 +490,22 @@ class Search:
         changed = dict(assigned)
         for key in keys:
             changed.pop(key, None)
-            target = way
-            if isinstance(way, Mixed):
-                if key in self._costly and way.held is None:
-                    continue
-                target = way.held if key in self._costly else None
-            assert not isinstance(target, Mixed)
-            if target is None or self._sizes[key] >= SMALLEST_BYTES:
+            target = self._target(key, way)
+            if target != "stays":
                 changed[key] = target
         return changed
+
+    def _target(self, key: tuple[int, int], way: Way | Mixed) -> Way | Literal["stays"]:
+        """Where a tensor goes if its layer is handled in a way."""
+        if isinstance(way, Mixed):
+            if key not in self._costly:
+                return None
+            if way.held is None:
+                return "stays"
+            way = way.held
+        if way is not None and self._sizes[key] < SMALLEST_BYTES:
+            return "stays"
+        return way
 
     def _beginnings(self, start: Assigned) -> Iterator[tuple[Assigned, dict[int, list[Lenders]]]]:
         """Assignments to begin with, each with lenders: what is fixed, or with all recomputation
@@ -605,18 +612,19 @@ class Search:
             (layer, keys)
             for layer, keys in self._groups(stage).items()
             if way in self._ways(layer)
-            and (
-                not all(key in now for key in keys)
-                if isinstance(way, Mixed)
-                else any(now.get(key, "stays") != way for key in keys)
-            )
+            and any(now.get(key, "stays") != self._target(key, way) for key in keys)
         ]
         if way is None or isinstance(way, Mixed):
             seconds = self._workload.forward[stage]
 
             def price(group: tuple[int, list[tuple[int, int]]]) -> float:
-                stays = sum(self._sizes[key] for key in group[1] if key not in now)
-                return float(seconds[group[0]]) / stays if stays else math.inf
+                leaves = (
+                    self._sizes[key]
+                    for key in group[1]
+                    if key not in now and self._target(key, way) != "stays"
+                )
+                freed = sum(leaves)
+                return float(seconds[group[0]]) / freed if freed else math.inf
 
             return [keys for _, keys in sorted(groups, key=price)]
         # What a stage without room has been lent goes elsewhere.
