@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from lightning_pipeshift.errors import PlanError
@@ -199,4 +199,4 @@ class Arrangement:
     prediction: Prediction
     samples_per_second: float
     swaps: tuple[tuple[Swap, ...], ...] = ()
-    tried: tuple[Tried, ...] = ()
+    tried: tuple[Tried, ...] = field(default=(), compare=False)
