@@ -46,7 +46,7 @@ BUDGETS: dict[str, float | None] = {
     "far below the state": 1.6,
 }
 """In multiples of the weights; the optimizer state has 2."""
-FIRST, LAST = 6, 16
+FIRST, LAST = 5, 12
 """The steps that are timed; the plan is made again before them."""
 
 

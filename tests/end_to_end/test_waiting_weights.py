@@ -12,7 +12,8 @@ from typing import Any, cast
 import lightning.pytorch as L
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.end_to_end.test_optimizer_state import (
@@ -38,6 +39,22 @@ class Validates(Trains):
         cast(Block, self.blocks[1]).up.weight.data.clamp_(-0.09, 0.09)
         with torch.no_grad():
             cast(Block, self.blocks[2]).down.bias.mul_(0.5)
+
+
+class Gpt2(Trains):
+    """Of transformers, with random weights; its head is tied to its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList()
+        sizes = {"n_embd": 64, "n_layer": 8, "n_head": 2, "vocab_size": 64, "n_positions": 16}
+        self.net = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+    def training_step(self, batch: Any) -> Tensor:
+        numbers, _ = batch
+        tokens = (100 * numbers[:, :12].abs()).long() % 64
+        loss: Tensor = self.net(input_ids=tokens, labels=tokens).loss
+        return loss
 
 
 def held_bytes(model: L.LightningModule) -> int:
@@ -102,6 +119,18 @@ def test_the_same_bits(name: str) -> None:
         assert same_bits(mine, plain)
         assert any(mine["plan"].weights_on_host)
         assert mine["figures"]["weights_moved_bytes"] > 0
+
+
+def test_a_model_with_a_tied_head() -> None:
+    size = sum(p.nbytes for p in Gpt2().parameters())
+    expected = run_ranks(train, 1, None, module=Gpt2)
+    (found,) = run_ranks(train, 1, 1.8 * size, module=Gpt2)
+    assert same_bits(found, expected[0])
+    names = [layer.name for layer in found["plan"].layers]
+    waiting = {names[layer] for layer in found["plan"].weights_on_host[0]}
+    assert waiting
+    # Embeddings and head are one weight.
+    assert waiting <= {f"net.transformer.h.{n}" for n in range(8)} | {"net.transformer.wpe"}
 
 
 def test_what_is_held_is_within_the_budget() -> None:

@@ -294,6 +294,21 @@ def hold(tensor: Tensor, data: Tensor) -> None:
     swap(tensor, fresh)
 
 
+def give_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
+    """Sets a parameter's gradient, which is on the device also while the parameter's values are in
+    host memory: torch refuses to set one of another device.
+    """
+    if gradient is None or gradient.device == parameter.device:
+        parameter.grad = gradient
+        return
+    values = parameter.data
+    # Takes the memory of one element.
+    alike = torch.empty((), dtype=values.dtype, device=gradient.device).expand(values.shape)
+    parameter.data = alike
+    parameter.grad = gradient
+    parameter.data = values
+
+
 def release(tensor: Tensor, name: str) -> None:
     """Frees the values of a parameter or buffer. The object, its shape and its type remain, and
     operations on it take effect on the stages that hold it.

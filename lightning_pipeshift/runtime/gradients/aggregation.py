@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipeshift.devices.streams import Event, is_asynchronous, record_event
+from lightning_pipeshift.model.parameters.uses import give_gradient
 from lightning_pipeshift.plan.timeline.recording import What
 from lightning_pipeshift.runtime.comm.channels import PostedSum
 from lightning_pipeshift.runtime.comm.lane import finish
@@ -147,10 +148,14 @@ class GradientGroup:
         """Waits for the sums, and makes them the parameters' gradients."""
         for parameters, buffer, under_way in self._sums:
             under_way.wait()
-            summed = buffer.to(parameters[0].device, non_blocking=True)
+            # The parameters themselves may be in host memory.
+            known = (p.grad.device for p in parameters if p.grad is not None)
+            device = next(known, parameters[0].device)
+            summed = buffer.to(device, non_blocking=True)
             for parameter, part in zip(parameters, _parts(summed, parameters), strict=True):
                 if parameter.grad is None or parameter.grad.layout is not torch.strided:
-                    parameter.grad = torch.empty_like(parameter)
+                    give_gradient(parameter, torch.empty_like(parameter, device=device))
+                assert parameter.grad is not None
                 parameter.grad.copy_(part.view(parameter.shape))
         self._sums = []
         if self._counts is not None:

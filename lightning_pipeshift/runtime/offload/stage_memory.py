@@ -29,6 +29,7 @@ from lightning_pipeshift.runtime.offload.optimizer_state import Layers, Optimize
 from lightning_pipeshift.runtime.offload.shared_memory import address_here
 from lightning_pipeshift.runtime.offload.targets import LocalTarget, OffloadTarget
 from lightning_pipeshift.runtime.offload.waiting_weights import WaitingWeights
+from lightning_pipeshift.text import ceil_bytes_text
 
 MARGIN: Final = 0.1
 """The part of a device's free memory that is reserved for uncounted uses: kernels' workspaces, and
@@ -271,6 +272,13 @@ class StageMemory:
                 )
         waiting = plan.weights_on_host_of(vm)
         self.weights.follow(only_theirs, waiting, window_bytes, self._names)
+        planned = sum(p.nbytes for n in waiting & own.keys() for p in only_theirs[n])
+        if planned > self.weights.host_bytes:
+            self._say(
+                f"{ceil_bytes_text(planned - self.weights.host_bytes)} of weights that the plan has"
+                " in host memory stay on the device, as something else refers to their memory (an"
+                " alias, a NumPy array, another process): the budget may be exceeded by as much."
+            )
         moved = plan.optimizer_on_host_of(vm) & own.keys()
         self._states.follow(optimizers, own, moved, state_bytes, self._names)
 

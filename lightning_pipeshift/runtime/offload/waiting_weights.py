@@ -23,102 +23,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 
-from lightning_pipeshift.compat.torch_private import storage_use_count, version_of
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.runtime.offload.copying import BufferPool, Copier, Ticket
-from lightning_pipeshift.runtime.offload.host_copies import (
-    Traffic,
-    host_memory_like,
-    is_dense,
-    layout_of,
-)
+from lightning_pipeshift.runtime.offload.host_copies import Traffic, host_memory_like
+from lightning_pipeshift.runtime.offload.weight_memory import Weight, is_alone, is_at, may_wait
 
 _CHECKED_STEPS: Final = 2
 """How many steps of a run compare the weights that leave the device with those on the host."""
 _STEPS_BETWEEN_CHECKS: Final = 100
 _AHEAD: Final = 2
 """How many layers may be prefetched, if there is room for them."""
-
-
-def may_wait(parameter: Tensor) -> bool:
-    """Whether a parameter's memory can be freed and come back: it is a dense tensor with memory of
-    its own, whose size nothing else has fixed (NumPy arrays and other processes do).
-    """
-    if type(parameter) is not nn.Parameter or not parameter.numel() or not is_dense(parameter):
-        return False
-    storage = parameter.untyped_storage()
-    return storage.nbytes() == parameter.nbytes and storage.resizable()
-
-
-@dataclass(eq=False)
-class _Weight:
-    """A parameter that comes and goes.
-
-    Args:
-        parameter: the parameter.
-        device: an alias of its memory on the device, whose storage is empty while it waits.
-        host: its memory on the host.
-        version: the parameter's count of writes when it was last equal to the host's values.
-        is_of_step: whether it came to the device within a step.
-    """
-
-    parameter: nn.Parameter
-    device: Tensor
-    host: Tensor
-    version: int = -1
-    is_of_step: bool = False
-
-    def begin_to_come(self, is_in_step: bool) -> None:
-        """Allocates its memory on the device."""
-        if self.parameter.data_ptr() != self.host.data_ptr():
-            # User code has given it other memory.
-            self.host.copy_(self.parameter.data)
-            self.parameter.data = self.host
-        self.version, self.is_of_step = version_of(self.parameter), is_in_step
-        self.device.untyped_storage().resize_(self.host.nbytes)
-
-    def copy_to_device(self) -> None:
-        """Copies the values, on whatever stream is current."""
-        self.device.copy_(self.host, non_blocking=True)
-
-    def come(self) -> None:
-        """Makes the device's memory the parameter's own."""
-        if version_of(self.parameter) != self.version:
-            # Written to while it was copied.
-            self.version = version_of(self.parameter)
-            self.device.copy_(self.host)
-        self.parameter.data = self.device
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether nothing is known to have written to it since it came."""
-        return (
-            self.is_of_step
-            and version_of(self.parameter) == self.version
-            and self.parameter.data_ptr() == self.device.data_ptr()
-        )
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether the host has the same bits."""
-        return torch.equal(_bytes_of(self.device).cpu(), _bytes_of(self.host))
-
-    def copy_to_host(self) -> None:
-        """Copies the values, on whatever stream is current."""
-        self.host.copy_(self.parameter.data, non_blocking=True)
-
-    def leave(self) -> None:
-        """Makes the host's memory the parameter's own, and frees the device's."""
-        self.parameter.data = self.host
-        self.device.untyped_storage().resize_(0)
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    vector = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return vector.set_(tensor.untyped_storage(), 0, (tensor.nbytes,), (1,))
 
 
 @dataclass(frozen=True)
@@ -158,7 +74,7 @@ class _Layer:
     """
 
     name: str
-    weights: list[_Weight]
+    weights: list[Weight]
     num_bytes: int = field(init=False)
     ticket: Ticket | None = None
     is_here: bool = False
@@ -225,6 +141,7 @@ class WaitingWeights:
         Raises:
             BudgetError: the host has too little memory.
         """
+        self.leave_all()
         self.window_bytes = window_bytes
         held = {id(p): p for layer in own.values() for p in layer}
         before = {id(w.parameter): w for layer in self._layers.values() for w in layer.weights}
@@ -234,10 +151,10 @@ class WaitingWeights:
             weights = []
             for parameter in own[index]:
                 known = before.get(id(parameter))
-                if known is not None and _is_at(parameter, known.host):
+                if known is not None and is_at(parameter, known.host):
                     kept.add(id(parameter))
                     weights.append(known)
-                elif may_wait(parameter) and _is_alone(parameter):
+                elif may_wait(parameter) and is_alone(parameter):
                     weights.append(self._put_away(parameter))
             if weights:
                 name = names[index] if index < len(names) else str(index)
@@ -246,20 +163,24 @@ class WaitingWeights:
             if key in kept:
                 continue
             # It stays on the device from now on, or has left this stage.
-            if key in held and _is_at(held[key], weight.host):
+            if key in held and is_at(held[key], weight.host):
                 weight.begin_to_come(False)
                 weight.copy_to_device()
                 weight.come()
             self._host.unclaim(weight.host.nbytes)
 
-    def _put_away(self, parameter: nn.Parameter) -> _Weight:
+    def _put_away(self, parameter: nn.Parameter) -> Weight:
         values = host_memory_like(self._host, parameter, "the weights")
-        weight = _Weight(parameter, parameter.data, values)
-        weight.copy_to_host()
-        self._copier.finish()
+        weight = Weight(parameter, parameter.data, values)
+        self._copy_out([weight])
         weight.leave()
-        self.traffic.moved_bytes += values.nbytes
         return weight
+
+    def _copy_out(self, weights: Sequence[Weight]) -> None:
+        """Copies weights to the host, which may read them then."""
+        self._copier.out(_each(Weight.copy_to_host, weights), _nothing).wait()
+        self._copier.finish()
+        self.traffic.moved_bytes += sum(weight.host.nbytes for weight in weights)
 
     def close(self) -> None:
         """Called at the end of the run; what is in host memory remains there."""
@@ -278,6 +199,12 @@ class WaitingWeights:
             yield
             self.leave_all()
             self._num_steps += 1
+        except BaseException:
+            # Who catches it may write to weights that are still on the device.
+            for layer in self._layers.values():
+                for weight in layer.weights:
+                    weight.is_of_step = False
+            raise
         finally:
             self._is_in_step = False
 
@@ -368,7 +295,7 @@ class WaitingWeights:
             weight.begin_to_come(self._is_in_step)
         layer.traffic = traffic
         traffic.count(layer.num_bytes)
-        layer.ticket = self._copier.back(_each(_Weight.copy_to_device, layer.weights), _nothing)
+        layer.ticket = self._copier.back(_each(Weight.copy_to_device, layer.weights), _nothing)
 
     def _finish_to_come(self, index: int) -> None:
         layer = self._layers[index]
@@ -394,9 +321,7 @@ class WaitingWeights:
         if self._is_in_step and self._is_checked:
             self._check(layer, changed)
         if changed:
-            self._copier.out(_each(_Weight.copy_to_host, changed), _nothing).wait()
-            self._copier.finish()
-            self.traffic.moved_bytes += sum(weight.host.nbytes for weight in changed)
+            self._copy_out(changed)
         self._left(layer)
 
     @staticmethod
@@ -410,7 +335,7 @@ class WaitingWeights:
     def _is_checked(self) -> bool:
         return self._num_steps < _CHECKED_STEPS or self._num_steps % _STEPS_BETWEEN_CHECKS == 0
 
-    def _check(self, layer: _Layer, changed: Collection[_Weight]) -> None:
+    def _check(self, layer: _Layer, changed: Collection[Weight]) -> None:
         for weight in layer.weights:
             if weight not in changed and not weight.is_equal:
                 raise LayerError(
@@ -455,22 +380,11 @@ class WaitingWeights:
             return None
         self._finish_to_come(index)
         self.traffic.moved_bytes += layer.num_bytes
-        ticket = self._copier.out(_each(_Weight.copy_to_host, layer.weights), _nothing)
+        ticket = self._copier.out(_each(Weight.copy_to_host, layer.weights), _nothing)
         return Arrival(ticket, partial(self._left, layer))
 
 
-def _is_at(parameter: Tensor, memory: Tensor) -> bool:
-    return layout_of(parameter) == layout_of(memory) and parameter.data_ptr() == memory.data_ptr()
-
-
-def _is_alone(parameter: Tensor) -> bool:
-    """Whether no other tensor has a parameter's memory."""
-    storage = parameter.untyped_storage()
-    # The parameter's own reference, and the variable's.
-    return storage_use_count(storage) <= 2
-
-
-def _each(what: Callable[[_Weight], None], weights: Sequence[_Weight]) -> Callable[[], None]:
+def _each(what: Callable[[Weight], None], weights: Sequence[Weight]) -> Callable[[], None]:
     def work() -> None:
         for weight in weights:
             what(weight)

@@ -39,6 +39,7 @@ from lightning_pipeshift.model.parameters.remote_tensor import RemoteTensor, set
 from lightning_pipeshift.model.parameters.uses import (
     ParameterUse,
     flat_weights_forgotten,
+    give_gradient,
     hold,
     other_state,
     release,
@@ -558,7 +559,7 @@ class Holdings:
         held = {id(use.parameter) for use in self.held}
         for parameter, gradient in self._aside:
             if id(parameter) in held and id(parameter) not in late:
-                parameter.grad = gradient
+                give_gradient(parameter, gradient)
         self._aside = []
 
     @torch.no_grad()
@@ -571,16 +572,17 @@ class Holdings:
                 continue
             if before is not None:
                 fresh = before.clone() if fresh is None else fresh + before
-            use.parameter.grad = fresh
+            give_gradient(use.parameter, fresh)
 
     def hand_gradients_over(self) -> None:
         """Adds the step's gradients to the parameters' own."""
         self.hide_gradients()
         for parameter, gradient in self._fresh.values():
             if parameter.grad is None or self._replaces:
-                parameter.grad = gradient
+                give_gradient(parameter, gradient)
             else:
-                parameter.grad += gradient
+                with torch.no_grad():
+                    parameter.grad.add_(gradient)
         self._fresh = {}
 
     def withdraw_gradients(self) -> None:
@@ -599,7 +601,7 @@ class Holdings:
         """Undoes :meth:`withdraw_gradients`."""
         self.hide_gradients()
         for parameter, gradient in self._withdrawn:
-            parameter.grad = gradient
+            give_gradient(parameter, gradient)
         self._withdrawn = []
 
     @contextmanager
@@ -615,12 +617,12 @@ class Holdings:
         self.hide_gradients()
         self.withdraw_gradients()
         for parameter, gradient in gradients:
-            parameter.grad = gradient
+            give_gradient(parameter, gradient)
         yield
         for parameter, _ in gradients if not keeps else ():
             parameter.grad = None
         for parameter, gradient in self._withdrawn:
-            parameter.grad = gradient
+            give_gradient(parameter, gradient)
         self._withdrawn = []
 
     @contextmanager

@@ -41,6 +41,7 @@ from lightning_pipeshift.model.gates.gate import Gate
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit
 from lightning_pipeshift.model.parameters.uses import (
     flat_weights_forgotten,
+    give_gradient,
     hold,
     other_state,
     take_other_state,
@@ -556,7 +557,7 @@ class Migration(ActionListener, LayerListener):
         for gradient in transfer.fresh:
             total = gradient if total is None else total + gradient
         if total is not None:
-            parameter.grad = total
+            give_gradient(parameter, total)
         for (index, name), value in transfer.state.items():
             self._optimizers[index].state[parameter][name] = value
 

@@ -75,7 +75,7 @@ from lightning_pipeshift.runtime.gradients.replica_sync import (
 )
 from lightning_pipeshift.runtime.gradients.rings import Rings
 from lightning_pipeshift.runtime.offload.stage_memory import StageMemory
-from lightning_pipeshift.runtime.offload.waiting_weights import may_wait
+from lightning_pipeshift.runtime.offload.weight_memory import may_wait
 from lightning_pipeshift.runtime.ownership.holdings import Holdings
 from lightning_pipeshift.runtime.ownership.migration import Migration
 from lightning_pipeshift.runtime.ownership.plan_change import Changes

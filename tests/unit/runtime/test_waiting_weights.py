@@ -222,6 +222,14 @@ def test_a_plan_may_change_and_memory_that_others_use_stays() -> None:
     assert model.is_like(plain)
 
 
+def test_other_data_of_another_shape_is_an_error() -> None:
+    model = Model(range(NUM_LAYERS))
+    model.step()
+    model.layers[1].bias.data = torch.zeros(1)
+    with pytest.raises(LayerError, match=r"was given `data` of shape \(1,\)"):
+        model.step()
+
+
 def test_a_full_host_is_an_error() -> None:
     model = Model()
     model.pool.limit_bytes = 2.5 * LAYER_BYTES

@@ -1,0 +1,110 @@
+"""One weight's memory on the device and on the host, of which it uses one at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeshift.compat.torch_private import storage_use_count, version_of
+from lightning_pipeshift.errors import LayerError
+from lightning_pipeshift.runtime.offload.host_copies import is_dense, layout_of
+
+
+def may_wait(parameter: Tensor) -> bool:
+    """Whether a parameter's memory can be freed and come back: it is a dense tensor with memory of
+    its own, whose size nothing else has fixed (NumPy arrays and other processes do).
+    """
+    if type(parameter) is not nn.Parameter or not parameter.numel() or not is_dense(parameter):
+        return False
+    storage = parameter.untyped_storage()
+    return storage.nbytes() == parameter.nbytes and storage.resizable()
+
+
+@dataclass(eq=False)
+class Weight:
+    """A parameter that comes and goes.
+
+    Args:
+        parameter: the parameter.
+        device: an alias of its memory on the device, whose storage is empty while it waits.
+        host: its memory on the host.
+        version: the parameter's count of writes when it was last equal to the host's values.
+        is_of_step: whether it came to the device within a step.
+    """
+
+    parameter: nn.Parameter
+    device: Tensor
+    host: Tensor
+    version: int = -1
+    is_of_step: bool = False
+
+    def begin_to_come(self, is_in_step: bool) -> None:
+        """Allocates its memory on the device."""
+        if self.parameter.data_ptr() != self.host.data_ptr():
+            # User code has given it other memory.
+            self.copy_to_host()
+            self.parameter.data = self.host
+        self.version, self.is_of_step = version_of(self.parameter), is_in_step
+        self.device.untyped_storage().resize_(self.host.nbytes)
+
+    def copy_to_device(self) -> None:
+        """Copies the values, on whatever stream is current."""
+        self.device.copy_(self.host, non_blocking=True)
+
+    def come(self) -> None:
+        """Makes the device's memory the parameter's own."""
+        if version_of(self.parameter) != self.version:
+            # Written to while it was copied.
+            self.version = version_of(self.parameter)
+            self.device.copy_(self.host)
+        self.parameter.data = self.device
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether nothing is known to have written to it since it came."""
+        return (
+            self.is_of_step
+            and version_of(self.parameter) == self.version
+            and self.parameter.data_ptr() == self.device.data_ptr()
+        )
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the host has the same bits."""
+        return torch.equal(_bytes_of(self.device).cpu(), _bytes_of(self.host))
+
+    def copy_to_host(self) -> None:
+        """Copies the values, on whatever stream is current."""
+        values = self.parameter.data
+        if (values.shape, values.dtype) != (self.host.shape, self.host.dtype):
+            raise LayerError(
+                f"A weight of shape {tuple(self.host.shape)} and type {self.host.dtype} was given"
+                f" `data` of shape {tuple(values.shape)} and type {values.dtype}, while this plan"
+                " of `MemoryCompression` has it in host memory between two uses. Change weights'"
+                " shapes before `fit`, or use a budget with which weights stay on the device."
+            )
+        self.host.copy_(values, non_blocking=values.device != self.host.device)
+
+    def leave(self) -> None:
+        """Makes the host's memory the parameter's own, and frees the device's."""
+        self.parameter.data = self.host
+        self.device.untyped_storage().resize_(0)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    vector = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return vector.set_(tensor.untyped_storage(), 0, (tensor.nbytes,), (1,))
+
+
+def is_at(parameter: Tensor, memory: Tensor) -> bool:
+    """Whether a parameter's memory is this one."""
+    return layout_of(parameter) == layout_of(memory) and parameter.data_ptr() == memory.data_ptr()
+
+
+def is_alone(parameter: Tensor) -> bool:
+    """Whether no other tensor has a parameter's memory."""
+    storage = parameter.untyped_storage()
+    # The parameter's own reference, and the variable's.
+    return storage_use_count(storage) <= 2
