@@ -33,6 +33,9 @@ class Model(LightningModule):
     def training_step(self, batch, batch_idx):
         return self.layers(batch[0]).square().mean()
 
+    def on_train_epoch_end(self):
+        self.trainer.should_stop = True
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -79,7 +82,7 @@ def smoke_test(wheel: Path, python: str, packages: Path | None) -> None:
         Path(folder, "train.py").write_text(script())
         trained = subprocess.run(
             [str(home / "bin/python"), "train.py"], cwd=folder, check=False, env=environment,
-            text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300,
         )  # fmt: skip
         said = [line for line in trained.stdout.splitlines() if line.startswith("trained on")]
         if trained.returncode or len(said) != 1:
