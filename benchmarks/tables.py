@@ -150,13 +150,14 @@ def headlines() -> Rows:
     moved = "moves / gap"
     save = "checkpoints / a later one / PipeShift, folder, asynchronous"
     unit = "compression / 64 MB / 1 unit: planned, that or recomputed"
+    one = "memory / 1 stages / own .0f/1e6"
     rows = [
         (
             "pipeline in `Trainer.fit`, torch's `Schedule1F1B` in a bare loop: times as fast",
             "{throughput / pipeshift_over_torch .2f}",
         ),
         (
-            "memory of the largest of four stages, MB of the 1611 MB that one device takes",
+            f"memory of the largest of four stages, MB of the {{{one}}} MB that one device takes",
             "{memory / 4 stages / most_in_all .0f/1e6}",
         ),
         (

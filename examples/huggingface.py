@@ -2,7 +2,7 @@
 
     python examples/huggingface.py                             # a small GPT-2 with random weights
     python examples/huggingface.py --model folder/of/a/model   # weights that you have on disk
-    python examples/huggingface.py --lora                      # with LoRA (`pip install peft`)
+    python examples/huggingface.py --lora true                 # with LoRA (`pip install peft`)
 
 The LightningModule below is all that there is. Each of the two stages holds its own blocks, their
 gradients and their optimizer state.
@@ -42,11 +42,21 @@ class FineTuned(L.LightningModule):
 
 
 def with_lora(model: Any) -> Any:
-    """Freezes a model and adds low-rank matrices to its attention, which are trained."""
+    """Freezes a GPT-2 and adds low-rank matrices to its attention, which are trained.
+
+    Other models name their attention otherwise: leave `target_modules` out for one that PEFT knows.
+    """
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=8, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
     return get_peft_model(model, config)
+
+
+def small_gpt2() -> Any:
+    """A GPT-2 of six blocks with random weights, whose tokens are bytes."""
+    sizes = {"n_positions": 64, "n_embd": 128, "n_layer": 6, "n_head": 4}
+    config = GPT2Config(vocab_size=256, bos_token_id=0, eos_token_id=0, **sizes)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def text(length: int, batches: int, batch_size: int) -> list[Tensor]:
@@ -62,17 +72,12 @@ def main(model: str | None = None, lora: bool = False, steps: int = 15, stages: 
     Args:
         model: a folder with a causal language model, as `save_pretrained` writes it. Its
             vocabulary has to have 256 tokens or more, as tokens are bytes here.
-        lora: whether to train LoRA's matrices only.
+        lora: whether to train LoRA's matrices only (of a GPT-2).
         steps: the number of optimizer steps.
         stages: the number of processes.
     """
     L.seed_everything(1, verbose=False)
-    if model is not None:
-        made = AutoModelForCausalLM.from_pretrained(model)
-    else:
-        sizes = {"n_positions": 64, "n_embd": 128, "n_layer": 6, "n_head": 4}
-        config = GPT2Config(vocab_size=256, bos_token_id=0, eos_token_id=0, **sizes)
-        made = AutoModelForCausalLM.from_config(config)
+    made = small_gpt2() if model is None else AutoModelForCausalLM.from_pretrained(model)
     module = FineTuned(with_lora(made) if lora else made)
     strategy = PipeShiftStrategy(microbatches=4)
     trainer = L.Trainer(

@@ -78,7 +78,7 @@ __all__ = [
     "load_pretrained",
 ]
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 # The module of each public name: the imports above, for Python.
 _MODULES = {
@@ -104,7 +104,11 @@ def __getattr__(name: str) -> Any:
     """Imports a public name when it is first used (PEP 562)."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    try:
+        value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    except AttributeError as error:
+        # Python would say that there is no such name, and hide why.
+        raise ImportError(f"{__name__}.{name} cannot be imported: {error}") from error
     globals()[name] = value
     return value
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from html import escape
+from statistics import median
 from typing import Final
 
 from lightning_pipeshift.plan.document.plan import Plan
@@ -162,18 +163,38 @@ def _lanes(recordings: Sequence[Recording]) -> Iterator[str]:
 
 
 def _plans(recordings: Sequence[Recording]) -> Iterator[str]:
-    """The first plan, and each that differs from the one before it in the owners of layers."""
-    before: Plan | None = None
+    """The first plan, and each that differs from the one before it in the owners of layers, with
+    what the change was expected to gain and has gained.
+    """
+    spans: list[tuple[Plan, list[Recording]]] = []
     for each in recordings:
         if not each.plan:
             continue
         plan = Plan.from_json(each.plan)
-        if before is not None and plan.is_like(before):
-            continue
-        moved = sorted({mark.name for r in each.ranks for mark in r.of(What.MOVE)})
-        title = f"From step {each.step} on" if before is not None else f"At step {each.step}"
+        if spans and plan.is_like(spans[-1][0]):
+            spans[-1][1].append(each)
+        else:
+            spans.append((plan, [each]))
+    for number, (plan, under) in enumerate(spans):
+        step = under[0].step
+        title = f"From step {step} on" if number else f"At step {step}"
         yield f'<h3 class="plan">{title}</h3>'
-        if moved:
+        if moved := sorted({mark.name for r in under[0].ranks for mark in r.of(What.MOVE)}):
             yield f"<ul>{''.join(f'<li>{escape(name)}</li>' for name in moved)}</ul>"
+        if number:
+            yield f'<p class="change">{escape(_gain(spans[number - 1][1], under))}</p>'
         yield _text(str(plan))
-        before = plan
+
+
+def _gain(before: Sequence[Recording], after: Sequence[Recording]) -> str:
+    """How long steps took under two plans, and how long the second one expects them to take."""
+    old, new = (median(each.seconds / each.num_steps for each in part) for part in (before, after))
+    counts = f"{len(before)} and {len(after)} recorded"
+    said = (
+        f"A step took {seconds_text(old)} before and {seconds_text(new)} after (medians of"
+        f" {counts}): {old / new:.2f} times as fast."
+    )
+    expected = _seconds_of(Compared.of(after[0]).expected)
+    if expected is not None:
+        said += f" Expected by the new plan: {seconds_text(expected)}, {old / expected:.2f} times."
+    return said

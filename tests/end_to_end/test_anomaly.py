@@ -79,6 +79,7 @@ CASES = [
 ]
 
 
+@pytest.mark.feature("Training", "`detect_anomaly`")
 @pytest.mark.parametrize(("how", "layer", "words", "stage"), CASES)
 def test_the_first_that_is_no_number_is_named(how: str, layer: int, words: str, stage: int) -> None:
     for outcome in run_ranks(train, 2, how, layer, [2, 2], expect_failure=True):

@@ -596,6 +596,7 @@ def compare(name: str, stages: int, **how: Any) -> list[dict[str, Any]]:
 IN_THE_STEP = {"dict in the step", "momentum in the step"}
 
 
+@pytest.mark.feature("Callbacks", "averages, teachers and momentum encoders kept by hand")
 @pytest.mark.parametrize("name", CASES)
 def test_two_stages_give_the_bits_of_one(name: str) -> None:
     ranks = compare(name, 2)

@@ -348,6 +348,10 @@ MODELS: list[tuple[type, type[Exception], list[str]]] = [
 ]
 
 
+@pytest.mark.feature(
+    "Refused, with advice",
+    "manual optimization, `dataloader_iter`; on several devices an overridden `backward`, LBFGS",
+)
 @pytest.mark.parametrize(("model", "error", "parts"), MODELS, ids=[m.__name__ for m, *_ in MODELS])
 def test_a_model_that_cannot_be_a_pipeline(
     model: type, error: type[Exception], parts: list[str]

@@ -51,6 +51,7 @@ def train(name: str, runs: list[Pipelined]) -> list[Trained]:
     return [fit(module, specimen.loader(4), how) for how in runs]
 
 
+@pytest.mark.feature("Training", "`configure_model`")
 @pytest.mark.parametrize("name", MODELS)
 def test_every_split_makes_and_trains_the_same(name: str) -> None:
     """Twice each: the second run begins with layers that other stages hold."""

@@ -166,6 +166,7 @@ def saving_with_scaler(how: Any) -> Any:
 # --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.feature("Checkpoints", "files that plain PyTorch and plain Lightning load")
 def test_a_checkpoint_loads_in_plain_pytorch_and_plain_lightning(tmp_path: Path) -> None:
     results = run_ranks(on_rank, 2, saving, {}, ("kept", "kept"), {}, cwd=tmp_path)
     trained = results[0][0]["parameters"]
@@ -274,6 +275,7 @@ def test_training_goes_on_where_the_other_stopped(
         assert not problems, "\n".join(problems[:20])
 
 
+@pytest.mark.feature("Checkpoints", "resuming with DDP")
 def test_ddp_goes_on_from_a_pipelines_checkpoint(tmp_path: Path) -> None:
     pipeline = tmp_path / "pipeline"
     run_ranks(on_rank, 2, training, {"microbatches": 4}, (0.0, True, None, str(pipeline)), {})
@@ -285,6 +287,7 @@ def test_ddp_goes_on_from_a_pipelines_checkpoint(tmp_path: Path) -> None:
     assert not problems, "\n".join(problems[:20])
 
 
+@pytest.mark.feature("Checkpoints", "resuming on another split, with the same bits")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize(
     ("partition", "stages"),

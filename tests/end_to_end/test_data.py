@@ -200,6 +200,7 @@ class NotRebuilt(DataLoader):
             yield batch * self.scale
 
 
+@pytest.mark.feature("Data", "loaders of a class of your own")
 def test_a_loader_of_the_users_own_class():
     loaders = parts(lambda: NotRebuilt(8), [1, 1], True)
     assert [epoch(loader) for loader in loaders] == [[[0, 10], [40, 50]], [[20, 30], [60, 70]]]
@@ -918,6 +919,7 @@ def initialise(worker_id: int) -> None:
     INITIALISED["worker"] = worker_id
 
 
+@pytest.mark.feature("Data", "`seed_everything(workers=True)`")
 @pytest.mark.parametrize("function", [None, initialise])
 def test_workers_are_seeded_for_their_virtual_machine(function):
     def seen(vm: int) -> list[Any]:

@@ -157,6 +157,7 @@ def train_on_node(variables: Sequence[dict[str, str]], is_kubeflow: bool, folder
     return trainer.global_rank, trainer.world_size, strategy.stage, name, strategy.hosts
 
 
+@pytest.mark.feature("Launch", "two nodes: torchrun's and SLURM's variables")
 @pytest.mark.parametrize(
     ("variables", "name"),
     [

@@ -63,6 +63,7 @@ def standalone(how: Any, size: int, name: str = "sequential") -> Any:
     return plain([val, val_again, test, predicted, metrics, parameters_of(module)])
 
 
+@pytest.mark.feature("Evaluation", "`validate`, `test`, `predict`")
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_validate_test_and_predict_without_training(size: int, stages: int) -> None:
@@ -168,6 +169,7 @@ def predicting(how: Any, kind: str, num_loaders: int) -> Any:
     return plain(predicted)
 
 
+@pytest.mark.feature("Evaluation", "predictions, complete and in order")
 @pytest.mark.parametrize("num_loaders", [1, 2])
 @pytest.mark.parametrize("kind", ["tensor", "dict", "nothing", "numbers alone"])
 def test_predictions_are_complete_and_in_order(kind: str, num_loaders: int) -> None:
@@ -200,6 +202,7 @@ def writing(how: Any, interval: str, kind: str, return_predictions: bool) -> Any
     return plain(predicted), writer.written
 
 
+@pytest.mark.feature("Callbacks", "`BasePredictionWriter`")
 @pytest.mark.parametrize("return_predictions", [True, False])
 @pytest.mark.parametrize("interval", ["batch", "epoch", "batch_and_epoch"])
 def test_a_prediction_writer_gets_every_prediction(interval: str, return_predictions: bool) -> None:
@@ -224,6 +227,7 @@ def limited_predictions(how: Any) -> Any:
     return plain(predicted), plain(trainer.test(module, points(6), verbose=False))
 
 
+@pytest.mark.feature("Evaluation", "limits of evaluation batches")
 def test_limited_evaluation() -> None:
     predicted, _ = compare(limited_predictions)
     assert len(predicted) == 3

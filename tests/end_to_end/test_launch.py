@@ -94,6 +94,7 @@ with tempfile.TemporaryDirectory() as folder:
 """
 
 
+@pytest.mark.feature("Launch", "Lightning's own launcher, torchrun")
 def test_lightning_and_torchrun_launch_the_ranks() -> None:
     """Two stages by the strategy's name, three on two hosts with as many microbatches: the same
     bits.

@@ -86,6 +86,7 @@ def accumulating(how: Any, every: int, num_batches: int, clip: float | None) -> 
     return record
 
 
+@pytest.mark.feature("Training", "`accumulate_grad_batches`")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     ("every", "num_batches", "clip"),
@@ -108,12 +109,14 @@ def clipping(how: Any, name: str, value: float, algorithm: str) -> Any:
     )[0]
 
 
+@pytest.mark.feature("Training", "gradient clipping by norm")
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("name", ["sequential", "functional_tying", "loose_parameters", "gpt2"])
 def test_gradients_are_clipped_by_the_norm_over_all_stages(name: str, stages: int) -> None:
     compare(clipping, name, 0.02, "norm", stages=stages)
 
 
+@pytest.mark.feature("Training", "gradient clipping by value")
 @pytest.mark.parametrize("name", ["loose_parameters", "functional_tying"])
 def test_gradients_are_clipped_by_value(name: str) -> None:
     compare(clipping, name, 0.003, "value", stages=3)
@@ -129,6 +132,7 @@ def clipping_by_hook(how: Any) -> Any:
     return fit(how, ClipsByItself, points(6), max_epochs=1)[0]
 
 
+@pytest.mark.feature("Training", "`configure_gradient_clipping`")
 def test_the_configure_gradient_clipping_hook_clips() -> None:
     compare(clipping_by_hook)
 
@@ -144,6 +148,7 @@ def logging_gradient_norms(how: Any, name: str) -> Any:
     return fit(how, specimen.make_module, specimen.loader(3), callbacks=callbacks, max_epochs=1)[0]
 
 
+@pytest.mark.feature("Training", "gradient norms in logs (`lightning_pipeshift.grad_norm`)")
 @pytest.mark.parametrize("name", ["sequential", "functional_tying", "loose_parameters"])
 def test_gradient_norms_logged_by_the_user_are_those_of_one_device(name: str) -> None:
     compare(logging_gradient_norms, name, stages=3)
@@ -242,6 +247,7 @@ def test_precision_with_one_microbatch_gives_the_same_numbers(precision: str) ->
     compare(with_precision, precision, clip, strategy={"microbatches": 1})
 
 
+@pytest.mark.feature("Precision", "`32-true`, `64-true`, `bf16-mixed`, `bf16-true`")
 @pytest.mark.parametrize(
     ("precision", "rtol", "atol", "max_steps"),
     # Sums in bfloat16 drift apart: few steps, and a tolerance of a few of its units.
@@ -295,6 +301,7 @@ def with_scaler(
     return record, scales.scales, isinstance(trainer.precision_plugin, MixedPrecision)
 
 
+@pytest.mark.feature("Precision", "fp16 with a `GradScaler`")
 @pytest.mark.parametrize("where", [1, 2], ids=["first stage", "last stage"])
 @pytest.mark.parametrize(
     ("accumulate", "clip"), [(1, None), (1, 0.1), (2, None)], ids=["", "clipped", "accumulated"]
@@ -312,6 +319,7 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all(
     compare(with_scaler, where, accumulate, clip, strategy=strategy, rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.feature("Precision", "fp16 with a fused optimizer")
 @pytest.mark.parametrize("where", [1, 2], ids=["first stage", "last stage"])
 @pytest.mark.parametrize("accumulate", [1, 2], ids=["", "accumulated"])
 def test_a_fused_optimizer_skips_the_step_on_all(where: int, accumulate: int) -> None:
@@ -392,6 +400,7 @@ def scheduled(how: Any, kind: str, accumulate: int) -> Any:
     return record, rates.rates, groups
 
 
+@pytest.mark.feature("Optimizers", "learning rate schedulers and parameter groups")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("kind", ["step", "one cycle", "epoch", "plateau", "plateau on train loss"])
 def test_schedulers_and_parameter_groups(kind: str, accumulate: int) -> None:
@@ -435,6 +444,7 @@ def stopping_early(how: Any, monitor: str) -> Any:
     )
 
 
+@pytest.mark.feature("Callbacks", "`EarlyStopping`, `ModelCheckpoint`")
 @pytest.mark.parametrize("monitor", ["val_loss", "train_loss"])
 def test_early_stopping_and_model_checkpoint_decide_as_on_one_device(monitor: str) -> None:
     _, stopped_epoch, *_ = compare(stopping_early, monitor)
@@ -490,6 +500,8 @@ def logging(how: Any, log_every: int, uneven: bool) -> Any:
     return record, rows
 
 
+@pytest.mark.feature("Loggers", "`self.log` with `CSVLogger`")
+@pytest.mark.feature("Callbacks", "`LearningRateMonitor`")
 @pytest.mark.parametrize("log_every", [1, 3])
 @pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
 def test_logged_values_and_the_csv_file_are_those_of_one_device(
@@ -527,6 +539,7 @@ def logging_in_hooks(how: Any) -> Any:
     return fit(how, LogsInHooks, points(3), points(2), max_epochs=2)[0]
 
 
+@pytest.mark.feature("Loggers", "`self.log` in hooks")
 def test_values_logged_in_hooks() -> None:
     compare(logging_in_hooks)
 
@@ -545,6 +558,9 @@ def ema() -> L.Callback:
 
 
 # Bit by bit, and with other splits and models: tests/end_to_end/test_averages.py.
+@pytest.mark.feature(
+    "Callbacks", "`StochasticWeightAveraging`, `EMAWeightAveraging`, `WeightAveraging`"
+)
 @pytest.mark.parametrize("callback", [swa, ema, WeightAveraging])
 def test_weight_averaging(callback: Any) -> None:
     compare(averaging, callback)
@@ -575,6 +591,7 @@ def limited_by_time(how: Any, fast_rank: int) -> Any:
 
 
 # The first rank's time is everybody's.
+@pytest.mark.feature("Training", "`max_time`")
 @pytest.mark.parametrize(("fast_rank", "expected"), [(0, 6), (1, 12)])
 def test_max_time_stops_all_ranks_after_the_same_step(fast_rank: int, expected: int) -> None:
     results = run_ranks(on_rank, 2, limited_by_time, {"microbatches": 2}, (fast_rank,), {})
@@ -619,6 +636,10 @@ def limited(how: Any, name: str) -> Any:
     return fit(how, SequentialMLP, points(5), points(4, seed=5), **LIMITS[name])[0]
 
 
+@pytest.mark.feature("Training", "`max_steps`, `min_steps`, `overfit_batches`, `limit_*_batches`")
+@pytest.mark.feature("Training", "`fast_dev_run`, `barebones`, `inference_mode`")
+@pytest.mark.feature("Training", "`reload_dataloaders_every_n_epochs`, `num_sanity_val_steps`")
+@pytest.mark.feature("Training", "`val_check_interval`, `check_val_every_n_epoch`")
 @pytest.mark.parametrize("name", list(LIMITS))
 def test_limits(name: str) -> None:
     compare(limited, name)
@@ -699,6 +720,7 @@ def metrics(how: Any, on_step: bool, on_epoch: bool, two_loaders: bool) -> Any:
     return record, module.matrices
 
 
+@pytest.mark.feature("Loggers", "torchmetrics")
 @pytest.mark.parametrize("on_epoch", [False, True], ids=["step", "both"])
 def test_torchmetrics(on_epoch: bool) -> None:
     compare(metrics, True, on_epoch, False)
@@ -820,6 +842,7 @@ def two_loaders(how: Any, add_index: bool, iterable: bool) -> Any:
     return fit(how, lambda: TwoLoaders(add_index), points(3), loaders, max_epochs=2)[0]
 
 
+@pytest.mark.feature("Data", "several validation loaders")
 @pytest.mark.parametrize("iterable", [False, True], ids=["sized", "iterable"])
 @pytest.mark.parametrize("add_index", [True, False])
 def test_several_validation_loaders(add_index: bool, iterable: bool) -> None:
@@ -842,6 +865,7 @@ def iterable_data(how: Any, **arguments: Any) -> Any:
     return fit(how, SequentialMLP, train, val, **{"max_epochs": 2, **arguments})[0]
 
 
+@pytest.mark.feature("Data", "iterable data sets")
 @pytest.mark.parametrize(
     "arguments",
     [{}, {"val_check_interval": 2}, {"limit_train_batches": 2, "limit_val_batches": 2}],
@@ -866,6 +890,7 @@ class TwoSources(SequentialMLP):
         return loss
 
 
+@pytest.mark.feature("Data", "`CombinedLoader`")
 def test_combined_loaders() -> None:
     compare(dict_of_loaders)
 
@@ -916,6 +941,7 @@ def shuffled(how: Any, seeded: bool, workers: int, noisy: bool) -> Any:
     return record, module.numbers
 
 
+@pytest.mark.feature("Data", "shuffled loaders")
 @pytest.mark.parametrize("noisy", [False, True], ids=["", "noisy"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_seeded_shuffle_gives_the_batches_of_one_device(workers: int, noisy: bool) -> None:
@@ -1063,6 +1089,7 @@ def recorded_hooks(how: Any, accumulate: int) -> Any:
     return record, callback.calls, module.calls
 
 
+@pytest.mark.feature("Training", "hooks of modules, data modules and callbacks")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_hooks_are_called_on_every_rank_with_the_same_arguments(accumulate: int) -> None:
     _, of_callback, of_module = compare(recorded_hooks, accumulate, stages=3)
@@ -1095,6 +1122,7 @@ def changing_gradients(how: Any) -> Any:
     return record
 
 
+@pytest.mark.feature("Training", "hooks that change gradients or parameters")
 def test_gradients_and_parameters_may_be_changed_in_hooks() -> None:
     compare(changing_gradients)
 
@@ -1116,6 +1144,7 @@ def freezing_by_hook(how: Any) -> Any:
     return fit(how, FreezesItself, points(6), max_epochs=1, gradient_clip_val=0.3)[0]
 
 
+@pytest.mark.feature("Training", "parameters that are frozen and unfrozen between steps")
 def test_parameters_are_frozen_and_unfrozen_between_steps() -> None:
     compare(freezing_by_hook, stages=3)
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from lightning_pipeshift.testing.ranks import TIMEOUT_SECONDS
 from tests import ROOT
 
@@ -41,6 +43,7 @@ exit()
 """
 
 
+@pytest.mark.feature("Launch", "notebooks")
 def test_a_notebook_trains_on_several_stages(tmp_path: Path) -> None:
     script = tmp_path / "cells.py"
     script.write_text(CELLS)

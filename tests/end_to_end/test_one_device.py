@@ -94,6 +94,9 @@ def training(how: Any, kind: type, accumulate: int = 1) -> Any:
     return {"record": record, "seen": getattr(module, "seen", None), "steps": trainer.global_step}
 
 
+@pytest.mark.feature(
+    "Training", "an overridden `backward`, LBFGS and `dataloader_iter`, on one device"
+)
 @pytest.mark.parametrize(
     "kind",
     [LooksAtWhatItLogs, DoublesInBackward, FetchesItself, WithLBFGS, TiedToTheHead, OnlyAParameter],

@@ -65,6 +65,7 @@ ONE_FILE: dict[str, bool] = {}
 ASYNCHRONOUS = {"sharded": True, "asynchronous": True}
 
 
+@pytest.mark.feature("Launch", "SIGTERM, and going on with fewer ranks")
 @pytest.mark.parametrize("io", [ONE_FILE, ASYNCHRONOUS], ids=["one file", "asynchronous folder"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_all_ranks_end_after_the_same_step_and_go_on_with_fewer(
@@ -118,6 +119,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.feature("Launch", "`torchrun --max-restarts`")
 def test_torchrun_restarts_from_the_last_checkpoint() -> None:
     launched = launch_torchrun(SCRIPT, 2, options=["--max-restarts", "1"])
     done = sorted(line for line in launched.output.splitlines() if "DONE" in line)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_pipeshift.commands import report
+from lightning_pipeshift.commands.report_page import page
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.timeline.chrome_trace import chrome_trace
 from lightning_pipeshift.plan.timeline.expected import expected
@@ -73,3 +74,20 @@ def test_a_browser_shows_the_page_of_a_run(
     assert cells[4] == cells[5]
     lanes = shown.split('id="lanes"')[1].split("</table>")[0]
     assert "<td>bulk</td><td>7.5 MB</td>" in lanes
+
+
+def test_a_move_has_what_it_was_expected_to_gain_and_what_it_has_gained() -> None:
+    fast = as_measured(100)
+    slow = replace(fast, ranks=tuple(replace(r, end=r.end + fast.seconds) for r in fast.ranks))
+    assert slow.seconds == pytest.approx(2 * fast.seconds)
+    after = [as_measured(step, moved=True) for step in (137, 200)]
+    found = re.findall(
+        r'<p class="change">A step took .* before and (.*) after \(medians of 1 and 2 recorded\):'
+        r" ([\d.]+) times as fast. Expected by the new plan: (.*), ([\d.]+) times.</p>",
+        page("run", [slow, *after]),
+    )
+    # As above, what the new plan expects is what was measured.
+    ratio = f"{slow.seconds / after[0].seconds:.2f}"
+    assert [(each[1], each[3]) for each in found] == [(ratio, ratio)]
+    assert found[0][0] == found[0][2]
+    assert 'class="change"' not in page("run", after)

@@ -88,6 +88,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.feature("Checkpoints", "sharded folders")
 @pytest.mark.parametrize(
     ("stages", "strategy"),
     [(1, {"partition": [4]}), (3, {"partition": [1, 2, 1]}), (2, {"partition": [1, 3]})],
@@ -157,6 +158,7 @@ def wrapped(how: Any, sharded: bool) -> None:
     trainer.fit(built(SequentialMLP), points(2))
 
 
+@pytest.mark.feature("Checkpoints", "`AsyncCheckpointIO`")
 def test_lightnings_own_plugin_writes_files_beside_the_training(tmp_path: Path) -> None:
     run_ranks(on_rank, 2, wrapped, {}, (False,), {}, cwd=tmp_path)
     assert loaded(tmp_path / "kept" / "one.ckpt")["global_step"] == 2

@@ -5,10 +5,11 @@ profiler's report.
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.features_models import quiet_trainer
@@ -46,6 +47,8 @@ def train(strategy: dict[str, Any], summary: bool) -> tuple[list[str], list[str]
     return shown, sorted(timed)
 
 
+@pytest.mark.feature("Callbacks", "`ModelSummary`")
+@pytest.mark.feature("Profilers", "`SimpleProfiler`")
 @pytest.mark.parametrize("summary", [True, False])
 def test_the_stages_are_shown_where_the_model_is(summary: bool) -> None:
     first, second = run_ranks(train, 2, {"partition": [1, 3]}, summary)
@@ -63,3 +66,20 @@ def test_the_stages_are_shown_where_the_model_is(summary: bool) -> None:
 def test_sums_over_virtual_machines_are_timed() -> None:
     for _, timed in run_ranks(train, 2, {"virtual_machines": 2, "microbatches": 2}, False):
         assert timed == PARTS
+
+
+def report(kind: type) -> str:
+    """What a profiler writes on this rank."""
+    profiler = kind("reports", "report")
+    how = {"pipeshift": {"microbatches": 2}}
+    trainer = quiet_trainer(how, devices=2, max_epochs=1, profiler=profiler)
+    trainer.fit(LayersOfItsOwn(), points(8))
+    return Path("reports", f"fit-report-{trainer.global_rank}.txt").read_text()
+
+
+@pytest.mark.feature("Profilers", "`AdvancedProfiler`, `PyTorchProfiler`")
+@pytest.mark.parametrize("kind", [AdvancedProfiler, PyTorchProfiler])
+def test_every_rank_writes_its_profilers_report(kind: type, tmp_path: Path) -> None:
+    for text in run_ranks(report, 2, kind, cwd=tmp_path):
+        assert "[PipeShift] wait for other stages" in text
+        assert "PipeShiftStrategy.training_st" in text

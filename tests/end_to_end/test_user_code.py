@@ -106,6 +106,7 @@ def taking_part(how: Any, chosen: Sequence[int], accumulate: int) -> Any:
     return record, empty, notes
 
 
+@pytest.mark.feature("Training", "a `training_step` that returns None")
 @pytest.mark.parametrize(("stages", "accumulate"), [(1, 1), (2, 1), (3, 1), (2, 3)])
 def test_hooks_get_nothing_for_a_step_without_a_loss(stages: int, accumulate: int) -> None:
     expected = on_one_device(taking_part, [0, 2, 3], accumulate)
@@ -195,6 +196,7 @@ def contents(folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.feature("Callbacks", "`OnExceptionCheckpoint`, one device for each replica")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("ranks", "strategy"), [(1, {}), (2, {"virtual_machines": 2})], ids=["alone", "two pipelines"]
@@ -219,6 +221,10 @@ def test_a_stage_with_all_layers_saves_after_an_exception(
                 torch.testing.assert_close(found[name]["state_dict"][key], value)
 
 
+@pytest.mark.feature(
+    "Refused, with advice",
+    "`OnExceptionCheckpoint` on several stages (one device for each replica saves)",
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_several_stages_say_that_they_cannot_save_after_an_exception(
     kind: str, tmp_path: Path
@@ -323,6 +329,7 @@ def finetuning(how: Any, kind: str, max_epochs: int = 4, ckpt_path: Any = None) 
     return parameters_of(module), groups, rates
 
 
+@pytest.mark.feature("Callbacks", "`BackboneFinetuning`, `BaseFinetuning`")
 def test_a_backbone_is_unfrozen_as_on_one_device() -> None:
     """Without dropout, so that plain Lightning has the same numbers."""
     compare(finetuning, "BackboneFinetuning", stages=1)
@@ -437,6 +444,7 @@ def taking_turns(how: Any) -> None:
     fit(how, TakesTurns, points(2), max_epochs=1)
 
 
+@pytest.mark.feature("Refused, with advice", "several optimizers")
 @pytest.mark.parametrize("stages", [1, 2])
 def test_several_optimizers_are_refused_with_what_is_allowed(stages: int) -> None:
     for outcome in on_ranks(stages, taking_turns, expect_failure=True):
@@ -491,6 +499,7 @@ def searching(how: Any, kind: str, most: int = 1000) -> Any:
     )
 
 
+@pytest.mark.feature("Tuners", "`BatchSizeFinder`")
 def test_a_batch_size_is_found_on_several_stages() -> None:
     size, *_ = compare(searching, "size", strategy={"microbatches": 1})
     assert size == 16
@@ -501,6 +510,10 @@ def test_a_batch_size_is_found_by_running_out_of_memory() -> None:
     assert size == 8
 
 
+@pytest.mark.feature(
+    "Refused, with advice",
+    "`BatchSizeFinder` that goes on after several stages have run out of memory",
+)
 def test_a_search_that_runs_out_of_memory_on_several_stages_ends_with_advice() -> None:
     for outcome in on_ranks(2, searching, "size", 8, expect_failure=True):
         assert outcome.error_type in ("BatchError", "StageFailedError")
@@ -508,6 +521,7 @@ def test_a_search_that_runs_out_of_memory_on_several_stages_ends_with_advice() -
         assert "last size that succeeded" in outcome.message
 
 
+@pytest.mark.feature("Tuners", "`LearningRateFinder`")
 def test_a_learning_rate_is_found_without_a_word_about_other_stages() -> None:
     _, rate, _, notes, _ = compare(searching, "rate", strategy={"microbatches": 1})
     assert rate != 0.1
@@ -583,6 +597,7 @@ def copying(how: Any, precision: Any = None) -> Any:
     return rates, plain(found)
 
 
+@pytest.mark.feature("Training", "copied and pickled Trainers")
 @pytest.mark.parametrize("precision", [None, "bf16-mixed"])
 def test_copies_of_a_trainer_train(precision: Any) -> None:
     first, second = on_ranks(2, copying, precision)

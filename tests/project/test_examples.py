@@ -17,6 +17,8 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from peft import PeftModel
+from torch.utils.data import DataLoader
 
 from examples.train_gpt import GPT, TextDataModule
 from lightning_pipeshift import PipeShiftStrategy
@@ -162,6 +164,38 @@ def test_a_model_of_transformers_learns() -> None:
     said = first_rank(2, "huggingface.py")
     first, last = numbers(r"([\d.]+) at ", said)
     assert last < first
+
+
+def fine_tuned_with_lora(how: Any, folder: Path) -> Any:
+    from examples.huggingface import FineTuned, small_gpt2, text, with_lora
+
+    L.seed_everything(1, verbose=False)
+    module = FineTuned(with_lora(small_gpt2()))
+    before = plain(dict(module.state_dict()))
+    trainer = quiet_trainer(how, max_steps=3)
+    trainer.fit(module, DataLoader(text(16, 3, 8), batch_size=8))  # type: ignore[arg-type]
+    module.model.save_pretrained(folder / f"{trainer.world_size}-{trainer.global_rank}")
+    return before, plain(dict(module.state_dict()))
+
+
+def test_lora_trains_the_bits_of_one_stage_and_nothing_else(tmp_path: Path) -> None:
+    from examples.huggingface import small_gpt2
+
+    one, *two = (
+        found
+        for stages in (1, 2)
+        for found in run_ranks(
+            on_rank, stages, fine_tuned_with_lora, {"microbatches": 4}, (tmp_path,), {}
+        )
+    )
+    for before, after in two:
+        assert not differences(after, one[1], 0, 0)
+        trained = {name for name, value in after.items() if not torch.equal(value, before[name])}
+        assert trained
+        assert all("lora_" in name for name in trained)
+    loaded = PeftModel.from_pretrained(small_gpt2(), str(tmp_path / "2-1")).state_dict()
+    for name in trained:
+        assert torch.equal(loaded[name.removeprefix("model.")], after[name])
 
 
 def test_the_asynchronous_example_trains_with_both_schedules() -> None:

@@ -32,7 +32,10 @@ def project() -> dict[str, Any]:
 
 
 def test_the_version_is_the_same_everywhere() -> None:
-    assert project()["version"] == lightning_pipeshift.__version__
+    version = project()["version"]
+    assert version == lightning_pipeshift.__version__
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## [{version}] - " in (ROOT / "CHANGELOG.md").read_text()
 
 
 def requirements() -> Iterator[Requirement]:

@@ -16,7 +16,7 @@ import yaml  # type: ignore[import-untyped]
 from benchmarks import pictures
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests import ROOT
-from tests.project.pages import commands, reader
+from tests.project.pages import commands, features, reader
 from tests.project.pages.blocks import Block, blocks_of
 
 PAGES = (
@@ -94,12 +94,21 @@ def test_what_a_page_shows_runs(path: Path, tmp_path: Path) -> None:
                 raise AssertionError(f"{path.name}, line {block.line}: {error}") from error
 
 
-def test_the_tests_that_the_page_on_lightning_names_are_there() -> None:
-    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", (ROOT / "docs/lightning.md").read_text())
-    assert len(named) > 15
-    for file, test in named:
-        source = (ROOT / "tests" / "end_to_end" / file).read_text()
-        assert f"\ndef {test}(" in source, f"{file} has no {test}"
+def test_the_page_on_lightning_is_that_of_the_tests() -> None:
+    rows = features.features()
+    assert {row.group for row in rows} == set(features.GROUPS)
+    assert features.PAGE.read_text() == features.page(features.PAGE.read_text(), rows), (
+        "run python -m tests.project.pages.features"
+    )
+
+
+def test_a_mark_is_a_row_and_a_group_must_be_known() -> None:
+    source = "@pytest.mark.feature('Data', 'a `b`')\n@other\ndef test_it(): ...\ndef test_no(): ..."
+    (row,) = features.features_in(source, "test_x.py")
+    assert row == ("Data", "a `b`", "test_x.py", "test_it")
+    assert "| a `b` | `test_x.py::test_it` |" in features.page(features.PAGE.read_text(), [row])
+    with pytest.raises(ValueError, match="'Date' is none of"):
+        list(features.features_in(source.replace("'Data'", "'Date'"), "test_x.py"))
 
 
 def test_the_picture_is_what_its_script_draws() -> None:

@@ -112,12 +112,16 @@ class TimelineResults:
 
 
 def _give(logger: Any, figure: Any, path: Path, step: int) -> None:
-    """Gives a logger the picture, if it takes any: TensorBoard, W&B, and those with their methods.
-    In a logger's own folder, as that of a CSVLogger, it lies already.
+    """Gives a logger the picture, if it takes any: TensorBoard, W&B, MLflow, and those with their
+    methods. In a logger's own folder, as that of a CSVLogger, it lies already.
     """
+    experiment = getattr(logger, "experiment", None)
     log_image = getattr(logger, "log_image", None)
-    add_figure = getattr(getattr(logger, "experiment", None), "add_figure", None)
+    add_figure = getattr(experiment, "add_figure", None)
+    log_artifact = getattr(experiment, "log_artifact", None)
     if callable(log_image):
         log_image(key=PICTURE, images=[str(path)])
     elif callable(add_figure):
         add_figure(PICTURE, figure, global_step=step, close=False)
+    elif callable(log_artifact) and hasattr(logger, "run_id"):
+        log_artifact(logger.run_id, str(path), Path(PICTURE).parent.as_posix())

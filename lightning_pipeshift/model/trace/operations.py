@@ -269,7 +269,12 @@ class _Applied(threading.local):
 
 
 _applied = _Applied()
-_plain_apply = Function.__dict__["apply"].__func__
+# A class method of Python's in some versions of torch (to 2.13), and one of C's in others.
+_own_apply = Function.__dict__["apply"]
+
+
+def _plain_apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+    return _own_apply.__get__(None, cls)(*args, **kwargs)
 
 
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
