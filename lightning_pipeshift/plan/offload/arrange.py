@@ -200,7 +200,7 @@ class _Mapper:
             # Equal virtual machines are solved once and ordered equally: otherwise rings would be
             # slower.
             problem = self._problem(placed, vm, ranks)
-            alike = tuple(self._alike[rank] for rank in ranks)
+            alike = _pattern([self._alike[rank] for rank in ranks])
             key = problem.workload, problem.links.key, problem.limits, alike
             if key not in self._known:
                 order, made = self._best_order(profile, start, placed, vm)
@@ -306,6 +306,14 @@ class _Mapper:
         cuts = tuple(each.cut for each in found)
         made = self._placer.arrangement(placed, cuts, tuple(each.swaps for each in found))
         return replace(made, tried=start.tried)
+
+
+def _pattern(classes: Sequence[Any]) -> tuple[int, ...]:
+    """Which elements are equal, without what they are: their numbers in the order in which they
+    first occur.
+    """
+    numbers: dict[Any, int] = {}
+    return tuple(numbers.setdefault(each, len(numbers)) for each in classes)
 
 
 def _with_saved(profile: Profile, part: float) -> Profile:

@@ -17,7 +17,7 @@ from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.policies import KeepAll, Planned, RecomputeAll, SwapAll
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
-from lightning_pipeshift.plan.offload.arrange import arrange, compressed
+from lightning_pipeshift.plan.offload.arrange import _Mapper, arrange, compressed
 from tests.unit.plan.clusters import devices, profile
 from tests.unit.plan.swapping import least_seconds, little_memory
 
@@ -39,6 +39,28 @@ def keeps(found, cluster) -> bool:
 
 
 # --- the mapping ---
+
+
+def test_equal_virtual_machines_are_solved_once(monkeypatch):
+    text = " ".join(f"h{host}:X h{host}:X" for host in range(6))
+    cluster = Cluster(
+        devices(text, memory_bytes=130 * MB),
+        inside=Link(0.0, 1e10),
+        outside=Link(0.0, 1e8),
+    )
+    solved = []
+    best_order = _Mapper._best_order
+
+    def counted(self, profile, start, placed, vm):
+        solved.append((profile, tuple(start.ranks)))
+        return best_order(self, profile, start, placed, vm)
+
+    monkeypatch.setattr(_Mapper, "_best_order", counted)
+    request = replace(ONE, virtual_machines=6, batch_samples=48.0)
+    found = arrange(model(), cluster, request)
+    assert [{rank // 2 for rank in ranks} for ranks in found.ranks] == [{n} for n in range(6)]
+    assert keeps(found, cluster)
+    assert len(solved) == len(set(solved))
 
 
 def test_who_has_room_for_it_takes_the_first_stage():
