@@ -94,6 +94,7 @@ RUNS = (
     Run("simulator", "simulator --stages 4 --num-rounds 3", (*PLANNING, *STEP)),
     Run("planner", "planner", PLANNING),
     Run("planner_memory", "planner_memory", PLANNING),
+    Run("waiting_weights", "waiting_weights --num-rounds 2", STEP),
     Run("slow_network", "slow_network", (*PLANNING, "examples/plan_a_cluster.py")),
     Run(
         "compression",

@@ -454,7 +454,7 @@ class Pipeline:
             trains: whether the run trains.
         """
         self.planning.shared = shared_weights(seen.uses, self.channels.device)
-        # On a GPU, a parameter whose memory is the host's could not be given its gradient.
+        # No GPU has run this yet: there, only a user's own plan moves weights.
         may_move = self.channels.device.type == "cpu"
         self.planning.waiting_bytes = {
             layer: bytes_of(p for p in parameters if p.is_meta or may_wait(p))
