@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from lightning_pipeshift.plan.arrange.plan_builder import lane_shares_of, prediction_of
 from lightning_pipeshift.plan.cost.prediction import Prediction
+from lightning_pipeshift.plan.cost.workload import passing_bytes, window_bytes
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import Profile
@@ -88,43 +89,77 @@ class Measured:
         )
 
     def lacking_during(self, old: Plan, new: Plan) -> str:
-        """A message about the device that lacks the most memory while layers change their owners;
-        empty if none does. In the step before, a new owner has memory for the weights that come,
-        and the old one has copies of them. In the step in which the layers change their owners,
-        the old owner still holds them.
+        """A message about the device that lacks the most memory while layers change their owners,
+        even if what most layers save leaves the device; empty if none does. In the step before, a
+        new owner has memory for the weights that come, and the old one has copies of them. In the
+        step in which the layers change their owners, the old owner still holds them.
 
         Args:
             old: the plan before.
             new: the plan after. It has the same ranks.
         """
-        before, after = (
-            self._places(plan, self.prediction(plan).memory_bytes) for plan in (old, new)
-        )
-        more = {(vm, stage): [0.0, 0.0] for vm, stage, _, _ in before}
-        for vm in range(old.placement.num_virtual_machines):
-            owners = zip(old.placement.stages(vm), new.placement.stages(vm), strict=True)
-            on_host = old.optimizer_on_host_of(vm)
-            for index, (source, to) in enumerate(owners):
-                if source != to:
-                    layer = self.profile.layers[index]
-                    state = 0 if index in on_host else layer.optimizer_bytes
-                    more[vm, source][0] += layer.parameter_bytes
-                    more[vm, to][0] += layer.parameter_bytes
-                    more[vm, source][1] += layer.parameter_bytes + state
-        lacks, vm, stage, held, twice = max(
-            (held + twice - usable, vm, stage, held + twice, twice)
-            for number, places in enumerate((before, after))
-            for vm, stage, held, usable in places
-            for twice in [more[vm, stage][number]]
-        )
+        places = []
+        for vm, ranks in enumerate(self.ranks_of(old)):
+            stages = list(zip(old.placement.stages(vm), new.placement.stages(vm), strict=True))
+            held = [self._held(plan, vm) for plan in (old, new)]
+            for stage, rank in enumerate(ranks):
+                leaving = [layer for layer, (a, b) in enumerate(stages) if a == stage != b]
+                changing = [layer for layer, (a, b) in enumerate(stages) if a != stage == b]
+                changing += leaving
+                usable = self.cluster.devices[rank].usable_bytes
+                for own, twice in (
+                    (held[0][stage], sum(self._weights(old, vm, layer) for layer in changing)),
+                    (
+                        held[1][stage],
+                        sum(
+                            self._weights(old, vm, layer) + self._state(old, vm, layer)
+                            for layer in leaving
+                        ),
+                    ),
+                ):
+                    places.append((own + twice - usable, vm, stage, own + twice, twice))
+        lacks, vm, stage, total, twice = max(places)
         if lacks <= 0:
             return ""
         return (
             f"while layers move, stage {stage} of virtual machine {vm} would hold"
-            f" {held / 1e6:.1f} MB for a step, {twice / 1e6:.1f} MB of them for layers that another"
-            f" stage has, too; that is {lacks / 1e6:.1f} MB more than it has. Move other layers, or"
-            " give it more memory"
+            f" {total / 1e6:.1f} MB or more for a step, {twice / 1e6:.1f} MB of them for layers"
+            " that another stage has, too; that is"
+            f" {lacks / 1e6:.1f} MB more than it has. Move other layers, or give it more memory"
         )
+
+    def _held(self, plan: Plan, vm: int) -> list[float]:
+        """The bytes that each stage cannot do without: weights, gradients, optimizer state,
+        payloads, and the larger of what one layer saves and of its state in host memory.
+        """
+        layers = self.profile.layers
+        payloads = (0, *plan.stage_payload_bytes(vm), 0)
+        found = []
+        for stage in range(plan.placement.num_stages(vm)):
+            own = plan.placement.layers_of(vm, stage)
+            waiting = [layers[n].waiting_bytes for n in own if n in plan.weights_on_host_of(vm)]
+            at_once = [layers[n].saved_bytes for n in own]
+            at_once += [
+                layers[n].optimizer_bytes for n in own if n in plan.optimizer_on_host_of(vm)
+            ]
+            held = sum(
+                self._weights(plan, vm, n)
+                + self._state(plan, vm, n)
+                + self.profile.num_gradients * layers[n].gradient_bytes
+                for n in own
+            )
+            passing = passing_bytes(*payloads[stage : stage + 2])
+            found.append(held + passing + window_bytes(waiting) + max(at_once, default=0))
+        return found
+
+    def _weights(self, plan: Plan, vm: int, layer: int) -> int:
+        found = self.profile.layers[layer]
+        on_host = layer in plan.weights_on_host_of(vm)
+        return found.parameter_bytes - (found.waiting_bytes if on_host else 0)
+
+    def _state(self, plan: Plan, vm: int, layer: int) -> int:
+        on_host = layer in plan.optimizer_on_host_of(vm)
+        return 0 if on_host else self.profile.layers[layer].optimizer_bytes
 
     def _places(self, plan: Plan, memory_bytes: Memory) -> list[tuple[int, int, float, float]]:
         return [

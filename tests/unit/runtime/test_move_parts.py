@@ -32,7 +32,7 @@ def measured(bandwidth: float, memory_bytes: int = 0) -> Measured:
 
 
 def plan(*counts: int) -> Plan:
-    records = tuple(LayerRecord(layer.name, WEIGHTS, 0.01, 1) for layer in LAYERS)
+    records = tuple(LayerRecord(layer.name, WEIGHTS, 0.01, 0) for layer in LAYERS)
     return Plan(records, Placement((counts,)), "1f1b", 4, ranks=((0, 1),))
 
 
@@ -72,7 +72,7 @@ def test_what_is_held_twice_counts() -> None:
         ((4, 4), 0),
         ((3, 5), 0),
     ]
-    with pytest.raises(PlanError, match=r"stage 0 .* 625.0 MB for a step, 25.0 MB of them .* 1.0"):
+    with pytest.raises(PlanError, match=r"stage 0 .* 625.0 MB or .* 25.0 MB of them .* 1.0"):
         split(plan(6, 2), plan(3, 5), measured(1e12, enough - MB))
     # The new owner lacks no more than the old one did.
     assert split(plan(2, 6), plan(3, 5), measured(1e12, enough)) == [((3, 5), 0)]
