@@ -6,7 +6,6 @@ block balances nearly as well.
 """
 
 from collections.abc import Collection, Sequence
-from typing import Final
 
 from lightning_pipeshift.plan.inputs.flow import Flow
 from lightning_pipeshift.plan.inputs.profile import Profile
@@ -23,19 +22,9 @@ def possible_cuts(flow: Flow, num_layers: int) -> frozenset[int]:
     return frozenset(range(1, num_layers)) - impossible
 
 
-SMALL: Final = 128
-"""Up to this product of layers and stages, a search tries all boundaries: a layer is a large part
-of a stage then, and there are few cuts."""
-
-
 def cuts_to_try(profile: Profile, num_stages: int) -> frozenset[int]:
-    """The boundaries of a model from which a search chooses: all that may be cut if these are few,
-    or else those that are worth it.
-    """
-    possible = profile.possible_cuts
-    if profile.num_layers * num_stages <= SMALL:
-        return frozenset(range(1, profile.num_layers)) if possible is None else possible
-    return worthwhile_cuts(profile.payload_bytes, num_stages, possible)
+    """The boundaries of a model that are worth a cut."""
+    return worthwhile_cuts(profile.payload_bytes, num_stages, profile.possible_cuts)
 
 
 def worthwhile_cuts(

@@ -327,9 +327,11 @@ def slow_reference(
                 (begun, now, load.again_bytes),
                 (again.start if again else later, freed, load.again_bytes),
             ]
+            # Recomputing the rest of a layer takes the tensors that were moved.
+            needed = again.start if again and load.again_bytes else later
             for group in load.moved:
                 for place, part in group.parts:
-                    entry = (begun, now, later, freed, group.num_bytes * part)
+                    entry = (begun, now, needed, freed, group.num_bytes * part)
                     out.setdefault(place, []).append(entry)
     late = 0.0
     for place, group_of in out.items():

@@ -345,7 +345,8 @@ def test_near_the_best_of_all_asynchronous_pipelines(schedule, seed, room):
     model, cluster, request = unlike(seed, room=room)
     request = replace(request, schedule=schedule, microbatches="auto")
     every = list(every_arrangement(model, cluster, request))
-    found = arrange(model, cluster, request)
+    # As brute force does, it may cut anywhere.
+    found = arrange(model, cluster, request, lambda _: frozenset(range(1, model.num_layers)))
     assert found.microbatches == 1
     assert found.samples_per_second >= 0.97 * max(
         one.samples_per_second
