@@ -216,7 +216,7 @@ class Logs(Sleeper):
         return loss
 
 
-@pytest.mark.feature("Callbacks", "`PipelineTimeline` beside `ModelCheckpoint(monitor=...)`")
+@pytest.mark.feature("Callbacks", "`PipelineTimeline` with `ModelCheckpoint(monitor=...)`")
 def test_loggers_get_figures_and_pictures_and_users_values_stay(tmp_path: Path) -> None:
     (plain, _), (found, _) = (
         run_ranks(logged, 2, records, str(tmp_path)) for records in (False, True)

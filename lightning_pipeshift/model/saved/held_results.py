@@ -34,7 +34,7 @@ Key = tuple[Any, int]
 
 
 class Result(NamedTuple):
-    """What an operation has returned.
+    """The results of an operation.
 
     Args:
         inputs: the layouts of the tensors that it was given.

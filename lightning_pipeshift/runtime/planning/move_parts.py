@@ -24,7 +24,7 @@ _PART_OF_STEP: Final = 0.5
 """The part of a step in which a link may be busy with layers that move: payloads need it, too."""
 
 _UNMEASURED_BYTES: Final = float(32 << 20)
-"""What moves over a link in one step if its speed is not known."""
+"""The bytes that move over a link in one step if its speed is not known."""
 
 _SHORT: Final = 1 / 8
 """By this fraction of the time that a part may take, weights come too late to matter."""

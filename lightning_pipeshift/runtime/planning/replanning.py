@@ -283,7 +283,8 @@ class Replanning:
     def bytes_held_twice(
         self, leaving: Iterable[int], copied: Iterable[int], on_host: Collection[int]
     ) -> int:
-        """What layers take on a stage because they move: as ``Measured.lacking_during`` counts it.
+        """The bytes that layers take on a stage because they move, as
+        :meth:`Measured.lacking_during` counts them.
 
         Args:
             leaving: those that the stage still holds, and another one owns already.
