@@ -281,7 +281,11 @@ class Replanning:
         return {index: layer.optimizer_bytes for index, layer in enumerate(self._layers)}
 
     def bytes_held_twice(
-        self, leaving: Iterable[int], copied: Iterable[int], on_host: Collection[int]
+        self,
+        leaving: Iterable[int],
+        copied: Iterable[int],
+        on_host: Collection[int],
+        waiting: Collection[int],
     ) -> int:
         """The bytes that layers take on a stage because they move, as
         :meth:`Measured.lacking_during` counts them.
@@ -290,11 +294,14 @@ class Replanning:
             leaving: those that the stage still holds, and another one owns already.
             copied: those of which it holds the weights in addition.
             on_host: those whose optimizer state is in host memory.
+            waiting: those whose weights wait there.
         """
         layers = self._layers
-        return sum(layers[layer].parameter_bytes for layer in (*leaving, *copied)) + sum(
-            layers[layer].optimizer_bytes for layer in leaving if layer not in on_host
+        weights = (
+            layers[n].parameter_bytes - (layers[n].waiting_bytes if n in waiting else 0)
+            for n in (*leaving, *copied)
         )
+        return sum(weights) + sum(layers[n].optimizer_bytes for n in leaving if n not in on_host)
 
     def static_bytes(
         self,

@@ -641,7 +641,7 @@ class Pipeline:
             self.planning.static_bytes(stage, self.channels.num_stages, on_host, waiting),
             self.planning.profiler.expected_bytes,
             self._layers_on_their_way,
-            self.planning.bytes_held_twice(*self.changes.held_twice, on_host) + window_bytes,
+            self.planning.bytes_held_twice(*self._held_twice, on_host, waiting) + window_bytes,
         )
         self._note_state_on_host()
         gates = self._trace_cache.gates
