@@ -120,7 +120,7 @@ class _Run:
 
         last_backwards = list(self.begins)
         self.ends = list(self.begins)
-        for stage, action, _, end in self._clock.run(
+        for stage, action, _, end, _ in self._clock.run(
             self._costs, max, begins=self.begins, first_forward=first_forward
         ):
             if action.kind.is_compute:

@@ -82,8 +82,7 @@ class Costs:
         return frozenset(s for s, seconds in enumerate(self.recompute_seconds) if seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """An action and when it starts and ends, in seconds since the step began."""
 
     action: Action
@@ -127,6 +126,8 @@ class Instant(NamedTuple):
     action: Action
     start: Any
     end: Any
+    seconds: Any
+    """Its cost."""
 
 
 Costing = Sequence[Sequence[Any] | NDArray[np.float64]]
@@ -259,18 +260,19 @@ class Clock:
         arrived: list[Any] = [0.0] * self._num_arrivals
         instants = []
         for stage, action, arrival, column, entry, link in self._steps:
+            seconds = costs[column][entry]
             if link is None:
                 start = free[stage] if arrival < 0 else later(free[stage], arrived[arrival])
                 if first_forward and action.kind is Kind.FORWARD and action.microbatch == 0:
                     end = first_forward(stage, start)
                 else:
-                    end = start + costs[column][entry]
+                    end = start + seconds
                 free[stage] = end
             else:
                 start = later(free[stage], link_free[link]) if link in link_free else free[stage]
-                end = start + costs[column][entry]
+                end = start + seconds
                 link_free[link] = arrived[arrival] = end
-            instants.append(Instant(stage, action, start, end))
+            instants.append(Instant(stage, action, start, end, seconds))
         return instants
 
     def step_seconds(self, costs: Costing) -> Any:
@@ -330,21 +332,17 @@ def simulate(schedule: Schedule | Clock, costs: Costs) -> Timeline:
         )
     rows: list[list[Span]] = [[] for _ in range(route.num_stages)]
     transfers: list[list[Span]] = [[] for _ in range(route.num_stages)]
-    for instant in timed.run(columns(costs), max):
-        lines = rows if instant.action.kind.is_compute else transfers
-        lines[instant.stage].append(Span(instant.action, instant.start, instant.end))
-    step_seconds = end_seconds = max(row[-1].end if row else 0.0 for row in rows)
     # Not the spans' differences: the sum of the given costs is exact if they are.
-    by_kind = columns(costs)
-    busy = [
-        sum(
-            by_kind[_COLUMN[span.action.kind]][route.index(Place(stage, span.action.chunk))]
-            for span in row
-        )
-        for stage, row in enumerate(rows)
-    ]
+    busy = [0.0] * route.num_stages
+    for stage, action, start, end, seconds in timed.run(columns(costs), max):
+        if action.kind.is_compute:
+            rows[stage].append(Span(action, start, end))
+            busy[stage] += seconds
+        else:
+            transfers[stage].append(Span(action, start, end))
+    step_seconds = end_seconds = max(row[-1].end if row else 0.0 for row in rows)
     if timed.is_endless:
-        step_seconds = float(steady_pace(by_kind))
+        step_seconds = float(steady_pace(columns(costs)))
         num_minibatches = sum(span.action.kind is Kind.FORWARD for span in rows[0])
         busy = [seconds / num_minibatches for seconds in busy]
     return Timeline(

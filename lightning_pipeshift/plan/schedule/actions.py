@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 from lightning_pipeshift.errors import ScheduleError
@@ -42,19 +43,19 @@ class Kind(enum.Enum):
     """Send the payload's gradient to the previous place; pairs with that place's
     RECEIVE_GRADIENT."""
 
-    @property
+    @cached_property
     def is_receive(self) -> bool:
         return self.value.startswith(">")
 
-    @property
+    @cached_property
     def is_send(self) -> bool:
         return self.value.endswith(">")
 
-    @property
+    @cached_property
     def is_compute(self) -> bool:
         return not (self.is_receive or self.is_send)
 
-    @property
+    @cached_property
     def properties(self) -> Properties:
         """The kind's properties."""
         return PROPERTIES[self]
