@@ -27,8 +27,8 @@ from benchmarks.hosts import Link, hosts, why_not
 from benchmarks.measuring import arguments, interval, print_table, ratios, save, shown
 from benchmarks.placements import Repeated
 from lightning_pipeshift import PipeShiftStrategy
+from lightning_pipeshift.plan.arrange.planner import arrange
 from lightning_pipeshift.plan.arrange.request import PlanRequest
-from lightning_pipeshift.plan.offload.arrange import arrange
 from lightning_pipeshift.testing.sleeping import Sleeper
 from tests.features_models import quiet_trainer
 

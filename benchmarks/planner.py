@@ -29,11 +29,11 @@ import numpy as np
 
 from benchmarks.measuring import arguments, print_table, save
 from lightning_pipeshift.errors import BudgetError, PlanError
+from lightning_pipeshift.plan.arrange.planner import arrange
 from lightning_pipeshift.plan.cost.workload import workload_of
 from lightning_pipeshift.plan.inputs.policies import Planned
-from lightning_pipeshift.plan.offload.arrange import arrange
-from lightning_pipeshift.plan.offload.assignment_search import Problem
-from lightning_pipeshift.plan.offload.planner import best_split
+from lightning_pipeshift.plan.offload.cut_search import best_split
+from lightning_pipeshift.plan.offload.problem import Problem
 from lightning_pipeshift.plan.partition.local_search import best_cut
 from tests.unit.plan.swapping import least_seconds, little_memory
 from tests.unit.plan.workloads import all_cuts, random_workload

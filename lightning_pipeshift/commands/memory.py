@@ -16,9 +16,9 @@ from lightning_pipeshift.pictures.memory import memory_chart
 from lightning_pipeshift.plan.arrange.plan_builder import cut_of, workloads_of
 from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.inputs.policies import Planned
-from lightning_pipeshift.plan.offload.assignment_search import Problem
 from lightning_pipeshift.plan.offload.memory_report import MachineMemory, report
-from lightning_pipeshift.plan.offload.planner import Compression
+from lightning_pipeshift.plan.offload.policy_choices import records
+from lightning_pipeshift.plan.offload.problem import Problem
 from lightning_pipeshift.runtime.planning.make_plan import make_plan
 
 
@@ -84,7 +84,7 @@ def machines_of(strategy: Any) -> list[MachineMemory] | None:
                 cut,
                 swaps,
                 problem.links,
-                tuple(Compression(problem).records(cut.counts)),
+                tuple(records(problem, cut.counts)),
                 footprints.of(cut, swaps),
                 footprints.of(Cut(cut.counts)),
                 tuple(limit.budget_bytes for limit in problem.limits),

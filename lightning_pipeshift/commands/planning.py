@@ -32,7 +32,7 @@ from lightning_pipeshift.errors import BudgetError, ConfigurationError, PlanErro
 from lightning_pipeshift.lightning.precision.memory_compression import MemoryCompression
 from lightning_pipeshift.lightning.strategy import PipeShiftStrategy
 from lightning_pipeshift.plan.arrange.plan_builder import plan_of_arrangement
-from lightning_pipeshift.plan.arrange.planner import evaluate
+from lightning_pipeshift.plan.arrange.planner import arrange, compressed, evaluate
 from lightning_pipeshift.plan.arrange.request import Arrangement, PlanRequest
 from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.document.files import (
@@ -45,7 +45,6 @@ from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.known_kinds import completed
 from lightning_pipeshift.plan.inputs.profile import Profile
-from lightning_pipeshift.plan.offload.arrange import arrange, compressed
 from lightning_pipeshift.plan.partition.equal_counts import uniform
 from lightning_pipeshift.plan.partition.integer_programming import MOST_PLACES
 from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest

@@ -53,6 +53,7 @@ from lightning_pipeshift.lightning.random_state import RandomState
 from lightning_pipeshift.lightning.run import Run
 from lightning_pipeshift.lightning.steps import accumulation_of
 from lightning_pipeshift.model.parameters.deferred_init import DeferredInit, give_attributes_values
+from lightning_pipeshift.plan.arrange.auto_numbers import Numbers
 from lightning_pipeshift.plan.arrange.options import Options
 from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.document.moves import Move
@@ -61,7 +62,6 @@ from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.shares import check_shares
 from lightning_pipeshift.plan.inputs.topology import Topology
-from lightning_pipeshift.plan.offload.auto_numbers import Numbers
 from lightning_pipeshift.runtime.liveness.failure import HEARTBEAT_SECONDS
 from lightning_pipeshift.runtime.liveness.stalls import STALL_SECONDS
 from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest

@@ -672,7 +672,7 @@ class StagePass(PlaceholderListener):
             region = RecomputedRegion(gate, args, kwargs, draw, table, observer, held)
             output = region.run()
             # Known from earlier microbatches: user code does not modify the inputs.
-            if self.memory is not None and gate.keeps_inputs:
+            if gate.keeps_inputs:
                 region.let_go()
             self._regions.append(region)
             return output

@@ -14,6 +14,7 @@ from lightning_pipeshift.plan.arrange.plan_builder import (
     plan_of,
     workloads_of,
 )
+from lightning_pipeshift.plan.arrange.planner import arrange
 from lightning_pipeshift.plan.cost.workload import Sharers, Workload
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster
@@ -22,9 +23,8 @@ from lightning_pipeshift.plan.inputs.partition import resolve
 from lightning_pipeshift.plan.inputs.placement import Placement
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.topology import Topology
-from lightning_pipeshift.plan.offload.arrange import arrange
-from lightning_pipeshift.plan.offload.assignment_search import Problem
-from lightning_pipeshift.plan.offload.planner import best_split
+from lightning_pipeshift.plan.offload.cut_search import best_split
+from lightning_pipeshift.plan.offload.problem import Problem
 from lightning_pipeshift.plan.schedule.asynchronous import require_equal_depths
 from lightning_pipeshift.runtime.offload.stage_memory import MemoryRequest
 

@@ -13,8 +13,8 @@ from lightning_pipeshift.plan.arrange.measurements import Measured
 from lightning_pipeshift.plan.arrange.plan_builder import cut_of, workloads_of
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.topology import Topology
-from lightning_pipeshift.plan.offload.assignment_search import Problem
-from lightning_pipeshift.plan.offload.planner import Compression
+from lightning_pipeshift.plan.offload.policy_choices import follows
+from lightning_pipeshift.plan.offload.problem import Problem
 from lightning_pipeshift.runtime.comm.link_meter import LinkChange
 from lightning_pipeshift.runtime.planning.make_plan import Settings, best_topology, make_plan
 from lightning_pipeshift.runtime.planning.waits import waits_of, waits_text
@@ -185,11 +185,13 @@ def follows_policy(settings: Settings, measured: Measured, plan: Plan) -> bool:
     machines = measured.ranks_of(plan)
     workloads = workloads_of(profile, cluster, machines, plan.schedule, plan.microbatches)
     return all(
-        Compression(
+        follows(
             Problem.of(
                 profile, workload, cluster, ranks, settings.memory.policy, settings.recompute
-            )
-        ).follows(cut_of(plan, vm), plan.swapped(vm))
+            ),
+            cut_of(plan, vm),
+            plan.swapped(vm),
+        )
         for vm, (ranks, workload) in enumerate(zip(machines, workloads, strict=True))
     )
 

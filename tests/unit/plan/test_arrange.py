@@ -9,7 +9,7 @@ import pytest
 
 from lightning_pipeshift.errors import BudgetError, PlanError
 from lightning_pipeshift.plan.arrange.plan_builder import plan_of_arrangement
-from lightning_pipeshift.plan.arrange.planner import evaluate
+from lightning_pipeshift.plan.arrange.planner import _Planner, arrange, compressed, evaluate
 from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.cost.workload import Cut
 from lightning_pipeshift.plan.document.plan import Plan
@@ -17,7 +17,6 @@ from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.policies import KeepAll, Planned, RecomputeAll, SwapAll
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import SavedTensor
-from lightning_pipeshift.plan.offload.arrange import _Mapper, arrange, compressed
 from tests.unit.plan.clusters import devices, profile
 from tests.unit.plan.swapping import least_seconds, little_memory
 
@@ -49,13 +48,13 @@ def test_equal_virtual_machines_are_solved_once(monkeypatch):
         outside=Link(0.0, 1e8),
     )
     solved = []
-    best_order = _Mapper._best_order
+    best_order = _Planner._best_order
 
     def counted(self, profile, start, placed, vm):
         solved.append(start)
         return best_order(self, profile, start, placed, vm)
 
-    monkeypatch.setattr(_Mapper, "_best_order", counted)
+    monkeypatch.setattr(_Planner, "_best_order", counted)
     request = replace(ONE, virtual_machines=6, batch_samples=48.0)
     found = arrange(model(), cluster, request)
     assert [{rank // 2 for rank in ranks} for ranks in found.ranks] == [{n} for n in range(6)]

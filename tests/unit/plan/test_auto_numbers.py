@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from lightning_pipeshift.errors import ConfigurationError, PlanError
+from lightning_pipeshift.plan.arrange.auto_numbers import Choice, Numbers, choose_numbers
 from lightning_pipeshift.plan.arrange.evaluator import Evaluator
 from lightning_pipeshift.plan.arrange.options import Options
+from lightning_pipeshift.plan.arrange.planner import arrange
 from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Link
 from lightning_pipeshift.plan.inputs.topology import Topology
-from lightning_pipeshift.plan.offload.arrange import arrange
-from lightning_pipeshift.plan.offload.auto_numbers import Choice, Numbers, choose_numbers
 from tests.unit.plan.clusters import devices, partitions, profile, unlike
 
 BOTH: Any = {"virtual_machines": "auto", "microbatches": "auto"}

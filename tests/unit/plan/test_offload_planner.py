@@ -21,14 +21,11 @@ from lightning_pipeshift.plan.inputs.policies import (
 )
 from lightning_pipeshift.plan.inputs.profile import LayerProfile, Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import Choice, SavedTensor, Swap
-from lightning_pipeshift.plan.offload.assignment_search import (
-    SMALLEST_BYTES,
-    Compressed,
-    MemoryLimits,
-    Problem,
-)
+from lightning_pipeshift.plan.offload.assignment_search import SMALLEST_BYTES
+from lightning_pipeshift.plan.offload.cut_search import fastest
 from lightning_pipeshift.plan.offload.peers import mappings
-from lightning_pipeshift.plan.offload.planner import Compression
+from lightning_pipeshift.plan.offload.policy_choices import records
+from lightning_pipeshift.plan.offload.problem import Compressed, MemoryLimits, Problem
 from tests.unit.plan.workloads import workload
 
 MB = 1 << 20
@@ -53,7 +50,7 @@ class Case:
         problem = Problem(
             self.profile, self.workload, self.links, tuple(limits), policy or Planned(), recompute
         )
-        return Compression(problem).compressed(self.counts)
+        return fastest(replace(problem, caution=1.0), [self.counts])
 
     def footprint(self, recompute: Sequence[int] = (), swaps: Sequence[Swap] = ()) -> Footprint:
         cut = Cut(self.counts, frozenset(recompute))
@@ -612,7 +609,7 @@ def _records(given: Case) -> list[TensorRecord]:
     problem = Problem(
         given.profile, given.workload, given.links, (BOUNDLESS,) * 2, Planned(), "auto"
     )
-    return list(Compression(problem).records(given.counts))
+    return list(records(problem, given.counts))
 
 
 def test_a_link_that_cannot_keep_up_is_later_with_every_microbatch():

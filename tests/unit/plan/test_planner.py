@@ -4,12 +4,11 @@ from dataclasses import replace
 import pytest
 
 from lightning_pipeshift.errors import ConfigurationError, PlanError
-from lightning_pipeshift.plan.arrange.planner import evaluate
+from lightning_pipeshift.plan.arrange.planner import arrange, evaluate
 from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.cost.workload import Cut, workload_of
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
-from lightning_pipeshift.plan.offload.arrange import arrange
 from lightning_pipeshift.plan.partition.boundaries import worthwhile_cuts
 from tests.unit.plan.clusters import NARROW, WIDE, devices, every_arrangement, profile, unlike
 

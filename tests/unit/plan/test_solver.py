@@ -9,10 +9,10 @@ import pytest
 
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.arrange.evaluator import Evaluator
+from lightning_pipeshift.plan.arrange.planner import arrange
 from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.policies import KeepAll
-from lightning_pipeshift.plan.offload.arrange import arrange
 from lightning_pipeshift.plan.partition.integer_programming import joint_optimum
 from tests.unit.plan.clusters import devices, profile, unlike
 

@@ -14,8 +14,8 @@ from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device
 from lightning_pipeshift.plan.inputs.policies import Planned
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
-from lightning_pipeshift.plan.offload.assignment_search import Compressed, Problem
-from lightning_pipeshift.plan.offload.planner import best_split
+from lightning_pipeshift.plan.offload.cut_search import best_split
+from lightning_pipeshift.plan.offload.problem import Compressed, Problem
 
 MB = 10**6
 NUM_LAYERS, NUM_MICROBATCHES = 8, 2

@@ -15,12 +15,12 @@ from lightning_pipeshift.errors import BudgetError, ConfigurationError, PlanErro
 from lightning_pipeshift.plan.arrange.groupings import MOST_STAGES, candidate_counts
 from lightning_pipeshift.plan.arrange.num_microbatches import fewest
 from lightning_pipeshift.plan.arrange.options import Options
+from lightning_pipeshift.plan.arrange.planner import arrange as best_arrangement
 from lightning_pipeshift.plan.arrange.request import Arrangement, PlanRequest
 from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.policies import Policy
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.topology import Topology, arrange
-from lightning_pipeshift.plan.offload.arrange import arrange as best_arrangement
 
 
 @dataclass(frozen=True, slots=True)

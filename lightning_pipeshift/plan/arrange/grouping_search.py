@@ -1,0 +1,464 @@
+"""Chooses groupings of devices: the number of virtual machines, their devices and the order of
+these, the microbatches and the shares of the batch, with a first cut of each.
+
+Each choice depends on the others, and there are too many combinations. So all useful groupings are
+first evaluated in closed form; the orders of the best are tried on the simulator; and for the best
+of those, cuts, microbatches and shares are searched thoroughly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+from lightning_pipeshift.errors import PlanError
+from lightning_pipeshift.plan.arrange.batch_shares import WORTH_SHARES, balanced_shares
+from lightning_pipeshift.plan.arrange.evaluator import Candidate, CostModel, Cuts, Evaluator
+from lightning_pipeshift.plan.arrange.groupings import (
+    MOST_STAGES,
+    Groups,
+    candidate_counts,
+    groupings,
+    host_order,
+    ring_order,
+)
+from lightning_pipeshift.plan.arrange.num_microbatches import (
+    MOST_ACTIONS,
+    fewest,
+    numbers_of_slices,
+    resliced,
+    slices,
+)
+from lightning_pipeshift.plan.arrange.request import Arrangement, Tried
+from lightning_pipeshift.plan.arrange.stage_order import (
+    MOST_ORDERS,
+    Order,
+    best_order,
+    by_ratio,
+    distinct_orders,
+    interchangeable,
+    num_orders,
+    ranked_orders,
+)
+from lightning_pipeshift.plan.cost.pace import Objective
+from lightning_pipeshift.plan.cost.workload import Cut
+from lightning_pipeshift.plan.inputs.topology import Topology
+from lightning_pipeshift.plan.partition.integer_programming import require_small
+from lightning_pipeshift.plan.schedule.asynchronous import require_equal_depths
+
+_PROMISING: Final = 0.9
+"""Groupings that cannot reach this fraction of the best so far in closed form are skipped."""
+
+_FEW: Final = 8
+"""With at most this many devices, all groupings are tried."""
+
+_MOST_SIMULATED: Final = 1 << 11
+"""Up to this product, the simulator decides about orders, microbatches and shares."""
+
+MOST_CUT_WITH_CARE: Final = 32
+"""Up to this many stages, cuts are improved on the simulator."""
+
+_MOST_REFINED: Final = 8
+_MOST_SECOND_LOOKS: Final = ((_FEW, 16), (MOST_STAGES, 6), (math.inf, 3))
+_MOST_FINISHED: Final = ((MOST_STAGES, 3), (math.inf, 1))
+"""How many groupings are tried on the simulator, and how many are finished, by number of ranks."""
+
+
+class _Look(NamedTuple):
+    """A grouping's evaluation."""
+
+    rate: float
+    """Samples per second."""
+    placed: Candidate
+    cuts: Cuts
+    orders: tuple[Groups, ...] = ()
+    """Orders of the stages whose step time is near the best."""
+
+
+class GroupingSearch:
+    """Chooses one arrangement without swaps from all groupings.
+
+    Args:
+        placer: evaluates them.
+    """
+
+    def __init__(self, placer: Evaluator) -> None:
+        self._placer = placer
+        self._profile = placer.profile
+        self._cluster = placer.cluster
+        self._request = placer.request
+        self._alike = interchangeable(self._cluster)
+        self._tried: dict[int, Tried] = {}
+        self._place = {rank: place for place, rank in enumerate(host_order(self._cluster))}
+
+    def best(self) -> Arrangement:
+        """The arrangement with the most samples per second, by the simulator.
+
+        Raises:
+            PlanError: no allowed arrangement fits in memory, or has the requested number of virtual
+                machines.
+            ConfigurationError: the request has unknown ranks, or one rank twice.
+        """
+        second, finished = (
+            next(most for limit, most in table if self._cluster.num_ranks <= limit)
+            for table in (_MOST_SECOND_LOOKS, _MOST_FINISHED)
+        )
+        again = [self._second_look(look) for look in _highest(self._first_looks(), second)]
+        found = [self._finished(look) for look in _highest(again, finished)]
+        best = max(found, key=lambda one: one.samples_per_second)
+        placed = self._placer.placed(best.ranks, best.microbatches, best.batch_shares)
+        self._note(_Look(best.samples_per_second, placed, best.cuts), is_final=True)
+        tried = sorted(self._tried.values(), key=lambda one: -one.samples_per_second)
+        return replace(best, tried=tuple(tried))
+
+    def _note(self, look: _Look, is_final: bool = False) -> None:
+        """Keeps the best evaluation of each depth, and what limits it."""
+        placed, depth = look.placed, max(map(len, look.placed.ranks))
+        known = self._tried.get(depth)
+        if known is not None and known.samples_per_second >= look.rate and not is_final:
+            return
+        cost, pairs = self._placer.closed_form, set(zip(placed.workloads, look.cuts, strict=True))
+        alone = max(cost.alone(workload, cut) for workload, cut in pairs)
+        again = max(
+            max(workload.costs(cut).recompute_seconds, default=0.0) * workload.microbatches
+            for workload, cut in pairs
+        )
+        total = self._placer.total(len(placed.ranks))
+        besides = self._profile.step_seconds
+        busy = total / sum(self._placer.powers) / self._profile.samples
+        lost = {
+            "gradients are waited for": cost.step(placed, look.cuts) - besides - alone,
+            "recomputation, for memory": again,
+            "stages wait for each other": alone - again - busy,
+        }
+        limit = max(lost, key=lambda name: lost[name])
+        if lost[limit] < (1 - _PROMISING) * alone:
+            limit = "all devices compute nearly all the time"
+        self._tried[depth] = Tried(depth, look.rate, limit)
+
+    def _first_looks(self) -> list[_Look]:
+        """The groupings that fit, with their samples per second in closed form."""
+        all_groups = sorted(self._groupings(), key=lambda groups: -self._most_per_second(groups))
+        errors: dict[Groups, PlanError] = {}
+        seen: list[_Look] = []
+        for groups in all_groups:
+            if self._is_hopeless(groups, seen):
+                continue
+            try:
+                seen.append(self._first_look(groups))
+                self._note(seen[-1])
+            except PlanError as error:
+                errors[groups] = error
+                depth = max(map(len, groups))
+                self._tried.setdefault(depth, Tried(depth, 0.0, "does not fit in memory"))
+        if not seen:
+            # The error of the grouping that is nearest to fitting is the most useful.
+            nearest = max(errors, key=self._least_usable_bytes)
+            slices = max(numbers_of_slices(self._request, max(map(len, nearest))))
+            placed = self._placer.placed(nearest, slices, self._request.batch_shares)
+            self._placer.cuts(placed, careful=True)
+            raise errors[nearest]
+        return seen
+
+    def _is_hopeless(self, groups: Groups, seen: Sequence[_Look]) -> bool:
+        """Whether a grouping cannot come near the best of those evaluated."""
+        if self._cluster.num_ranks <= _FEW or not seen:
+            return False
+        promising = _PROMISING * max(look.rate for look in seen)
+        if self._most_per_second(groups) < promising:
+            return True
+        # With many devices, deeper pipelines have larger bubbles, and hide their rings better. Once
+        # the first effect is larger, it is so for all deeper pipelines.
+        best: dict[int, float] = {}
+        for look in seen:
+            count = len(look.placed.ranks)
+            best[count] = max(best.get(count, 0.0), look.rate)
+        shallower = [rate for count, rate in best.items() if count > len(groups)]
+        return self._is_large and any(rate < promising for rate in shallower)
+
+    def _groupings(self) -> Iterator[Groups]:
+        """The groupings that the request allows."""
+        request, num_ranks = self._request, self._cluster.num_ranks
+        if request.ranks is not None:
+            topology = Topology(request.ranks)
+            if topology.num_ranks != num_ranks:
+                raise PlanError(
+                    f"virtual machines of {topology.num_ranks} ranks on {num_ranks} devices; name"
+                    f" each of the ranks 0 to {num_ranks - 1} once"
+                )
+            yield topology.ranks
+            return
+        depths = request.depths(num_ranks)
+        counts = candidate_counts(self._cluster.devices)
+        if depths is not None:
+            counts = (len(depths),)
+        elif request.num_virtual_machines is not None:
+            counts = (request.num_virtual_machines,)
+        refused, is_possible = None, False
+        for count in counts:
+            if count > num_ranks:
+                raise PlanError(
+                    f"{count} virtual machines on {num_ranks} devices; each has at least one device"
+                )
+            for groups in groupings(self._cluster, count, self._placer.powers, self._alike, depths):
+                try:
+                    require_equal_depths(request.schedule, map(len, groups))
+                except PlanError as error:
+                    refused = error
+                    continue
+                is_possible = True
+                yield self._numbered(groups)
+        if refused is not None and not is_possible:
+            raise refused
+
+    def _numbered(self, groups: Groups) -> Groups:
+        """The same groups in their order in the rings, as far as the request allows."""
+        shares = self._request.batch_shares
+        if not isinstance(self._request.partition, str):
+            return groups
+        if shares is None:
+            return ring_order(self._cluster, groups)
+        # The larger shares are for the faster ones.
+        fastest = sorted(
+            groups, key=lambda ranks: -sum(self._placer.powers[rank] for rank in ranks)
+        )
+        largest = sorted(range(len(shares)), key=lambda vm: -shares[vm])
+        of_vm = dict(zip(largest, fastest, strict=True))
+        return tuple(of_vm[vm] for vm in range(len(shares)))
+
+    def _most_per_second(self, groups: Groups) -> float:
+        """Samples per second if all stages took equal time and messages took no time: an upper
+        bound for all cuts.
+        """
+        slices = max(numbers_of_slices(self._request, max(map(len, groups))))
+        objective = Objective.of(self._request.schedule, slices)
+        per_sample = [
+            objective.seconds(1 / max(powers), 1 / sum(powers)) / slices / self._profile.samples
+            for powers in ([self._placer.powers[rank] for rank in ranks] for ranks in groups)
+        ]
+        total = self._placer.total(len(groups))
+        if self._request.batch_shares is None:
+            seconds = total / sum(1 / seconds for seconds in per_sample)
+        else:
+            sizes = self._placer.sizes(len(groups), self._request.batch_shares)
+            seconds = max(size * each for size, each in zip(sizes, per_sample, strict=True))
+        return total / (seconds + self._profile.step_seconds)
+
+    def _least_usable_bytes(self, groups: Groups) -> float:
+        devices = self._cluster.devices
+        return min(math.fsum(devices[rank].usable_bytes for rank in ranks) for ranks in groups)
+
+    def _first_look(self, groups: Groups) -> _Look:
+        """Evaluates a grouping in closed form, with its microbatches, order and shares."""
+        cost = self._placer.closed_form
+        if self._request.solver == "milp":
+            require_small(max(map(len, groups)), self._profile.num_layers)
+        if sum(layer.static_bytes for layer in self._profile.layers) > self._least_usable_bytes(
+            groups
+        ):
+            raise PlanError("the model alone is larger than a virtual machine")
+        if self._is_large and not self._request.has_order:
+            placed = self._sliced(self._by_rule(groups))
+        else:
+            placed = self._sliced(groups)
+            placed = self._in_best_order(placed, self._ranked(placed, cost, 0))
+        placed, cuts = balanced_shares(self._placer, placed, cost)
+        return _Look(self._placer.rate(placed, cuts, cost), placed, cuts)
+
+    def _second_look(self, look: _Look) -> _Look:
+        """Evaluates a grouping by the simulator, with the best of all orders of its stages."""
+        placed, cuts, cost = look.placed, look.cuts, self._placer.simulator
+        if self._is_large:
+            return _Look(self._placer.rate(placed, cuts, cost), placed, cuts)
+        ranked = self._ranked(placed, cost, MOST_ORDERS)
+        placed, cuts = balanced_shares(self._placer, self._in_best_order(placed, ranked[:1]), cost)
+        orders = tuple(ranks for ranks, step in ranked[:_MOST_REFINED] if math.isfinite(step))
+        return _Look(self._placer.rate(placed, cuts, cost), placed, cuts, orders)
+
+    def _finished(self, look: _Look) -> Arrangement:
+        """Finds the best order, microbatches, shares and cuts of a grouping."""
+        cost, placed = self._placer.simulator, look.placed
+        if self._is_large:
+            ranked = self._ranked(placed, cost, MOST_ORDERS)
+            placed = self._in_best_order(placed, ranked)
+        elif self._cluster.num_ranks <= _FEW:
+            # Which of the best orders is the best may depend on the exact cuts.
+            cut = []
+            for ranks in look.orders:
+                # The shares were found for one of them.
+                with suppress(PlanError):
+                    cut.append(self._cut_with_care(self._in_order(placed, ranks)))
+            ranked = [(one.ranks, one.prediction.step_seconds) for one in cut]
+            placed = self._in_best_order(placed, ranked)
+        else:
+            placed = self._in_best_order(placed, self._ranked(placed, cost, 0))
+        if not self._is_large and self._num_actions(placed) <= _MOST_SIMULATED:
+            placed, _ = balanced_shares(self._placer, resliced(self._placer, placed), cost)
+        found = self._cut_with_care(placed)
+        if placed.batch_shares != self._request.batch_shares:
+            with suppress(PlanError):
+                equal = self._cut_with_care(self._placer.placed(placed.ranks, placed.microbatches))
+                if found.samples_per_second < WORTH_SHARES * equal.samples_per_second:
+                    return equal
+        return found
+
+    def _cut_with_care(self, placed: Candidate) -> Arrangement:
+        """Returns an arrangement with the best cuts that can be found in limited time."""
+        if self._request.solver == "milp":
+            return self._placer.arrangement(placed, self._placer.cuts(placed, careful=True))
+        found = self._placer.arrangement(placed, self._placer.cuts(placed))
+        stages = sum(workload.num_stages for workload in set(placed.workloads))
+        if stages > MOST_CUT_WITH_CARE:
+            return found
+        # The best cut for each virtual machine need not be the best for the rings between them.
+        careful = self._placer.arrangement(placed, self._placer.cuts(placed, careful=True))
+        return max(careful, found, key=lambda one: one.samples_per_second)
+
+    @property
+    def _is_large(self) -> bool:
+        """Whether there are too many devices for a thorough search."""
+        return self._cluster.num_ranks > MOST_STAGES
+
+    @staticmethod
+    def _num_actions(placed: Candidate) -> int:
+        """Stages times microbatches, of all distinct virtual machines."""
+        return sum(w.num_stages * w.microbatches for w in set(placed.workloads))
+
+    # Orders of the stages.
+
+    def _in_order(self, placed: Candidate, ranks: Groups) -> Candidate:
+        return self._placer.placed(ranks, placed.microbatches, placed.batch_shares)
+
+    def _preferred(self, placed: Candidate) -> Groups:
+        """The ranks in their own order, those of a host next to each other."""
+        return tuple(tuple(sorted(ranks, key=self._place.__getitem__)) for ranks in placed.ranks)
+
+    def _in_best_order(
+        self, placed: Candidate, ranked: Sequence[tuple[Groups, float]]
+    ) -> Candidate:
+        """Returns the choice with its stages in the best of these orders."""
+        ranks = best_order(ranked, self._preferred(placed))
+        return placed if ranks == placed.ranks else self._in_order(placed, ranks)
+
+    def _ranked(self, placed: Candidate, cost: CostModel, most: int) -> list[tuple[Groups, float]]:
+        """Orders of the stages with their step times, the best first: at most ``most`` are
+        tried.
+        """
+        preferred = self._preferred(placed)
+        if self._request.has_order or self._is_same_in_any_order(preferred):
+            return [(placed.ranks, 1.0)]
+        placer = self._placer
+        # The time for a fixed number of orders varies from milliseconds to minutes.
+        most = min(
+            most,
+            MOST_ACTIONS // (self._num_actions(placed) + 64),
+            MOST_ACTIONS // self._cluster.num_ranks // 2,
+        )
+
+        def seconds(ranks: Groups) -> float:
+            try:
+                changed = self._in_order(placed, ranks)
+                return cost.step(changed, placer.cuts(changed))
+            except PlanError:
+                return math.inf
+
+        starts = (self._by_rule(preferred), placed.ranks)
+        if self._cluster.num_ranks <= _FEW:
+            return ranked_orders(preferred, starts, self._alike, seconds, seconds, most)
+        # To compare orders it is enough that each device keeps its number of layers, which is much
+        # faster.
+        counts = {
+            rank: count
+            for ranks, cut in zip(placed.ranks, placer.cuts(placed), strict=True)
+            for rank, count in zip(ranks, cut.counts, strict=True)
+        }
+
+        def estimate(ranks: Groups) -> float:
+            cuts = [Cut(tuple(counts[rank] for rank in machine)) for machine in ranks]
+            return placer.closed_form.step(self._in_order(placed, ranks), tuple(cuts))
+
+        return ranked_orders(preferred, starts, self._alike, seconds, estimate, most)
+
+    def _by_rule(self, groups: Groups) -> Groups:
+        """The groups in the order of the source's rule."""
+        return tuple(
+            by_ratio(self._profile, self._cluster, ranks, groups[vm + 1 :] + groups[:vm])
+            for vm, ranks in enumerate(groups)
+        )
+
+    def _is_same_in_any_order(self, groups: Groups) -> bool:
+        """Whether no order is better than the ranks' own, with those of each host next to each
+        other.
+        """
+        devices, cluster = self._cluster.devices, self._cluster
+        is_uniform = not (cluster.ranks or cluster.hosts) and all(
+            len({(devices[r].kind, devices[r].speed, devices[r].usable_bytes) for r in ranks}) == 1
+            for ranks in groups
+        )
+        return is_uniform or all(len({self._alike[r] for r in ranks}) == 1 for ranks in groups)
+
+    # Slices of the batch.
+
+    def _sliced(self, groups: Groups) -> Candidate:
+        """A grouping with the best number of microbatches, as far as can be estimated before it is
+        cut.
+
+        Raises PlanError if it does not fit."""
+        for shares in self._first_shares(groups):
+            rates = slices(self._placer, groups, shares)
+            # Smaller slices take less memory.
+            for count in sorted({fewest(rates), max(rates)}):
+                placed = self._placer.placed(groups, count, shares)
+                try:
+                    self._placer.cuts(placed)
+                    return placed
+                except PlanError as found:
+                    error = found
+                if (other := self._in_fitting_order(placed)) is not None:
+                    return other
+        raise error
+
+    def _first_shares(self, groups: Groups) -> Iterator[tuple[float, ...] | None]:
+        """Shares to try: equal ones, and if those do not fit, in proportion to compute power."""
+        yield self._request.batch_shares
+        if self._request.chooses_shares and not self._is_large:
+            powers = tuple(
+                math.fsum(self._placer.powers[rank] for rank in ranks) for ranks in groups
+            )
+            if max(powers) > WORTH_SHARES * min(powers):
+                yield powers
+
+    def _in_fitting_order(self, placed: Candidate) -> Candidate | None:
+        """Returns the choice with an order of stages in which each virtual machine fits in memory,
+        or ``None``: the first stages hold more, the last ones less.
+        """
+        if self._request.has_order:
+            return None
+        ranks = []
+        for vm, machine in enumerate(placed.ranks):
+            fits = (
+                order for order in self._orders(machine) if self._placer.fits(placed, vm, order)
+            )
+            order = next(fits, None)
+            if order is None:
+                return None
+            ranks.append(order)
+        return self._placer.placed(ranks, placed.microbatches, placed.batch_shares)
+
+    def _orders(self, machine: Order) -> Iterator[Order]:
+        """The orders that may be needed to fit in memory: all, if there are few."""
+        devices = self._cluster.devices
+        for sign in (-1, 1):
+            yield tuple(sorted(machine, key=lambda rank: sign * devices[rank].usable_bytes))
+            yield tuple(sorted(machine, key=lambda rank: sign * self._placer.powers[rank]))
+        alike = [self._alike[rank] for rank in machine]
+        if num_orders(alike) <= MOST_ORDERS:
+            yield from distinct_orders(machine, alike)
+
+
+def _highest(looks: Sequence[_Look], most: int) -> list[_Look]:
+    """The evaluations with the highest rates, the first of equal ones first."""
+    return sorted(looks, key=lambda look: -look.rate)[:most]

@@ -1,0 +1,73 @@
+"""Explains why no plan keeps a memory budget, and which changes would help."""
+
+from __future__ import annotations
+
+from lightning_pipeshift.errors import BudgetError
+from lightning_pipeshift.plan.cost.memory_model import Footprint
+from lightning_pipeshift.plan.cost.workload import ROUNDING
+from lightning_pipeshift.plan.offload.problem import Problem
+from lightning_pipeshift.plan.schedule.asynchronous import weight_versions
+from lightning_pipeshift.text import ceil_bytes_text
+
+
+def over_budget(problem: Problem, found: Footprint) -> BudgetError:
+    """The error for a problem of which nothing fits.
+
+    Args:
+        problem: the virtual machine's.
+        found: the footprint of the plan that is nearest to fitting.
+    """
+    limits = problem.limits
+    if not any(lacking for lacking, _ in problem.lacking_bytes(found)):
+        return _host_is_short(problem, found)
+    spare = [
+        limit.budget_bytes - peak / ROUNDING
+        for limit, peak in zip(limits, found.peak_bytes, strict=True)
+    ]
+    stage = min(range(len(spare)), key=spare.__getitem__)
+    static, budget = found.static_bytes[stage], limits[stage].budget_bytes
+    num_versions = problem.workload.num_versions[stage]
+    weights = f"{num_versions} versions of the weights" if num_versions > 1 else "weights"
+    remedies = [f"a budget of {ceil_bytes_text(max(found.peak_bytes))} would do"]
+    fewest = weight_versions("async-2bw", len(spare))[stage]
+    if num_versions > fewest:
+        remedies.append(f"so may schedule='async-2bw', which keeps {fewest} versions")
+    if static >= budget:
+        remedies.append("so would more stages, as weights and the optimizer's state fill it")
+    else:
+        remedies.append("so may smaller microbatches")
+    host_lacks = any(
+        trace.host_bytes > limit.host_bytes
+        for trace, limit in zip(found.traces, limits, strict=True)
+    )
+    if host_lacks or not any(limit.host_bytes for limit in limits):
+        remedies.append("or more host memory (`host_budget`)")
+    state, own_weights = " the optimizer's state", f"{weights}, "
+    if problem.weights_on_host:
+        own_weights = "the weights of two layers at a time, "
+    if problem.optimizer_on_host or problem.weights_on_host:
+        state = ""
+    elif stays := problem.profile.state_stays:
+        state += f" (which stays on the device: {stays})"
+    has, peak, fixed = map(ceil_bytes_text, (budget, found.peak_bytes[stage], static))
+    return BudgetError(
+        f"No plan keeps the memory budget: stage {stage} has {has}, and needs {peak} in the"
+        f" best plan found, {fixed} of it for {own_weights}gradients,{state} and messages"
+        f" between stages. What would help: {'; '.join(remedies)}."
+    )
+
+
+def _host_is_short(problem: Problem, found: Footprint) -> BudgetError:
+    lacking = [
+        trace.host_bytes - limit.host_bytes
+        for trace, limit in zip(found.traces, problem.limits, strict=True)
+    ]
+    stage = max(range(len(lacking)), key=lacking.__getitem__)
+    has, needs = map(
+        ceil_bytes_text, (problem.limits[stage].host_bytes, found.traces[stage].host_bytes)
+    )
+    return BudgetError(
+        f"No plan keeps the memory budget: the host of stage {stage} has {has} for swapped"
+        f" tensors (`host_budget`), and the best plan found needs {needs}. What would help:"
+        f" {needs} there, or a larger budget on the device, so that less has to move."
+    )
