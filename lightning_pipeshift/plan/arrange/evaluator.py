@@ -17,7 +17,7 @@ import numpy as np
 
 from lightning_pipeshift.errors import PlanError
 from lightning_pipeshift.plan.arrange.groupings import Groups
-from lightning_pipeshift.plan.arrange.request import Allowed, Arrangement, PlanRequest
+from lightning_pipeshift.plan.arrange.request import Arrangement, PlanRequest
 from lightning_pipeshift.plan.arrange.stage_order import compute_power
 from lightning_pipeshift.plan.cost.prediction import estimated_seconds, predict, simulated_seconds
 from lightning_pipeshift.plan.cost.ring_contention import crowded, ring_seconds_per_byte
@@ -26,6 +26,7 @@ from lightning_pipeshift.plan.inputs.cluster import Cluster
 from lightning_pipeshift.plan.inputs.profile import Profile
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
 from lightning_pipeshift.plan.inputs.shares import shared_out
+from lightning_pipeshift.plan.partition.boundaries import cuts_to_try
 from lightning_pipeshift.plan.partition.dynamic_programming import programme_of
 from lightning_pipeshift.plan.partition.equal_counts import uniform
 from lightning_pipeshift.plan.partition.integer_programming import optimal_cut
@@ -62,15 +63,12 @@ class CostModel(NamedTuple):
 class Evaluator:
     """Evaluates choices, with a cache."""
 
-    def __init__(
-        self, profile: Profile, cluster: Cluster, request: PlanRequest, allowed: Allowed | None
-    ) -> None:
+    def __init__(self, profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
         self.profile = profile
         self.cluster = cluster
         self.request = request
         ranks = range(cluster.num_ranks)
         self.powers = [compute_power(profile, cluster, rank) for rank in ranks]
-        self._allowed = allowed or (lambda num_stages: None)
         self._workloads: dict[Hashable, Workload] = {}
         self._cuts: dict[Hashable, Cut | PlanError] = {}
         self._chosen: dict[Hashable, Cuts] = {}
@@ -137,7 +135,7 @@ class Evaluator:
                 self.request.schedule,
                 slices,
                 samples / slices,
-                self._allowed(len(ranks)),
+                cuts_to_try(self.profile, len(ranks)),
             )
         return self._workloads[key]
 

@@ -16,13 +16,12 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 from lightning_pipeshift.errors import BudgetError, PlanError
 from lightning_pipeshift.plan.arrange.evaluator import Candidate, Evaluator
 from lightning_pipeshift.plan.arrange.grouping_search import MOST_CUT_WITH_CARE, GroupingSearch
-from lightning_pipeshift.plan.arrange.request import Allowed, Arrangement, PlanRequest
+from lightning_pipeshift.plan.arrange.request import Arrangement, PlanRequest
 from lightning_pipeshift.plan.arrange.stage_order import (
     MOST_ORDERS,
     WORTH_REORDERING,
@@ -39,6 +38,7 @@ from lightning_pipeshift.plan.offload.peers import mapping_score
 from lightning_pipeshift.plan.offload.problem import Compressed, Problem
 from lightning_pipeshift.plan.partition.boundaries import cuts_to_try
 from lightning_pipeshift.plan.partition.equal_counts import uniform
+from lightning_pipeshift.plan.partition.local_search import WORTH_INSIDE
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
 
 _MOST_COMPRESSED: Final = 6
@@ -50,9 +50,7 @@ _EQUAL_STEPS: Final = 1.05
 """Steps that differ by less count as equal until the swaps are known."""
 
 
-def arrange(
-    profile: Profile, cluster: Cluster, request: PlanRequest, allowed: Allowed | None = None
-) -> Arrangement:
+def arrange(profile: Profile, cluster: Cluster, request: PlanRequest) -> Arrangement:
     """The arrangement with the most samples per second, by the simulator; with swaps of saved
     tensors, if the request has a policy for them.
 
@@ -60,8 +58,6 @@ def arrange(
         profile: of the model.
         cluster: the machines.
         request: the fixed settings.
-        allowed: the boundaries that may be cut, if any such cut fits; by default those that are
-            worthwhile.
 
     Raises:
         PlanError: no allowed arrangement fits in memory, or has the requested number of virtual
@@ -70,7 +66,7 @@ def arrange(
             that would.
         ConfigurationError: the request has unknown ranks, or one rank twice.
     """
-    return _Planner(profile, cluster, request, allowed or partial(cuts_to_try, profile)).best()
+    return _Planner(profile, cluster, request).best()
 
 
 def evaluate(
@@ -93,7 +89,7 @@ def evaluate(
         microbatches: slices of a virtual machine's batch.
         batch_shares: how the global batch is divided; ``None``: equally.
     """
-    placer = Evaluator(profile, cluster, request, None)
+    placer = Evaluator(profile, cluster, request)
     return placer.arrangement(placer.placed(ranks, microbatches, batch_shares), tuple(cuts))
 
 
@@ -106,8 +102,7 @@ def compressed(
     Raises:
         BudgetError: it does not fit in memory; the message contains a budget that would.
     """
-    allowed = partial(cuts_to_try, profile)
-    return _Planner(profile, cluster, request, allowed).compressed(arrangement)
+    return _Planner(profile, cluster, request).compressed(arrangement)
 
 
 class _Option(NamedTuple):
@@ -130,14 +125,11 @@ class _Option(NamedTuple):
 class _Planner:
     """See :func:`arrange`."""
 
-    def __init__(
-        self, profile: Profile, cluster: Cluster, request: PlanRequest, allowed: Allowed
-    ) -> None:
+    def __init__(self, profile: Profile, cluster: Cluster, request: PlanRequest) -> None:
         self._profile = profile
         self._cluster = cluster
         self._request = request
-        self._allowed = allowed
-        self._placer = Evaluator(profile, cluster, request, allowed)
+        self._placer = Evaluator(profile, cluster, request)
         self._alike = interchangeable(cluster)
         self._known: dict[Any, tuple[tuple[int, ...], Compressed]] = {}
 
@@ -211,7 +203,7 @@ class _Planner:
         """
         seen = set()
         for profile in assumed:
-            placer = Evaluator(profile, self._cluster, self._request, self._allowed)
+            placer = Evaluator(profile, self._cluster, self._request)
             try:
                 start = GroupingSearch(placer).best()
             except PlanError as error:
@@ -259,9 +251,9 @@ class _Planner:
         best: tuple[float, Order, Compressed] | None = None
         errors = []
         for option in own + others[:_MOST_COMPRESSED]:
-            handicap = 1.0 if option.order == given else WORTH_REORDERING
+            reordered = 1.0 if option.order == given else WORTH_REORDERING
             # Swaps can only make a step longer.
-            if best is not None and handicap * option.seconds >= best[0]:
+            if best is not None and reordered * option.seconds >= best[0]:
                 continue
             try:
                 made = fastest(
@@ -270,8 +262,11 @@ class _Planner:
             except BudgetError as error:
                 errors.append(error)
                 continue
-            if best is None or handicap * made.seconds < best[0]:
-                best = handicap * made.seconds, option.order, made
+            allowed = cuts_to_try(self._profile, len(given))
+            is_between = allowed.issuperset(made.cut.bounds[1:-1]) or made.cut == start.cuts[vm]
+            seconds = reordered * (1.0 if is_between else WORTH_INSIDE) * made.seconds
+            if best is None or seconds < best[0]:
+                best = seconds, option.order, made
         if best is None:
             raise errors[0]
         return best[1:]
@@ -282,19 +277,13 @@ class _Planner:
         """
         if self._request.partition != "auto" or len(option.order) > MOST_CUT_WITH_CARE:
             return frozenset()
-        return self._boundaries(len(option.order))
-
-    def _boundaries(self, num_stages: int) -> frozenset[int]:
-        """The boundaries that may be cut."""
-        allowed, possible = self._allowed(num_stages), self._profile.possible_cuts
-        every = frozenset(range(1, self._profile.num_layers)) if possible is None else possible
-        return every if allowed is None else allowed & every
+        return cuts_to_try(self._profile, len(option.order))
 
     def _options(
         self, profile: Profile, start: Arrangement, placed: Candidate, vm: int
     ) -> list[_Option]:
         """Orders of the stages, and cuts for each."""
-        placer = Evaluator(profile, self._cluster, self._request, self._allowed)
+        placer = Evaluator(profile, self._cluster, self._request)
         found = []
         for order in self._orders(start.ranks[vm]):
             problem = self._problem(placed, vm, order)
@@ -304,8 +293,7 @@ class _Planner:
                 there = placer.placed(ranks, start.microbatches, start.batch_shares)
                 candidates.append(placer.cuts(there)[vm].counts)
             if self._request.partition == "auto":
-                boundaries = self._boundaries(len(order))
-                candidates.append(uniform(profile.num_layers, len(order), boundaries))
+                candidates.append(uniform(profile.num_layers, len(order), profile.possible_cuts))
             for counts in dict.fromkeys(candidates):
                 footprint = problem.footprints.of(Cut(counts))
                 spare = [

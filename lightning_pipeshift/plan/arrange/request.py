@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,9 +14,6 @@ from lightning_pipeshift.plan.inputs.policies import Policy
 from lightning_pipeshift.plan.inputs.saved_tensors import Swap
 from lightning_pipeshift.plan.schedule.asynchronous import require_equal_depths
 from lightning_pipeshift.plan.schedule.schedules import ASYNCHRONOUS
-
-Allowed = Callable[[int], frozenset[int] | None]
-"""The boundaries that may be cut, for a number of stages; ``None``: all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

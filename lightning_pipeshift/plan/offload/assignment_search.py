@@ -390,7 +390,10 @@ class Search:
                     if self._is_over:
                         break
                     if repairs:
-                        changed = self._improved(self._relaxed(self._filled(changed)))
+                        fits = self._filled(changed)
+                        # Keeping what fits may undo the change, or be what makes it worthwhile.
+                        ways = (self._improved(one) for one in (self._relaxed(fits), fits))
+                        changed = min(ways, key=self.score)
                     if (after := self.score(changed)) < score:
                         now, score, improves = changed, after, True
                         break

@@ -31,6 +31,10 @@ from lightning_pipeshift.plan.partition.recomputation import Recomputation
 RECOMPUTE: Final = ("auto", "full", "none")
 """The options for recomputation: where it pays, everything, or never."""
 
+WORTH_INSIDE: Final = 1.1
+"""The factor by which a step may be slower if no cut is inside a residual block: there are costs
+that the model does not include (more tensors to send, more to clone)."""
+
 # How many candidates are improved together.
 _CLIMBERS: Final = 4
 
@@ -86,15 +90,12 @@ def best_cut_of(
     worthwhile: frozenset[int],
     recompute: str = "auto",
     start: Sequence[Cut] = (),
-    patience: float = 1.1,
 ) -> Cut:
-    """The best cut at worthwhile boundaries, unless one at another boundary is faster by more than
-    the cost that the model does not include (more tensors to send, more to clone).
+    """The best cut at worthwhile boundaries, unless one at another boundary is much faster.
 
     Args:
         workload: see :func:`best_cut`, as for ``recompute`` and ``start``.
         worthwhile: some of the boundaries that may be cut.
-        patience: the factor by which a step may be slower at them.
     """
     anywhere = best_cut(workload, recompute, start)
     between = replace(workload, allowed=worthwhile)
@@ -103,7 +104,7 @@ def best_cut_of(
     except PlanError:
         return anywhere
     seconds = workload.step_seconds([best, anywhere])
-    return best if seconds[0] <= patience * seconds[1] else anywhere
+    return best if seconds[0] <= WORTH_INSIDE * seconds[1] else anywhere
 
 
 def fixed_cut(workload: Workload, counts: Counts, recompute: str) -> Cut:

@@ -84,7 +84,7 @@ def every_arrangement(profile, cluster, request):
     """All groupings in all orders, cut with care, with equal shares or such in proportion to the
     compute power, whichever is better: brute force, for a few devices.
     """
-    placer = Evaluator(profile, cluster, request, None)
+    placer = Evaluator(profile, cluster, request)
     for groups in partitions(list(range(cluster.num_ranks))):
         if request.num_virtual_machines not in (None, len(groups)):
             continue

@@ -39,7 +39,7 @@ def samples_per_second(model: Any, cluster: Cluster, ranks: Any, microbatches: i
 
 def best_of_all(model: Any, cluster: Cluster) -> float:
     """All groupings in all orders, with all numbers of microbatches, and equal shares."""
-    placer = Evaluator(model, cluster, PlanRequest(batch_samples=SAMPLES), None)
+    placer = Evaluator(model, cluster, PlanRequest(batch_samples=SAMPLES))
     best = 0.0
     for groups in partitions(list(range(cluster.num_ranks))):
         for ranks in itertools.product(*map(itertools.permutations, groups)):

@@ -9,7 +9,6 @@ from lightning_pipeshift.plan.arrange.request import PlanRequest
 from lightning_pipeshift.plan.cost.workload import Cut, workload_of
 from lightning_pipeshift.plan.inputs.cluster import Cluster, Device, Link
 from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, Profile
-from lightning_pipeshift.plan.partition.boundaries import worthwhile_cuts
 from tests.unit.plan.clusters import NARROW, WIDE, devices, every_arrangement, profile, unlike
 
 
@@ -270,29 +269,28 @@ def test_recomputation_of_a_wished_partition(recompute):
         assert arrange(model, short, request).cuts == (Cut((1, 1), frozenset({0})),)
 
 
-def test_cuts_at_allowed_boundaries_where_that_fits():
-    model, cluster = profile(6), Cluster(devices("a:X a:X"))
-    request = PlanRequest(batch_samples=8, virtual_machines=1)
-    found = arrange(model, cluster, request, lambda num_stages: frozenset({2, 4}))
-    assert found.cuts[0].counts in ((2, 4), (4, 2))
-    # Not where only another boundary leaves room.
-    short = Cluster(devices("a:X a:X", memory_bytes=30))
-    model = profile(6, static=10)
-    found = arrange(model, short, request, lambda num_stages: frozenset({2, 4}))
-    assert found.cuts == (Cut((3, 3)),)
-
-
-def test_worthwhile_boundaries():
-    payloads = [0, 1, 9, 1, 9, 1, 9, 1]
-    layers = tuple(LayerProfile(f"l{n}", payload_bytes=b) for n, b in enumerate(payloads[1:]))
-    model = Profile(layers, {"X": KindProfile((1.0,) * 7, (2.0,) * 7)})
-    found = arrange(
-        model,
-        Cluster(devices("a:X a:X")),
-        PlanRequest(batch_samples=8, virtual_machines=1),
-        lambda num_stages: worthwhile_cuts(payloads, num_stages),
+def blocks_of_two(num_blocks: int, weights: int = 0) -> Profile:
+    """Equal layers; more crosses the boundary inside of a block than those between blocks."""
+    layers = tuple(
+        LayerProfile(f"l{n}", weights, payload_bytes=payload, payload_gradient_bytes=payload)
+        for n, payload in enumerate([9, 1] * num_blocks)
     )
-    assert found.cuts[0].bounds[1] in worthwhile_cuts(payloads, 2)
+    times = KindProfile((1.0,) * len(layers), (2.0,) * len(layers))
+    return Profile(layers, {"X": times})
+
+
+ONE_OF_TWO_STAGES = PlanRequest(batch_samples=8, virtual_machines=1)
+
+
+def test_no_cut_inside_of_a_block_for_a_small_gain():
+    cluster = Cluster(devices("a:X a:X"))
+    found = arrange(blocks_of_two(11), cluster, ONE_OF_TWO_STAGES)
+    assert found.cuts[0].counts in ((10, 12), (12, 10))
+    # For a large gain, or where nothing else fits.
+    assert arrange(blocks_of_two(3), cluster, ONE_OF_TWO_STAGES).cuts == (Cut((3, 3)),)
+    short = Cluster(devices("a:X a:X", memory_bytes=1130))
+    found = arrange(blocks_of_two(11, weights=100), short, ONE_OF_TWO_STAGES)
+    assert found.cuts == (Cut((11, 11)),)
 
 
 BAD_REQUESTS = [
@@ -343,9 +341,12 @@ def test_the_error_tells_of_what_comes_nearest_to_fitting():
 def test_near_the_best_of_all_asynchronous_pipelines(schedule, seed, room):
     model, cluster, request = unlike(seed, room=room)
     request = replace(request, schedule=schedule, microbatches="auto")
+    # All boundaries are alike, so that it may cut anywhere, as brute force does.
+    smallest = min(layer.payload_bytes for layer in model.layers[:-1])
+    same = dict.fromkeys(("payload_bytes", "payload_gradient_bytes"), smallest)
+    model = replace(model, layers=tuple(replace(layer, **same) for layer in model.layers))
     every = list(every_arrangement(model, cluster, request))
-    # As brute force does, it may cut anywhere.
-    found = arrange(model, cluster, request, lambda _: frozenset(range(1, model.num_layers)))
+    found = arrange(model, cluster, request)
     assert found.microbatches == 1
     assert found.samples_per_second >= 0.97 * max(
         one.samples_per_second

@@ -21,11 +21,11 @@ from tests.unit.plan.clusters import devices, profile, unlike
 def test_the_cuts_are_those_of_the_integer_programme(room: float | None) -> None:
     model, cluster, request = unlike(2, num_ranks=3, num_layers=6, room=room)
     request = replace(request, solver="milp", virtual_machines=((0, 1, 2),))
-    found = arrange(model, cluster, request, lambda num_stages: None)
-    placer = Evaluator(model, cluster, request, None)
+    found = arrange(model, cluster, request)
+    placer = Evaluator(model, cluster, request)
     [workload] = placer.placed(found.ranks, found.microbatches).workloads
     assert found.cuts == (joint_optimum(workload),)
-    searched = arrange(model, cluster, replace(request, solver="search"), lambda num_stages: None)
+    searched = arrange(model, cluster, replace(request, solver="search"))
     assert workload.estimate(found.cuts[0]) <= workload.estimate(searched.cuts[0]) * (1 + 1e-9)
 
 

@@ -240,7 +240,7 @@ def two_machines(seed, depth, equal):
         for a, b in itertools.combinations(range(2 * depth), 2)
     }
     cluster = Cluster(machines, hosts=hosts)
-    placer = Evaluator(model, cluster, PlanRequest(batch_samples=8.0), None)
+    placer = Evaluator(model, cluster, PlanRequest(batch_samples=8.0))
 
     def seconds(order):
         placed = placer.placed([order, [rank + depth for rank in order]], 8)
@@ -271,7 +271,7 @@ def test_an_order_that_puts_hosts_apart_pays_for_it():
     # the slow ones first, and cross the link three times.
     model = profile(8, "XY", payload=500_000, gradient=1000, seconds=1e-3)
     cluster = Cluster(devices("a:X a:Y b:X b:Y c:X c:Y d:X d:Y"), Link(0.0, 1e9), NARROW)
-    placer = Evaluator(model, cluster, PlanRequest(batch_samples=8.0), None)
+    placer = Evaluator(model, cluster, PlanRequest(batch_samples=8.0))
     machines = ((0, 1, 2, 3), (4, 5, 6, 7))
 
     def seconds(orders):
