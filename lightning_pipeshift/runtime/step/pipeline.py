@@ -488,7 +488,8 @@ class Pipeline:
 
     def _say_who_has_no_work(self) -> None:
         topology, placement = self.replicas.topology, self.plan.placement
-        said = stages_without_work(self.settings, placement, topology, self._called)
+        has_moved = self._num_microbatches_done > 0
+        said = stages_without_work(self.settings, placement, topology, self._called, has_moved)
         if said is not None and said != self._said_of_work:
             self.messages.append(said)
         self._said_of_work = said
