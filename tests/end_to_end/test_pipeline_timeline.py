@@ -60,7 +60,7 @@ class HoldsRing(L.Callback):
                 self._next.wait()
             _GO_ROUND(rings, number, *given)
 
-        Rings._go_round = go_round  # type: ignore[method-assign]
+        Rings._go_round = go_round  # type: ignore[assignment,method-assign]
 
     def on_train_batch_start(self, *given: Any) -> None:
         self._step = given[-1]
