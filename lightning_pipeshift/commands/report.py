@@ -11,6 +11,7 @@ from lightning_pipeshift.commands.brief_errors import brief_errors
 from lightning_pipeshift.commands.report_page import page
 from lightning_pipeshift.errors import ConfigurationError
 from lightning_pipeshift.files import write_text
+from lightning_pipeshift.plan.timeline import outcomes
 from lightning_pipeshift.plan.timeline.recording import Recording
 from lightning_pipeshift.runtime.step.control_files import FOLDER
 
@@ -31,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with brief_errors():
         folder, recordings = recordings_of(options.run)
         path = options.html or folder / "report.html"
-        write_text(path, page(f"PipeShift: {options.run.resolve().name}", recordings))
+        title = f"PipeShift: {options.run.resolve().name}"
+        write_text(path, page(title, recordings, outcomes.load(folder)))
         print(f"written to {path}")
 
 

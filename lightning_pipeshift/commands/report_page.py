@@ -10,6 +10,7 @@ from typing import Final
 
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.timeline.compared import Compared
+from lightning_pipeshift.plan.timeline.outcomes import Outcome
 from lightning_pipeshift.plan.timeline.recording import Recording, What
 from lightning_pipeshift.plan.timeline.shares import shares_of
 from lightning_pipeshift.plan.timeline.text import draw
@@ -27,12 +28,13 @@ polyline { fill: none; stroke-width: 2; } .measured-point { fill: #4878cf; }
 """
 
 
-def page(title: str, recordings: Sequence[Recording]) -> str:
+def page(title: str, recordings: Sequence[Recording], outcomes: Sequence[Outcome] = ()) -> str:
     """The page of a run.
 
     Args:
         title: what the run is called.
         recordings: at least one, in the order of their steps.
+        outcomes: of decisions to change the plan, in the same order.
     """
     parts = [
         f"<h1>{escape(title)}</h1>",
@@ -48,6 +50,8 @@ def page(title: str, recordings: Sequence[Recording]) -> str:
         *_lanes(recordings),
         "<h2>The last recorded step</h2>",
         _text(draw(recordings[-1])),
+        "<h2>Decisions</h2>",
+        *_decisions(outcomes),
         "<h2>Plans</h2>",
         *_plans(recordings),
     ]
@@ -160,6 +164,27 @@ def _lanes(recordings: Sequence[Recording]) -> Iterator[str]:
     for lane in sorted(num_bytes):
         rows.append([lane, bytes_text(num_bytes[lane]), seconds_text(seconds[lane])])
     yield _table("lanes", rows)
+
+
+def _decisions(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """A row for each decision by measurements, with the gain that was expected when it was made and
+    the one measured under the new plan.
+    """
+    rows = [["step", "a step took", "expected gain", "a step takes", "measured gain", "refused"]]
+    for each in outcomes:
+        found = [seconds_text(each.step_seconds), f"{each.gain:.2f}"]
+        if each.measured_gain is None:
+            rows.append([str(each.step), *found, "-", "-", each.reason or "-"])
+        elif len(rows) > 1:
+            rows[-1][3:5] = found
+    if len(rows) == 1:
+        yield "<p>No change of the plan was decided by measurements.</p>"
+        return
+    yield _table("decisions", rows)
+    yield (
+        "<p>Gains say how many times as fast a step becomes. A gain is measured over as many steps"
+        " as the decision; it is missing if the plan changed again, or the run ended, before.</p>"
+    )
 
 
 def _plans(recordings: Sequence[Recording]) -> Iterator[str]:

@@ -195,6 +195,11 @@ def shown(status: Mapping[str, Any], is_alive: bool) -> str:
             lines.append(f"\nLayers moved: {decision['expected_gain']:.2f} times as fast expected.")
         if "measured_gain" in decision:
             lines.append(f"It became {decision['measured_gain']:.2f} times as fast.")
+        if "refused_gain" in decision:
+            lines.append(
+                f"\nThe plan stays, although a step was expected to become"
+                f" {decision['refused_gain']:.2f} times as fast: {decision['reason']}"
+            )
     return "\n".join(lines)
 
 

@@ -407,12 +407,13 @@ class PipeShiftStrategy(ParallelStrategy):
         return list(self.pipeline.layers)
 
     @property
-    def decisions(self) -> list[dict[str, float]]:
-        """The expected and the measured effects of changes of the plan, in their order:
-        ``expected_gain`` and later ``measured_gain`` (the speedup of a step), and ``step_seconds``
-        at that time.
+    def decisions(self) -> list[dict[str, Any]]:
+        """The results of decisions to change the plan, in their order. Each has the ``step`` in
+        which it became known, from 0; ``step_seconds``, how long a step took then; and a speedup:
+        ``expected_gain`` of a plan that has come into force, later its ``measured_gain``; or the
+        ``refused_gain`` that was expected of a plan that was refused, and the ``reason``.
         """
-        return self.pipeline.planning.decisions
+        return [each.entries for each in self.pipeline.planning.decisions.outcomes]
 
     @property
     def move_seconds(self) -> float:

@@ -6,6 +6,7 @@ import os
 import warnings
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -13,10 +14,20 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from lightning_pipeshift import ConfigurationError, LayerMigration, Move, PlanError
+from lightning_pipeshift import (
+    ConfigurationError,
+    LayerMigration,
+    Move,
+    PipelineTimeline,
+    PlanError,
+)
 from lightning_pipeshift.commands.cli import PipeShiftCLI
+from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.plan.timeline import outcomes
+from lightning_pipeshift.runtime.planning.move_parts import CutOver
+from lightning_pipeshift.runtime.planning.replanning import Replanning
 from lightning_pipeshift.testing.ranks import run_ranks
-from tests.end_to_end.test_changing_plans import SLOW, Sleeper, SlowsDown, go_by_sleep
+from tests.end_to_end.test_changing_plans import SLOW, Sleeper, SlowsDown, go_by_sleep, hearing
 from tests.features_models import (
     AwaitsPlanning,
     built,
@@ -100,16 +111,34 @@ def test_a_move_of_what_is_not_there_is_an_error_at_the_start(move: Move, words:
         assert words in outcome.message
 
 
-def by_itself() -> Any:
+def by_itself(num_batches: int, refusal: str = "") -> Any:
+    """A run with a stage that gets slow.
+
+    Args:
+        num_batches: of the run.
+        refusal: why no layer can move, if none can.
+    """
+    if refusal:
+
+        def refuse(self: Replanning, old: Plan, new: Plan) -> list[CutOver]:
+            raise PlanError(refusal)
+
+        Replanning.cut_overs_here = refuse  # type: ignore[method-assign]
     go_by_sleep()
-    callbacks = [LayerMigration(patience=2), AwaitsPlanning()]
-    found = train(callbacks, num_batches=20, slows_down=True)
-    rows = read_csv("logs/metrics.csv") if os.environ["RANK"] == "0" else []
-    return {**found, "logged": rows}
+    callbacks = [LayerMigration(patience=2), AwaitsPlanning(), PipelineTimeline(folder="logs")]
+    with hearing() as heard:
+        found = train(callbacks, num_batches, slows_down=True)
+    is_first = os.environ["RANK"] == "0"
+    return {
+        **found,
+        "heard": heard,
+        "logged": read_csv("logs/metrics.csv") if is_first else [],
+        "outcomes": outcomes.load(Path("logs")) if is_first else (),
+    }
 
 
 def test_a_stage_that_gets_slow_gives_layers_away() -> None:
-    first, second = run_ranks(by_itself, 2)
+    first, second = run_ranks(by_itself, 2, 20)
     stays = run_ranks(stays_slow, 2)
     assert first["counts"][0] == (4, 4)
     assert first["counts"][-1][0] >= 6
@@ -119,6 +148,25 @@ def test_a_stage_that_gets_slow_gives_layers_away() -> None:
     measured = [row.get("pipeshift/measured_gain") for row in first["logged"]]
     assert max(filter(None, expected)) > 1.05
     assert any(measured), "what came of it is logged, too"
+    # The same figures, for `pipeshift report`.
+    known = first["outcomes"]
+    assert {each.expected_gain for each in known} - {None} == set(filter(None, expected))
+    assert {each.measured_gain for each in known} - {None} == set(filter(None, measured))
+    moves = [step for step, (a, b) in enumerate(pairwise(first["counts"]), 1) if a != b]
+    assert [each.step for each in known if each.expected_gain] == moves
+
+
+def test_a_decision_that_is_refused_is_not_announced() -> None:
+    first, _ = run_ranks(by_itself, 2, 14, "Rank 1 lacks 3 MB.")
+    assert set(first["counts"]) == {(4, 4)}
+    assert not [said for said in first["heard"] if "owners" in said]
+    (line,) = (said for said in first["heard"] if "plan" in said)
+    assert line.startswith("PipeShift: the plan stays, although a step was expected to become")
+    assert line.endswith("times as fast: Rank 1 lacks 3 MB.")
+    (outcome,) = first["outcomes"]
+    assert outcome.refused_gain > 1.05
+    assert outcome.reason == "Rank 1 lacks 3 MB."
+    assert not any(row.get("pipeshift/expected_gain") for row in first["logged"])
 
 
 def stays_slow() -> Any:

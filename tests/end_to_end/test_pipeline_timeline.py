@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,10 +18,13 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_pipeshift import ConfigurationError, LayerMigration, Move, PipelineTimeline
+from lightning_pipeshift.plan.cost.lanes import MOST_PIECES
 from lightning_pipeshift.plan.document.plan import Plan
 from lightning_pipeshift.plan.schedule.asynchronous import turn
 from lightning_pipeshift.plan.schedule.schedules import schedule_named
 from lightning_pipeshift.plan.timeline.recording import Recording, What, sender_of
+from lightning_pipeshift.runtime.gradients.aggregation import MOST_TYPES
+from lightning_pipeshift.runtime.gradients.rings import Rings
 from lightning_pipeshift.testing.ranks import run_ranks
 from tests.end_to_end.test_changing_plans import Sleeper
 from tests.features_models import built, parameters_of, quiet_trainer, read_csv
@@ -35,22 +39,52 @@ ON_TWO: dict[str, dict[str, Any]] = {
     "async": {"schedule": "async"},
     "async-2bw": {"schedule": "async-2bw"},
 }
-# Each step waits for its sums: rings that end later are not in its record.
 TWO_MACHINES: dict[str, dict[str, Any]] = {
-    name: {**how, "virtual_machines": 2, "partition": [[4, 4], [3, 5]], "overlap_updates": False}
+    name: {**how, "virtual_machines": 2, "partition": [[4, 4], [3, 5]]}
     for name, how in (("1f1b", ON_TWO["1f1b"]), ("async", ON_TWO["async"]))
 }
+LATE = 8
+"""The number of a recorded step whose ring of the first layer ends in the next step."""
 STRANGE_CLOCK = 12345.0
+
+
+class HoldsRing(L.Callback):
+    """Holds the first layer's ring of a step until the next step begins."""
+
+    def __init__(self) -> None:
+        self._step, self._next = -1, threading.Event()
+
+    def setup(self, *_: Any, **__: Any) -> None:
+        def go_round(rings: Rings, number: int, *given: Any) -> None:
+            if number // MOST_PIECES // MOST_TYPES == 0 and self._step == LATE:
+                self._next.wait()
+            _GO_ROUND(rings, number, *given)
+
+        Rings._go_round = go_round  # type: ignore[assignment,method-assign]
+
+    def on_train_batch_start(self, *given: Any) -> None:
+        self._step = given[-1]
+        if self._step > LATE:
+            self._next.set()
+
+    def teardown(self, *_: Any, **__: Any) -> None:
+        Rings._go_round = _GO_ROUND  # type: ignore[method-assign]
+
+
+_GO_ROUND = Rings._go_round
 
 
 def train(how: Mapping[str, Any], num_ranks: int, folder: str | None) -> Any:
     L.seed_everything(7, verbose=False)
     module = built(Sleeper)
     moves = LayerMigration([Move(step=6, layer="layers.4", stage=0)], watches=False)
+    # An asynchronous pipeline waits for the sums of a minibatch before the next one begins.
+    overlaps = "virtual_machines" in how and how["schedule"] == "1f1b"
+    holds = [HoldsRing()] if overlaps else []
     timelines = [PipelineTimeline(every_n_steps=EVERY, folder=folder)] if folder else []
     trainer = quiet_trainer(
         {"devices": num_ranks, "pipeshift": {"partition": [4, 4], "profile_steps": 0, **how}},
-        callbacks=[moves, *timelines],
+        callbacks=[*holds, moves, *timelines],
         max_epochs=1,
         limit_train_batches=NUM_BATCHES,
         accumulate_grad_batches=2 if how["schedule"] == "async-2bw" else 1,
@@ -166,6 +200,18 @@ def test_rings_and_lanes_of_several_virtual_machines_are_recorded(tmp_path: Path
                 assert all(mark.num_bytes and mark.peer != record.rank for mark in blocks)
             rings = [mark for record in recording.ranks for mark in record.of(What.RING)]
             assert {mark.name for mark in rings} >= {"layers.0", "layers.7"}
+    # Rings are there to their ends, those too that end in the next step.
+    recording = recordings(tmp_path / "1f1b")[LATE]
+    for record in recording.ranks[::2]:
+        ends = {mark.name: mark.end for mark in record.of(What.RING)}
+        assert ends["layers.0"] > record.end
+        document = json.loads((tmp_path / "1f1b" / f"timeline-{LATE}.json").read_text())
+        own = [event for event in document["traceEvents"] if event["pid"] == record.rank]
+        assert min(event["ts"] for event in own if "ts" in event) >= 0
+        found = {(event["ph"], event["name"]): event for event in own}
+        step, ring = found["X", "step"], found["e", "ring: layers.0"]
+        late = (ends["layers.0"] - record.end) * 1e6
+        assert ring["ts"] - step["ts"] - step["dur"] == pytest.approx(late, abs=1)
 
 
 class Pictures(CSVLogger):

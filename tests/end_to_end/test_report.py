@@ -13,8 +13,10 @@ import pytest
 from lightning_pipeshift.commands import report
 from lightning_pipeshift.commands.report_page import page
 from lightning_pipeshift.plan.inputs.placement import Placement
+from lightning_pipeshift.plan.timeline import outcomes
 from lightning_pipeshift.plan.timeline.chrome_trace import chrome_trace
 from lightning_pipeshift.plan.timeline.expected import expected
+from lightning_pipeshift.plan.timeline.outcomes import Outcome
 from lightning_pipeshift.plan.timeline.recording import Mark, Memory, Recording, What
 from tests.unit.plan.test_timeline import PLAN
 
@@ -47,6 +49,12 @@ def test_a_browser_shows_the_page_of_a_run(
     folder.mkdir(parents=True)
     for recording in (as_measured(100), as_measured(137, moved=True), as_measured(200, moved=True)):
         (folder / f"timeline-{recording.step}.json").write_text(chrome_trace(recording))
+    known = [
+        Outcome(120, 2.0, refused_gain=1.4, reason="rank <1> lacks 3 MB"),
+        Outcome(137, 2.0, expected_gain=1.25),
+        Outcome(147, 1.6, measured_gain=1.5),
+    ]
+    outcomes.save(known, folder)
     report.main(["--run", str(tmp_path / "run")])
     path = folder / "report.html"
     assert str(path) in capsys.readouterr().out
@@ -72,6 +80,11 @@ def test_a_browser_shows_the_page_of_a_run(
     assert stages.count("<tr>") == 5
     cells = re.findall(r"<td>(.*?)</td>", stages)
     assert cells[4] == cells[5]
+    rows = shown.split('id="decisions"')[1].split("</table>")[0].split("<tr>")[2:]
+    assert [re.findall(r"<td>(.*?)</td>", row) for row in rows] == [
+        ["120", "2 s", "1.40", "-", "-", "rank &lt;1&gt; lacks 3 MB"],
+        ["137", "2 s", "1.25", "1.6 s", "1.50", "-"],
+    ]
     lanes = shown.split('id="lanes"')[1].split("</table>")[0]
     assert "<td>bulk</td><td>7.5 MB</td>" in lanes
 

@@ -28,6 +28,7 @@ from lightning.pytorch.callbacks import (
     OnExceptionCheckpoint,
 )
 from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
@@ -526,6 +527,24 @@ def test_a_learning_rate_is_found_without_a_word_about_other_stages() -> None:
     _, rate, _, notes, _ = compare(searching, "rate", strategy={"microbatches": 1})
     assert rate != 0.1
     assert notes == []
+
+
+def tuning(how: Any) -> Any:
+    module = built(lambda: Searched(1000))
+    trainer = quiet_trainer(how, enable_checkpointing=True, max_steps=3)
+    tuner = Tuner(trainer)
+    found = tuner.lr_find(module, num_training=30, attr_name="rate")
+    assert found is not None
+    size = tuner.scale_batch_size(module, max_trials=3, steps_per_trial=2)
+    trainer.fit(module)
+    return size, module.rate, found.suggestion(), trainer.global_step, parameters_of(module)
+
+
+@pytest.mark.feature("Tuners", "`Tuner`: `lr_find`, `scale_batch_size`, and then `fit`")
+def test_a_tuner_finds_what_it_finds_on_one_device() -> None:
+    size, rate, suggestion, num_steps, _ = compare(tuning, strategy={"microbatches": 1})
+    assert (size, num_steps) == (8, 3)
+    assert rate == suggestion != 0.1
 
 
 # --------------------------------------------------------------------------------------------------

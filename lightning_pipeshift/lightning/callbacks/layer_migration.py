@@ -110,7 +110,11 @@ class LayerMigration(Callback):
         strategy.steps_left = _steps_left(trainer)
         found = strategy.decisions
         for decision in found[self._num_logged :]:
-            figures = {f"pipeshift/{name}": value for name, value in decision.items()}
+            figures = {
+                f"pipeshift/{name}": value
+                for name, value in decision.items()
+                if isinstance(value, float)
+            }
             for logger in trainer.loggers:
                 logger.log_metrics(figures, step=step_of_loggers(trainer))
         self._num_logged = len(found)

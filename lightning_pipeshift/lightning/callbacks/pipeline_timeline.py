@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipeshift.compat.lightning_private import step_of_loggers
 from lightning_pipeshift.devices.properties import used_bytes
-from lightning_pipeshift.errors import ConfigurationError
+from lightning_pipeshift.errors import ConfigurationError, PlanError
 from lightning_pipeshift.lightning.callbacks.strategy_of import strategy_of
 from lightning_pipeshift.lightning.callbacks.timeline_results import TimelineResults
 from lightning_pipeshift.plan.document.plan import Plan
+from lightning_pipeshift.plan.timeline import outcomes
 from lightning_pipeshift.plan.timeline.recording import Recording
 from lightning_pipeshift.runtime.recording.gathering import Gathering, Place, Taken
 from lightning_pipeshift.runtime.recording.recorder import Recorder
@@ -39,6 +42,7 @@ class PipelineTimeline(Callback):
     :func:`~lightning_pipeshift.plan.timeline.metrics.metrics_of`) and ``pipeshift/moves``, how many
     layers have changed their owners so far; and, if matplotlib is installed, a picture of the first
     and of the last one. A rank that has become slower than the plan expects is named in a warning.
+    Decisions by measurements, and what they have gained, are in ``decisions.json``.
 
     Args:
         every_n_steps: how many batches there are from one record to the next; the first ones are
@@ -68,6 +72,8 @@ class PipelineTimeline(Callback):
         self._files = Path()
         self._live: object = None
         self._results: TimelineResults | None = None
+        self._earlier: list[outcomes.Outcome] = []
+        self._num_outcomes = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: only the settings."""
@@ -85,6 +91,16 @@ class PipelineTimeline(Callback):
         self._forget()
         # Lightning asks the first rank for it, so all ranks have to.
         self._files = self.folder_of(trainer)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Reads the decisions that were made before a checkpoint from which the run goes on."""
+        if strategy_of(trainer, _PURPOSE).is_global_zero and self._files.is_dir():
+            step = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+            with suppress(PlanError):
+                found = outcomes.load(self._files)
+                self._earlier = [each for each in found if each.step < step]
+                if found:
+                    self._save(self._earlier)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -124,6 +140,7 @@ class PipelineTimeline(Callback):
         """Ends the record, and hands it to a thread."""
         recorder = self._recorder
         self._num_batches += 1
+        self._save_outcomes(strategy_of(trainer, _PURPOSE).pipeline)
         if self._results is not None:
             self._results.pass_on(trainer)
         step = trainer.fit_loop.epoch_loop.total_batch_idx
@@ -148,6 +165,19 @@ class PipelineTimeline(Callback):
         self._plan = plan
         moved = list(moves_between(before, plan, replicas.vm)) if before is not None else []
         self._gathering.submit(Taken(recorder, place, self._first, self._num_steps, plan, moved))
+
+    def _save_outcomes(self, pipeline: Any) -> None:
+        """Writes the file of decisions, if there are new ones."""
+        found = pipeline.planning.decisions.outcomes
+        if len(found) > self._num_outcomes and pipeline.replicas.rank == 0:
+            self._num_outcomes = len(found)
+            self._save([*self._earlier, *found])
+
+    def _save(self, found: Iterable[outcomes.Outcome]) -> None:
+        try:
+            outcomes.save(found, self._files)
+        except OSError as error:
+            rank_zero_warn(f"PipeShift: the decisions of a run are not written: {error}.")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Waits for the records that are on their way."""

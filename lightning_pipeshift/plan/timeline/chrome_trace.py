@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from typing import Any, Final
 
@@ -46,9 +47,14 @@ _ASIDE: Final = {
 def chrome_trace(recording: Recording) -> str:
     """The JSON text: the events, and the recording itself in the field :data:`FIELD`."""
     recording = recording.from_zero()
+    # Rings of the step before may end in this one: no event begins before 0.
+    first = min((mark.begin for record in recording.ranks for mark in record.marks), default=0.0)
+    shifted = replace(
+        recording, ranks=tuple(record.later(-min(first, 0.0)) for record in recording.ranks)
+    )
     document = {
         "displayTimeUnit": "ms",
-        "traceEvents": list(events_of(recording)),
+        "traceEvents": list(events_of(shifted)),
         FIELD: recording.to_entries(),
     }
     return json.dumps(document, separators=(",", ":"))

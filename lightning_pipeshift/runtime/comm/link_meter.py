@@ -122,7 +122,7 @@ class LinkChange:
     def __str__(self) -> str:
         one, other = self.ranks
         now, before = (bytes_text(round(rate)) for rate in (self.now, self.before))
-        return f"The link between ranks {one} and {other} carries {now}/s, and {before}/s before"
+        return f"The link between ranks {one} and {other} carries {now}/s now, {before}/s before"
 
 
 def measured_links(

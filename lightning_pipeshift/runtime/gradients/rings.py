@@ -18,6 +18,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -119,23 +120,50 @@ class Rings:
         # Where they begin does not depend on the lanes, or the plan would change bits.
         pieces = buffer.tensor_split(num_pieces(buffer.nbytes))
         ends = [end for end, _ in urgencies]
-        return RingSum(
-            [
-                self._threads.submit(
-                    partial(self._sum, number * MOST_PIECES + i, members, piece, urgency)
-                )
-                for i, piece in enumerate(pieces)
-                for _, urgency in [urgencies[bisect_right(ends, (i + 0.5) / len(pieces))]]
-            ]
-        )
+        downstream = members[(members.index(self._rank) + 1) % len(members)]
+        running = []
+        for i, piece in enumerate(pieces):
+            _, urgency = urgencies[bisect_right(ends, (i + 0.5) / len(pieces))]
+            noted = self._noted(What.RING, str(number), downstream, piece.nbytes)
+            go_round = partial(self._sum, number * MOST_PIECES + i, members, piece, urgency, noted)
+            running.append(self._threads.submit(go_round))
+        return RingSum(running)
+
+    def _noted(self, *mark: Any) -> ExitStack:
+        """Begins to record a ring, if this step is recorded; ends with the context."""
+        stack, recorder, begin = ExitStack(), self.recorder, time.perf_counter()
+        if recorder is not None:
+            stack.enter_context(recorder.lasting(*mark))
+            return stack
+
+        def add() -> None:
+            what, name, *others = mark
+            if self.recorder is not None:
+                # The ring began in the step before the recorded one.
+                self.recorder.add(what, name, begin, time.perf_counter(), *others)
+
+        stack.callback(add)
+        return stack
 
     def close(self) -> None:
         """Closes the connections: sums in progress end with an error, here and at the peers."""
         shut_down(self.sockets)
         self._threads.close()
 
-    def _sum(self, number: int, members: Sequence[int], buffer: Tensor, urgency: Urgency) -> None:
-        begin = time.perf_counter()
+    def _sum(
+        self,
+        number: int,
+        members: Sequence[int],
+        buffer: Tensor,
+        urgency: Urgency,
+        noted: AbstractContextManager[Any],
+    ) -> None:
+        with noted:
+            self._go_round(number, members, buffer, urgency)
+
+    def _go_round(
+        self, number: int, members: Sequence[int], buffer: Tensor, urgency: Urgency
+    ) -> None:
         group = self._groups[min(urgency.lane, len(self._groups) - 1)].control
         place, count = members.index(self._rank), len(members)
         upstream, downstream = members[place - 1], members[(place + 1) % count]
@@ -163,9 +191,6 @@ class Rings:
             # A complete chunk arrives when this member's part of it has long been sent.
             if step < count - 1:
                 chunks[places[step]] += landing[step]
-        if (recorder := self.recorder) is not None:
-            name = str(number // MOST_PIECES)
-            recorder.add(What.RING, name, begin, time.perf_counter(), downstream, buffer.nbytes)
 
 
 def chunks_of(buffer: Tensor, count: int) -> list[Tensor]:

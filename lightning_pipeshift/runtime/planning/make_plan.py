@@ -265,7 +265,11 @@ def sharers_of(profile: Profile, stage_of: Sequence[int]) -> tuple[Sharers, ...]
 
 
 def stages_without_work(
-    settings: Settings, placement: Placement, topology: Topology, called: Collection[int]
+    settings: Settings,
+    placement: Placement,
+    topology: Topology,
+    called: Collection[int],
+    has_moved: bool = False,
 ) -> str | None:
     """A message about devices that a cut leaves without work, with the reason and a remedy;
     ``None`` if all have work.
@@ -275,6 +279,7 @@ def stages_without_work(
         placement: the owners of the layers.
         topology: the virtual machines.
         called: the layers that a step calls.
+        has_moved: whether layers have changed their owners since training began.
     """
     without = [
         topology.ranks[vm][stage]
@@ -286,8 +291,14 @@ def stages_without_work(
         return None
     deepest = max(topology.stages_per_vm)
     if len(called) < deepest:
-        why = f"a step calls {len(called)} layers, and there are {deepest} stages"
+        layers = "1 layer" if len(called) == 1 else f"{len(called)} layers"
+        why = f"a step calls {layers}, and there are {deepest} stages"
         what = "Name smaller layers in `configure_layers()`, or use fewer devices"
+    elif has_moved:
+        why = "its layers have moved to other stages"
+        what = "Move layers back to it, or use fewer devices the next time"
+        if settings.watch is not None:
+            what = "It gets layers again if it becomes fast enough"
     elif settings.plan is not None or settings.partition not in ("auto", "uniform"):
         source = "plan" if settings.plan is not None else "partition"
         why = f"the `{source}` that you gave has none of the layers that a step calls for it"
@@ -296,7 +307,8 @@ def stages_without_work(
         why = "by the measurements, using it would not make a step shorter"
         what = "Use fewer devices, or `partition='uniform'` to compare"
     names = ", ".join(map(topology.name_of, without))
-    return f"{names} has nothing to compute: {why}. {what}."
+    has = "has" if len(without) == 1 else "have"
+    return f"{names} {has} nothing to compute: {why}. {what}."
 
 
 def _stages(stages_per_vm: Sequence[int]) -> str:

@@ -35,6 +35,7 @@ from lightning_pipeshift.runtime.comm.link_meter import Carried, LinkMeter, meas
 from lightning_pipeshift.runtime.comm.replicas import Replicas
 from lightning_pipeshift.runtime.comm.threads import Threads
 from lightning_pipeshift.runtime.offload.stage_memory import StageMemory
+from lightning_pipeshift.runtime.planning.decisions import Decisions
 from lightning_pipeshift.runtime.planning.make_plan import Settings, best_topology, make_plan
 from lightning_pipeshift.runtime.planning.move_decision import (
     Decider,
@@ -128,8 +129,6 @@ class Replanning:
         self._is_deciding = False
         self._layers: tuple[LayerProfile, ...] = ()
         self._samples = 1.0
-        # The seconds of a step before the plan changed, and the expected speedup.
-        self._before: tuple[float, float] | None = None
         self.shared: tuple[SharedWeights, ...] = ()
         """The trained parameters that several layers use, once they are known."""
         self.waiting_bytes: Mapping[int, int] = {}
@@ -142,8 +141,8 @@ class Replanning:
         """Whether the first steps have been measured."""
         self.steps_left = math.inf
         """The number of steps over which a change can pay off."""
-        self.decisions: list[dict[str, float]] = []
-        """The expected and the measured speedups of changes of the plan."""
+        self.decisions = Decisions(messages.append)
+        """Those of the first rank, as far as this rank knows them."""
 
     @property
     def measures(self) -> bool:
@@ -442,9 +441,8 @@ class Replanning:
         if not is_due or self._is_deciding:
             return
         goes_on = self._settings.watch is not None
-        if self._before is not None:
-            self._say_what_was_gained()
-            self._before = None
+        if self.decisions.awaits_gain:
+            self.decisions.measured(self.profiler.step_seconds)
             self.profiler.begin_anew(for_good=not goes_on)
             return
         own = list(own)
@@ -534,26 +532,8 @@ class Replanning:
         return decision
 
     def accept(self, found: Decision) -> None:
-        """Notes a decision of the first rank. Every rank calls this."""
+        """Takes a decision of the first rank. Every rank calls this."""
         self._is_deciding = False
-        if found.message:
-            self._messages.append(found.message)
-        if found.is_new and found.took is not None:
-            self._before = (found.took, found.expected_gain)
-            self.decisions.append(
-                {"expected_gain": found.expected_gain, "step_seconds": found.took}
-            )
+        self.decisions.accept(found)
         if found.is_new or self._settings.watch is None:
             self.profiler.begin_anew(for_good=not found.is_new)
-
-    def _say_what_was_gained(self) -> None:
-        took = self.profiler.step_seconds
-        if took is None or self._before is None:
-            return
-        before, expected = self._before
-        self.decisions.append({"measured_gain": before / took, "step_seconds": took})
-        self._messages.append(
-            f"a step takes {took:.3g} s since the layers have changed their owners, and took"
-            f" {before:.3g} s before: {before / took:.2f} times as fast, {expected:.2f} times was"
-            " expected."
-        )

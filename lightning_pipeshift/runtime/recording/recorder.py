@@ -8,6 +8,8 @@ recorder: whoever could be recorded has a ``recorder`` that is ``None`` then.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count
@@ -51,6 +53,9 @@ class Recorder(ActionListener):
         self._numbers = count()
         self._num_dropped = 0
         self._is_over = False
+        # How many parts of the step have not ended, which may be after the step.
+        self._num_open = 0
+        self._changed = threading.Condition()
         self._action_begin: Event | None = None
         self._wait_end: Event | None = None
         # What was queued before is no part of the step.
@@ -80,12 +85,40 @@ class Recorder(ActionListener):
             peer: the rank at the other end.
             num_bytes: of what was sent.
         """
-        if self._is_over:
-            return
+        if not self._is_over:
+            self._note(_Noted(what, name, begin, end, peer, num_bytes))
+
+    def _note(self, mark: _Noted) -> None:
         try:
-            self._noted[next(self._numbers)] = _Noted(what, name, begin, end, peer, num_bytes)
+            self._noted[next(self._numbers)] = mark
         except IndexError:
             self._num_dropped += 1
+
+    @contextmanager
+    def lasting(self, what: str, name: str, peer: int, num_bytes: int) -> Iterator[None]:
+        """Context of something that begins in the step and may end after it: the record waits for
+        its end. Any thread may enter it.
+
+        Args:
+            what: as for :meth:`add`, as the others.
+            name: see there.
+            peer: see there.
+            num_bytes: see there.
+        """
+        with self._changed:
+            begins_too_late = self._is_over
+            self._num_open += not begins_too_late
+        if begins_too_late:
+            yield
+            return
+        begin = time.perf_counter()
+        try:
+            yield
+            self._note(_Noted(what, name, begin, time.perf_counter(), peer, num_bytes))
+        finally:
+            with self._changed:
+                self._num_open -= 1
+                self._changed.notify_all()
 
     @contextmanager
     def section(self, what: str, name: str, inner: AbstractContextManager[Any]) -> Iterator[None]:
@@ -121,12 +154,14 @@ class Recorder(ActionListener):
     # --- afterwards ---
 
     def stop(self) -> None:
-        """Ends the record: later marks are ignored."""
+        """Ends the record: marks that begin later are ignored."""
         self._end = self.now()
-        self._is_over = True
+        with self._changed:
+            self._is_over = True
 
     def record(self, rank: int, vm: int, stage: int, host: str) -> RankRecord:
-        """The record, in seconds of this process's clock. Waits until the device is done.
+        """The record, in seconds of this process's clock. Waits until the device is done, and all
+        that is :meth:`lasting`.
 
         Args:
             rank: of this process.
@@ -136,6 +171,8 @@ class Recorder(ActionListener):
         """
         assert self._end is not None, "the record has not been stopped"
         self._end.synchronize()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_open)
         noted = [each for each in self._noted if each is not None]
         self._noted = []
         return RankRecord(

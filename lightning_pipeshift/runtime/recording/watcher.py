@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from lightning_pipeshift.devices.streams import Event
 
@@ -25,3 +26,8 @@ class Watcher(Protocol):
         """Notes that something took some time: see
         :class:`~lightning_pipeshift.plan.timeline.recording.Mark`.
         """
+
+    def lasting(
+        self, what: str, name: str, peer: int, num_bytes: int
+    ) -> AbstractContextManager[Any]:
+        """Context of something that begins in the step and may end after it."""

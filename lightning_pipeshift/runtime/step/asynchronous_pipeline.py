@@ -93,8 +93,6 @@ class AsynchronousPipeline(Pipeline):
         """
         self._old_aggregations: list[Aggregation] = []
         """Those of minibatches that have begun before layers changed their owners."""
-        self._refusals: set[str] = set()
-        """The reasons why plans were left alone, as far as the user has been told."""
 
     # --- as a Pipeline ---
 
@@ -181,7 +179,7 @@ class AsynchronousPipeline(Pipeline):
         finished = minibatches.begin(minibatch)
         profiler.end_step()
         self._num_microbatches_done += 1
-        self.num_steps_done = given.step_number + 1
+        self.num_steps_done = self.planning.decisions.step = given.step_number + 1
         found = [] if finished is None else [self._finish(finished)]
         if self._live.last is None:
             own = self.plan.placement.layers_of(self.vm, self.channels.stage)
@@ -239,6 +237,7 @@ class AsynchronousPipeline(Pipeline):
             self._say_who_has_no_work()
             # Times under the old plan do not hold for the new one.
             self.planning.profiler.begin_anew(for_good=self.planning.profiler.is_over)
+            self.planning.decisions.came_into_force(plan, is_last=self._live.last is None)
         if plan is not None or moving != self._live.layers:
             self._follow_with_memory()
         return late
@@ -308,11 +307,7 @@ class AsynchronousPipeline(Pipeline):
         try:
             self._require_movable(plan)
         except PlanError as error:
-            message = f"the new plan was left alone. {error}"
-            # Plans that differ may be refused for the same reason, again and again.
-            if message not in self._refusals:
-                self._refusals.add(message)
-                self.messages.append(message)
+            self.planning.decisions.refuse(str(error))
             return False
         return True
 

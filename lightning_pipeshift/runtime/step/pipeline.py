@@ -252,7 +252,7 @@ class Pipeline:
             self.changes,
             lambda: self.asks_to_end,
             lambda: self.planning.has_decided or outside.has_requests,
-            self.messages.append,
+            self.planning.decisions.refuse,
         )
         self._listeners: Sequence[StepListener] = (self._votes, self.changes, self._user_state)
         """Those of training steps, in the order of the calls: all ranks have voted on a plan before
@@ -488,7 +488,8 @@ class Pipeline:
 
     def _say_who_has_no_work(self) -> None:
         topology, placement = self.replicas.topology, self.plan.placement
-        said = stages_without_work(self.settings, placement, topology, self._called)
+        has_moved = self._num_microbatches_done > 0
+        said = stages_without_work(self.settings, placement, topology, self._called, has_moved)
         if said is not None and said != self._said_of_work:
             self.messages.append(said)
         self._said_of_work = said
@@ -626,6 +627,7 @@ class Pipeline:
             self._aggregation = self._make_aggregation(
                 self.holdings.uses, plan.placement, is_new=False
             )
+        self.planning.decisions.came_into_force(plan, is_last=self.changes.last is None)
 
     def _follow_with_memory(self) -> None:
         if self.memory is None:
@@ -907,7 +909,7 @@ class Pipeline:
         self._replan(given.optimizers)
         if self._votes.are_for_requests:
             self._open_mail()
-        self.num_steps_done = given.step_number + 1
+        self.num_steps_done = self.planning.decisions.step = given.step_number + 1
         return report
 
     def _check_batch(self, batch: Any, batch_idx: int) -> None:
@@ -1065,7 +1067,7 @@ class Pipeline:
                 try:
                     self.adopt(plan)
                 except PlanError as error:
-                    self.messages.append(f"the new plan was left alone. {error}.")
+                    self.planning.decisions.refuse(str(error))
             elif self.changes.last is None:
                 self._plan = plan
 

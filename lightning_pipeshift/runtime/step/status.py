@@ -15,7 +15,7 @@ def status_of(pipeline: Pipeline) -> dict[str, Any]:
     status: dict[str, Any] = {
         "step": pipeline.num_steps_done,
         "step_seconds": pipeline.step_seconds,
-        "decisions": list(pipeline.planning.decisions),
+        "decisions": [each.entries for each in pipeline.planning.decisions.outcomes],
         "virtual_machines": [],
         "waits": [],
     }

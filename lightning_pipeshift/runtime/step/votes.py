@@ -22,7 +22,7 @@ class Votes(StepListener):
         changes: the coming plan, which is given up if any rank objects to it.
         asks_to_end: whether this rank wants the run to end.
         has_requests: whether this rank has requests or decisions for all ranks.
-        say: shows a message to the user after the step.
+        refuse: called with the reason if the coming plan is given up.
     """
 
     def __init__(
@@ -31,13 +31,13 @@ class Votes(StepListener):
         changes: Changes,
         asks_to_end: Callable[[], bool],
         has_requests: Callable[[], bool],
-        say: Callable[[str], None],
+        refuse: Callable[[str], None],
     ) -> None:
         self._world = world
         self._changes = changes
         self._asks_to_end = asks_to_end
         self._has_requests = has_requests
-        self._say = say
+        self._refuse = refuse
         self._objection = ""
         self._posted: PostedSum
         self.are_for_end = False
@@ -57,5 +57,6 @@ class Votes(StepListener):
         self.are_for_end, self.are_for_requests = bool(for_end), bool(for_requests)
         if against_plan:
             # The reason may have been found on another virtual machine.
-            self._say(f"the new plan was left alone. {self._objection}")
+            found = self._world.share_object(self._world.gather_objects(self._objection), source=0)
             self._changes.cancel()
+            self._refuse(next(filter(None, found)))

@@ -74,8 +74,8 @@ def test_links_of_the_same_hosts_change_together_unless_they_have_carried_someth
     assert of[0, 3] == pytest.approx(20e6), "as the better one of those that have changed"
     assert of[0, 2] == of[1, 3] == 100e6, "inside of a host"
     assert [str(change) for change in changes] == [
-        "The link between ranks 0 and 1 carries 10.0 MB/s, and 100.0 MB/s before",
-        "The link between ranks 2 and 3 carries 20.0 MB/s, and 100.0 MB/s before",
+        "The link between ranks 0 and 1 carries 10.0 MB/s now, 100.0 MB/s before",
+        "The link between ranks 2 and 3 carries 20.0 MB/s now, 100.0 MB/s before",
     ]
 
 

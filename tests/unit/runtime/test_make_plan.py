@@ -17,6 +17,7 @@ from lightning_pipeshift.plan.inputs.profile import KindProfile, LayerProfile, P
 from lightning_pipeshift.plan.inputs.topology import Topology
 from lightning_pipeshift.runtime.planning.make_plan import (
     Settings,
+    Watch,
     check_order,
     make_plan,
     stages_without_work,
@@ -65,7 +66,7 @@ def test_a_block_is_cut_where_whole_blocks_would_be_much_slower() -> None:
         ("auto", (2, 2), range(4), None),
         ("auto", (2, 2), [1, 2], None),
         ("auto", (4, 0), range(4), "stage 1 (rank 0) has nothing to compute: by the measurements"),
-        ("auto", (4, 0), [2], "a step calls 1 layers, and there are 2 stages. Name smaller layers"),
+        ("auto", (4, 0), [2], "a step calls 1 layer, and there are 2 stages. Name smaller layers"),
         ([0, 4], (0, 4), range(4), "stage 0 (rank 1) has nothing to compute: the `partition`"),
         ([2, 2], (2, 2), [2, 3], "Change the `partition`, or use fewer devices"),
     ],
@@ -75,6 +76,17 @@ def test_who_has_no_work(partition, counts, called, words) -> None:
     said = stages_without_work(settings, Placement((counts,)), Topology(((1, 0),)), called)
     assert (said is None) == (words is None)
     assert said is None or words in said
+
+
+def test_a_stage_whose_layers_have_moved_is_no_mistake_of_the_partition() -> None:
+    settings = Settings(microbatches=8, partition=[2, 2])
+    given = (Placement(((4, 0),)), Topology(((1, 0),)), range(4))
+    by_hand = stages_without_work(settings, *given, has_moved=True)
+    assert by_hand is not None
+    assert "its layers have moved to other stages. Move layers back" in by_hand
+    watched = stages_without_work(replace(settings, watch=Watch(0.05, 10)), *given, has_moved=True)
+    assert watched is not None
+    assert "It gets layers again if it becomes fast enough" in watched
 
 
 def test_values_do_not_travel_back() -> None:

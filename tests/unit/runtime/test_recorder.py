@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import suppress
+
 import pytest
 import torch
 
 from lightning_pipeshift.devices.simulated import SimulatedDevice
 from lightning_pipeshift.plan.schedule.actions import Action, parse_row
-from lightning_pipeshift.plan.timeline.recording import What
+from lightning_pipeshift.plan.timeline.recording import RankRecord, What
 from lightning_pipeshift.runtime.comm.channels import lane_name
 from lightning_pipeshift.runtime.comm.turns import BACKGROUND, Turns, Urgency
 from lightning_pipeshift.runtime.recording import recorder as recorder_module
@@ -67,6 +70,37 @@ def test_what_is_noted_too_late_or_does_not_fit_is_left_out(
     assert [mark.name for mark in record.marks] == ["0", "1"]
     assert record.num_dropped == 1
     assert record.memory == ()
+
+
+def test_the_record_waits_for_what_outlasts_the_step() -> None:
+    recorder = Recorder(CPU, lambda: 0)
+    goes_on, late = threading.Event(), threading.Event()
+
+    def last(what: str, name: str) -> None:
+        with suppress(OSError), recorder.lasting(what, name, 1, 8):
+            goes_on.wait()
+            if name == "broken":
+                raise OSError
+
+    names = ("ring", "broken")
+    threads = [threading.Thread(target=last, args=(What.RING, name)) for name in names]
+    for thread in threads:
+        thread.start()
+    while recorder._num_open < len(names):
+        late.wait(0.001)
+    recorder.stop()
+    with recorder.lasting(What.RING, "begun later", 1, 8):
+        pass
+    records: list[RankRecord] = []
+    reader = threading.Thread(target=lambda: records.append(recorder.record(0, 0, 0, "")))
+    reader.start()
+    assert not records
+    goes_on.set()
+    for thread in (*threads, reader):
+        thread.join()
+    (mark,) = records[0].marks
+    assert (mark.name, mark.peer, mark.num_bytes) == ("ring", 1, 8)
+    assert mark.begin <= records[0].end <= mark.end
 
 
 def test_blocks_are_noted_while_there_is_a_recorder_only() -> None:
