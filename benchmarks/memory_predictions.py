@@ -11,6 +11,8 @@ and not that of another measurement.
 - ``sleep``: layers that sleep instead of computing, and save 4 MB of real tensors for each
   microbatch. Copies to the host cross a link of their own (:class:`SlowLink`), which takes time and
   next to no processor, as that of a GPU would.
+- ``parts``: layers of two operations. One sleeps; what the other computes is large and takes next to
+  no time, so it is the one to run again.
 - ``gpt2``, ``vit``: layers of transformers (GPT-2, by configuration) and of timm. They compute, and
   copies to the host are those of the CPU: they take a core, and memory bandwidth, from the compute.
 
@@ -35,7 +37,8 @@ from benchmarks.holding import Holder
 from benchmarks.measuring import arguments, interval, print_table, save, shown
 from benchmarks.placements import Plans, Repeated, TakingTurns, Timed
 from lightning_pipeshift import KeepAll, MemoryCompression, PipeShiftStrategy, Plan, RecomputeAll
-from lightning_pipeshift.plan.inputs.policies import Planned, Policy, SwapAll
+from lightning_pipeshift.plan.inputs.policies import Planned, Policy, SwapAll, TensorRecord
+from lightning_pipeshift.plan.inputs.saved_tensors import Choice
 from lightning_pipeshift.runtime.offload import stage_memory
 from lightning_pipeshift.runtime.offload.copying import Copier, Copy, ThreadCopier
 from lightning_pipeshift.runtime.planning.make_plan import make_plan
@@ -48,6 +51,7 @@ BYTES_PER_SECOND = 1e9
 
 SLEEPS = (0.006, 0.012)
 NUM_LAYERS, WIDTH, SAVED_BYTES = 8, 768, 4_000_000
+PARTS_WIDTH, PARTS_COPIES = 128, 512
 
 
 @dataclass(frozen=True)
@@ -77,10 +81,22 @@ class Case:
         return 1.001 * found + 4096
 
 
+@dataclass(frozen=True)
+class HoldsCostly:
+    """Keeps the results of operations that take long, and computes the others again from them: each
+    layer is recomputed in part."""
+
+    def choose(self, record: TensorRecord) -> Choice:
+        """See :class:`~lightning_pipeshift.Policy`."""
+        is_costly = any(name in record.maker for name in ("mm", "attention", "slow"))
+        return Choice.KEEP if is_costly else Choice.RECOMPUTE
+
+
 CASES = {
     "all kept": Case(),
     "some recomputed": Case(saved=0.6, has_host=False),
     "all recomputed": Case(policy=RecomputeAll()),
+    "all recomputed in part": Case(policy=HoldsCostly()),
     "some swapped": Case(saved=0.6, recompute="none"),
     "all swapped": Case(policy=SwapAll(min_bytes=1 << 16)),
     "as planned, 0.6": Case(saved=0.6),
@@ -130,6 +146,51 @@ class WithAdam(Holder):
     def configure_optimizers(self) -> Optimizer:
         """Two values of state for each weight."""
         return Adam(self.parameters(), lr=1e-5)
+
+
+@torch.library.custom_op("pipeshift::slow", mutates_args=())
+def slow(x: Tensor, forward_seconds: float, backward_seconds: float) -> Tensor:
+    """An operation that sleeps: the same values."""
+    time.sleep(forward_seconds)
+    return x.clone()
+
+
+@slow.register_fake
+def _(x: Tensor, forward_seconds: float, backward_seconds: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _keep_seconds(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.seconds = inputs[2]
+
+
+def _slow_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    time.sleep(ctx.seconds)
+    return gradient, None, None
+
+
+slow.register_autograd(_slow_backward, setup_context=_keep_seconds)
+
+
+class InParts(nn.Module):
+    """A slow operation, and quick ones whose results are large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(PARTS_WIDTH, PARTS_WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The mean of many copies."""
+        found = F.gelu(slow(self.linear(x), *SLEEPS))
+        return found.repeat(PARTS_COPIES, 1, 1).sigmoid().mean(dim=0)
+
+
+class Parts(WithAdam):
+    """Layers of two operations."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1, 0, SLEEPS)
+        self.layers = nn.ModuleList(InParts() for _ in range(NUM_LAYERS))
 
 
 class Computing(L.LightningModule):
@@ -207,10 +268,15 @@ MODELS = {
         microbatches=8,
         is_slow=True,
     ),
-    "gpt2": Model(_gpt2, lambda: (torch.randint(256, (128,)),), rows=4, microbatches=4),
-    "vit": Model(
-        _vit, lambda: (torch.randn(3, 64, 64), torch.tensor(3)), rows=8, microbatches=4
+    "parts": Model(
+        Parts,
+        lambda: (torch.randn(PARTS_WIDTH), torch.randn(PARTS_WIDTH)),
+        rows=4,
+        microbatches=8,
+        is_slow=True,
     ),
+    "gpt2": Model(_gpt2, lambda: (torch.randint(256, (128,)),), rows=4, microbatches=4),
+    "vit": Model(_vit, lambda: (torch.randn(3, 64, 64), torch.tensor(3)), rows=8, microbatches=4),
 }
 
 
