@@ -30,7 +30,7 @@ _FEWEST_SECONDS: Final = 0.04
 
 _LATE_ANSWER_SECONDS: Final = 0.04
 """How long the system may wait before it acknowledges the end of a message that nothing follows
-(``TCP_DELACK_MIN`` in the Linux kernel's include/net/tcp.h): until then, there are bytes to send."""
+(``TCP_DELACK_MIN`` in the Linux kernel's include/net/tcp.h): until then there are bytes to send."""
 
 _SAME_BANDWIDTH: Final = 1.5
 """Bandwidths that differ by a smaller factor count as equal, as those of the probe do."""
