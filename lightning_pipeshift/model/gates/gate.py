@@ -85,6 +85,9 @@ class Gate:
         self.left_out: dict[Any, bool] = {}
         """Operations that a recomputation of the layer may leave out: whether that changes no
         bit."""
+        self.makers_of_held: dict[frozenset[int], frozenset[Any]] = {}
+        """By the numbers of saved tensors that are held while the layer drops others, the
+        operations that computed them in its last call."""
         self._current_pass = current_pass
         self._installed: Callable[..., Any] | None = None
         self.reports: SideOutputs | None = None

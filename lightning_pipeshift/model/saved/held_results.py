@@ -14,13 +14,19 @@ first time each operation runs as well, and is left out only if its bits are tho
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_pipeshift.compat.torch_private import COPY_TO, TorchDispatchMode, schema_of
+from lightning_pipeshift.compat.torch_private import (
+    COPY_TO,
+    TorchDispatchMode,
+    schema_of,
+    version_of,
+)
 from lightning_pipeshift.model.execution.trees import address_of, flatten, leaves_of
 
 Fetch = Callable[[], Tensor]
@@ -86,50 +92,52 @@ def _draws(operation: Any, args: Any, kwargs: Any) -> bool:
 
 
 class HeldResults(TorchDispatchMode):
-    """Active in a layer's first run: remembers which operation computed which tensor."""
+    """Active in a layer's first run: remembers which operation computed which tensor.
 
-    def __init__(self) -> None:
+    Args:
+        wanted: the operations whose results will be held, if earlier calls of the layer have shown
+            them: looking at each of the others would take longer than many of them do.
+    """
+
+    def __init__(self, wanted: Collection[Key] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._wanted = wanted
         self._counts: Counter[Any] = Counter()
         self._made: dict[Key, Result] = {}
-        self._by_address: dict[int, Key] = {}
+        self._by_address: dict[int, tuple[Key, StorageWeakRef, int]] = {}
+        """By address: the operation, and the storage and its version when it had run."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         key = func, self._counts[func]
         self._counts[func] += 1
-        leaves, rebuild = flatten(results)
-        if schema_of(func).is_mutable:
-            # What has been written to is not what its operation has made.
-            for leaf in leaves_of((args, kwargs)):
-                if isinstance(leaf, Tensor):
-                    self._forget(address_of(leaf))
+        if self._wanted is not None and key not in self._wanted:
             return results
-        can_skip = is_skippable(func, args, kwargs, results)
+        if not is_skippable(func, args, kwargs, results):
+            return results
+        leaves, rebuild = flatten(results)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                storage = StorageWeakRef(leaf.untyped_storage())
+                self._by_address[address_of(leaf)] = key, storage, version_of(leaf)
         described = tuple(
             _Tensor(address_of(leaf), _layout(leaf)) if isinstance(leaf, Tensor) else leaf
             for leaf in leaves
         )
-        for leaf in described:
-            if isinstance(leaf, _Tensor) and not _is_view(func):
-                # Memory that was freed is used again.
-                self._forget(leaf.address)
-                if can_skip:
-                    self._by_address[leaf.address] = key
-        if can_skip:
-            self._made[key] = Result(_inputs(args, kwargs), described, rebuild)
+        self._made[key] = Result(_inputs(args, kwargs), described, rebuild)
         return results
-
-    def _forget(self, address: int) -> None:
-        key = self._by_address.pop(address, None)
-        if key is not None:
-            self._made.pop(key, None)
 
     def maker_of(self, tensor: Tensor) -> Key | None:
         """The operation that computed a tensor's memory, and may be left out; called when it is
         saved.
         """
-        return self._by_address.get(address_of(tensor))
+        found = self._by_address.get(address_of(tensor))
+        if found is None:
+            return None
+        key, storage, version = found
+        # Memory that was freed is used again, and what has been written to is not what its
+        # operation has made.
+        return key if not storage.expired() and version_of(tensor) == version else None
 
     def left_out(self, held: Mapping[int, tuple[Key, Fetch]], known: dict[Key, bool]) -> LeftOut:
         """The mode for the second run.
@@ -212,10 +220,6 @@ def _is_same(one: Any, other: Any) -> bool:
         return False
     bits = [each.contiguous().view(-1).view(torch.uint8) for each in (one, other)]
     return torch.equal(*bits)
-
-
-def _is_view(operation: Any) -> bool:
-    return any(each.alias_info is not None for each in schema_of(operation).returns)
 
 
 def _inputs(args: Any, kwargs: Any) -> tuple[Layout, ...]:

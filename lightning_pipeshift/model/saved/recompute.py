@@ -132,7 +132,7 @@ class RecomputedRegion(LayerCall):
     ) -> None:
         super().__init__(gate, args, kwargs, table or SavedTable(), observer)
         self._held = held
-        self._results = HeldResults() if held else None
+        self._results = HeldResults(gate.makers_of_held.get(frozenset(held))) if held else None
         self._makers: dict[int, tuple[Key, int]] = {}
         """By number of a held tensor, its operation, and the address that it had."""
         self._draw = draw
@@ -165,6 +165,7 @@ class RecomputedRegion(LayerCall):
             versions = [(slot, slot.get(), _version(slot.get())) for slot in self._buffer_slots()]
         with self._results or nullcontext():
             output = super().run()
+        self._note_makers()
         if versions is not None and any(
             slot.get() is not before or _version(before) != version
             for slot, before, version in versions
@@ -173,6 +174,19 @@ class RecomputedRegion(LayerCall):
             self.gate.writes_to_buffers = True
             self._inputs = []
         return output
+
+    def _note_makers(self) -> None:
+        """Remembers the operations of the held tensors for the layer's next call; or forgets them,
+        if this call had others.
+        """
+        if self._results is None:
+            return
+        known, names = self.gate.makers_of_held, frozenset(self._held)
+        found = {key for key, _ in self._makers.values()}
+        if names not in known:
+            known[names] = frozenset(found)
+        elif found != known[names]:
+            del known[names]
 
     def _buffer_slots(self) -> list[Slot]:
         return [slot for slot in self._slots if slot.is_buffer]

@@ -28,6 +28,10 @@ _BUSY_AND_RWND_LIMITED: Final = 168
 _FEWEST_SECONDS: Final = 0.04
 """The system counts in clock ticks of up to 10 ms: shorter times say nothing."""
 
+_LATE_ANSWER_SECONDS: Final = 0.04
+"""How long the system may wait before it acknowledges the end of a message that nothing follows
+(``TCP_DELACK_MIN`` in the Linux kernel's include/net/tcp.h): until then there are bytes to send."""
+
 _SAME_BANDWIDTH: Final = 1.5
 """Bandwidths that differ by a smaller factor count as equal, as those of the probe do."""
 
@@ -155,7 +159,9 @@ def measured_links(
         without = seconds - 2 * num_messages * 2 * link.latency_seconds
         # A shorter time than can be measured shows that the link is at least so fast.
         now = num_bytes / max(without, seconds / 10, _FEWEST_SECONDS)
-        is_slower = now * _SAME_BANDWIDTH < link.bandwidth and seconds >= _FEWEST_SECONDS
+        # Small messages take longer to be acknowledged than to be sent: that says nothing.
+        surely = without - 2 * num_messages * _LATE_ANSWER_SECONDS
+        is_slower = surely >= max(_FEWEST_SECONDS, _SAME_BANDWIDTH * num_bytes / link.bandwidth)
         if is_slower or now > _SAME_BANDWIDTH * link.bandwidth:
             changes[ends] = LinkChange(ends, link.bandwidth, now)
     return _with(cluster, changes, totals.keys()), list(changes.values())

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipeshift.errors import LayerError
 from lightning_pipeshift.model.gates.gate import CurrentPass, Gate
+from lightning_pipeshift.model.saved import held_results
 from lightning_pipeshift.model.saved.recompute import RecomputedRegion
 from tests.unit.model.test_recompute import LAYERS
 
@@ -98,6 +99,41 @@ def test_a_product_whose_result_is_held_is_not_computed_again() -> None:
         assert counts[aten.bernoulli_.float] == 1, "the mask is drawn in any case"
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert Counter(products.values()) == {2: count - 1, 1: 1}
+
+
+def test_after_the_first_call_only_the_operations_of_held_tensors_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked_at = []
+    look = held_results.is_skippable
+
+    def noted(operation: Any, *args: Any) -> bool:
+        looked_at.append(operation)
+        return look(operation, *args)
+
+    monkeypatch.setattr(held_results, "is_skippable", noted)
+
+    class Changing(Block):
+        extra = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(self.extra):
+                x = x + self.second(self.first(x))
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    layer = Changing()
+    gate, x = gate_of(layer), torch.randn(4, 6)
+    numbers = []
+    for extra in (0, 0, 1, 1, 0, 0):
+        layer.extra = extra
+        expected, _, _ = step(gate, x, None)
+        looked_at.clear()
+        found, _, _ = step(gate, x, {1, 2})
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        numbers.append(len(looked_at))
+    assert numbers[1] < numbers[0] / 4, "the layer's operations are known"
+    assert numbers[5] == numbers[1], "and again, after it has run others"
 
 
 def test_what_was_written_to_is_computed_again() -> None:

@@ -62,6 +62,17 @@ def test_each_message_takes_the_way_to_the_other_end_and_back() -> None:
     assert found.link(0, 1).bandwidth == pytest.approx(20e6)
 
 
+def test_late_answers_to_small_messages_do_not_make_a_link_slow() -> None:
+    # 200 messages of 1 KB each way: the system acknowledges each of them 40 ms after it has come.
+    small, large = 200 * 10**3, 200 * 10**6
+    found, changes = measured_links(cluster("ab"), chain((small, 200 * 0.042)), num_messages=200)
+    assert found == cluster("ab")
+    assert not changes
+    # Messages of 1 MB take 100 ms over a tenth of the bandwidth, whoever answers late.
+    found, _ = measured_links(cluster("ab"), chain((large, 200 * 0.142)), num_messages=200)
+    assert found.link(0, 1).bandwidth == pytest.approx(large / (200 * 0.140))
+
+
 def test_links_of_the_same_hosts_change_together_unless_they_have_carried_something() -> None:
     # Ranks 0 and 2 are on one host, 1 and 3 on another: 0-3 has carried nothing.
     found, changes = measured_links(
