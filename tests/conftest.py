@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,3 +30,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in needing_cuda:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    # Tests without ranks need neither torch nor the server.
+    ranks = sys.modules.get("lightning_pipeshift.testing.ranks")
+    if ranks is not None:
+        ranks.PRELOADED_MODULES.append("tests.quick_start")

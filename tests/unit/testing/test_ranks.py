@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -76,6 +77,22 @@ def test_ranks_are_forked_from_one_process_that_has_imported_what_takes_long() -
     found = {each for _ in range(3) for each in run_ranks(parent_and_modules, 4)}
     ((_, has_imported),) = found
     assert has_imported
+
+
+def modules_and_threads() -> tuple[bool, int, int]:
+    return (
+        "tests.quick_start" in sys.modules,
+        len(os.listdir("/proc/self/task")),
+        gc.get_freeze_count(),
+    )
+
+
+def test_ranks_of_these_tests_start_with_filled_caches_and_one_thread() -> None:
+    # A server skips what it cannot import, without a word.
+    ((is_quick, num_threads, num_frozen),) = run_ranks(modules_and_threads, 1)
+    assert is_quick
+    assert num_threads == 1
+    assert num_frozen > 100_000
 
 
 def sum_of_ranks(*, destroy: bool) -> float:
