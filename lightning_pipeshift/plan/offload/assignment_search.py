@@ -35,7 +35,6 @@ from lightning_pipeshift.plan.offload.problem import Compressed, Problem
 SMALLEST_BYTES: Final = 1 << 16
 """A smaller tensor is swapped only if nothing else fits."""
 
-_MOST_ROUNDS: Final = 200
 _MOST_IMPROVED: Final = 2
 _MOST_TRIALS: Final = 500
 _MOST_TRIED_TENSORS: Final = 1 << 17
@@ -87,6 +86,8 @@ class Search:
         self._stages = self.assignments.stages
         self._most_trials = most_trials(len(self._sizes))
         self._lenders: dict[int, list[Lenders]] = {}
+        #: By stage and option, the last known cost of a freed byte.
+        self._rates: dict[tuple[int, Option], float] = {}
         self._spares = {
             (layer, tensor.number): tensor.spares
             for layer, profile in enumerate(problem.profile.layers)
@@ -253,7 +254,8 @@ class Search:
         hardly on the number of tensors.
         """
         now = start
-        for _ in range(_MOST_ROUNDS):
+        self._rates.clear()
+        while True:
             before = now
             for stage in self._short_stages(now):
                 now = self._with_more(now, stage)
@@ -278,17 +280,24 @@ class Search:
         score = self.score(now)
         # A rate at which all stages together would lose next to nothing.
         free = (CLOSE - 1) * score.seconds / score.excess_bytes if score.excess_bytes else 0.0
-        rates: dict[Option, float] = {}
+        # Rates hardly ever fall as memory fills up: an earlier one is a lower bound.
+        known = {
+            option: self._rates.get((stage, option), 0.0) for option in self._common_options(stage)
+        }
         candidates: dict[Option, Groups] = {}
-        for option in self._common_options(stage):
+        for option in sorted(known, key=known.__getitem__):
+            if any(known[tried] <= known[option] for tried in candidates):
+                break
+            rate = math.inf
             if groups := self._candidates(now, stage, option):
                 rate = _rate(score, self.score(self._with(now, groups[0], option)))
-                if math.isfinite(rate):
-                    rates[option], candidates[option] = rate, groups
-        if not rates:
+            if math.isfinite(rate):
+                candidates[option] = groups
+            known[option] = self._rates[stage, option] = rate
+        if not candidates:
             return now
-        best = min(rates, key=rates.__getitem__)
-        limit = max(_LIKE_SECONDS * rates[best], sorted(rates.values())[:2][-1], free)
+        best = min(candidates, key=known.__getitem__)
+        limit = max(_LIKE_SECONDS * known[best], sorted(known.values())[:2][-1], free)
         groups, count = candidates[best], 1
         now = self._with(now, groups[0], best)
         while count < len(groups) and stage in self._short_stages(now):
