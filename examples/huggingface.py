@@ -1,5 +1,6 @@
 """Train or fine-tune a causal language model of Hugging Face's transformers, unmodified.
 
+    pip install transformers
     python examples/huggingface.py                             # a small GPT-2 with random weights
     python examples/huggingface.py --model folder/of/a/model   # weights that you have on disk
     python examples/huggingface.py --lora true                 # with LoRA (`pip install peft`)
