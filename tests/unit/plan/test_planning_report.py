@@ -26,7 +26,7 @@ def test_a_model_that_no_device_holds_gets_stages_and_the_text_says_why() -> Non
         outside=Link(2e-5, 12.5e9),
     )
     made = make(profile, cluster, PlanRequest(batch_samples=16))
-    plan, best, _ = made
+    _, best, _ = made
     depth = max(map(len, best.ranks))
     assert depth >= 2
     text = report(made, cluster)
@@ -40,4 +40,3 @@ def test_a_model_that_no_device_holds_gets_stages_and_the_text_says_why() -> Non
     assert rates[depth] == max(rates.values())
     assert all(limit.strip() for *_, limit in tried)
     assert "1 stage: does not fit in memory" in why
-    assert plan.virtual_machines * depth == 8
